@@ -1,0 +1,246 @@
+"""The words that all layers share: model function calls, plan nodes, the plan, requests and results.
+
+Torch-free, Prefect-free, Dask-free. A plan is data: whoever reads it needs no planner.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlhf_tasks.parallel.topology import Placement
+
+CallKind = Literal["generate", "inference", "train_step"]
+
+
+class Frozen(BaseModel):
+    """Base of all specifications: immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelFunctionCall(Frozen):
+    """One node of the dataflow graph: what a role's model computes once per iteration.
+
+    n_seqs is the number of sequences the call processes per iteration. remap renames keys between the sample
+    store and the call's function: {name in the store: name in the function}.
+    """
+
+    name: str
+    role: str
+    kind: CallKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    n_seqs: int = Field(gt=0)
+    mini_batches: int = Field(default=1, gt=0)
+    remap: dict[str, str] = Field(default_factory=dict)
+
+
+class CallAssignment(Frozen):
+    """Where and how one call runs: the planner's decision for it.
+
+    micro_batches is the number of micro-batches that a dp rank's share of one (mini-)batch is cut into,
+    balanced by tokens; balance says how samples are dealt to dp ranks.
+    """
+
+    placement: Placement
+    micro_batches: int = Field(default=1, gt=0)
+    balance: Literal["count", "tokens"] = "count"
+
+
+class _Node(Frozen):
+    """Common to all nodes: a unique name and the names of the nodes that must have finished.
+
+    after           predecessors in the same iteration
+    after_previous  predecessors in the iteration before
+    """
+
+    name: str
+    after: tuple[str, ...] = ()
+    after_previous: tuple[str, ...] = ()
+
+
+class FetchNode(_Node):
+    """The heads of the source call read their shard of the iteration's rows and store the dataset keys."""
+
+    kind: Literal["fetch"] = "fetch"
+    call: str
+    placement: Placement
+    keys: tuple[str, ...]
+    balance: Literal["count", "tokens"] = "count"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+
+class CallNode(_Node):
+    """A model function call on its placement. `trains` is True when it advances the role's version."""
+
+    kind: Literal["call"] = "call"
+    call: ModelFunctionCall
+    assignment: CallAssignment
+
+    @property
+    def placement(self) -> Placement:
+        return self.assignment.placement
+
+    @property
+    def trains(self) -> bool:
+        return self.call.kind == "train_step"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+
+class DataSide(Frozen):
+    """One side of a redistribution: how samples lie on the heads of a placement."""
+
+    placement: Placement
+    balance: Literal["count", "tokens"] = "count"
+    mini_batches: int = 1
+
+
+class TransferNode(_Node):
+    """Redistribution of some keys from the heads of one placement to the heads of a consumer call."""
+
+    kind: Literal["transfer"] = "transfer"
+    consumer: str
+    source: DataSide
+    destination: DataSide
+    keys: tuple[str, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.placement.devices, *self.destination.placement.devices}))
+
+
+class ReallocateNode(_Node):
+    """A read-only copy of a role's parameters is built on `destination` from the training placement."""
+
+    kind: Literal["reallocate"] = "reallocate"
+    role: str
+    source: Placement
+    destination: Placement
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.devices, *self.destination.devices}))
+
+
+class ReleaseNode(_Node):
+    """The read-only copy of a role on a placement is freed."""
+
+    kind: Literal["release"] = "release"
+    role: str
+    placement: Placement
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+
+class SaveNode(_Node):
+    """The role's slices, optimizer and state are copied aside and written in the background."""
+
+    kind: Literal["save"] = "save"
+    role: str
+    placement: Placement
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+
+PlanNode = Annotated[
+    FetchNode | CallNode | TransferNode | ReallocateNode | ReleaseNode | SaveNode, Field(discriminator="kind")
+]
+
+
+class RolePlacements(Frozen):
+    """Where a role's parameters live. The first placement of a trained role is its training placement and
+    owns parameters, gradients and optimizer; a frozen role is resident on every placement listed."""
+
+    trained: bool
+    placements: tuple[Placement, ...]
+
+
+class ExecutionPlan(Frozen):
+    """The augmented graph as one serialisable object. `nodes` stands in the total order of protocol.md.
+
+    algorithm  the graph's name, e.g. "ppo"
+    n_devices  devices 0 .. n_devices - 1 take part; devices_per_host says how they fall on hosts
+    n_seqs     sequences fetched per iteration
+    """
+
+    algorithm: str
+    n_devices: int = Field(gt=0)
+    devices_per_host: int = Field(gt=0)
+    n_seqs: int = Field(gt=0)
+    roles: dict[str, RolePlacements]
+    nodes: tuple[PlanNode, ...]
+
+    def node(self, name: str) -> PlanNode:
+        """The node of that name. Raises KeyError."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def on(self, device: int) -> tuple[PlanNode, ...]:
+        """The subsequence of nodes whose meshes hold a device: that rank's work, in its order."""
+        return tuple(node for node in self.nodes if device in node.devices)
+
+
+class NodeKey(NamedTuple):
+    """Names one execution of one plan node: every mutating request carries it (protocol.md)."""
+
+    run: str
+    attempt: int
+    generation: int
+    iteration: int
+    node: str
+
+
+class NodeRequest(Frozen):
+    """What one rank is asked to run: a plan node of one iteration, at a dense place in the rank's order.
+
+    number        0, 1, 2, ... on each rank in each generation
+    first_sample  global id of the iteration's first sample (the data cursor before this iteration's fetch)
+    versions      role -> parameter version that must be found, asserted by the engine
+    deadline_s    seconds from the moment the node's last rank has entered it
+    """
+
+    key: NodeKey
+    number: int
+    first_sample: int
+    versions: dict[str, int]
+    deadline_s: float
+
+
+class NodeResult(Frozen):
+    """What a rank answers: metadata only.
+
+    started_s, ended_s  time.time() of the rank
+    metrics             global values, equal on all ranks of the mesh
+    bytes_sent          bytes this rank sent to others for a transfer or reallocation
+    """
+
+    key: NodeKey
+    rank: int
+    started_s: float
+    ended_s: float
+    metrics: dict[str, float] = Field(default_factory=dict)
+    versions: dict[str, int] = Field(default_factory=dict)
+    bytes_sent: int = 0
+    digest: str = ""
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class NodeFailure(Frozen):
+    """An error on one rank: what happened, where, and the traceback for the log."""
+
+    key: NodeKey
+    rank: int
+    error: str
+    traceback: str = ""
