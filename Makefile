@@ -1,0 +1,47 @@
+# Everything a newcomer or CI needs; each target sets up what it uses and is safe to repeat.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+# The environment is rebuilt when one of these changes.
+STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)
+
+.PHONY: demo test test-slow lint venv lock wheel clean
+
+$(STAMP):
+	$(PYTHON) -c 'import sys; sys.exit("prefect-rlhf needs Python 3.11 or newer, this is %d.%d: set PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check --disable-pip-version-check
+	touch $@
+
+venv: $(STAMP)
+
+demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Prefect UI
+	$(BIN)/prefect-rlhf demo
+
+test: $(STAMP)  ## the default suite
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## everything, the learning runs included
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --no-isolation
+
+lock:  ## needs uv; torch stays out: its CPU and CUDA builds differ in hash and dependencies
+	echo 'torch ; python_version < "3"' > .lock-override
+	uv pip compile --universal --generate-hashes --python-version 3.11 --all-extras --override .lock-override \
+		--no-annotate --no-header -q pyproject.toml -o requirements.lock
+	rm .lock-override
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
