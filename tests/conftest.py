@@ -1,0 +1,109 @@
+"""The session-wide pool of gloo rank processes that all tests marked `dist` share."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch.distributed as dist
+
+SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
+GRACE_S = 5.0  # for the peers of a rank that failed to notice it
+
+
+class RankPool:
+    """Up to `SIZE` rank processes, each started when a test first needs it."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+        self._ranks: list[tuple[subprocess.Popen, Connection]] = []
+        self._runs = 0
+
+    def run(self, n: int, function: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call `function(rank, world, *args)` on n ranks and return their results in rank order.
+
+        The default process group is set up afresh for each call. The function's own module travels by value
+        (so a test file's functions work); what it imports must be importable.
+        Raises RuntimeError with the first failing rank's traceback, TimeoutError after `timeout` seconds.
+        """
+        assert 1 <= n <= SIZE, f"{n} ranks; the pool has {SIZE}"
+        self._start(n)
+        self._runs += 1
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        call = cloudpickle.dumps((function, args))
+        for rank in range(n):
+            self._ranks[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, timeout, call)))
+        return self._collect(n, timeout)
+
+    def close(self) -> None:
+        """End every process."""
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.wait()
+        self._ranks.clear()
+        self._store = None
+
+    def _start(self, n: int) -> None:
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        root = Path(__file__).parents[1]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root)}
+        script = str(Path(__file__).with_name("rank_process.py"))
+        while len(self._ranks) < n:
+            ours, theirs = Pipe()
+            command = [sys.executable, script, str(theirs.fileno()), str(self._store.port)]
+            process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, n: int, timeout: float) -> list[Any]:
+        waiting = {self._ranks[rank][1]: rank for rank in range(n)}
+        results: list[Any] = [None] * n
+        failure = ""
+        deadline = time.monotonic() + timeout
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), remaining):
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    done, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    done, value = False, "the process died"
+                    deadline = 0.0  # its place must be filled anew
+                    waiting[pipe] = rank  # type: ignore[index]
+                results[rank] = value
+                if not done and not failure:
+                    failure = f"rank {rank} of {n}: {value}"
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if waiting:
+            stuck = sorted(waiting.values())
+            self._dump_stacks(stuck)
+            self.close()
+            if not failure:
+                raise TimeoutError(f"ranks {stuck} of {n} gave no result in {timeout} s (stacks on stderr)")
+        if failure:
+            raise RuntimeError(failure)
+        return results
+
+    def _dump_stacks(self, stuck: list[int]) -> None:
+        for rank in stuck:
+            if self._ranks[rank][0].poll() is None:
+                self._ranks[rank][0].send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """`ranks.run(n, function, *args, timeout=60.0)`; see RankPool.run."""
+    pool = RankPool()
+    yield pool
+    pool.close()
