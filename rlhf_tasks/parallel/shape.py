@@ -154,7 +154,7 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
             f"Model {source!r} has model_type {kind!r}, which is not a decoder with a tensor-parallel plan "
             f"that we know. Known: {', '.join(sorted(FAMILIES))}."
         )
-    return FAMILIES[kind]
+    return FAMILIES[str(kind)]
 
 
 @dataclass(frozen=True, slots=True)
