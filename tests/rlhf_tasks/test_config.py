@@ -256,5 +256,5 @@ load_config({str(file)!r})
 assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modules)
 """
     started = time.process_time()
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1], timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
     assert time.process_time() - started < 2
