@@ -1,0 +1,50 @@
+"""What a call's function is given beside its engine and its samples, and what it gives back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_tasks.config import AnyConfig
+from rlhf_tasks.parallel.samples import SampleBatch
+
+if TYPE_CHECKING:
+    from rlhf_tasks.parallel.engine import Engine
+    from rlhf_tasks.reward_process import RewardProcess
+    from rlhf_tasks.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """One execution of one call.
+
+    iteration      0-based
+    first_sample   global id of the iteration's first sample; its ids are the `n_seqs` integers from there
+    micro_batches  micro-batches that this dp rank's share of one (mini-)batch is cut into
+    run_folder     shared by all hosts; a rollout writes its parts there
+    rewards        this rank's helper process for Python rewards
+    """
+
+    config: AnyConfig
+    iteration: int
+    first_sample: int
+    n_seqs: int
+    micro_batches: int
+    tokenizer: "Tokenizer"
+    rewards: "RewardProcess"
+    run_folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutput:
+    """What a call leaves behind.
+
+    batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere and where there are none
+    metrics  global values, equal on every rank of the mesh
+    """
+
+    batch: SampleBatch | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+CallFunction = Callable[["Engine", SampleBatch, CallContext], CallOutput]

@@ -1,0 +1,252 @@
+"""What run configurations are made of: models, data, rewards, sampling, optimizer, cluster, plan.
+
+Torch-free. Each field has bounds and a description, which `config schema` and the blocks show.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.spec import CallAssignment, Frozen
+
+Head = Literal["lm", "scalar"]
+
+
+class Settings(Frozen):
+    """Base of all configuration: immutable, unknown keys are refused, numbers are finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelsConfig(Settings):
+    """Hugging Face folders of the roles."""
+
+    actor: str = Field(description="Folder of the model to train; its tokenizer serves the whole run.")
+    critic: str | None = Field(
+        default=None,
+        description="Folder the critic starts from; default: the reward model, or else the actor.",
+    )
+    ref: str | None = Field(default=None, description="Folder of the frozen reference; default: the actor.")
+    reward: str | None = Field(
+        default=None,
+        description="Folder of the reward model; default: none, only `rewards` score.",
+    )
+
+
+class ActorOnly(Settings):
+    """Hugging Face folder of the one role of SFT and reward modelling."""
+
+    actor: str = Field(description="Folder the training starts from; its tokenizer serves the whole run.")
+
+
+class RolloutModels(ActorOnly):
+    """Hugging Face folders of a rollout."""
+
+    reward: str | None = Field(
+        default=None, description="Folder of a reward model that scores too; default: none."
+    )
+
+
+class DataConfig(Settings):
+    """Where the rows come from."""
+
+    train: str = Field(min_length=1, description="JSONL (.gz) or Parquet: a file, a glob or a folder.")
+    column_map: dict[str, str] = Field(
+        default_factory=dict, description="Renames columns: {name in the file: name that we expect}."
+    )
+    max_prompt_tokens: int = Field(
+        default=1024,
+        gt=0,
+        description="Longer rows are refused (SFT, reward model: prompt + completion).",
+    )
+
+
+class RewardFunction(Settings):
+    """One Python reward."""
+
+    function: str = Field(
+        pattern=r"^[^:]+:[A-Za-z_]\w*$", description="Where it is: `module:function` or `file.py:function`."
+    )
+    weight: float = Field(default=1.0, description="Factor of its value in the score.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics: `rewards/<name>/mean`."""
+        return self.function.rpartition(":")[2]
+
+
+class RewardModelScore(Settings):
+    """How the reward model's raw score s enters the sum: weight * clip((s - mean) / std, -clip, clip)."""
+
+    weight: float = Field(default=1.0, description="Factor of the normalised score.")
+    mean: float = Field(default=0.0, description="Subtracted from the raw score.")
+    std: float = Field(default=1.0, gt=0, description="Divides the centred score.")
+    clip: float | None = Field(
+        default=None, gt=0, description="Bound of the normalised score; default: none."
+    )
+
+
+class SamplingConfig(Settings):
+    """How responses are sampled."""
+
+    max_completion_length: int = Field(gt=0, description="Most tokens of a response, the end token included.")
+    temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is kept; 1 keeps all.")
+    top_k: int = Field(default=0, ge=0, description="Number of tokens that are kept; 0 keeps all.")
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its learning-rate schedule. Steps are optimizer steps (mini-batches), not iterations."""
+
+    learning_rate: float = Field(default=3e-6, gt=0, description="Peak learning rate.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course after the warm-up: constant, or down to 0 at the last step."
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up from 0.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, on matrices only.")
+    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="Decay rates of AdamW's two moments."
+    )
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="Global gradient norm to which gradients are clipped."
+    )
+
+
+class ClusterConfig(Settings):
+    """The ranks: started by us on this machine, or found in a running Dask cluster."""
+
+    address: str | None = Field(
+        default=None, description="Scheduler of a running Dask cluster; default: start one."
+    )
+    n_hosts: int = Field(default=1, gt=0, description="Number of hosts.")
+    devices_per_host: int = Field(
+        default=1, gt=0, description="Number of ranks (GPUs or CPU slots) per host."
+    )
+
+    @property
+    def n_devices(self) -> int:
+        return self.n_hosts * self.devices_per_host
+
+
+class RuntimeConfig(Settings):
+    """Deadlines and restarts."""
+
+    deadline_floor_s: float = Field(
+        default=120.0, gt=0, description="Least seconds for a call once its last rank entered it."
+    )
+    deadline_factor: float = Field(
+        default=20.0, ge=1, description="Deadline over a call's predicted seconds."
+    )
+    startup_timeout_s: float = Field(default=180.0, gt=0, description="Seconds for the workers to come up.")
+    max_restarts: int = Field(
+        default=3, ge=0, description="Restarts of the ranks without a commit in between."
+    )
+
+
+class ManualAssignment(Settings):
+    """One call's place, given by hand: devices by number and (dp, tp, pp)."""
+
+    devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        min_length=1, description="Devices in rank order."
+    )
+    dp: int = Field(default=1, gt=0, description="Data-parallel degree.")
+    tp: int = Field(default=1, gt=0, description="Tensor-parallel degree.")
+    pp: int = Field(default=1, gt=0, description="Number of pipeline stages.")
+    micro_batches: int = Field(default=1, gt=0, description="Micro-batches per dp rank and (mini-)batch.")
+    balance: Literal["count", "tokens"] = Field(
+        default="count", description="How samples are dealt to dp ranks."
+    )
+
+    @model_validator(mode="after")
+    def _placement_holds(self) -> Self:
+        self.assignment()
+        return self
+
+    def assignment(self) -> CallAssignment:
+        """The same as the planner's type. Raises ValueError when dp*tp*pp is not the number of devices."""
+        placement = Placement(self.devices, ParallelStrategy(self.dp, self.tp, self.pp))
+        return CallAssignment(placement=placement, micro_batches=self.micro_batches, balance=self.balance)
+
+
+Assignments = dict[str, ManualAssignment]
+
+
+class Role(NamedTuple):
+    """What the engine must know of a role: where its weights start, its head, and whether it trains.
+
+    optimizer  None for a frozen role
+    """
+
+    folder: str
+    head: Head
+    optimizer: OptimizerConfig | None
+
+
+def _plan_form(value: Any) -> str:
+    return "path" if isinstance(value, str) else "inline"
+
+
+PlanSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[Assignments, Tag("inline")], Discriminator(_plan_form)
+]
+
+
+class BaseConfig(Settings):
+    """What all runs share."""
+
+    data: DataConfig
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="The run folder's name; default: a fresh one.",
+    )
+    output_dir: str = Field(default="runs", description="Folder of the run folders; all hosts must share it.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32", description="Type of the parameters."
+    )
+    batch_size: int = Field(default=64, gt=0, description="Sequences (reward model: pairs) per iteration.")
+    resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
+    snapshot_every: int = Field(default=1, gt=0, description="Completed iterations per committed snapshot.")
+    keep_last: int = Field(default=2, gt=0, description="Number of snapshots that are kept.")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
+    plan: PlanSource = Field(
+        default="heuristic",
+        description="heuristic, a YAML file, or {call: {devices, dp, tp, pp, ...}}.",
+    )
+    runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
+
+    @model_validator(mode="after")
+    def _plan_fits_cluster(self) -> Self:
+        if isinstance(self.plan, str):
+            return self
+        for call, manual in self.plan.items():
+            outside = [device for device in manual.devices if device >= self.cluster.n_devices]
+            if outside and self.cluster.address is None:
+                raise ValueError(
+                    f"plan.{call}.devices names {outside}; the cluster has "
+                    f"0 to {self.cluster.n_devices - 1}. "
+                    "Choose other devices or enlarge cluster.n_hosts x cluster.devices_per_host."
+                )
+        return self
+
+
+class TrainingConfig(BaseConfig):
+    """What training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
+
+    total_iterations: int = Field(gt=0, description="Iterations of the run.")
+    num_mini_batches: int = Field(default=1, gt=0, description="Optimizer steps per pass over the batch.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
+
+    @field_validator("num_mini_batches")
+    @classmethod
+    def _mini_batches_divide(cls, value: int, info: ValidationInfo) -> int:
+        batch_size = info.data.get("batch_size")
+        if batch_size is not None and batch_size % value:
+            raise ValueError(
+                f"{value} does not divide batch_size={batch_size}. Make batch_size a multiple of it."
+            )
+        return value

@@ -1,0 +1,260 @@
+"""Run configurations: defaults, overrides, paths, and one clear sentence for every fault."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from rlhf_tasks.config import (
+    CONFIG_TYPES,
+    ConfigError,
+    PPOConfig,
+    RolloutConfig,
+    load_config,
+    make_config,
+    manual_assignments,
+    resolve_paths,
+)
+from rlhf_tasks.parallel.topology import ParallelStrategy
+
+MINIMAL = """
+type: ppo
+models: {actor: models/actor}
+data: {train: prompts.jsonl}
+sampling: {max_completion_length: 8}
+rewards: [{function: "rewards.py:exact"}]
+total_iterations: 3
+"""
+
+
+def ppo(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "type": "ppo",
+        "models": {"actor": "a"},
+        "data": {"train": "d.jsonl"},
+        "sampling": {"max_completion_length": 8},
+        "rewards": [{"function": "m:f"}],
+        "total_iterations": 3,
+    }
+    return {**document, **changes}
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, bool]:
+    """{dotted key: required} of a configuration, shared sections counted where they first occur."""
+    found: dict[str, bool] = {}
+    for name, field in model.model_fields.items():
+        candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if inner is None or name == "critic_optimizer":
+            found[prefix + name] = field.is_required()
+        else:
+            found |= leaves(inner, f"{prefix}{name}.")
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_a_minimal_file_loads_with_defaults_and_absolute_paths(file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(file.parent)
+    config = load_config(file)
+    assert isinstance(config, PPOConfig)
+    assert config.models.actor == str(file.parent / "models/actor")
+    assert config.data.train == str(file.parent / "prompts.jsonl")
+    assert config.rewards[0].function == f"{file.parent}/rewards.py:exact"
+    assert config.rewards[0].name == "exact"
+    assert config.resume == "never"
+    assert manual_assignments(config) is None
+
+
+def test_overrides_win_over_the_file(file: Path):
+    config = load_config(
+        file, ["optimizer.learning_rate=1e-3", "rewards.0.weight=2", "name=x", "plan={a: {devices: [0]}}"]
+    )
+    assert isinstance(config, PPOConfig)
+    assert config.optimizer.learning_rate == 1e-3
+    assert config.rewards[0].weight == 2.0
+    assert config.name == "x"
+    assignments = manual_assignments(config)
+    assert assignments is not None
+    assert assignments["a"].placement.strategy == ParallelStrategy(1, 1, 1)
+
+
+def test_ppo_stays_small():
+    keys = leaves(PPOConfig)
+    assert len(keys) <= 62, sorted(keys)
+    assert sum(keys.values()) <= 8
+
+
+@pytest.mark.parametrize("kind", CONFIG_TYPES)
+def test_every_field_is_described_in_a_sentence(kind: str):
+    def check(model: type[BaseModel]) -> None:
+        for name, field in model.model_fields.items():
+            candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
+            inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+            for submodel in inner:
+                check(submodel)
+            if name != "type" and not (inner and field.is_required()):
+                assert (field.description or "").endswith("."), f"{model.__name__}.{name}"
+
+    check(CONFIG_TYPES[kind])
+
+
+def test_roles_default_to_the_actor_and_the_reward_model():
+    config = make_config(ppo())
+    assert {role: (r.folder, r.head, r.optimizer is not None) for role, r in config.roles().items()} == {
+        "actor": ("a", "lm", True),
+        "critic": ("a", "scalar", True),
+        "ref": ("a", "lm", False),
+    }
+    assert isinstance(config, PPOConfig)
+    assert config.scoring_role == "ref"
+    scored = make_config(ppo(models={"actor": "a", "reward": "r"}))
+    assert isinstance(scored, PPOConfig)
+    assert scored.roles()["critic"].folder == "r"
+    assert scored.roles()["reward"].optimizer is None
+    assert scored.scoring_role == "reward"
+
+
+def test_the_critic_has_its_own_optimizer_where_given():
+    config = make_config(ppo(optimizer={"learning_rate": 1e-4}, critic_optimizer={"learning_rate": 1e-3}))
+    rates = {r: role.optimizer.learning_rate for r, role in config.roles().items() if role.optimizer}
+    assert rates == {"actor": 1e-4, "critic": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tempratur": 1}, "tempratur: unknown key"),
+        ({"sampling": {"max_completion_length": 8, "temprature": 1}}, "did you mean 'temperature'?"),
+        (
+            {"rewards": [{"function": "m:f", "wieght": 1}]},
+            "rewards.0.wieght: unknown key, did you mean 'weight'?",
+        ),
+        ({"batch_size": "many"}, "batch_size: input should be a valid integer"),
+        ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, found 1.5."),
+        ({"gamma": float("nan")}, "gamma: input should be a finite number"),
+        ({"type": "dpo"}, "type: must be one of ppo, sft, reward_model, rollout, found 'dpo'."),
+        ({"type": None}, "type: must be one of"),
+        ({"models": {}}, "models.actor: required, but not given."),
+        ({"batch_size": 10, "num_mini_batches": 4}, "num_mini_batches: 4 does not divide batch_size=10."),
+        ({"rewards": []}, "nothing scores the responses."),
+        ({"rewards": [{"function": "no_colon"}]}, "rewards.0.function: string should match pattern"),
+        ({"rewards": [{"function": "a:f"}, {"function": "b:f"}]}, "two rewards share a name: f, f."),
+        ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "PPO must explore"),
+        ({"critic_warmup_iterations": 3}, "critic_warmup_iterations=3 leaves no iteration for the actor"),
+        (
+            {"plan": {"actor_train": {"devices": [0, 1], "dp": 3}}, "cluster": {"devices_per_host": 2}},
+            "plan.actor_train: strategy dp=3 tp=1 pp=1 needs 3 devices; the mesh has 2",
+        ),
+        (
+            {"plan": {"actor_train": {"devices": [4]}}},
+            "plan.actor_train.devices names [4]; the cluster has 0 to 0.",
+        ),
+    ],
+)
+def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        make_config(ppo(**changes))
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("gamma", "is not of the form key.sub=value"),
+        ("=1", "is not of the form key.sub=value"),
+        ("gamma.x=1", "gamma: input should be"),
+        ("rewards.5.weight=1", "rewards has no item '5'"),
+        ("type.x=1", "type is a value, not a mapping"),
+        ("gamma=[", "is not a YAML value"),
+    ],
+)
+def test_faulty_overrides_are_named(file: Path, override: str, sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"type: ppo\ntype: sft\n", ":2: not valid YAML: key 'type' stands twice"),
+        (b"a: [1\nb: 2\n", "not valid YAML"),
+        (b"- 1\n", "expected a mapping of keys to values, found list"),
+        (b"", "expected a mapping of keys to values, found NoneType"),
+        (b"\xff\xfe\x00", "cannot be read as a UTF-8 text file"),
+        (b"!!python/object/apply:os.system ['true']\n", "not valid YAML"),
+    ],
+)
+def test_faulty_files_are_named(tmp_path: Path, content: bytes, sentence: str):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert sentence in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file\."):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_a_plan_file_is_read_and_its_faults_named(tmp_path: Path):
+    good = tmp_path / "plan.yaml"
+    good.write_text("actor_train: {devices: [0, 1], tp: 2, micro_batches: 2}\n")
+    assignments = manual_assignments(make_config(ppo(plan=str(good))))
+    assert assignments is not None
+    assert assignments["actor_train"].micro_batches == 2
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("actor_train: {devices: [0, 1], tp: 4}\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: actor_train: strategy dp=1 tp=4 pp=1 needs 4 devices"):
+        manual_assignments(make_config(ppo(plan=str(bad))))
+
+
+def test_configurations_are_frozen_and_survive_json():
+    config = make_config(ppo(plan={"a": {"devices": [0]}}))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert PPOConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_resolving_paths_twice_changes_nothing(tmp_path: Path):
+    config = resolve_paths(make_config(ppo(resume="runs/x", plan="p.yaml")), tmp_path)
+    assert config.resume == str(tmp_path / "runs/x")
+    assert config.plan == str(tmp_path / "p.yaml")
+    assert resolve_paths(config, Path("/elsewhere")) == config
+
+
+def test_rollouts_hold_whole_prompts():
+    document = {
+        "type": "rollout",
+        "models": {"actor": "a"},
+        "data": {"train": "d"},
+        "sampling": {"max_completion_length": 4},
+    }
+    assert isinstance(make_config({**document, "batch_size": 8, "num_generations": 4}), RolloutConfig)
+    with pytest.raises(ConfigError, match="num_generations=3 does not divide batch_size=8"):
+        make_config({**document, "batch_size": 8, "num_generations": 3})
+
+
+def test_loading_needs_neither_torch_nor_two_seconds(file: Path):
+    code = f"""
+import sys
+from rlhf_tasks.config import load_config
+load_config({str(file)!r})
+assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modules)
+"""
+    started = time.process_time()
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
+    assert time.process_time() - started < 2
