@@ -39,7 +39,7 @@ class CallContext:
 class CallOutput:
     """What a call leaves behind.
 
-    batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere and where there are none
+    batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere, or without keys
     metrics  global values, equal on every rank of the mesh
     """
 

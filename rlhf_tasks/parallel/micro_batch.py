@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -60,10 +61,14 @@ def split(batch: SampleBatch, micro_batches: int) -> list[MicroBatch]:
 
     Deterministic: the longest sample goes first, each to the lightest micro-batch so far; in a micro-batch
     samples keep the batch's order. With fewer samples there are fewer micro-batches, never an empty one.
+    Neighbours with the same id (the two answers of a preference pair) stay together.
     """
+    lengths = batch["input_ids"].lengths
+    together = [list(places) for _, places in groupby(range(len(batch)), key=lambda place: batch.ids[place])]
+    loads = [sum(lengths[place] for place in places) for places in together]
     return [
-        micro_batch(batch.select([batch.ids[i] for i in part]))
-        for part in balance(batch["input_ids"].lengths, micro_batches)
+        micro_batch(batch.take([place for group in part for place in together[group]]))
+        for part in balance(loads, micro_batches)
     ]
 
 

@@ -47,7 +47,8 @@ class Packed:
 class SampleBatch:
     """Samples by global id, with the same keys for every sample.
 
-    ids   global sample ids, in the order of the packed data
+    ids   global sample ids, in the order of the packed data; an id stands once, but for the batch that a
+          reward model trains on, where the two answers of a pair follow each other under one id
     data  key -> Packed of len(ids) samples
     """
 
@@ -69,12 +70,15 @@ class SampleBatch:
         if tuple(ids) == self.ids:
             return self
         position = {sample: i for i, sample in enumerate(self.ids)}
-        order = [position[sample] for sample in ids]
+        return self.take([position[sample] for sample in ids])
+
+    def take(self, places: Sequence[int]) -> "SampleBatch":
+        """The samples at the places 0, 1, ... of this batch, in that order."""
         data = {}
         for key, packed in self.data.items():
             parts = packed.split()
-            data[key] = Packed.of([parts[i] for i in order]) if order else Packed(packed.values[:0], ())
-        return SampleBatch(tuple(ids), data)
+            data[key] = Packed.of([parts[i] for i in places]) if places else Packed(packed.values[:0], ())
+        return SampleBatch(tuple(self.ids[i] for i in places), data)
 
     def with_data(self, **more: Packed) -> "SampleBatch":
         """The same samples with further keys."""

@@ -52,3 +52,18 @@ def test_parts_are_a_balanced_partition(lengths: list[int], parts: int) -> None:
     sums = [sum(lengths[i] for i in part) for part in dealt]
     if sums:
         assert max(sums) - min(sums) <= max(lengths)
+
+
+def test_the_two_answers_of_a_pair_stay_together_in_order():
+    lengths = (3, 1, 9, 2, 4, 4, 1, 5)
+    ids = (4, 4, 5, 5, 6, 6, 7, 7)
+    parts = [torch.full((length,), place) for place, length in enumerate(lengths)]
+    micros = split(SampleBatch(ids, {"input_ids": Packed.of(parts)}), 3)
+    assert len(micros) == 3
+    seen = []
+    for micro in micros:
+        firsts = [int(part[0]) for part in micro.per_sample(micro.input_ids)]
+        assert [place + 1 for place in firsts[::2]] == firsts[1::2]
+        assert all(a == b for a, b in zip(micro.ids[::2], micro.ids[1::2], strict=True))
+        seen += firsts
+    assert sorted(seen) == list(range(8))
