@@ -1,0 +1,6 @@
+"""Prefect blocks; Prefect's server imports this package through the entry point `prefect.collections`."""
+
+from blocks.cluster import RlhfCluster
+from blocks.ppo import PPOConfiguration
+
+__all__ = ["PPOConfiguration", "RlhfCluster"]

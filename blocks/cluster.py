@@ -1,0 +1,39 @@
+"""A cluster of ranks as a Prefect block."""
+
+from prefect.blocks.core import Block
+from pydantic import Field
+
+from rlhf_tasks.config_parts import ClusterConfig
+
+
+class RlhfCluster(Block):
+    """Where the ranks of a run live: started on this machine, or found in a running Dask cluster.
+
+    Example:
+        Load a cluster and use it in a configuration:
+
+        ```python
+        from blocks.cluster import RlhfCluster
+
+        cluster = RlhfCluster.load("BLOCK_NAME")
+        config = config.model_copy(update={"cluster": cluster.to_config()})
+        ```
+    """
+
+    _block_type_name = "RLHF Cluster"
+    _block_type_slug = "rlhf-cluster"
+    _documentation_url = "https://docs.prefect.io/v3/develop/blocks"  # pyright: ignore[reportAssignmentType]
+
+    address: str | None = Field(
+        default=None, description="Scheduler of a running Dask cluster; without one, a cluster is started."
+    )
+    n_hosts: int = Field(default=1, gt=0, description="Number of hosts.")
+    devices_per_host: int = Field(
+        default=1, gt=0, description="Number of ranks (GPUs or CPU slots) on each host."
+    )
+
+    def to_config(self) -> ClusterConfig:
+        """The same as a part of a run configuration."""
+        return ClusterConfig(
+            address=self.address, n_hosts=self.n_hosts, devices_per_host=self.devices_per_host
+        )

@@ -1,0 +1,28 @@
+"""A PPO configuration as a Prefect block."""
+
+from prefect.blocks.core import Block
+from pydantic import Field
+
+from rlhf_tasks.config import PPOConfig
+
+
+class PPOConfiguration(Block):
+    """All that a PPO run needs to know, typed and validated, for deployments and schedules.
+
+    Example:
+        Load a stored configuration and run it:
+
+        ```python
+        from blocks.ppo import PPOConfiguration
+        from flows.ppo import rlhf_ppo
+
+        stored = PPOConfiguration.load("BLOCK_NAME")
+        rlhf_ppo(stored.config)
+        ```
+    """
+
+    _block_type_name = "RLHF PPO Configuration"
+    _block_type_slug = "rlhf-ppo-configuration"
+    _documentation_url = "https://docs.prefect.io/v3/develop/blocks"  # pyright: ignore[reportAssignmentType]
+
+    config: PPOConfig = Field(description="The run's configuration, as in a YAML file.")

@@ -1,0 +1,83 @@
+"""What the ranks' clocks say: spans of nodes, overhead of orchestration, overlap of iterations."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rlhf_tasks.spec import ExecutionPlan, NodeResult
+
+# A span or a predecessor is named by iteration and node.
+Key = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One node's time on one rank, in seconds of that rank's clock.
+
+    kind  the node's kind, or for a call the kind of call (generate, inference, train_step)
+    """
+
+    rank: int
+    iteration: int
+    node: str
+    kind: str
+    started_s: float
+    ended_s: float
+
+
+def spans_of(plan: ExecutionPlan, results: Iterable[NodeResult]) -> list[Span]:
+    """The spans of node results, in order of their start."""
+    kinds = {node.name: node.call.kind if node.kind == "call" else node.kind for node in plan.nodes}
+    spans = [
+        Span(r.rank, r.key.iteration, r.key.node, kinds[r.key.node], r.started_s, r.ended_s) for r in results
+    ]
+    return sorted(spans, key=lambda span: (span.started_s, span.rank))
+
+
+def predecessors_of(plan: ExecutionPlan, iterations: Iterable[int]) -> dict[Key, list[Key]]:
+    """(iteration, node) -> what must have ended before it: the plan's edges, within and across iterations."""
+    return {
+        (t, node.name): [(t, name) for name in node.after] + [(t - 1, name) for name in node.after_previous]
+        for t in iterations
+        for node in plan.nodes
+    }
+
+
+def idle_while_ready_s(spans: Sequence[Span], predecessors: Mapping[Key, Sequence[Key]]) -> dict[int, float]:
+    """Orchestration overhead per rank: seconds in which no node runs although the next one could.
+
+    spans         of the iterations looked at
+    predecessors  (iteration, node) -> the (iteration, node)s that must end first, on any rank
+    The next node of a rank could run from the moment its own previous node and all its predecessors have
+    ended on all their ranks.
+    """
+    ended: dict[Key, float] = {}
+    for span in spans:
+        key = (span.iteration, span.node)
+        ended[key] = max(ended.get(key, span.ended_s), span.ended_s)
+    idle: dict[int, float] = {}
+    for rank in {span.rank for span in spans}:
+        own = sorted((s for s in spans if s.rank == rank), key=lambda s: s.started_s)
+        idle[rank] = 0.0
+        for before, after in pairwise(own):
+            needed = predecessors.get((after.iteration, after.node), ())
+            ready = max([before.ended_s, *(ended[key] for key in needed if key in ended)])
+            idle[rank] += max(0.0, after.started_s - ready)
+    return idle
+
+
+def overlapping_s(spans: Sequence[Span], first: str, second: str, shift: int) -> float:
+    """Seconds in which `second` of iteration t + shift ran while `first` of iteration t did, summed over t.
+
+    Both nodes' times are taken over all their ranks (first start to last end).
+    """
+    reach: dict[Key, tuple[float, float]] = {}
+    for span in spans:
+        low, high = reach.get((span.iteration, span.node), (span.started_s, span.ended_s))
+        reach[span.iteration, span.node] = (min(low, span.started_s), max(high, span.ended_s))
+    total = 0.0
+    for (iteration, node), (low, high) in reach.items():
+        if node == first and (iteration + shift, second) in reach:
+            other_low, other_high = reach[iteration + shift, second]
+            total += max(0.0, min(high, other_high) - max(low, other_low))
+    return total
