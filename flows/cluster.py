@@ -1,0 +1,270 @@
+"""The Dask cluster of a run: ranks and a controller, made here or found by address.
+
+One made here has its scheduler and nannies inside this process, so it dies with it. One found by address is checked first: its
+unsafe settings are refused by name. A *member* is a worker seen as rank or controller; it keeps its name when its process is
+replaced, and changes its address.
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+from uuid import uuid4
+
+import dask
+from distributed import Client, Nanny, Scheduler, SpecCluster
+
+from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
+
+SETTINGS = {
+    "distributed.scheduler.allowed-failures": 0,  # a task whose worker died is not run again behind our back
+    "distributed.scheduler.worker-ttl": "10 minutes",  # a rank may hold the GIL for long; deadlines find hangs
+    "distributed.deploy.lost-worker-timeout": "600s",  # nannies bring workers back; nobody else removes them
+    "distributed.worker.daemon": False,  # ranks may start child processes
+    "distributed.worker.memory.terminate": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.comm.timeouts.connect": "30s",
+}
+MIN_WORKER_TTL_S = 120.0  # shorter: a long call that holds the GIL would count as a dead worker
+START_DEADLINE_S = 120.0
+CONTROLLER_THREADS = 64  # Prefect tasks wait in them: two iterations of a plan of up to 32 nodes at once
+SAME_VERSIONS = ("distributed", "prefect", "prefect-dask", "torch", "transformers")
+
+
+class ClusterError(ValueError):
+    """A cluster that cannot serve the run; the message names what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker as rank or controller.
+
+    name     stable over restarts: its own name, or its nanny's address where nobody gave it one
+    address  of the worker process now
+    host     as the scheduler sees it; ranks are grouped by it
+    """
+
+    name: str
+    address: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
+
+    scheduler_address: str
+    ranks: tuple[Member, ...]
+    controller: Member
+    connection_args: Mapping[str, Any]
+
+
+@contextmanager
+def local_cluster(
+    n_ranks: int, environment: Mapping[str, str], *, gpus: bool = False, folder: Path
+) -> Iterator[Cluster]:
+    """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
+
+    environment  for all workers: the Prefect server's address and login
+    gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it offers `slot`
+    folder       where workers keep scratch files
+    All processes are gone when the context ends. Raises TimeoutError when they are not up in time.
+    """
+    threads = max(1, (os.cpu_count() or 1) // n_ranks)
+    common = {
+        "host": "127.0.0.1",
+        "memory_limit": 0,
+        "local_directory": str(folder),
+        "dashboard": False,
+        "silence_logs": logging.ERROR,
+    }
+    with dask.config.set(SETTINGS):
+        workers = {
+            f"rank-{rank}": {
+                "cls": Nanny,
+                "options": {
+                    **common,
+                    "nthreads": 1,
+                    "resources": {"GPU" if gpus else "slot": 1},
+                    "env": {
+                        **environment,
+                        "OMP_NUM_THREADS": str(threads),
+                        **({"CUDA_VISIBLE_DEVICES": str(rank)} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}),
+                    },
+                },
+            }
+            for rank in range(n_ranks)
+        }
+        workers["controller"] = {
+            "cls": Nanny,
+            "options": {
+                **common,
+                "nthreads": CONTROLLER_THREADS,
+                "resources": {CONTROLLER_RESOURCE: 1},
+                "env": {**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            },
+        }
+        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard": False}}
+        with (
+            SpecCluster(workers, scheduler, name="prefect-rlhf", silence_logs=logging.ERROR) as cluster,
+            Client(cluster, set_as_default=False) as client,
+        ):
+            yield form_cluster(client, n_ranks)
+
+
+@contextmanager
+def found_cluster(address: str, n_ranks: int, **client_options: Any) -> Iterator[Cluster]:
+    """A cluster that runs already, by its scheduler's address; it is left as it was found.
+
+    Raises ClusterError naming the setting, the version or the number of workers to change.
+    """
+    with Client(address, set_as_default=False, timeout=30, **client_options) as client:
+        refuse_unsafe(client)
+        yield form_cluster(client, n_ranks)
+
+
+def form_cluster(client: Client, n_ranks: int, deadline_s: float = START_DEADLINE_S) -> Cluster:
+    """Choose ranks and controller among a cluster's workers, and make them what they are.
+
+    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks` serve. The
+    controller is the worker that offers `controller`. Raises ClusterError when they are not there within the deadline.
+    """
+    deadline = time.monotonic() + deadline_s
+    while True:
+        ranks, controllers = _members(client.scheduler_info()["workers"])
+        if len(ranks) >= n_ranks and controllers:
+            break
+        if time.monotonic() > deadline:
+            raise ClusterError(_too_few(client.scheduler.address, n_ranks, len(ranks), len(controllers)))
+        time.sleep(0.1)
+    _refuse_other_versions(client, ranks[:n_ranks] + controllers[:1])
+    client.register_plugin(ProcessPlugin())
+    return Cluster(
+        client.scheduler.address,
+        tuple(ranks[:n_ranks]),
+        controllers[0],
+        client.security.get_connection_args("client"),
+    )
+
+
+def check_shared_folder(client: Client, cluster: Cluster, folder: Path) -> None:
+    """Every member must see the run folder: each reads back a token. Raises ClusterError naming a host that does not."""
+    token = folder / f"token-{uuid4().hex}"
+    token.touch()
+    try:
+        seen = client.run(
+            _exists, str(token), workers=[m.address for m in (*cluster.ranks, cluster.controller)]
+        )
+    finally:
+        token.unlink()
+    for member in (*cluster.ranks, cluster.controller):
+        if not seen[member.address]:
+            raise ClusterError(
+                f"worker {member.name} on host {member.host} does not see the run folder {folder}. "
+                "Choose a folder that all hosts share."
+            )
+
+
+def refuse_unsafe(client: Client) -> None:
+    """Raises ClusterError for a scheduler whose settings make a run unsafe, naming the setting and the safe value."""
+    address = client.scheduler.address
+    host = address.split("://")[-1].rsplit(":", 1)[0]
+    if not address.startswith("tls://") and host not in ("127.0.0.1", "localhost", "[::1]"):
+        raise ClusterError(
+            f"the scheduler {address} is not on loopback and does not use TLS: whoever reaches it can run code. "
+            "Start scheduler and workers with certificates (tls://) and set the cluster block's security."
+        )
+    settings = client.run_on_scheduler(_scheduler_settings)
+    if settings["allowed_failures"] != 0:
+        raise ClusterError(
+            f"distributed.scheduler.allowed-failures is {settings['allowed_failures']} on {address}: the scheduler "
+            "would run finished calls again when a worker dies. Start it with "
+            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0."
+        )
+    ttl_s = settings["worker_ttl"]
+    if ttl_s is not None and ttl_s < MIN_WORKER_TTL_S:
+        raise ClusterError(
+            f"distributed.scheduler.worker-ttl is {ttl_s:g} s on {address}: a rank inside a long call would count as "
+            "dead. Start the scheduler with DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL='10 minutes'."
+        )
+
+
+def _members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
+    """(ranks, controllers) among the workers that a scheduler describes, each by host, then name."""
+    ranks, controllers = [], []
+    for address, worker in workers.items():
+        resources = worker["resources"]
+        name = worker["name"] if worker["name"] != address else worker["nanny"] or address
+        member = Member(str(name), address, worker["host"])
+        if resources.get(CONTROLLER_RESOURCE, 0) > 0:
+            controllers.append(member)
+            continue
+        for resource in RANK_RESOURCES:
+            if resources.get(resource, 0) > 1:
+                raise ClusterError(
+                    f"worker {name} offers {resource}={resources[resource]:g}: a rank drives one device. "
+                    f"Start one worker per device, each with --resources {resource}=1."
+                )
+        if any(resources.get(resource, 0) for resource in RANK_RESOURCES):
+            ranks.append(member)
+    return sorted(ranks, key=_order), sorted(controllers, key=_order)
+
+
+def _order(member: Member) -> tuple[str, list[tuple[int, str]]]:
+    """By host, then by name with its numbers compared as numbers: rank-10 follows rank-9."""
+    return member.host, [
+        (int(part or -1), "") if i % 2 else (-1, part)
+        for i, part in enumerate(re.split(r"(\d+)", member.name))
+    ]
+
+
+def _too_few(address: str, n_ranks: int, found: int, controllers: int) -> str:
+    if not controllers:
+        return (
+            f"the cluster at {address} has no controller. "
+            f"Start one: dask worker {address} --name controller --nthreads {CONTROLLER_THREADS} "
+            f"--resources controller=1"
+        )
+    return (
+        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found} (workers with a GPU or slot resource). "
+        f"Start {n_ranks - found} more: dask worker {address} --nthreads 1 --resources slot=1"
+    )
+
+
+def _refuse_other_versions(client: Client, members: list[Member]) -> None:
+    """Raises ClusterError for a worker that runs other versions than this process."""
+    here = _versions()
+    for address, there in client.run(_versions, workers=[m.address for m in members]).items():
+        for package, ours in here.items():
+            if there[package] != ours:
+                raise ClusterError(
+                    f"worker {address} has {package} {there[package]}; this process has {ours}. "
+                    "Install the same versions on all hosts (requirements.lock)."
+                )
+
+
+def _versions() -> dict[str, str]:
+    """Package -> installed version, "none" where it is not installed; Python too, without its patch level."""
+    found = {"python": python_version().rsplit(".", 1)[0]}
+    for package in SAME_VERSIONS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path)
+
+
+def _scheduler_settings(dask_scheduler: Scheduler) -> dict[str, Any]:
+    return {"allowed_failures": dask_scheduler.allowed_failures, "worker_ttl": dask_scheduler.worker_ttl}

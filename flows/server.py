@@ -1,0 +1,156 @@
+"""The Prefect server of a run: the one that the settings name, else our own for the run's folder.
+
+Our own is a child process on a free loopback port, with SQLite in `RUN/prefect`, a random login, CSRF protection and an exact
+CORS origin; it ends when the context does, and also when this process is killed (flows/server_process.py).
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import isawaitable
+from pathlib import Path
+
+from prefect.logging.handlers import APILogWorker
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.utilities.asyncutils import run_coro_as_sync
+
+START_DEADLINE_S = 120.0  # 10-17 s on two quiet cores the first time; shared machines are slower
+STOP_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefectServer:
+    """Where flows report to, and how to log in.
+
+    api_url  http://HOST:PORT/api
+    auth     `user:password`, or empty when the server asks for none
+    own      True when we started it: it ends with our context
+    """
+
+    api_url: str
+    auth: str
+    own: bool
+
+    @property
+    def ui_url(self) -> str:
+        """The address for a browser."""
+        return self.api_url.removesuffix("/api")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What other processes need to report to this server: their whole Prefect settings."""
+        login = {"PREFECT_API_AUTH_STRING": self.auth} if self.auth else {}
+        return {"PREFECT_API_URL": self.api_url, "DO_NOT_TRACK": "1", **login}
+
+
+@contextmanager
+def prefect_server(folder: Path) -> Iterator[PrefectServer]:
+    """The server that this process' settings name (PREFECT_API_URL); without one, our own in `folder`/prefect.
+
+    Inside the context this process' Prefect settings point to it. Raises TimeoutError when our own is not healthy in time.
+    """
+    configured = PREFECT_API_URL.value()
+    if configured:
+        auth = PREFECT_API_AUTH_STRING.value()
+        yield PrefectServer(configured, auth.get_secret_value() if auth else "", own=False)
+        return
+    with own_server(folder) as server:
+        yield server
+
+
+@contextmanager
+def own_server(folder: Path) -> Iterator[PrefectServer]:
+    """Our own server over `folder`/prefect, which holds its data base, login and log; a finished run's reopens.
+
+    Raises TimeoutError when it is not healthy in time, RuntimeError when it ends at once; both name the log.
+    """
+    home = (folder / "prefect").resolve()
+    home.mkdir(parents=True, exist_ok=True)
+    auth = _login(home)
+    with ExitStack() as stack:
+        log = stack.enter_context(open(home / "server.log", "ab"))
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("server_process.py")), str(home)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")},
+            cwd=home,
+            start_new_session=True,  # Ctrl-C is for the flow, which still has to report its end
+        )
+        stack.callback(_stop, process)
+        api_url = _address(process, home)
+        _wait_healthy(process, api_url, home)
+        stack.enter_context(
+            temporary_settings(updates={PREFECT_API_URL: api_url, PREFECT_API_AUTH_STRING: auth})
+        )
+        stack.callback(_flush_logs)
+        yield PrefectServer(api_url, auth, own=True)
+
+
+def _login(home: Path) -> str:
+    """The login of this home: made once, readable by its owner only."""
+    path = home / "auth"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text()
+    with open(descriptor, "w") as file:
+        file.write(f"admin:{secrets.token_urlsafe(18)}")
+    return path.read_text()
+
+
+def _address(process: subprocess.Popen[bytes], home: Path) -> str:
+    """The one line that the child prints first."""
+    assert process.stdout is not None
+    line = process.stdout.readline().decode().strip()
+    if not line:
+        raise RuntimeError(f"The Prefect server did not start. Its log: {home / 'server.log'}")
+    return line
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], api_url: str, home: Path) -> None:
+    """Poll the health route. A child that left because another server holds this home leaves that one to answer."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{api_url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            pass
+        if process.poll() not in (None, 0):
+            raise RuntimeError(
+                f"The Prefect server ended with status {process.returncode}. Its log: {home / 'server.log'}"
+            )
+        time.sleep(0.1)
+    raise TimeoutError(
+        f"The Prefect server at {api_url} was not healthy within {START_DEADLINE_S:.0f} s. "
+        f"Its log: {home / 'server.log'}"
+    )
+
+
+def _flush_logs() -> None:
+    """Prefect sends logs in the background: the last ones must reach the server before it ends."""
+    flushed = APILogWorker.drain_all(timeout=STOP_DEADLINE_S)
+    if isawaitable(flushed):
+        run_coro_as_sync(flushed)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Closing its input asks the server to leave; past the deadline it is killed."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    try:
+        process.wait(STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()

@@ -1,0 +1,47 @@
+"""What a Dask worker process of ours is: a rank, or the controller.
+
+`process` is the one module attribute that is set at run time: the `EngineHost` of a rank, the `Controller` of the controller's
+worker, None elsewhere. The plugin sets it on every worker that offers one of the resources, also on a restarted one. The
+plugin carries nothing of a run: a host learns its rank, and who its controller is, by the controller's first request.
+
+Torch-free: `tasks` and the flows import this module, a worker loads what it needs in `setup`.
+"""
+
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+from distributed import Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+CONTROLLER_RESOURCE = "controller"
+RANK_RESOURCES = ("GPU", "slot")
+CLASSES = {
+    CONTROLLER_RESOURCE: "rlhf_tasks.controller:Controller",
+    **dict.fromkeys(RANK_RESOURCES, "rlhf_tasks.host:EngineHost"),
+}
+
+process: Any = None
+
+
+class ProcessPlugin(WorkerPlugin):
+    """Makes a worker that offers a resource of CLASSES what it is; registered once per cluster, idempotently."""
+
+    name = "prefect-rlhf"
+    idempotent = True
+
+    async def setup(self, worker: Worker) -> None:
+        global process  # the exception that this module is for
+        kind = offered(worker.state.total_resources)
+        if kind is not None:
+            process = resolve_name(CLASSES[kind])(worker)
+            worker.handlers.update(process.handlers)
+
+    async def teardown(self, worker: Worker) -> None:
+        if process is not None:
+            await process.close()
+
+
+def offered(resources: Mapping[str, float]) -> str | None:
+    """The first resource of CLASSES that a worker offers; None when it offers none."""
+    return next((name for name in CLASSES if resources.get(name, 0) > 0), None)

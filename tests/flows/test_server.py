@@ -1,0 +1,92 @@
+"""The run's own Prefect server: locked down, reopened with its data, gone with its parent."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import httpx
+import pytest
+from prefect import flow
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.server import own_server, prefect_server
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+REOPEN = textwrap.dedent("""
+    import sys, time
+    from pathlib import Path
+    from flows.server import own_server
+    with own_server(Path(sys.argv[1])) as server:
+        print(server.api_url, server.auth, flush=True)
+        time.sleep(600)
+""")
+
+
+@flow(name="recorded")
+def recorded() -> int:
+    return 3
+
+
+def count_runs(api_url: str, auth: str) -> int:
+    user, password = auth.split(":")
+    token = httpx.get(f"{api_url}/csrf-token", params={"client": "test"}, auth=(user, password)).json()[
+        "token"
+    ]
+    headers = {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
+    return httpx.post(f"{api_url}/flow_runs/count", auth=(user, password), headers=headers).json()
+
+
+def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
+    with own_server(tmp_path) as server:
+        assert PREFECT_API_URL.value() == server.api_url
+        assert recorded() == 3
+        assert stat.S_IMODE((tmp_path / "prefect" / "auth").stat().st_mode) == 0o600
+        assert httpx.get(f"{server.api_url}/flows/filter").status_code in (401, 405)
+        assert httpx.post(f"{server.api_url}/flow_runs/count").status_code in (401, 403)
+        user, password = server.auth.split(":")
+        no_csrf = httpx.post(f"{server.api_url}/flow_runs/count", auth=(user, password))
+        assert no_csrf.status_code == 403
+        evil = httpx.get(f"{server.api_url}/health", headers={"Origin": "http://evil.example"})
+        assert "access-control-allow-origin" not in evil.headers
+        assert httpx.get(f"{server.ui_url}/ui-settings").json()["api_url"] == server.api_url
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.api_url}/health")
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", REOPEN, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        api_url, auth = parent.stdout.readline().split()
+        assert auth == server.auth
+        assert count_runs(api_url, auth) == 1
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{api_url}/health", timeout=1).close()
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return
+        time.sleep(0.2)
+    pytest.fail("the server outlived its parent by 10 s")
+
+
+def test_configured_server_is_used(tmp_path):
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        prefect_server(tmp_path) as server,
+    ):
+        assert (server.api_url, server.own) == ("http://127.0.0.1:9/api", False)
+    assert not (tmp_path / "prefect").exists()
