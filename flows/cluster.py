@@ -1,15 +1,15 @@
 """The Dask cluster of a run: ranks and a controller, made here or found by address.
 
-One made here has its scheduler and nannies inside this process, so it dies with it. One found by address is checked first: its
-unsafe settings are refused by name. A *member* is a worker seen as rank or controller; it keeps its name when its process is
-replaced, and changes its address.
+One made here has its scheduler and nannies inside this process, so it dies with it. One found by address is
+checked first: its unsafe settings are refused by name. A *member* is a worker seen as rank or controller; it
+keeps its name when its process is replaced, and changes its address.
 """
 
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +25,7 @@ from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, Proce
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,  # a task whose worker died is not run again behind our back
-    "distributed.scheduler.worker-ttl": "10 minutes",  # a rank may hold the GIL for long; deadlines find hangs
+    "distributed.scheduler.worker-ttl": "10 minutes",  # a rank may hold the GIL for long
     "distributed.deploy.lost-worker-timeout": "600s",  # nannies bring workers back; nobody else removes them
     "distributed.worker.daemon": False,  # ranks may start child processes
     "distributed.worker.memory.terminate": False,
@@ -71,7 +71,8 @@ class Cluster:
 def local_cluster(
     n_ranks: int, environment: Mapping[str, str], *, gpus: bool = False, folder: Path
 ) -> Iterator[Cluster]:
-    """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
+    """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on
+    loopback.
 
     environment  for all workers: the Prefect server's address and login
     gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it offers `slot`
@@ -134,8 +135,9 @@ def found_cluster(address: str, n_ranks: int, **client_options: Any) -> Iterator
 def form_cluster(client: Client, n_ranks: int, deadline_s: float = START_DEADLINE_S) -> Cluster:
     """Choose ranks and controller among a cluster's workers, and make them what they are.
 
-    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks` serve. The
-    controller is the worker that offers `controller`. Raises ClusterError when they are not there within the deadline.
+    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks`
+    serve. The controller is the worker that offers `controller`. Raises ClusterError when they are not there
+    within the deadline.
     """
     deadline = time.monotonic() + deadline_s
     while True:
@@ -156,16 +158,16 @@ def form_cluster(client: Client, n_ranks: int, deadline_s: float = START_DEADLIN
 
 
 def check_shared_folder(client: Client, cluster: Cluster, folder: Path) -> None:
-    """Every member must see the run folder: each reads back a token. Raises ClusterError naming a host that does not."""
+    """Every member must see the run folder: each reads back a token. Raises ClusterError naming a host that
+    does not."""
+    members = (*cluster.ranks, cluster.controller)
     token = folder / f"token-{uuid4().hex}"
     token.touch()
     try:
-        seen = client.run(
-            _exists, str(token), workers=[m.address for m in (*cluster.ranks, cluster.controller)]
-        )
+        seen = client.run(_exists, str(token), workers=[member.address for member in members])
     finally:
         token.unlink()
-    for member in (*cluster.ranks, cluster.controller):
+    for member in members:
         if not seen[member.address]:
             raise ClusterError(
                 f"worker {member.name} on host {member.host} does not see the run folder {folder}. "
@@ -174,26 +176,27 @@ def check_shared_folder(client: Client, cluster: Cluster, folder: Path) -> None:
 
 
 def refuse_unsafe(client: Client) -> None:
-    """Raises ClusterError for a scheduler whose settings make a run unsafe, naming the setting and the safe value."""
+    """Raises ClusterError for a scheduler whose settings make a run unsafe, naming the setting and the safe
+    value."""
     address = client.scheduler.address
     host = address.split("://")[-1].rsplit(":", 1)[0]
     if not address.startswith("tls://") and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise ClusterError(
-            f"the scheduler {address} is not on loopback and does not use TLS: whoever reaches it can run code. "
-            "Start scheduler and workers with certificates (tls://) and set the cluster block's security."
+            f"the scheduler {address} is not on loopback and does not use TLS: whoever reaches it can run "
+            "code. Start scheduler and workers with certificates (tls://)."
         )
     settings = client.run_on_scheduler(_scheduler_settings)
     if settings["allowed_failures"] != 0:
         raise ClusterError(
-            f"distributed.scheduler.allowed-failures is {settings['allowed_failures']} on {address}: the scheduler "
-            "would run finished calls again when a worker dies. Start it with "
+            f"distributed.scheduler.allowed-failures is {settings['allowed_failures']} on {address}: the "
+            "scheduler would run finished calls again when a worker dies. Start it with "
             "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0."
         )
     ttl_s = settings["worker_ttl"]
     if ttl_s is not None and ttl_s < MIN_WORKER_TTL_S:
         raise ClusterError(
-            f"distributed.scheduler.worker-ttl is {ttl_s:g} s on {address}: a rank inside a long call would count as "
-            "dead. Start the scheduler with DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL='10 minutes'."
+            f"distributed.scheduler.worker-ttl is {ttl_s:g} s on {address}: a rank inside a long call would "
+            "count as dead. Start the scheduler with DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL='10 minutes'."
         )
 
 
@@ -218,12 +221,10 @@ def _members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], li
     return sorted(ranks, key=_order), sorted(controllers, key=_order)
 
 
-def _order(member: Member) -> tuple[str, list[tuple[int, str]]]:
+def _order(member: Member) -> tuple[str, list[str | int]]:
     """By host, then by name with its numbers compared as numbers: rank-10 follows rank-9."""
-    return member.host, [
-        (int(part or -1), "") if i % 2 else (-1, part)
-        for i, part in enumerate(re.split(r"(\d+)", member.name))
-    ]
+    parts = re.split(r"(\d+)", member.name)  # text and numbers alternate
+    return member.host, [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 def _too_few(address: str, n_ranks: int, found: int, controllers: int) -> str:
@@ -234,8 +235,8 @@ def _too_few(address: str, n_ranks: int, found: int, controllers: int) -> str:
             f"--resources controller=1"
         )
     return (
-        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found} (workers with a GPU or slot resource). "
-        f"Start {n_ranks - found} more: dask worker {address} --nthreads 1 --resources slot=1"
+        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found} (workers with a GPU or "
+        f"slot resource). Start {n_ranks - found} more: dask worker {address} --nthreads 1 --resources slot=1"
     )
 
 

@@ -1,7 +1,8 @@
 """The Prefect server of a run: the one that the settings name, else our own for the run's folder.
 
-Our own is a child process on a free loopback port, with SQLite in `RUN/prefect`, a random login, CSRF protection and an exact
-CORS origin; it ends when the context does, and also when this process is killed (flows/server_process.py).
+Our own is a child process on a free loopback port, with SQLite in `RUN/prefect`, a random login, CSRF
+protection and an exact CORS origin; it ends when the context does, and also when this process is killed
+(flows/server_process.py).
 """
 
 import os
@@ -52,9 +53,11 @@ class PrefectServer:
 
 @contextmanager
 def prefect_server(folder: Path) -> Iterator[PrefectServer]:
-    """The server that this process' settings name (PREFECT_API_URL); without one, our own in `folder`/prefect.
+    """The server that this process' settings name (PREFECT_API_URL); without one, our own in
+    `folder`/prefect.
 
-    Inside the context this process' Prefect settings point to it. Raises TimeoutError when our own is not healthy in time.
+    Inside the context this process' Prefect settings point to it. Raises TimeoutError when our own is not
+    healthy in time.
     """
     configured = PREFECT_API_URL.value()
     if configured:
@@ -67,7 +70,8 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
 
 @contextmanager
 def own_server(folder: Path) -> Iterator[PrefectServer]:
-    """Our own server over `folder`/prefect, which holds its data base, login and log; a finished run's reopens.
+    """Our own server over `folder`/prefect, which holds its data base, login and log; a finished run's
+    reopens.
 
     Raises TimeoutError when it is not healthy in time, RuntimeError when it ends at once; both name the log.
     """
@@ -117,7 +121,8 @@ def _address(process: subprocess.Popen[bytes], home: Path) -> str:
 
 
 def _wait_healthy(process: subprocess.Popen[bytes], api_url: str, home: Path) -> None:
-    """Poll the health route. A child that left because another server holds this home leaves that one to answer."""
+    """Poll the health route. A child that left because another server holds this home leaves that one to
+    answer."""
     deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         try:

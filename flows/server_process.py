@@ -2,9 +2,10 @@
 
 Usage: python -P server_process.py HOME
 
-HOME is the server's own PREFECT_HOME; its file `auth` holds the login. The process picks a free port on loopback, writes its
-address to HOME/api-url, prints it as one line, and serves until its standard input closes: the kernel closes that pipe however
-the parent dies. One server per HOME (flock): a second one prints the address of the first, and exits.
+HOME is the server's own PREFECT_HOME; its file `auth` holds the login. The process picks a free port on
+loopback, writes its address to HOME/api-url, prints it as one line, and serves until its standard input
+closes: the kernel closes that pipe however the parent dies. One server per HOME (flock): a second one prints
+the address of the first, and exits.
 """
 
 import fcntl

@@ -1,10 +1,12 @@
 """The messages between controller and ranks, and how one process asks another: Dask comm handlers.
 
-A message is one pydantic model as JSON bytes; every message has exactly one answer. A message or its answer may be lost:
-senders send again, receivers are idempotent (rlhf_tasks/protocol). Torch-free.
+A message is one pydantic model as JSON bytes; every message has exactly one answer. A message or its answer
+may be lost: senders send again, receivers are idempotent (rlhf_tasks/protocol). Torch-free.
 """
 
 from typing import Any
+
+from pydantic import Field
 
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 
@@ -49,5 +51,5 @@ class SavedPart(Frozen):
     step: int
     role: str
     rank: int
-    details: dict[str, Any] = {}
+    details: dict[str, Any] = Field(default_factory=dict)
     error: str = ""

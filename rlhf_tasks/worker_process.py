@@ -1,8 +1,9 @@
 """What a Dask worker process of ours is: a rank, or the controller.
 
-`process` is the one module attribute that is set at run time: the `EngineHost` of a rank, the `Controller` of the controller's
-worker, None elsewhere. The plugin sets it on every worker that offers one of the resources, also on a restarted one. The
-plugin carries nothing of a run: a host learns its rank, and who its controller is, by the controller's first request.
+`process` is the one module attribute that is set at run time: the `EngineHost` of a rank, the `Controller` of
+the controller's worker, None elsewhere. The plugin sets it on every worker that offers one of the resources,
+also on a restarted one. The plugin carries nothing of a run: a host learns its rank, and who its controller
+is, by the controller's first request.
 
 Torch-free: `tasks` and the flows import this module, a worker loads what it needs in `setup`.
 """
@@ -25,7 +26,8 @@ process: Any = None
 
 
 class ProcessPlugin(WorkerPlugin):
-    """Makes a worker that offers a resource of CLASSES what it is; registered once per cluster, idempotently."""
+    """Makes a worker that offers a resource of CLASSES what it is; registered once per cluster,
+    idempotently."""
 
     name = "prefect-rlhf"
     idempotent = True
