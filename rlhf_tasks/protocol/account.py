@@ -1,0 +1,199 @@
+"""The account: which iterations were delivered, what their ranks have answered, what is committed.
+
+The book-keeping half of the ledger; it knows no phases and no faults. Watchers read it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
+from rlhf_tasks.protocol.instructions import (
+    SETUP,
+    AbortIteration,
+    Cause,
+    IterationCommitted,
+    IterationDone,
+    LedgerInstruction,
+    NodeDone,
+    Send,
+    WriteCommit,
+)
+from rlhf_tasks.protocol.phases import State, Timeouts
+from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Occupancy
+from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.spec import NodeKey, NodeResult, SaveNode
+
+IN_FLIGHT = 2
+"""Iterations that may be entered and not yet committed (protocol.md, Delivery)."""
+REMEMBERED = 8
+"""Commits for which results stay, for watchers that lag (Prefect backs off for seconds)."""
+
+
+class Account:
+    """All iterations of one attempt.
+
+    sequencer         writes the requests of the current generation
+    next_iteration    the one to be delivered next
+    newest_delivered  under any generation
+    """
+
+    def __init__(
+        self, sequencer: Sequencer, schedule: SnapshotSchedule, committed: int | None, timeouts: Timeouts
+    ) -> None:
+        self.sequencer = sequencer
+        self.commits = CommitOrder(schedule, committed)
+        self.occupancy = Occupancy(timeouts.entry_s)
+        self.next_iteration = committed or 0
+        self.newest_delivered = self.next_iteration - 1
+        self._timeouts = timeouts
+        self._iterations: dict[int, IterationProgress] = {}
+        self._aborted: dict[tuple[int, int], Cause] = {}
+        self._saves = {n.name: n.devices for n in sequencer.plan.nodes if isinstance(n, SaveNode)}
+
+    # --- for watchers -----------------------------------------------------------------------------------
+
+    def iteration_state(self, iteration: int, generation: int) -> State:
+        """Where an iteration stands that was, or is to be, entered under a generation."""
+        progress = self._iterations.get(iteration)
+        if progress is not None and progress.generation == generation:
+            if progress.committed:
+                return State.COMMITTED
+            return State.DONE if progress.nodes_done else State.RUNNING
+        if generation != self.sequencer.generation or (iteration, generation) in self._aborted:
+            return State.ABORTED
+        return State.COMMITTED if iteration < self.commits.first_uncommitted else State.WAITING
+
+    def node_state(self, iteration: int, generation: int, node: str) -> State:
+        """Where a node stands: WAITING until its last rank has entered, RUNNING, DONE, or ABORTED."""
+        whole = self.iteration_state(iteration, generation)
+        if whole in (State.ABORTED, State.WAITING):
+            return whole
+        progress = self._iterations.get(iteration)
+        if progress is None or progress.nodes[node].done:
+            return State.DONE
+        return State.WAITING if progress.nodes[node].deadline is None else State.RUNNING
+
+    def results(self, iteration: int, node: str) -> dict[int, NodeResult]:
+        """Rank -> result of a node, as far as they are in. Empty once it is forgotten."""
+        progress = self._iterations.get(iteration)
+        return {} if progress is None else dict(progress.nodes[node].results)
+
+    def abort_cause(self, iteration: int, generation: int) -> Cause | None:
+        """Why an iteration was aborted; None when it was not, or not delivered under that generation."""
+        return self._aborted.get((iteration, generation))
+
+    # --- delivery and news ------------------------------------------------------------------------------
+
+    def crowded(self, iteration: int) -> str | None:
+        """Why there is no room for an iteration in flight; None when there is."""
+        each = self.commits.schedule.every == 1
+        oldest = self.commits.first_uncommitted if each else self.commits.first_incomplete
+        if iteration - oldest < IN_FLIGHT:
+            return None
+        end = "is committed" if each else "is complete"
+        flying = f"iterations {oldest} to {iteration - 1} are in flight"
+        return f"{flying}; {iteration} may enter when {oldest} {end}."
+
+    def deliver(self, iteration: int, now: float) -> list[LedgerInstruction]:
+        """Open an iteration and send every rank its requests."""
+        requests = self.sequencer.requests(iteration)
+        nodes = {
+            name: NodeProgress(ranks, self.sequencer.deadlines.of(name))
+            for name, ranks in self.sequencer.devices.items()
+        }
+        saves: Mapping[str, tuple[int, ...]] = (
+            self._saves if self.commits.schedule.is_snapshot(iteration) else {}
+        )
+        self._iterations[iteration] = IterationProgress(iteration, self.sequencer.generation, nodes, saves)
+        for rank, mine in requests.items():
+            self.occupancy.delivered(rank, mine, now)
+        self.next_iteration = iteration + 1
+        self.newest_delivered = max(self.newest_delivered, iteration)
+        return [Send(rank, mine) for rank, mine in requests.items()]
+
+    def expect_setup_parts(self, until: float) -> None:
+        """The roles are being initialised: every save node's parts of step 0 are due."""
+        setup = IterationProgress(SETUP, self.sequencer.generation, {}, self._saves)
+        for node, ranks in self._saves.items():
+            for rank in ranks:
+                setup.expect_part(rank, node, until)
+        self._iterations[SETUP] = setup
+
+    def entered(self, rank: int, key: NodeKey, now: float) -> None:
+        """A rank is inside a node."""
+        progress = self._iterations.get(key.iteration)
+        if progress is not None:
+            progress.nodes[key.node].enter(rank, now)
+            self.occupancy.entered(rank, key.iteration, key.node, now)
+
+    def done(self, result: NodeResult, now: float) -> list[LedgerInstruction]:
+        """A rank has answered. Repeats change nothing."""
+        key, rank = result.key, result.rank
+        progress = self._iterations.get(key.iteration)
+        if progress is None:
+            return []
+        node_done = progress.done(rank, key.node, result, now)
+        self.occupancy.left(rank, key.iteration, key.node, now)
+        progress.expect_part(rank, key.node, now + self._timeouts.durable_s)
+        if not node_done:
+            return []
+        done = NodeDone(key.iteration, key.node, dict(progress.nodes[key.node].results))
+        return [done, IterationDone(key.iteration)] if progress.nodes_done else [done]
+
+    def durable(self, rank: int, key: NodeKey, parts: Any) -> None:
+        """A rank's part of a snapshot is on the disk."""
+        progress = self._iterations.get(key.iteration)
+        if progress is not None:
+            progress.durable(rank, key.node, parts)
+
+    def overdue(self, now: float) -> Cause | None:
+        """The first node or part of this generation that outlived its deadline."""
+        for progress in self._iterations.values():
+            late = progress.overdue(now) if progress.generation == self.sequencer.generation else None
+            if late is not None:
+                return late
+        return None
+
+    # --- commits and generations ------------------------------------------------------------------------
+
+    def next_commit(self, *, initialised: bool) -> WriteCommit | None:
+        """The commit to write now, if any. initialised: every rank has a state, as step 0 needs."""
+        for iteration, progress in self._iterations.items():
+            if progress.complete and not progress.committed and (initialised or iteration != SETUP):
+                self.commits.complete(iteration)
+        step = self.commits.start_next()
+        if step is None:
+            return None
+        return WriteCommit(
+            step,
+            tuple(i for i in self.commits.covered(step) if i != SETUP),
+            {name: dict(parts) for name, parts in self._iterations[step - 1].parts.items()},
+            self.sequencer.cursor(step),
+            self.sequencer.versions(step),
+        )
+
+    def committed(self, step: int) -> list[LedgerInstruction]:
+        """A commit is written. What is older than watchers can ask for is forgotten."""
+        covered = self.commits.written(step)
+        for iteration in covered:
+            self._iterations[iteration].committed = True
+        oldest = step - REMEMBERED
+        self._iterations = {i: p for i, p in self._iterations.items() if i >= oldest and i != SETUP}
+        self._aborted = {name: cause for name, cause in self._aborted.items() if name[0] >= oldest}
+        return [IterationCommitted(i) for i in covered if i != SETUP]
+
+    def abort(self, cause: Cause) -> list[LedgerInstruction]:
+        """After a fault: give up every iteration that no commit can cover any more."""
+        instructions: list[LedgerInstruction] = []
+        for iteration in self.commits.lost(i for i, p in self._iterations.items() if not p.committed):
+            generation = self._iterations.pop(iteration).generation
+            self._aborted[iteration, generation] = cause
+            if iteration != SETUP:
+                instructions.append(AbortIteration(iteration, generation, cause))
+        return instructions
+
+    def begin_generation(self, generation: int) -> None:
+        """Number and name the requests anew, from the first uncommitted iteration on."""
+        self.next_iteration = max(0, self.commits.first_uncommitted)
+        self.sequencer = self.sequencer.starting_at(generation, self.next_iteration)
+        self.occupancy = Occupancy(self._timeouts.entry_s)

@@ -1,0 +1,110 @@
+"""Which step may be committed when: the pure part of the commit. Step N is the state after N iterations.
+
+Iterations become *complete* in any order (every node done, every part of their snapshot durable); commits are
+written in order, one at a time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlhf_tasks.protocol.instructions import SETUP
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSchedule:
+    """Which iterations end in a snapshot. The ranks' save nodes ask the same function: others save nothing.
+
+    every             1: each iteration
+    total_iterations  the last iteration always ends in one
+    """
+
+    every: int
+    total_iterations: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"snapshot_every={self.every} is not a positive whole number.")
+
+    def is_snapshot(self, iteration: int) -> bool:
+        """True for each iteration whose state is saved; SETUP (step 0) always is."""
+        return (iteration + 1) % self.every == 0 or iteration == self.total_iterations - 1
+
+    def next_snapshot(self, iteration: int) -> int:
+        """The first iteration at or after this one that ends in a snapshot."""
+        while not self.is_snapshot(iteration):
+            iteration += 1
+        return iteration
+
+
+class CommitOrder:
+    """Turns iterations completed in any order into commits in order.
+
+    committed  the last written step; None before step 0 is written
+    """
+
+    def __init__(self, schedule: SnapshotSchedule, committed: int | None) -> None:
+        self.schedule = schedule
+        self.committed = committed
+        self.writing: int | None = None
+        self._complete: set[int] = set()
+
+    @property
+    def first_uncommitted(self) -> int:
+        """The iteration that the next commit begins with."""
+        return SETUP if self.committed is None else self.committed
+
+    @property
+    def first_incomplete(self) -> int:
+        """The first iteration that is not complete."""
+        iteration = self.first_uncommitted
+        while iteration in self._complete:
+            iteration += 1
+        return iteration
+
+    def complete(self, iteration: int) -> None:
+        """Every node of the iteration is done and every part of its snapshot, if it has one, is durable."""
+        assert iteration >= self.first_uncommitted, f"iteration {iteration} is committed already"
+        self._complete.add(iteration)
+
+    def start_next(self) -> int | None:
+        """The step whose commit is to be written now; None while one is being written or none is ready."""
+        if self.writing is not None:
+            return None
+        for iteration in range(self.first_uncommitted, self.first_incomplete):
+            if self.schedule.is_snapshot(iteration):
+                self.writing = iteration + 1
+                return self.writing
+        return None
+
+    def covered(self, step: int) -> range:
+        """The iterations that a commit makes final."""
+        return range(self.first_uncommitted, step)
+
+    def written(self, step: int) -> range:
+        """The commit is there. Returns the iterations that became final."""
+        assert step == self.writing, f"step {step} written while {self.writing} was asked for"
+        covered = self.covered(step)
+        self.committed, self.writing = step, None
+        self._complete.difference_update(covered)
+        return covered
+
+    def failed(self) -> None:
+        """The commit could not be written: what it covered, and all after it, must be done again."""
+        self.writing = None
+        self._complete.clear()
+
+    def lost(self, live: Iterable[int]) -> list[int]:
+        """After a fault: the live iterations that no commit can cover any more; they are forgotten here."""
+        reach = self.first_uncommitted
+        for iteration in range(self.first_uncommitted, self.first_incomplete):
+            if self.schedule.is_snapshot(iteration):
+                reach = iteration + 1
+        self._complete = {iteration for iteration in self._complete if iteration < reach}
+        return sorted(iteration for iteration in live if iteration >= reach)
+
+    @property
+    def pending(self) -> bool:
+        """True while a commit is being written or can be."""
+        return self.writing is not None or any(
+            self.schedule.is_snapshot(i) for i in range(self.first_uncommitted, self.first_incomplete)
+        )

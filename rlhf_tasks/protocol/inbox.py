@@ -1,0 +1,279 @@
+"""The inbox: what one rank may do now. One per rank; pure: stimuli in, instructions out.
+
+It runs exactly the next number of its generation, one job at a time, holds what came early, answers repeats
+from the stored result, and refuses whatever carries another run, attempt or generation.
+docs/protocol-states.md has the table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from rlhf_tasks.protocol.instructions import (
+    RESET,
+    RESTORE,
+    SETUP,
+    Answer,
+    AnswerFailure,
+    Clear,
+    Entered,
+    Gap,
+    Interrupt,
+    Load,
+    RankInstruction,
+    Refuse,
+    ResetDone,
+    RestoreDone,
+    Run,
+)
+from rlhf_tasks.protocol.lease import Lease, refusal
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
+
+
+class InboxPhase(Enum):
+    """What an inbox waits for."""
+
+    FREE = "nobody holds the rank"
+    DRAINING = "reset, but the engine thread still runs an older job"
+    CLEARING = "the engine thread drops everything of older generations"
+    CLEAN = "cleared; the restore is yet to come"
+    LOADING = "the engine thread joins the groups and loads a step"
+    READY = "runs nodes"
+    BROKEN = "a job failed; only a reset helps"
+
+
+TRANSITIONS: dict[InboxPhase, frozenset[InboxPhase]] = {
+    InboxPhase.FREE: frozenset({InboxPhase.CLEARING}),
+    InboxPhase.DRAINING: frozenset({InboxPhase.CLEARING}),
+    InboxPhase.CLEARING: frozenset(
+        {InboxPhase.FREE, InboxPhase.CLEAN, InboxPhase.BROKEN, InboxPhase.DRAINING}
+    ),
+    InboxPhase.CLEAN: frozenset({InboxPhase.LOADING, InboxPhase.CLEARING}),
+    InboxPhase.LOADING: frozenset({InboxPhase.READY, InboxPhase.BROKEN, InboxPhase.DRAINING}),
+    InboxPhase.READY: frozenset({InboxPhase.BROKEN, InboxPhase.CLEARING, InboxPhase.DRAINING}),
+    InboxPhase.BROKEN: frozenset({InboxPhase.CLEARING}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The answer to a number, kept for repeats."""
+
+    iteration: int
+    answer: Answer
+
+
+class Inbox:
+    """The queue of one rank.
+
+    lease           who holds the rank
+    generation      of that lease
+    gap_deadline_s  how long a missing number may hold back later ones
+    """
+
+    def __init__(self, rank: int, gap_deadline_s: float = 30.0) -> None:
+        self.rank = rank
+        self.gap_deadline_s = gap_deadline_s
+        self.phase = InboxPhase.FREE
+        self.lease: Lease | None = None
+        self.generation = 0
+        self._job: NodeKey | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop everything that belongs to the generation."""
+        self._next_number = 0
+        self._held: dict[int, NodeRequest] = {}
+        self._stored: dict[int, _Stored] = {}
+        self._failure: NodeFailure | None = None
+        self._newest_iteration = SETUP
+        self._gap_since: float | None = None
+        self._gap_told = False
+
+    def _move(self, phase: InboxPhase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"rank {self.rank}: {self.phase.name} -> {phase.name}"
+        self.phase = phase
+
+    def _setup_key(self, node: str) -> NodeKey:
+        lease = self.lease
+        run, attempt = (lease.run, lease.attempt) if lease else ("", 0)
+        return NodeKey(run, attempt, self.generation, SETUP, node)
+
+    # --- stimuli from the controller -----------------------------------------------------------------
+
+    def reset(
+        self, run: str, attempt: int, generation: int, client: str, now: float
+    ) -> list[RankInstruction]:
+        """Take the lease and go to a generation: what is queued is dropped, what runs is interrupted."""
+        wanted = Lease(run, attempt, client)
+        reason = refusal(self.lease, wanted)
+        if reason is None and self.lease == wanted and generation < self.generation:
+            reason = f"generation {generation} has ended; this rank is at generation {self.generation}."
+        if reason is not None:
+            return [Refuse(NodeKey(run, attempt, generation, SETUP, RESET), reason)]
+        if self.lease == wanted and self.generation == generation and self.phase is not InboxPhase.FREE:
+            return self._repeat_reset()
+        self.lease, self.generation = wanted, generation
+        return self._start_clearing()
+
+    def restore(
+        self, run: str, attempt: int, generation: int, step: int | None, now: float
+    ) -> list[RankInstruction]:
+        """Join the generation's groups and load a step."""
+        key = NodeKey(run, attempt, generation, SETUP, RESTORE)
+        reason = self._stale(key)
+        if reason is None and self.phase in (InboxPhase.DRAINING, InboxPhase.CLEARING):
+            reason = "the reset has not ended."
+        if reason is not None:
+            return [Refuse(key, reason)]
+        if self.phase is InboxPhase.CLEAN:
+            self._move(InboxPhase.LOADING)
+            self._job = key
+            return [Load(key, step)]
+        if self.phase is InboxPhase.BROKEN:
+            return self._repeat_failure()
+        return [RestoreDone(key)] if self.phase is InboxPhase.READY else []
+
+    def deliver(self, requests: Sequence[NodeRequest], now: float) -> list[RankInstruction]:
+        """Requests of one iteration, in order; may come again, or before those of an earlier iteration."""
+        first = requests[0].key
+        reason = self._stale(first)
+        if reason is None and self.phase not in (InboxPhase.READY, InboxPhase.BROKEN):
+            reason = f"this rank is not ready: {self.phase.value}."
+        if reason is not None:
+            return [Refuse(first, reason)]
+        instructions: list[RankInstruction] = []
+        for request in requests:
+            instructions += self._accept(request)
+        self._newest_iteration = max(self._newest_iteration, first.iteration)
+        self._stored = {n: s for n, s in self._stored.items() if s.iteration > self._newest_iteration - 2}
+        return instructions + self._advance(now)
+
+    def client_lost(self, client: str, now: float) -> list[RankInstruction]:
+        """A controller's connection is gone: its lease ends."""
+        if self.lease is None or self.lease.client != client:
+            return []
+        self.lease = None
+        return self._start_clearing()
+
+    # --- stimuli from the engine thread --------------------------------------------------------------
+
+    def cleared(self, key: NodeKey, now: float) -> list[RankInstruction]:
+        """The job of a `Clear` has ended well."""
+        if key != self._job:
+            return []
+        self._job = None
+        if self.phase is InboxPhase.DRAINING:
+            return self._start_clearing()
+        if self.lease is None:
+            self._move(InboxPhase.FREE)
+            return []
+        self._move(InboxPhase.CLEAN)
+        return [ResetDone(key)]
+
+    def loaded(self, key: NodeKey, now: float) -> list[RankInstruction]:
+        """The job of a `Load` has ended well."""
+        if key != self._job:
+            return []
+        self._job = None
+        if self.phase is InboxPhase.DRAINING:
+            return self._start_clearing()
+        self._move(InboxPhase.READY)
+        return [RestoreDone(key)]
+
+    def finished(self, result: NodeResult, now: float) -> list[RankInstruction]:
+        """The job of a `Run` has ended well."""
+        if result.key != self._job:
+            return []
+        self._job = None
+        if self.phase is InboxPhase.DRAINING:
+            return self._start_clearing()
+        answer = Answer(result)
+        self._stored[self._next_number - 1] = _Stored(result.key.iteration, answer)
+        return [answer, *self._advance(now)]
+
+    def failed(self, failure: NodeFailure, now: float) -> list[RankInstruction]:
+        """A job has ended by an error; its key says which (`Clear` and `Load` have keys too)."""
+        if failure.key != self._job:
+            return []
+        self._job = None
+        if self.phase is InboxPhase.DRAINING:
+            return self._start_clearing()
+        self._move(InboxPhase.BROKEN)
+        self._failure = failure
+        return self._repeat_failure()
+
+    def tick(self, now: float) -> list[RankInstruction]:
+        """Time has passed: report a gap that outlived its deadline, once."""
+        if self._gap_since is None or self._gap_told or now - self._gap_since <= self.gap_deadline_s:
+            return []
+        self._gap_told = True
+        first = self._held[min(self._held)]
+        reason = (
+            f"request {self._next_number} was not delivered within {self.gap_deadline_s:g} s "
+            f"although request {first.number} was."
+        )
+        return [Gap(first.key, self._next_number, reason)]
+
+    # --- inside --------------------------------------------------------------------------------------
+
+    def _stale(self, key: NodeKey) -> str | None:
+        """Why a request is not of the generation that holds this rank; None when it is."""
+        if self.lease is None:
+            return (
+                "nobody holds this rank: it has not been reset since its process started or its client left."
+            )
+        if (key.run, key.attempt) != (self.lease.run, self.lease.attempt):
+            return f"this rank is held by {self.lease}."
+        if key.generation != self.generation:
+            return f"this rank is at generation {self.generation}."
+        return None
+
+    def _start_clearing(self) -> list[RankInstruction]:
+        """Drop the queue, then clear as soon as the engine thread is free."""
+        self._forget()
+        if self._job is not None:
+            if self.phase is not InboxPhase.DRAINING:
+                self._move(InboxPhase.DRAINING)
+            return [Interrupt(self._job)]
+        self._move(InboxPhase.CLEARING)
+        self._job = self._setup_key(RESET)
+        return [Clear(self._job)]
+
+    def _repeat_reset(self) -> list[RankInstruction]:
+        """The same reset came again."""
+        if self.phase in (InboxPhase.DRAINING, InboxPhase.CLEARING):
+            return []
+        if self._failure is not None and self._failure.key.node == RESET:
+            return self._repeat_failure()
+        return [ResetDone(self._setup_key(RESET))]
+
+    def _repeat_failure(self) -> list[RankInstruction]:
+        return [] if self._failure is None or self.lease is None else [AnswerFailure(self._failure)]
+
+    def _accept(self, request: NodeRequest) -> list[RankInstruction]:
+        """Hold a new request; answer an old one again."""
+        if request.number >= self._next_number:
+            held = self._held.setdefault(request.number, request)
+            assert held == request, f"number {request.number} names {held.key} and {request.key}"
+            return []
+        if self._failure is not None and self._failure.key == request.key:
+            return self._repeat_failure()
+        stored = self._stored.get(request.number)  # not there: it runs, or no one can need it any more
+        return [] if stored is None else [stored.answer]
+
+    def _advance(self, now: float) -> list[RankInstruction]:
+        """Run the next number if it is here and nothing runs."""
+        if self.phase is not InboxPhase.READY or self._job is not None:
+            return []
+        request = self._held.pop(self._next_number, None)
+        if request is None:
+            if not self._held:
+                self._gap_since = None
+            elif self._gap_since is None:
+                self._gap_since = now
+            return []
+        self._gap_since, self._gap_told = None, False
+        self._next_number += 1
+        self._job = request.key
+        return [Entered(request.key), Run(request)]

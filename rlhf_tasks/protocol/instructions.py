@@ -1,0 +1,279 @@
+"""What the protocol's state machines answer: frozen instructions, carried out by whoever feeds them stimuli.
+
+Two families: what an `Inbox` asks of its rank (run this, tell the controller that), and what a `Ledger` asks
+of the controller (send this, write that commit). An instruction says what to do, never how. What tells or
+sends is repeated by its carrier until the other side has it: every receiver ignores repeats.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
+
+RESET, RESTORE = "reset", "restore"
+"""Node names in the keys of the two jobs that are not nodes of the plan; their iteration is SETUP."""
+SETUP = -1
+"""The iteration before the first: its commit is step 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why iterations were aborted: which ranks, in which node of which iteration, and what happened."""
+
+    error: str
+    ranks: tuple[int, ...] = ()
+    node: str | None = None
+    iteration: int | None = None
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        where = []
+        if self.ranks:
+            where.append(("rank " if len(self.ranks) == 1 else "ranks ") + ", ".join(map(str, self.ranks)))
+        if self.node is not None:
+            where.append(f"call {self.node}")
+        if self.iteration is not None:
+            where.append(f"iteration {self.iteration}")
+        return f"{', '.join(where)}: {self.error}" if where else self.error
+
+
+# --- what an inbox asks of its rank -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """On the engine thread: drop samples, copies, groups and background writes. Then `Inbox.cleared(key)`."""
+
+    key: NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """On the engine thread: join the generation's groups and load a step. Then `Inbox.loaded(key)`.
+
+    step  the commit to load; None: initialise the roles from their sources and write the parts of step 0
+    """
+
+    key: NodeKey
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """On the engine thread: run a node. Then `Inbox.finished(result)` or `Inbox.failed(failure)`."""
+
+    request: NodeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """End what the engine thread does (its peers are gone): abort the process groups. Best effort."""
+
+    key: NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Tell the controller that this rank has entered a node -> `Ledger.rank_entered`."""
+
+    key: NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell the controller a node's result -> `Ledger.rank_done`."""
+
+    result: NodeResult
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFailure:
+    """Tell the controller of an error -> `Ledger.rank_failed`."""
+
+    failure: NodeFailure
+
+
+@dataclass(frozen=True, slots=True)
+class ResetDone:
+    """Tell the controller that this rank is clean for a generation -> `Ledger.rank_reset`."""
+
+    key: NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreDone:
+    """Tell the controller that this rank holds the step it was to load -> `Ledger.rank_restored`."""
+
+    key: NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell who asked that this rank will not, and why -> `Ledger.rank_refused`."""
+
+    key: NodeKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Tell the controller that a request is missing although later ones came -> `Ledger.rank_refused`.
+
+    key     the first request held back
+    number  the missing number
+    """
+
+    key: NodeKey
+    number: int
+    reason: str
+
+
+# --- what a ledger asks of the controller -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ResetRank:
+    """Send a rank to a new generation -> `Inbox.reset`."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRank:
+    """Give the rank a new process; when it is up, `Ledger.rank_started`.
+
+    lost  True: its process is gone (a nanny may already be starting the next); False: it is stuck, kill it
+    """
+
+    rank: int
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRank:
+    """Have a rank join the generation's groups and load a step (None: initialise) -> `Inbox.restore`."""
+
+    rank: int
+    generation: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All ranks hold the state before `iteration`: iterations may be entered under this generation."""
+
+    generation: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a rank its requests of one iteration, as one message -> `Inbox.deliver`."""
+
+    rank: int
+    requests: tuple[NodeRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseEntry:
+    """The iteration was not entered, and why."""
+
+    iteration: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDone:
+    """Every rank of a node has answered. results: rank -> result."""
+
+    iteration: int
+    node: str
+    results: Mapping[int, NodeResult]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationDone:
+    """Every node of an iteration is done (its snapshot may still be on its way to the disk)."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCommit:
+    """Write the manifest and rename; then `Ledger.commit_done(step)` or `Ledger.commit_failed(step, ...)`.
+
+    step        number of committed iterations
+    iterations  the iterations that this commit makes final: their metrics are appended now
+    parts       save node -> rank -> what that rank said about its files
+    cursor      global id of the first sample not yet fetched
+    versions    trained role -> number of its train_step calls
+    """
+
+    step: int
+    iterations: tuple[int, ...]
+    parts: Mapping[str, Mapping[int, Any]]
+    cursor: int
+    versions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationCommitted:
+    """The iteration is part of a written commit: nothing can undo it."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The generation has ended by an error. AbortIteration and the rebuild's instructions follow."""
+
+    generation: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class AbortIteration:
+    """The iteration will not be committed under this generation; its subflow ends Failed with the cause."""
+
+    iteration: int
+    generation: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last iteration is committed."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The attempt ends with an error; `committed_step` is where the next one starts."""
+
+    reason: str
+    committed_step: int | None
+
+
+RankInstruction = (
+    Clear | Load | Run | Interrupt | Entered | Answer | AnswerFailure | ResetDone | RestoreDone | Refuse | Gap
+)
+LedgerInstruction = (
+    ResetRank
+    | RestartRank
+    | RestoreRank
+    | Ready
+    | Send
+    | RefuseEntry
+    | NodeDone
+    | IterationDone
+    | WriteCommit
+    | IterationCommitted
+    | Fault
+    | AbortIteration
+    | Finished
+    | GiveUp
+)

@@ -1,0 +1,336 @@
+"""The ledger: what one attempt has done, and what is to be done next. One per controller.
+
+Pure: stimuli in, instructions out. It delivers iterations, counts answers, orders commits, and leads all
+ranks through a rebuild after a fault. docs/protocol-states.md has the tables.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from rlhf_tasks.protocol.account import Account
+from rlhf_tasks.protocol.commit import SnapshotSchedule
+from rlhf_tasks.protocol.instructions import (
+    SETUP,
+    Cause,
+    Fault,
+    Finished,
+    GiveUp,
+    LedgerInstruction,
+    Ready,
+    RefuseEntry,
+)
+from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
+from rlhf_tasks.protocol.rebuild import Rebuild
+from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
+from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult
+
+
+class Ledger:
+    """One attempt under one plan.
+
+    plan, run, attempt  as in every key
+    n_ranks             ranks 0 .. n_ranks - 1 are reset and restored; the plan's devices are among them
+    total_iterations    of the whole run, those before this attempt included
+    committed_step      the commit to start from; None: initialise the roles and commit step 0 first
+    cursor              global id of the first sample not fetched by that commit
+    max_rebuilds        rebuilds without a commit in between, after which a fault ends the attempt
+
+    account             the iterations, for watchers
+    fault               the cause of the last fault
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        *,
+        run: str,
+        attempt: int,
+        n_ranks: int,
+        total_iterations: int,
+        committed_step: int | None = None,
+        cursor: int = 0,
+        snapshot_every: int = 1,
+        max_rebuilds: int = 3,
+        deadlines: Deadlines | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        if n_ranks < plan.n_devices:
+            raise ValueError(f"the plan needs {plan.n_devices} devices; there are {n_ranks} ranks.")
+        self.n_ranks = n_ranks
+        self.last_iteration = total_iterations - 1
+        self.max_rebuilds = max_rebuilds
+        self.timeouts = timeouts or Timeouts()
+        self.phase = Phase.NEW
+        self.fault: Cause | None = None
+        self.account = Account(
+            Sequencer(
+                plan,
+                run,
+                attempt,
+                first_iteration=committed_step or 0,
+                first_sample=cursor,
+                deadlines=deadlines or Deadlines(),
+            ),
+            SnapshotSchedule(snapshot_every, total_iterations),
+            committed_step,
+            self.timeouts,
+        )
+        self._commit_until = 0.0
+        self._rebuild = self._new_rebuild(0, (), 0.0)
+        self._rebuilds = 0
+        self._suspect: Cause | None = None
+        self._suspect_until = 0.0
+
+    @property
+    def generation(self) -> int:
+        """The current generation."""
+        return self.account.sequencer.generation
+
+    @property
+    def committed_step(self) -> int | None:
+        """The last written commit: the number of committed iterations; None before step 0."""
+        return self.account.commits.committed
+
+    @property
+    def enterable(self) -> int | None:
+        """The iteration that may be entered now, if any."""
+        iteration = self.account.next_iteration
+        return iteration if self._entry_refusal(iteration, self.generation) is None else None
+
+    # --- stimuli from the flow --------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[LedgerInstruction]:
+        """Begin the attempt: generation 0 is built, then comes Ready."""
+        if self._is_finished:
+            return self._finish()
+        return self._start_rebuild(0, (), now)
+
+    def enter(self, iteration: int, generation: int, now: float) -> list[LedgerInstruction]:
+        """Deliver an iteration. Idempotent; refused with the reason when it is not this iteration's turn."""
+        state = self.account.iteration_state(iteration, generation)
+        if state in (State.RUNNING, State.DONE, State.COMMITTED):
+            return []
+        reason = self._entry_refusal(iteration, generation)
+        if reason is not None:
+            return [RefuseEntry(iteration, generation, reason)]
+        return self.account.deliver(iteration, now)
+
+    def stop_after(self, iteration: int, now: float) -> list[LedgerInstruction]:
+        """Make an iteration the last: none before the newest delivered, and one that ends in a snapshot."""
+        last = max(iteration, self.account.newest_delivered, 0)
+        self.last_iteration = min(self.last_iteration, self.account.commits.schedule.next_snapshot(last))
+        return self._advance(now)
+
+    # --- stimuli from the ranks: news of other generations is ignored -----------------------------------
+
+    def rank_entered(self, rank: int, key: NodeKey, now: float) -> list[LedgerInstruction]:
+        """A rank is inside a node; the node's deadline starts with its last rank."""
+        if self._is_current(key):
+            self.account.entered(rank, key, now)
+        return []
+
+    def rank_done(self, result: NodeResult, now: float) -> list[LedgerInstruction]:
+        """A rank has answered."""
+        if not self._is_current(result.key):
+            return []
+        return self.account.done(result, now) + self._advance(now)
+
+    def part_durable(self, rank: int, key: NodeKey, parts: Any, now: float) -> list[LedgerInstruction]:
+        """A rank's part of a snapshot is on the disk.
+
+        key    the save node's; iteration SETUP for the parts of step 0
+        parts  what the manifest must know of the files, JSON-able
+        """
+        if not self._is_current(key):
+            return []
+        self.account.durable(rank, key, parts)
+        return self._advance(now)
+
+    def rank_failed(self, failure: NodeFailure, now: float) -> list[LedgerInstruction]:
+        """An error on a rank: in a node, in a background save (the save node's key), a reset or a restore."""
+        if not self._is_current(failure.key):
+            return []
+        if self.phase is Phase.RESETTING:
+            return self._rebuild.stuck(failure.rank)
+        return self._suspect_error(_cause(failure.rank, failure.key, failure.error, failure.traceback), now)
+
+    def rank_refused(self, rank: int, key: NodeKey, reason: str, now: float) -> list[LedgerInstruction]:
+        """A rank will not do what it was asked, or misses a request. A refused reset ends the attempt."""
+        if not self._is_current(key):
+            return []
+        cause = _cause(rank, key, reason)
+        return self._give_up(str(cause)) if self.phase is Phase.RESETTING else self._suspect_error(cause, now)
+
+    def rank_reset(self, rank: int, generation: int, now: float) -> list[LedgerInstruction]:
+        """A rank is clean for a generation."""
+        if self.phase is not Phase.RESETTING or generation != self.generation:
+            return []
+        self._rebuild.reset(rank)
+        return self._advance(now)
+
+    def rank_restored(self, rank: int, generation: int, now: float) -> list[LedgerInstruction]:
+        """A rank has joined the groups and holds the step."""
+        if self.phase is not Phase.RESTORING or generation != self.generation:
+            return []
+        self._rebuild.restored(rank)
+        return self._advance(now)
+
+    def rank_lost(self, rank: int, reason: str, now: float) -> list[LedgerInstruction]:
+        """A rank's process is gone."""
+        if self.phase in (Phase.NEW, Phase.STOPPED):
+            return []
+        if self.phase is Phase.RESETTING:
+            return self._rebuild.lost(rank)
+        return self._declare(self._explain_loss(rank, f"lost: {reason}"), now, lost=(rank,))
+
+    def rank_started(self, rank: int, now: float) -> list[LedgerInstruction]:
+        """A rank has a new process: to be told exactly once for each process but the first."""
+        if self.phase in (Phase.NEW, Phase.STOPPED):
+            return []
+        if self.phase is Phase.RESETTING:
+            return self._rebuild.started(rank, now)
+        return self._declare(self._explain_loss(rank, "lost: its process was replaced"), now)
+
+    # --- stimuli from the disk and the clock ------------------------------------------------------------
+
+    def commit_done(self, step: int, now: float) -> list[LedgerInstruction]:
+        """A commit is written."""
+        if self.phase is Phase.STOPPED or step != self.account.commits.writing:
+            return []
+        self._rebuilds = 0
+        return self.account.committed(step) + self._advance(now)
+
+    def commit_failed(self, step: int, error: str, now: float) -> list[LedgerInstruction]:
+        """A commit could not be written: what it covered is done again."""
+        if self.phase is Phase.STOPPED or step != self.account.commits.writing:
+            return []
+        self.account.commits.failed()
+        return self._declare(Cause(f"step {step} could not be committed: {error}"), now)
+
+    def tick(self, now: float) -> list[LedgerInstruction]:
+        """Time has passed: every wait ends here if nothing else ends it. Call it about twice a second."""
+        if self.phase in (Phase.NEW, Phase.STOPPED):
+            return []
+        writing = self.account.commits.writing
+        if writing is not None and now > self._commit_until:
+            return self._give_up(f"step {writing} was not committed within {self.timeouts.commit_s:g} s")
+        if self._suspect is not None and now > self._suspect_until:
+            return self._declare(self._suspect, now)
+        cause = self._overdue(now)
+        if cause is not None:
+            return self._declare(cause, now)
+        return self._rebuild.tick(now) if self.phase is Phase.RESETTING else []
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    def _move(self, phase: Phase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"ledger: {self.phase.name} -> {phase.name}"
+        self.phase = phase
+
+    def _is_current(self, key: NodeKey) -> bool:
+        """True for news of this run, attempt and generation, while the attempt lasts."""
+        mine = self.account.sequencer
+        names = (mine.run, mine.attempt, mine.generation)
+        return self.phase is not Phase.STOPPED and (key.run, key.attempt, key.generation) == names
+
+    @property
+    def _is_finished(self) -> bool:
+        return self.committed_step is not None and self.committed_step > self.last_iteration
+
+    def _entry_refusal(self, iteration: int, generation: int) -> str | None:
+        """Why an iteration may not be entered now; None when it may."""
+        if self.phase is Phase.STOPPED:
+            return "the attempt has ended."
+        if generation != self.generation:
+            return f"generation {generation} has ended ({self.fault}); this is generation {self.generation}."
+        if self.phase is not Phase.RUNNING:
+            return f"the ranks are not ready: {self.phase.value}."
+        if iteration != self.account.next_iteration:
+            return f"iterations follow each other: the next one is {self.account.next_iteration}."
+        if iteration > self.last_iteration:
+            return f"iteration {self.last_iteration} is the last one."
+        return self.account.crowded(iteration)
+
+    def _advance(self, now: float) -> list[LedgerInstruction]:
+        """Take every step that has become possible: commit, finish, restore, run."""
+        if self.phase in (Phase.NEW, Phase.STOPPED):
+            return []
+        instructions: list[LedgerInstruction] = []
+        commit = self.account.next_commit(initialised=self._rebuild.all_restored)
+        if commit is not None:
+            self._commit_until = now + self.timeouts.commit_s
+            instructions.append(commit)
+        if self._is_finished:
+            instructions += self._finish()
+        elif (
+            self.phase is Phase.RESETTING and self._rebuild.all_clean and self.account.commits.writing is None
+        ):
+            instructions += self._restore(now)
+        elif self.phase is Phase.RESTORING and self._rebuild.all_restored and self.committed_step is not None:
+            self._move(Phase.RUNNING)
+            instructions.append(Ready(self.generation, self.account.next_iteration))
+        return instructions
+
+    def _restore(self, now: float) -> list[LedgerInstruction]:
+        """Every rank is clean and nothing is being committed: join the groups, load the last commit."""
+        self._move(Phase.RESTORING)
+        self.account.begin_generation(self.generation)
+        if self.committed_step is None:
+            self.account.expect_setup_parts(now + self.timeouts.restore_s + self.timeouts.durable_s)
+        return self._rebuild.restore(self.committed_step, now)
+
+    def _finish(self) -> list[LedgerInstruction]:
+        assert self.committed_step is not None
+        self._move(Phase.STOPPED)
+        return [Finished(self.committed_step)]
+
+    def _give_up(self, reason: str) -> list[LedgerInstruction]:
+        self._move(Phase.STOPPED)
+        return [GiveUp(reason, self.committed_step)]
+
+    def _overdue(self, now: float) -> Cause | None:
+        """The first wait that outlived its deadline, the commit's apart."""
+        if self.phase in (Phase.RESETTING, Phase.RESTORING):
+            return self._rebuild.overdue(now) or self.account.overdue(now)
+        return self.account.overdue(now) or self.account.occupancy.overdue(now)
+
+    def _suspect_error(self, cause: Cause, now: float) -> list[LedgerInstruction]:
+        """An error may be the echo of a lost peer: leave a moment for that news. The first error counts."""
+        if self.phase is Phase.SUSPECTING:
+            return []
+        self._move(Phase.SUSPECTING)
+        self._suspect, self._suspect_until = cause, now + self.timeouts.blame_s
+        return []
+
+    def _explain_loss(self, rank: int, error: str) -> Cause:
+        """The cause to report for a lost rank: the error that it told itself, else where it was."""
+        if self._suspect is not None and self._suspect.ranks == (rank,):
+            return self._suspect
+        iteration, node = self.account.occupancy.position(rank)
+        return Cause(error, (rank,), node, iteration)
+
+    def _declare(self, cause: Cause, now: float, lost: Collection[int] = ()) -> list[LedgerInstruction]:
+        """A fault: what can be committed will be, the rest is aborted, and a new generation is built."""
+        instructions: list[LedgerInstruction] = [Fault(self.generation, cause)]
+        self.fault, self._suspect = cause, None
+        instructions += self.account.abort(cause)
+        self._rebuilds += 1
+        if self._rebuilds > self.max_rebuilds and not self.account.commits.pending:
+            without = f"{self.max_rebuilds} rebuilds without a commit in between"
+            return instructions + self._give_up(f"{cause} (after {without})")
+        return instructions + self._start_rebuild(self.generation + 1, self._rebuild.down.union(lost), now)
+
+    def _start_rebuild(self, generation: int, down: Collection[int], now: float) -> list[LedgerInstruction]:
+        """Reset every rank to a generation."""
+        self._move(Phase.RESETTING)
+        self.account.begin_generation(generation)
+        self._rebuild = self._new_rebuild(generation, down, now)
+        return self._rebuild.begin()
+
+    def _new_rebuild(self, generation: int, down: Collection[int], now: float) -> Rebuild:
+        return Rebuild(generation, self.n_ranks, down, now, self.timeouts)
+
+
+def _cause(rank: int, key: NodeKey, error: str, traceback: str = "") -> Cause:
+    iteration = None if key.iteration == SETUP else key.iteration
+    return Cause(error, (rank,), key.node, iteration, traceback)

@@ -1,0 +1,156 @@
+"""What is known of the iterations in flight: who entered, who answered, what is on the disk, what is late."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_tasks.protocol.instructions import Cause
+from rlhf_tasks.spec import NodeRequest, NodeResult
+
+
+@dataclass(slots=True)
+class NodeProgress:
+    """One node of one iteration. deadline: when it is overdue; None until its last rank has entered."""
+
+    ranks: tuple[int, ...]
+    deadline_s: float
+    entered: set[int] = field(default_factory=set)
+    results: dict[int, NodeResult] = field(default_factory=dict)
+    deadline: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """True when every rank has answered."""
+        return len(self.results) == len(self.ranks)
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that have not answered."""
+        return tuple(rank for rank in self.ranks if rank not in self.results)
+
+    def enter(self, rank: int, now: float) -> None:
+        """A rank has entered; with the last one the deadline starts."""
+        self.entered.add(rank)
+        if self.deadline is None and len(self.entered) == len(self.ranks):
+            self.deadline = now + self.deadline_s
+
+
+class IterationProgress:
+    """One delivered iteration under one generation.
+
+    saves  the save nodes whose parts must become durable; empty where the iteration ends in no snapshot
+    """
+
+    def __init__(
+        self,
+        iteration: int,
+        generation: int,
+        nodes: Mapping[str, NodeProgress],
+        saves: Mapping[str, Sequence[int]],
+    ) -> None:
+        self.iteration = iteration
+        self.generation = generation
+        self.nodes = nodes
+        self.saves = {name: frozenset(ranks) for name, ranks in saves.items()}
+        self.parts: dict[str, dict[int, Any]] = {name: {} for name in saves}
+        self.part_deadlines: dict[tuple[str, int], float] = {}
+        self.committed = False
+        self._nodes_left = sum(not node.done for node in nodes.values())
+
+    def done(self, rank: int, node: str, result: NodeResult, now: float) -> bool:
+        """A rank has answered. Returns True when this made the node done; False for repeats."""
+        progress = self.nodes[node]
+        if rank in progress.results:
+            return False
+        assert rank in progress.ranks, f"rank {rank} answered for {node}, which runs on {progress.ranks}"
+        progress.enter(rank, now)
+        progress.results[rank] = result
+        self._nodes_left -= progress.done
+        return progress.done
+
+    def durable(self, rank: int, node: str, parts: Any) -> None:
+        """A rank's part of a snapshot is on the disk. parts: what the manifest must know of it."""
+        assert rank in self.saves[node], (
+            f"rank {rank} saved for {node}, which runs on {sorted(self.saves[node])}"
+        )
+        self.parts[node].setdefault(rank, parts)
+        self.part_deadlines.pop((node, rank), None)
+
+    def expect_part(self, rank: int, node: str, deadline: float) -> None:
+        """The copy for a part has been taken; it must be durable by the deadline."""
+        if node in self.saves and rank not in self.parts[node]:
+            self.part_deadlines[node, rank] = deadline
+
+    @property
+    def nodes_done(self) -> bool:
+        """True when every node is done on every rank."""
+        return self._nodes_left == 0
+
+    @property
+    def complete(self) -> bool:
+        """True when every node is done and every part durable: the iteration can be committed."""
+        return self.nodes_done and all(
+            len(self.parts[name]) == len(ranks) for name, ranks in self.saves.items()
+        )
+
+    def overdue(self, now: float) -> Cause | None:
+        """The first node or part that outlived its deadline, in plan order."""
+        for name, node in self.nodes.items():
+            if node.deadline is not None and not node.done and now > node.deadline:
+                error = f"not finished {node.deadline_s:g} s after the last rank entered"
+                return Cause(error, node.unfinished, name, self.iteration)
+        for (name, rank), deadline in self.part_deadlines.items():
+            if now > deadline:
+                return Cause("the saved part did not become durable in time", (rank,), name, self.iteration)
+        return None
+
+
+class Occupancy:
+    """Which rank is inside which node, over all iterations in flight: finds ranks that hang between nodes.
+
+    A rank that is inside no node although it has work enters its next one at once, as nothing waits but for
+    peers: if it does not within `grace_s`, it hangs.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self._order: dict[
+            int, dict[tuple[int, str], bool]
+        ] = {}  # rank -> (iteration, node) not done -> inside
+        self._moved: dict[int, float] = {}
+
+    def delivered(self, rank: int, requests: Iterable[NodeRequest], now: float) -> None:
+        """A rank has more work, in this order."""
+        order = self._order.setdefault(rank, {})
+        if not order:
+            self._moved[rank] = now
+        for request in requests:
+            order[request.key.iteration, request.key.node] = False
+
+    def entered(self, rank: int, iteration: int, node: str, now: float) -> None:
+        """A rank is inside a node. Late news of a node that is done is ignored."""
+        order = self._order[rank]
+        if (iteration, node) in order:
+            order[iteration, node] = True
+            self._moved[rank] = now
+
+    def left(self, rank: int, iteration: int, node: str, now: float) -> None:
+        """A rank is done with a node."""
+        self._order[rank].pop((iteration, node), None)
+        self._moved[rank] = now
+
+    def position(self, rank: int) -> tuple[int | None, str | None]:
+        """(iteration, node) that a rank is inside of, else its next one; (None, None) when it has no work."""
+        order = self._order.get(rank, {})
+        inside = [place for place, is_inside in order.items() if is_inside]
+        return (inside or list(order) or [(None, None)])[0]
+
+    def overdue(self, now: float) -> Cause | None:
+        """The first rank that is inside no node for longer than the grace although it has work."""
+        for rank, order in self._order.items():
+            if now - self._moved[rank] > self.grace_s and order and not any(order.values()):
+                iteration, node = next(iter(order))
+                return Cause(
+                    f"did not enter its next call within {self.grace_s:g} s", (rank,), node, iteration
+                )
+        return None

@@ -1,0 +1,109 @@
+"""Bringing all ranks to a new generation: reset each, restart those that do not answer, then restore all."""
+
+from collections.abc import Collection
+from enum import Enum
+
+from rlhf_tasks.protocol.instructions import Cause, LedgerInstruction, ResetRank, RestartRank, RestoreRank
+from rlhf_tasks.protocol.phases import Timeouts
+
+
+class RankState(Enum):
+    """Where a rank stands in a rebuild."""
+
+    DOWN = "its process is gone or being replaced"
+    RESETTING = "asked to reset"
+    CLEAN = "has dropped everything of older generations"
+    RESTORING = "asked to join the groups and load the commit"
+    RESTORED = "holds the commit"
+
+
+class Rebuild:
+    """One generation's way from nothing to restored.
+
+    Nobody waits in a collective for a process that is not there: groups are joined when every rank is clean.
+    A rank that has not reset within `timeouts.reset_s` is stuck, and restarted.
+    """
+
+    def __init__(
+        self, generation: int, n_ranks: int, down: Collection[int], now: float, timeouts: Timeouts
+    ) -> None:
+        self.generation = generation
+        self.timeouts = timeouts
+        self.states = {r: RankState.DOWN if r in down else RankState.RESETTING for r in range(n_ranks)}
+        self._restarts_until = now + timeouts.reset_s + timeouts.restart_s
+        self._reset_until = dict.fromkeys(self.states, now + timeouts.reset_s)
+        self._restore_until: float | None = None
+
+    def begin(self) -> list[LedgerInstruction]:
+        """Reset every rank that is there; have the others started."""
+        return [
+            RestartRank(rank, lost=True) if state is RankState.DOWN else ResetRank(rank, self.generation)
+            for rank, state in self.states.items()
+        ]
+
+    @property
+    def down(self) -> set[int]:
+        """Ranks without a process."""
+        return {rank for rank, state in self.states.items() if state is RankState.DOWN}
+
+    @property
+    def all_clean(self) -> bool:
+        """True when every rank has reset: the groups can be joined."""
+        return all(state is RankState.CLEAN for state in self.states.values())
+
+    @property
+    def all_restored(self) -> bool:
+        """True when every rank holds the commit."""
+        return all(state is RankState.RESTORED for state in self.states.values())
+
+    def lost(self, rank: int) -> list[LedgerInstruction]:
+        """A rank's process is gone while ranks reset."""
+        if self.states[rank] is RankState.DOWN:
+            return []
+        self.states[rank] = RankState.DOWN
+        return [RestartRank(rank, lost=True)]
+
+    def stuck(self, rank: int) -> list[LedgerInstruction]:
+        """A rank cannot reset: replace its process."""
+        self.states[rank] = RankState.DOWN
+        return [RestartRank(rank, lost=False)]
+
+    def started(self, rank: int, now: float) -> list[LedgerInstruction]:
+        """A rank has a new process."""
+        self.states[rank] = RankState.RESETTING
+        self._reset_until[rank] = now + self.timeouts.reset_s
+        return [ResetRank(rank, self.generation)]
+
+    def reset(self, rank: int) -> None:
+        """A rank is clean. Late news from a process that is being replaced is ignored."""
+        if self.states[rank] is RankState.RESETTING:
+            self.states[rank] = RankState.CLEAN
+
+    def restore(self, step: int | None, now: float) -> list[LedgerInstruction]:
+        """Every rank is clean: have all join the groups and load the step."""
+        assert self.all_clean, f"restore before every rank is clean: {self.states}"
+        self.states = dict.fromkeys(self.states, RankState.RESTORING)
+        self._restore_until = now + self.timeouts.restore_s
+        return [RestoreRank(rank, self.generation, step) for rank in self.states]
+
+    def restored(self, rank: int) -> None:
+        """A rank holds the step."""
+        if self.states[rank] is RankState.RESTORING:
+            self.states[rank] = RankState.RESTORED
+
+    def tick(self, now: float) -> list[LedgerInstruction]:
+        """Restart the ranks that have not reset within the grace."""
+        late = [r for r, s in self.states.items() if s is RankState.RESETTING and now > self._reset_until[r]]
+        return [instruction for rank in late for instruction in self.stuck(rank)]
+
+    def overdue(self, now: float) -> Cause | None:
+        """The ranks that fail the rebuild by not coming back, or not restoring, in time."""
+        if self._restore_until is None:
+            late = tuple(r for r, s in self.states.items() if s is not RankState.CLEAN)
+            if late and now > self._restarts_until:
+                return Cause("did not come back after the reset", late)
+            return None
+        late = tuple(r for r, s in self.states.items() if s is not RankState.RESTORED)
+        if late and now > self._restore_until:
+            return Cause(f"did not restore within {self.timeouts.restore_s:g} s", late)
+        return None

@@ -1,0 +1,161 @@
+"""The sequencer: writes an execution plan down as numbered requests, one dense sequence per rank.
+
+A pure function of the plan and of where a generation starts, so a repeated iteration gets the same requests
+again, but for its generation and its numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from rlhf_tasks.spec import (
+    CallNode,
+    ExecutionPlan,
+    NodeKey,
+    NodeRequest,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    SaveNode,
+)
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long a node may take once its last rank has entered it.
+
+    predicted_s  node name -> seconds that the plan predicts; nodes without one get the floor
+    factor       how much slower than predicted is still no fault
+    floor_s      seconds that every node gets
+    """
+
+    predicted_s: Mapping[str, float] = field(default_factory=dict)
+    factor: float = 10.0
+    floor_s: float = 60.0
+
+    def of(self, node: str) -> float:
+        """Seconds for one node."""
+        return max(self.floor_s, self.factor * self.predicted_s.get(node, 0.0))
+
+
+@dataclass(frozen=True)
+class Sequencer:
+    """Requests of one generation.
+
+    first_iteration  the first iteration of the generation: numbers start at 0 there
+    first_sample     global id of that iteration's first sample
+    first_versions   trained role -> its version before that iteration; default: first_iteration times the
+                     role's train calls per iteration
+    """
+
+    plan: ExecutionPlan
+    run: str
+    attempt: int
+    generation: int = 0
+    first_iteration: int = 0
+    first_sample: int = 0
+    first_versions: Mapping[str, int] | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    def starting_at(self, generation: int, iteration: int) -> "Sequencer":
+        """The same run's sequencer for a generation that starts before an iteration."""
+        return replace(
+            self,
+            generation=generation,
+            first_iteration=iteration,
+            first_sample=self.cursor(iteration),
+            first_versions=self.versions(iteration),
+        )
+
+    def cursor(self, iteration: int) -> int:
+        """Global id of the first sample of an iteration."""
+        return self.first_sample + (iteration - self.first_iteration) * self.plan.n_seqs
+
+    def versions(self, iteration: int) -> dict[str, int]:
+        """Version of each trained role before an iteration: the number of its train_step calls until then."""
+        first = self.first_versions
+        if first is None:
+            first = {role: self.first_iteration * n for role, n in self.trains.items()}
+        return {role: first[role] + (iteration - self.first_iteration) * n for role, n in self.trains.items()}
+
+    def key(self, iteration: int, node: str) -> NodeKey:
+        """The name of one execution of a node in this generation."""
+        return NodeKey(self.run, self.attempt, self.generation, iteration, node)
+
+    def requests(self, iteration: int) -> dict[int, tuple[NodeRequest, ...]]:
+        """Rank -> its requests for an iteration, in plan order. Ranks without work are left out."""
+        assert iteration >= self.first_iteration, f"iteration {iteration} precedes {self.first_iteration}"
+        before = self.versions(iteration)
+        requests: dict[int, list[NodeRequest]] = {rank: [] for rank in self.work}
+        for node in self.plan.nodes:
+            key, deadline_s = self.key(iteration, node.name), self.deadlines.of(node.name)
+            versions = {role: before.get(role, 0) + extra for role, extra in self.advances[node.name].items()}
+            for rank in self.devices[node.name]:
+                mine = requests[rank]
+                mine.append(
+                    NodeRequest(
+                        key=key,
+                        number=(iteration - self.first_iteration) * self.work[rank] + len(mine),
+                        first_sample=self.cursor(iteration),
+                        versions=versions,
+                        deadline_s=deadline_s,
+                    )
+                )
+        return {rank: tuple(mine) for rank, mine in requests.items()}
+
+    @cached_property
+    def devices(self) -> dict[str, tuple[int, ...]]:
+        """Node name -> its ranks."""
+        return {node.name: node.devices for node in self.plan.nodes}
+
+    @cached_property
+    def work(self) -> dict[int, int]:
+        """Rank -> number of its nodes per iteration."""
+        count: dict[int, int] = {}
+        for devices in self.devices.values():
+            for rank in devices:
+                count[rank] = count.get(rank, 0) + 1
+        return count
+
+    @cached_property
+    def trains(self) -> dict[str, int]:
+        """Trained role -> its train_step calls per iteration."""
+        count = {role: 0 for role, placements in self.plan.roles.items() if placements.trained}
+        for node in self.plan.nodes:
+            if isinstance(node, CallNode) and node.trains:
+                count[node.call.role] = count.get(node.call.role, 0) + 1
+        return count
+
+    @cached_property
+    def advances(self) -> dict[str, dict[str, int]]:
+        """Node name -> {role it reads: train calls since the iteration began}.
+
+        A node on the training placement sees all train calls before it in plan order; a node on a read-only
+        copy sees what the copy's last reallocation brought.
+        """
+        now: dict[str, int] = {}
+        copies: dict[tuple[str, object], int] = {}
+        advances: dict[str, dict[str, int]] = {}
+        for node in self.plan.nodes:
+            role = _role(node)
+            if role is None:
+                advances[node.name] = {}
+                continue
+            current = now.get(role, 0)
+            if isinstance(node, ReallocateNode):
+                copies[role, node.destination] = current
+            elif isinstance(node, CallNode | ReleaseNode):
+                current = copies.get((role, node.placement), current)
+            advances[node.name] = {role: current}
+            if isinstance(node, CallNode) and node.trains:
+                now[role] = now.get(role, 0) + 1
+        return advances
+
+
+def _role(node: PlanNode) -> str | None:
+    """The role whose parameters a node reads, if any."""
+    if isinstance(node, CallNode):
+        return node.call.role
+    if isinstance(node, ReallocateNode | ReleaseNode | SaveNode):
+        return node.role
+    return None

@@ -1,0 +1,94 @@
+"""Plans to drive the protocol with: a PPO-like one by hand, and random ones on overlapping meshes."""
+
+import random
+from collections.abc import Iterable
+
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.spec import (
+    CallAssignment,
+    CallKind,
+    CallNode,
+    ExecutionPlan,
+    ModelFunctionCall,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    RolePlacements,
+    SaveNode,
+)
+
+
+def on(devices: Iterable[int]) -> Placement:
+    """A data-parallel placement on some devices."""
+    mesh = tuple(devices)
+    return Placement(mesh, ParallelStrategy(dp=len(mesh)))
+
+
+def call(name: str, role: str, kind: CallKind, placement: Placement) -> CallNode:
+    """A call node without data."""
+    function = ModelFunctionCall(name=name, role=role, kind=kind, inputs=(), n_seqs=8)
+    return CallNode(name=name, call=function, assignment=CallAssignment(placement=placement))
+
+
+def plan_of(n_devices: int, trained: dict[str, Placement], nodes: Iterable[PlanNode]) -> ExecutionPlan:
+    """A plan whose roles are all trained."""
+    return ExecutionPlan(
+        algorithm="test",
+        n_devices=n_devices,
+        devices_per_host=n_devices,
+        n_seqs=8,
+        roles={role: RolePlacements(trained=True, placements=(where,)) for role, where in trained.items()},
+        nodes=tuple(nodes),
+    )
+
+
+def small_plan() -> ExecutionPlan:
+    """Three devices: the actor generates on a copy over all and trains on 0 and 1, the critic trains on 2."""
+    everywhere, actor, critic = on([0, 1, 2]), on([0, 1]), on([2])
+    return plan_of(
+        3,
+        {"actor": actor, "critic": critic},
+        [
+            ReallocateNode(name="to_generate", role="actor", source=actor, destination=everywhere),
+            call("generate", "actor", "generate", everywhere),
+            ReleaseNode(name="release", role="actor", placement=everywhere),
+            call("values", "critic", "inference", critic),
+            call("actor_train", "actor", "train_step", actor),
+            SaveNode(name="save_actor", role="actor", placement=actor),
+            call("critic_train", "critic", "train_step", critic),
+            SaveNode(name="save_critic", role="critic", placement=critic),
+        ],
+    )
+
+
+def random_plan(rng: random.Random, n_devices: int, n_nodes: int) -> ExecutionPlan:
+    """Calls, copies and train steps on randomly overlapping meshes, in random order.
+
+    Each role trains once or twice an iteration and is saved after its last train step.
+    """
+    mesh = lambda: on(rng.sample(range(n_devices), rng.randint(1, n_devices)))  # noqa: E731
+    trained = {f"role{i}": mesh() for i in range(rng.randint(1, 3))}
+    middle: list[list[PlanNode]] = []
+    for role, home in trained.items():
+        trains: list[PlanNode] = [
+            call(f"{role}_train{i}", role, "train_step", home) for i in range(rng.randint(1, 2))
+        ]
+        middle.append([*trains, SaveNode(name=f"{role}_save", role=role, placement=home)])
+    while sum(map(len, middle)) < n_nodes:
+        role, n, where = rng.choice(list(trained)), len(middle), mesh()
+        if rng.random() < 0.5:
+            middle.append([call(f"call{n}", role, "inference", trained[role])])
+        else:
+            middle.append(
+                [
+                    ReallocateNode(name=f"copy{n}", role=role, source=trained[role], destination=where),
+                    call(f"on_copy{n}", role, "inference", where),
+                    ReleaseNode(name=f"release{n}", role=role, placement=where),
+                ]
+            )
+    nodes: list[PlanNode] = []
+    while middle:
+        chain = rng.choice(middle)
+        nodes.append(chain.pop(0))
+        middle = [chain for chain in middle if chain]
+    return plan_of(n_devices, trained, nodes)
