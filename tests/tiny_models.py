@@ -1,0 +1,75 @@
+"""Tiny models of every verified family, for tests of the engine. Import as `tests.tiny_models`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rlhf_tasks.parallel.micro_batch import MicroBatch, micro_batch
+from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.shape import ModelShape
+
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma": GemmaConfig,
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """A config of a few thousand parameters: 4 layers, 4 query and 2 KV heads."""
+    return CONFIGS[family](**{**SIZES, **changes})
+
+
+def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Hugging Face's model of a config with weights large enough that every part matters."""
+    torch.manual_seed(7)
+    if head == "lm":
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        offset = 1.0 if "norm" in name and config.model_type != "gemma" else 0.0
+        parameter.data.normal_(offset, 0.3)
+    return model.eval()
+
+
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    return ModelShape.from_config(config.to_dict())
+
+
+def tokens(*lengths: int, vocab: int = SIZES["vocab_size"]) -> list[Tensor]:
+    """One random sequence of each length, the same in every call."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab, (length,), generator=generator) for length in lengths]
+
+
+def packed(sequences: list[Tensor]) -> MicroBatch:
+    """The sequences as one micro-batch."""
+    return micro_batch(SampleBatch(tuple(range(len(sequences))), {"input_ids": Packed.of(sequences)}))
