@@ -1,0 +1,55 @@
+"""The dataset keys of samples, by their global ids: what the heads of a graph's first call store."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rlhf_tasks.config import AnyConfig, RolloutConfig
+from rlhf_tasks.dataset import Rows
+from rlhf_tasks.examples import completion_example, pair_example, prompt_example, read_example
+from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.tokenizer import Tokenizer
+
+
+def fetch_prompts(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
+    """`prompt_ids` and `columns`. A rollout reads the rows in file order, `num_generations` ids for each."""
+    if isinstance(config, RolloutConfig):
+        places = [sample // config.num_generations % len(rows) for sample in ids]
+    else:
+        places = [rows.row_of(sample, config.seed) for sample in ids]
+    examples = [read_example(prompt_example, rows, place, tokenizer) for place in places]
+    return SampleBatch(
+        tuple(ids),
+        {
+            "prompt_ids": _tokens([example.prompt_ids for example in examples]),
+            "columns": Packed.of_texts(example.columns for example in examples),
+        },
+    )
+
+
+def fetch_completions(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
+    """`input_ids` and `response_mask`, True on the tokens that are learned."""
+    examples = [
+        read_example(completion_example, rows, rows.row_of(sample, config.seed), tokenizer) for sample in ids
+    ]
+    masks = [torch.arange(len(example.input_ids)) >= example.prompt_tokens for example in examples]
+    tokens = _tokens([example.input_ids for example in examples])
+    return SampleBatch(tuple(ids), {"input_ids": tokens, "response_mask": Packed.of(masks)})
+
+
+def fetch_pairs(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
+    """`chosen_ids` and `rejected_ids`, each with the prompt before it."""
+    examples = [
+        read_example(pair_example, rows, rows.row_of(sample, config.seed), tokenizer) for sample in ids
+    ]
+    return SampleBatch(
+        tuple(ids),
+        {
+            "chosen_ids": _tokens([example.chosen_ids for example in examples]),
+            "rejected_ids": _tokens([example.rejected_ids for example in examples]),
+        },
+    )
+
+
+def _tokens(sequences: list[list[int]]) -> Packed:
+    return Packed.of([torch.tensor(ids, dtype=torch.int64) for ids in sequences])

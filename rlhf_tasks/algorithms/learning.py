@@ -1,0 +1,109 @@
+"""What PPO's two train calls learn from: rewards shaped by the KL penalty, advantages and returns.
+
+Actor and critic train on meshes of their own and compute this each for itself, from the same keys: nothing is
+sent from one to
+the other, and both come to the same numbers, since every statistic is global and in float64.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.ppo_math import adapted_kl_coef, gae, kl_divergence, shaped_rewards
+from rlhf_tasks.algorithms.schedule import block_of_samples
+from rlhf_tasks.config import PPOConfig
+from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.samples import SampleBatch
+
+KL_STATE = "kl_coef"
+WHITENING_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Per-token targets of this replica's samples, [T] each, and global statistics.
+
+    advantages       whitened where the configuration says so
+    returns          in reward units
+    mini_batch_tokens  response tokens of each mini-batch, over all replicas: the losses' denominators
+    returns_mean, returns_square  mean of the returns and of their squares, over all response tokens
+    metrics          kl (mean over sequences of the KL per sequence, in nats), kl_coef, shaped_reward (mean
+                     over sequences of the sum of rewards),
+                     advantages/std (before whitening), returns/mean, explained_variance of the old values
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    mini_batch_tokens: list[float]
+    returns_mean: float
+    returns_square: float
+    metrics: Mapping[str, float]
+
+
+def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
+    """Shape rewards, estimate advantages and returns, whiten; and move the adaptive KL coefficient.
+
+    Must be called once per iteration by each trained role, on all ranks of its mesh. The coefficient is in
+    `engine.state`, so each role has its own copy; the one used is that of before the update.
+    """
+    config = context.config
+    assert isinstance(config, PPOConfig)
+    kl_coef = engine.state.get(KL_STATE, config.kl_coef)
+    mask, values = batch["response_mask"].values, batch["values"].values
+    lengths = batch["input_ids"].lengths
+    kl = kl_divergence(batch["old_logprobs"].values, batch["ref_logprobs"].values, config.kl_estimator)
+    kl = torch.where(mask, kl, 0.0)
+    scores = batch["scores"].values
+    if config.score_clip is not None:
+        scores = scores.clamp(-config.score_clip, config.score_clip)
+    rewards = shaped_rewards(kl, scores, mask, lengths, kl_coef)
+    advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam)
+
+    tokens = _tokens_per_block(batch, context, config.num_mini_batches).to(mask.device)
+    errors = torch.where(mask, returns - values, 0.0)
+    firsts = torch.stack([_sum(x) for x in (advantages, returns, errors, kl, rewards)])
+    *blocks, advantage, total_return, error, total_kl, reward = engine.sum_over_dp(
+        torch.cat([tokens, firsts])
+    ).tolist()
+    count = max(sum(blocks), 1.0)
+    means = [total / count for total in (advantage, total_return, error)]
+    deviations = [
+        _sum(torch.where(mask, x.double() - m, 0.0).square())
+        for x, m in zip((advantages, returns, errors), means, strict=True)
+    ]
+    variances = [total / count for total in engine.sum_over_dp(torch.stack(deviations)).tolist()]
+
+    kl_per_sequence = total_kl / context.n_seqs
+    if config.kl_target is not None:
+        engine.state[KL_STATE] = adapted_kl_coef(
+            kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
+        )
+    std = (variances[0] * count / max(count - 1, 1)) ** 0.5  # unbiased, as TRL's
+    if config.whiten_advantages:
+        whitened = (advantages.double() - means[0]) / (std + WHITENING_EPSILON)
+        advantages = torch.where(mask, whitened, 0.0).to(values.dtype)
+    metrics = {
+        "kl": kl_per_sequence,
+        "kl_coef": kl_coef,
+        "shaped_reward": reward / context.n_seqs,
+        "advantages/std": std,
+        "returns/mean": means[1],
+        "explained_variance": 1 - variances[2] / variances[1] if variances[1] > 0 else 0.0,
+    }
+    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics)
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.double().sum()
+
+
+def _tokens_per_block(batch: SampleBatch, context: CallContext, mini_batches: int) -> Tensor:
+    """[mini_batches] float64: this replica's response tokens in each mini-batch."""
+    tokens = torch.zeros(mini_batches, dtype=torch.float64)
+    masks = batch["response_mask"].split()
+    for block, mask in zip(block_of_samples(batch, context, mini_batches), masks, strict=True):
+        tokens[block] += mask.sum().item()
+    return tokens

@@ -1,0 +1,185 @@
+"""PPO's inference and train calls (arXiv:1707.06347; arXiv:2203.02155).
+
+Each function runs on all ranks of its call's mesh. The walk of a batch: actor_generate -> reward_inference,
+ref_inference, critic_inference -> actor_train, critic_train.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.learning import learning_targets
+from rlhf_tasks.algorithms.ppo_math import policy_loss, shifted, value_loss
+from rlhf_tasks.algorithms.schedule import optimizer_steps
+from rlhf_tasks.algorithms.value_norm import ValueNorm
+from rlhf_tasks.config import PPOConfig
+from rlhf_tasks.parallel.engine import Engine, LossTerms
+from rlhf_tasks.parallel.micro_batch import MicroBatch
+from rlhf_tasks.parallel.samples import Packed, SampleBatch
+
+
+def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Gives `logprobs` of the responses under a frozen model, at the temperature they were sampled with."""
+    temperature = _ppo(context).sampling.temperature
+
+    def output(logits: Tensor, micro: MicroBatch) -> Tensor:
+        logprobs = engine.logprobs(logits, micro, temperature)
+        return torch.where(micro.data["response_mask"], logprobs, 0.0)
+
+    return _on_head(engine, batch, "logprobs", engine.inference(batch, output, context.micro_batches))
+
+
+def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Gives `values` in reward units: of the state before each response token."""
+    norm = ValueNorm.of(engine.state)
+
+    def output(stage_values: Tensor, micro: MicroBatch) -> Tensor:
+        values = norm.denormalize(shifted(stage_values, micro.position_ids))
+        return torch.where(micro.data["response_mask"], values, 0.0)
+
+    return _on_head(engine, batch, "values", engine.inference(batch, output, context.micro_batches))
+
+
+def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Clipped policy steps; none in the critic's warm-up.
+
+    Once a step's mean ratio over its global mini-batch exceeds `early_stop_ratio`, the iteration's other
+    steps are skipped, on every rank alike. Metrics besides those of `learning_targets`, means over tokens of
+    the steps taken: loss/policy, entropy, clip_ratio, policy/ratio, policy/approx_kl (k3 of old to new);
+    policy/mismatch, mean |logprobs - old_logprobs| before the first step: rounding, if all is sound;
+    policy/steps, grad_norm/actor, learning_rate/actor.
+    """
+    config = _ppo(context)
+    targets = learning_targets(engine, batch, context)
+    if context.iteration < config.critic_warmup_iterations:
+        return CallOutput(metrics={**targets.metrics, "policy/steps": 0.0})
+    lengths = batch["input_ids"].lengths
+    learned = SampleBatch(
+        batch.ids,
+        {key: batch[key] for key in ("input_ids", "response_mask", "old_logprobs")}
+        | {"advantages": Packed(targets.advantages, lengths)},
+    )
+
+    def loss(logits: Tensor, micro: MicroBatch) -> LossTerms:
+        mask, old = micro.data["response_mask"], micro.data["old_logprobs"]
+        logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
+        logprobs = torch.where(mask, logprobs, 0.0)
+        terms, ratio, clipped = policy_loss(logprobs, old, micro.data["advantages"], config.cliprange)
+        change = (logprobs - old).detach()
+        sums = {
+            "ratio": ratio,
+            "entropy": entropy.detach(),
+            "clip_ratio": clipped,
+            "approx_kl": torch.expm1(change) - change,
+            "mismatch": change.abs(),
+        }
+        return LossTerms(
+            torch.where(mask, terms, 0.0).sum(),
+            {name: torch.where(mask, values, 0).sum() for name, values in sums.items()},
+        )
+
+    totals = _Means()
+    mismatch = 0.0
+    first = config.critic_warmup_iterations
+    for step in optimizer_steps(learned, context, config.optimizer, config.num_ppo_epochs, first):
+        tokens = targets.mini_batch_tokens[step.block]
+        report = engine.train_step(step.batch, loss, tokens, context.micro_batches, step.learning_rate)
+        if totals.steps == 0:
+            mismatch = report["mismatch"] / tokens
+        totals.add(report, tokens, step.learning_rate)
+        if config.early_stop_ratio is not None and report["ratio"] / tokens > config.early_stop_ratio:
+            break
+    metrics = {
+        "loss/policy": totals.mean("loss"),
+        "entropy": totals.mean("entropy"),
+        "clip_ratio": totals.mean("clip_ratio"),
+        "policy/ratio": totals.mean("ratio"),
+        "policy/approx_kl": totals.mean("approx_kl"),
+        "policy/mismatch": mismatch,
+        "policy/steps": float(totals.steps),
+        "grad_norm/actor": totals.grad_norm,
+        "learning_rate/actor": totals.learning_rate,
+    }
+    return CallOutput(metrics={**targets.metrics, **metrics})
+
+
+def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Clipped value steps, on normalised targets where `normalize_values` says so.
+
+    The running mean and std take in this iteration's returns first. Old values are clipped around as the net
+    gave them: normalised as they were at inference. Metrics, means over the response tokens: loss/value,
+    value/clip_ratio; grad_norm/critic, learning_rate/critic.
+    """
+    config = _ppo(context)
+    targets = learning_targets(engine, batch, context)
+    before = after = ValueNorm.of(engine.state)
+    if config.normalize_values:
+        after = before.updated(targets.returns_mean, targets.returns_square)
+        after.put(engine.state)
+    lengths = batch["input_ids"].lengths
+    learned = SampleBatch(
+        batch.ids,
+        {
+            "input_ids": batch["input_ids"],
+            "response_mask": batch["response_mask"],
+            "old_values": Packed(before.normalize(batch["values"].values), lengths),
+            "returns": Packed(after.normalize(targets.returns), lengths),
+        },
+    )
+
+    def loss(stage_values: Tensor, micro: MicroBatch) -> LossTerms:
+        mask, data = micro.data["response_mask"], micro.data
+        values = shifted(stage_values, micro.position_ids)
+        terms, clipped = value_loss(values, data["old_values"], data["returns"], config.cliprange_value)
+        return LossTerms(torch.where(mask, terms, 0.0).sum(), {"clip_ratio": (mask & clipped).sum()})
+
+    totals = _Means()
+    settings = config.critic_optimizer or config.optimizer
+    for step in optimizer_steps(learned, context, settings, config.num_ppo_epochs):
+        tokens = targets.mini_batch_tokens[step.block]
+        report = engine.train_step(step.batch, loss, tokens, context.micro_batches, step.learning_rate)
+        totals.add(report, tokens, step.learning_rate)
+    return CallOutput(
+        metrics={
+            "loss/value": totals.mean("loss"),
+            "value/clip_ratio": totals.mean("clip_ratio"),
+            "grad_norm/critic": totals.grad_norm,
+            "learning_rate/critic": totals.learning_rate,
+        }
+    )
+
+
+class _Means:
+    """Means over the tokens of several optimizer steps, from each step's sums."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.learning_rate = 0.0
+        self._tokens = 0.0
+        self._norms = 0.0
+        self._sums: dict[str, float] = {}
+
+    def add(self, report: dict[str, float], tokens: float, learning_rate: float) -> None:
+        """report is what `Engine.train_step` gives; its `loss` is a mean already."""
+        for name, value in {**report, "loss": report["loss"] * tokens}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        self.steps += 1
+        self._tokens += tokens
+        self._norms += report["grad_norm"]
+        self.learning_rate = learning_rate
+
+    def mean(self, name: str) -> float:
+        return self._sums[name] / self._tokens
+
+    @property
+    def grad_norm(self) -> float:
+        return self._norms / self.steps
+
+
+def _on_head(engine: Engine, batch: SampleBatch, key: str, rows: Packed | None) -> CallOutput:
+    return CallOutput(SampleBatch(batch.ids, {key: rows}) if rows is not None and engine.is_head else None)
+
+
+def _ppo(context: CallContext) -> PPOConfig:
+    assert isinstance(context.config, PPOConfig), f"{context.config.type} runs have no such call"
+    return context.config

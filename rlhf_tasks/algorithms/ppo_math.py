@@ -1,0 +1,131 @@
+"""The mathematics of PPO on packed tensors: pure functions, no engine, no communication.
+
+T tokens of n samples lie one after the other; `lengths` says how many tokens each has. A per-token tensor is
+[T]; `mask` [T] bool is True on response tokens. What is at masked tokens never matters and comes out as 0.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0  # exp of it is 5e8: a log-ratio beyond is an accident, not information
+
+
+def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(policy || reference) from each sampled token, in nats (Schulman, 2020).
+
+    With d = logprobs - ref_logprobs: k1 = d (unbiased), k2 = d^2 / 2 (biased, low variance),
+    k3 = exp(-d) - 1 + d (unbiased, never negative). Raises KeyError for another name.
+    """
+    d = (logprobs - ref_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    estimators = {"k1": lambda: d, "k2": lambda: d.square() / 2, "k3": lambda: torch.expm1(-d) + d}
+    return estimators[estimator]()
+
+
+def shaped_rewards(
+    kl: Tensor, scores: Tensor, mask: Tensor, lengths: Sequence[int], kl_coef: float
+) -> Tensor:
+    """-kl_coef * kl per token, and the score at the last response token (arXiv:1909.08593, eq. 2).
+
+    kl [T]; scores [n]
+    Returns [T], 0 where mask is False. The score of a sample without response tokens is lost.
+    """
+    rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    last = last_response_tokens(mask, lengths)
+    answered = last >= 0
+    rewards[last[answered]] += scores[answered].to(rewards.dtype)
+    return rewards
+
+
+def last_response_tokens(mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[n] int64: the place in 0 .. T - 1 of each sample's last response token, -1 where it has none."""
+    places = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
+    last = torch.full((len(lengths),), -1, device=mask.device)
+    return last.scatter_reduce(0, sample_of_token(lengths, mask.device), places, "amax")
+
+
+def sample_of_token(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[T] int64: the sample, 0 .. n - 1, that each token belongs to."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device=device)
+    return torch.arange(len(lengths), device=device).repeat_interleave(counts)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Sequence[int], gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv:1506.02438, eq. 16) for each sample of a packed batch.
+
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t
+
+    t runs over a sample's response tokens only: masked tokens between them pass V and A on. After the
+    last one the value is 0.
+    rewards, values [T]
+    Returns (advantages, returns), both [T], 0 where mask is False.
+    Raises ValueError when the sizes differ.
+    """
+    if not len(rewards) == len(values) == len(mask) == sum(lengths):
+        raise ValueError(
+            f"rewards [{len(rewards)}], values [{len(values)}], mask [{len(mask)}] and lengths with sum "
+            f"{sum(lengths)} must agree."
+        )
+    places = mask.nonzero().squeeze(1)
+    samples = sample_of_token(lengths, mask.device)[places]
+    counts = torch.bincount(samples, minlength=len(lengths))
+    steps = torch.arange(len(places), device=mask.device) - (counts.cumsum(0) - counts)[samples]
+
+    longest = int(counts.max()) if len(lengths) else 0
+    padded = values.new_zeros(2, len(lengths), longest + 1)  # a column of zeros stands after the last token
+    padded[0, samples, steps] = rewards[places].to(values.dtype)
+    padded[1, samples, steps] = values[places]
+    r, v = padded
+    delta = r[:, :-1] + gamma * v[:, 1:] - v[:, :-1]
+    running = values.new_zeros(len(lengths))
+    for step in reversed(range(longest)):
+        running = delta[:, step] + gamma * lam * running
+        delta[:, step] = running
+
+    advantages = torch.zeros_like(values)
+    advantages[places] = delta[samples, steps]
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: int, n_seqs: int) -> float:
+    """The adaptive controller of arXiv:1909.08593, section 2.2, once per iteration.
+
+    kl       mean KL per sequence, in nats
+    horizon  sequences over which the coefficient reacts; n_seqs of them were seen
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * n_seqs / horizon)
+
+
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Clipped surrogate objective per token (arXiv:1707.06347, eq. 7), to be minimised.
+
+    Returns (loss, ratio, clipped), all [T]; clipped is True where the clipped term is the larger, so that the
+    token gives no gradient.
+    """
+    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    free = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.maximum(free, bounded), ratio.detach(), bounded > free
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor]:
+    """Clipped squared error per token (Engstrom et al., arXiv:2005.12729, section 3, item 1), halved.
+
+    Returns (loss, clipped), both [T]; clipped is True where the bounded value's error is the larger.
+    """
+    near = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    free, bounded = (values - returns).square(), (near - returns).square()
+    return torch.maximum(free, bounded) / 2, bounded > free
+
+
+def shifted(stage_values: Tensor, position_ids: Tensor) -> Tensor:
+    """The value of the state *before* each token: one place later, 0 at each sample's first token."""
+    return torch.where(position_ids == 0, 0.0, stage_values.roll(1))

@@ -1,0 +1,71 @@
+"""Reward modelling: the Bradley-Terry loss on pairs (arXiv:1909.08593, eq. 1; arXiv:2203.02155, eq. 1)."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.schedule import block_of_samples, optimizer_steps
+from rlhf_tasks.algorithms.scoring import last_value
+from rlhf_tasks.config import RewardModelConfig
+from rlhf_tasks.parallel.engine import Engine, LossTerms
+from rlhf_tasks.parallel.micro_batch import MicroBatch
+from rlhf_tasks.parallel.samples import Packed, SampleBatch
+
+
+def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """One optimizer step per mini-batch, on the mean over its global number of pairs.
+
+    Metrics, over the iteration: loss/reward_model, accuracy (pairs whose chosen answer scores higher),
+    reward/margin (mean difference of the scores), grad_norm/reward, learning_rate/reward.
+    """
+    config = context.config
+    assert isinstance(config, RewardModelConfig)
+
+    def loss(values: Tensor, micro: MicroBatch) -> LossTerms:
+        scores = last_value(values, micro)
+        return pair_loss(scores[0::2], scores[1::2], config.center_rewards_coefficient)
+
+    pairs = torch.zeros(config.num_mini_batches, dtype=torch.float64)
+    for block in block_of_samples(batch, context, len(pairs)):
+        pairs[block] += 1
+    denominators = engine.sum_over_dp(pairs.to(engine.device)).tolist()
+
+    sums = dict.fromkeys(("loss", "accuracy", "margin", "grad_norm"), 0.0)
+    rate, steps = 0.0, 0
+    for step in optimizer_steps(batch, context, config.optimizer):
+        rate, denominator = step.learning_rate, denominators[step.block]
+        report = engine.train_step(side_by_side(step.batch), loss, denominator, context.micro_batches, rate)
+        sums["loss"] += report["loss"] * denominator
+        sums["accuracy"] += report.get("accuracy", 0.0)
+        sums["margin"] += report.get("margin", 0.0)
+        sums["grad_norm"] += report["grad_norm"]
+        steps += 1
+    total = sum(denominators)
+    return CallOutput(
+        metrics={
+            "loss/reward_model": sums["loss"] / total,
+            "accuracy": sums["accuracy"] / total,
+            "reward/margin": sums["margin"] / total,
+            "grad_norm/reward": sums["grad_norm"] / steps,
+            "learning_rate/reward": rate,
+        }
+    )
+
+
+def pair_loss(chosen: Tensor, rejected: Tensor, centering: float) -> LossTerms:
+    """Sum over pairs of -log sigmoid(chosen - rejected) + centering * (chosen^2 + rejected^2) / 2.
+
+    chosen, rejected  [n] scores. The second term keeps scores near 0, which the first leaves free.
+    """
+    margin = chosen - rejected
+    total = -logsigmoid(margin).sum() + centering * (chosen.square() + rejected.square()).sum() / 2
+    return LossTerms(total, {"accuracy": (margin > 0).sum(), "margin": margin.sum()})
+
+
+def side_by_side(batch: SampleBatch) -> SampleBatch:
+    """The two answers of each pair as two sequences after each other, under the pair's id."""
+    pairs = zip(batch["chosen_ids"].split(), batch["rejected_ids"].split(), strict=True)
+    sequences = [sequence for pair in pairs for sequence in pair]
+    ids = tuple(sample for sample in batch.ids for _ in range(2))
+    return SampleBatch(ids, {"input_ids": Packed.of(sequences) if sequences else batch["chosen_ids"]})

@@ -1,0 +1,61 @@
+"""Rollout: generate, score, and write what came out as JSONL, one part file per head and iteration."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.scoring import Scored, reward_metrics, score, scores_batch
+from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.samples import SampleBatch
+
+FOLDER = "samples"
+
+
+def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Gives `scores`, and writes this head's samples into the run folder."""
+    scored = score(engine, batch, context)
+    metrics = reward_metrics(engine, scored, context)
+    if scored is None:
+        return CallOutput(None, metrics)
+    part = f"{context.iteration:08d}-{engine.coordinate.dp:04d}.jsonl"
+    write_samples(context.run_folder / FOLDER / part, batch, scored)
+    return CallOutput(scores_batch(batch, scored, engine), metrics)
+
+
+def write_samples(path: Path, batch: SampleBatch, scored: Scored) -> None:
+    """One line per sample: id, prompt, completion, score, rewards, reward_model, truncated, columns.
+
+    The file appears whole or not at all, so that a repeated call leaves the same as one call.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    answers = scored.answers
+    with open(path.with_suffix(".tmp"), "w", encoding="utf-8") as file:
+        for place, sample in enumerate(batch.ids):
+            line = {
+                "id": sample,
+                "prompt": answers.prompts[place],
+                "completion": answers.completions[place],
+                "score": float(scored.scores[place]),
+                "rewards": {name: values[place] for name, values in scored.rewards.items()},
+                "reward_model": None if scored.reward_model is None else float(scored.reward_model[place]),
+                "truncated": bool(batch["truncated"].values[place]),
+                "columns": {name: values[place] for name, values in answers.columns.items()},
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def read_samples(run_folder: Path, n_samples: int) -> Iterator[dict[str, Any]]:
+    """The samples of a finished rollout in the order of their ids.
+
+    n_samples  rows times num_generations; the last iteration may have begun the data again, which is left out
+    """
+    samples = [
+        json.loads(line)
+        for path in sorted((run_folder / FOLDER).glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    return (sample for sample in sorted(samples, key=lambda s: s["id"]) if sample["id"] < n_samples)

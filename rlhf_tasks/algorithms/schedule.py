@@ -1,0 +1,81 @@
+"""Optimizer steps of a train call: on which samples, in which order, at which learning rate.
+
+All pure functions of configuration, iteration and ids, so that every rank takes the same steps.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.config_parts import OptimizerConfig, TrainingConfig
+from rlhf_tasks.parallel.random import permutation
+from rlhf_tasks.parallel.samples import SampleBatch
+from rlhf_tasks.parallel.transfers import mini_batch_blocks
+
+
+class Step(NamedTuple):
+    """One optimizer step.
+
+    block  which mini-batch of the iteration it takes, 0-based
+    batch  the samples of that mini-batch that this replica has; there may be none
+    """
+
+    block: int
+    batch: SampleBatch
+    learning_rate: float
+
+
+def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Linear warm-up from 0, then the schedule; `step` is the 0-based number of the optimizer step.
+
+    The first step after the warm-up has the peak rate; linear and cosine schedules reach 0 at `total_steps`.
+    """
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    courses = {
+        "constant": lambda: peak,
+        "linear": lambda: peak * (1 - progress),
+        "cosine": lambda: peak * (1 + math.cos(math.pi * progress)) / 2,
+    }
+    return courses[settings.lr_scheduler_type]()
+
+
+def iteration_ids(context: CallContext) -> range:
+    """The global ids of the iteration's samples."""
+    return range(context.first_sample, context.first_sample + context.n_seqs)
+
+
+def block_of_samples(batch: SampleBatch, context: CallContext, mini_batches: int) -> list[int]:
+    """The mini-batch, 0-based, of each sample of a batch."""
+    blocks = mini_batch_blocks(iteration_ids(context), mini_batches)
+    block_of = {sample: number for number, block in enumerate(blocks) for sample in block}
+    return [block_of[sample] for sample in batch.ids]
+
+
+def optimizer_steps(
+    batch: SampleBatch,
+    context: CallContext,
+    settings: OptimizerConfig,
+    epochs: int = 1,
+    first_iteration: int = 0,
+) -> Iterator[Step]:
+    """The steps of one train call: every epoch visits the same blocks, in an order drawn for it.
+
+    first_iteration  where the role's own schedule begins: it does not train before
+    """
+    config = context.config
+    assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
+    mini_batches = config.num_mini_batches
+    blocks = block_of_samples(batch, context, mini_batches)
+    places = [[place for place, b in enumerate(blocks) if b == block] for block in range(mini_batches)]
+    per_iteration = epochs * mini_batches
+    total_steps = (config.total_iterations - first_iteration) * per_iteration
+    number = (context.iteration - first_iteration) * per_iteration
+    for epoch in range(epochs):
+        purpose = f"mini_batch_order/{epoch}"
+        for block in permutation(mini_batches, config.seed, purpose, context.iteration).tolist():
+            yield Step(block, batch.take(places[block]), learning_rate(settings, number, total_steps))
+            number += 1

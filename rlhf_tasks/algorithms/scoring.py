@@ -1,0 +1,127 @@
+"""The reward call that PPO and rollouts share: Python rewards and the reward model, summed with weights."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.config import PPOConfig, RolloutConfig
+from rlhf_tasks.config_parts import RewardModelScore
+from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.micro_batch import MicroBatch
+from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.reward_process import Answers, Values
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the samples of one head are worth. n samples, in the batch's order.
+
+    scores        [n] float64, the weighted sum
+    rewards       name of a Python reward -> n values, None where it has no opinion
+    reward_model  [n] float64, raw scores of the reward model; None without one
+    answers       what was judged, as the rewards saw it
+    """
+
+    scores: Tensor
+    rewards: Mapping[str, Values]
+    reward_model: Tensor | None
+    answers: Answers
+
+
+def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Gives `scores`. Metrics: see `reward_metrics`."""
+    scored = score(engine, batch, context)
+    metrics = reward_metrics(engine, scored, context)
+    if scored is None:
+        return CallOutput(None, metrics)
+    return CallOutput(scores_batch(batch, scored, engine), metrics)
+
+
+def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBatch:
+    """The key `scores`, one per sample, in the run's precision."""
+    dtype = torch.float64 if engine.dtype == torch.float64 else torch.float32
+    scores = scored.scores.to(engine.device, dtype)
+    return SampleBatch(batch.ids, {"scores": Packed(scores, (1,) * len(batch))})
+
+
+def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | None:
+    """Score this replica's samples; on the head, None elsewhere.
+
+    The Python rewards run in the head's helper process while the reward model computes.
+    Raises RewardError when a Python reward fails or is late.
+    """
+    config = context.config
+    assert isinstance(config, PPOConfig | RolloutConfig), f"{config.type} runs do not score"
+    pending: Future[dict[str, Values]] | None = None
+    if engine.is_head:
+        answers = read_answers(batch, context)
+        pending = context.rewards.submit(answers)
+    raw = None
+    if config.models.reward is not None:
+        rows = engine.inference(batch, last_value, context.micro_batches)
+        raw = None if rows is None else rows.values.double().cpu()
+    if pending is None:
+        return None
+    rewards = pending.result()
+    total = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
+    for function in config.rewards:
+        total += function.weight * torch.tensor(
+            [v or 0.0 for v in rewards[function.name]], dtype=torch.float64
+        )
+    if raw is not None:
+        total += reward_model_part(raw, config.reward_model)
+    return Scored(total, rewards, raw, answers)
+
+
+def reward_model_part(raw: Tensor, settings: RewardModelScore) -> Tensor:
+    """The reward model's share of the score: normalised, clipped, weighted."""
+    normalised = (raw - settings.mean) / settings.std
+    if settings.clip is not None:
+        normalised = normalised.clamp(-settings.clip, settings.clip)
+    return settings.weight * normalised
+
+
+def last_value(values: Tensor, micro: MicroBatch) -> Tensor:
+    """[n]: the scalar head's output at each sample's last token."""
+    return values[micro.cu_seqlens[1:].long() - 1]
+
+
+def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
+    """The prompts, responses and columns of a batch, as rewards take them."""
+    responses = [
+        ids[mask].tolist()
+        for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
+    ]
+    texts = [context.tokenizer.decode(ids) for ids in responses]
+    return Answers.of_columns(batch["columns"].texts(), texts, responses)
+
+
+def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:
+    """reward, reward_std over the iteration's samples, rewards/<name>/mean (reward_model: of raw scores)."""
+    config = context.config
+    assert isinstance(config, PPOConfig | RolloutConfig)
+    names = [function.name for function in config.rewards]
+    sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64)
+    if scored is not None:
+        sums[0] = len(scored.scores)
+        sums[1] = scored.scores.sum()
+        if scored.reward_model is not None:
+            sums[2] = scored.reward_model.sum()
+        for place, name in enumerate(names):
+            values = [value for value in scored.rewards[name] if value is not None]
+            sums[3 + 2 * place], sums[4 + 2 * place] = sum(values), len(values)
+    n, total, raw, *by_name = engine.sum_over_dp(sums).tolist()
+    mean = total / n
+    deviations = 0.0 if scored is None else float((scored.scores - mean).square().sum())
+    squares = engine.sum_over_dp(torch.tensor([deviations], dtype=torch.float64)).item()
+    metrics = {"reward": mean, "reward_std": (squares / max(n - 1, 1)) ** 0.5}
+    for place, name in enumerate(names):
+        if by_name[2 * place + 1]:
+            metrics[f"rewards/{name}/mean"] = by_name[2 * place] / by_name[2 * place + 1]
+    if config.models.reward is not None:
+        metrics["rewards/reward_model/mean"] = raw / n
+    return metrics
