@@ -1,0 +1,260 @@
+"""Generation against plain transformers, against itself without a cache, and over every (dp, tp, pp)."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_tasks.parallel.generation import generate
+from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.logprobs import VocabShard, packed_logprobs
+from rlhf_tasks.parallel.micro_batch import micro_batch
+from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.sampling import SamplingParams
+from rlhf_tasks.parallel.stage import Stage
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from tests.tiny_models import shape_of, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+ALONE = ParallelStrategy()
+STRATEGIES = [
+    ParallelStrategy(dp, tp, pp)
+    for dp, tp, pp in itertools.product((1, 2, 4), repeat=3)
+    if dp * tp * pp in (2, 4)
+]
+LENGTHS = (3, 9, 1, 6, 4, 5, 2)
+STOPS = tuple(range(8))  # of 61 tokens
+
+
+@dataclass
+class Rank:
+    """The parts of an engine that generation reads."""
+
+    stage: Stage
+    placement: Placement
+    rank: int
+    groups: Any
+
+    @property
+    def device(self) -> torch.device:
+        return self.stage.device
+
+    @property
+    def coordinate(self):
+        return self.placement.coordinate(self.rank)
+
+    @property
+    def is_head(self) -> bool:
+        return self.rank in self.placement.heads
+
+
+def build(family: str, dtype: torch.dtype, strategy=ALONE, rank: int = 0, groups=None, **sizes) -> Rank:
+    """A rank of a tiny model whose weights are the same for every strategy."""
+    config = tiny_config(family, **sizes)
+    placement = Placement(tuple(range(strategy.size)), strategy)
+    groups = groups or {(rank,): None}
+    layout = Layout(shape_of(config), "lm", placement)
+    tp_group = groups[placement.tp_group(rank)]
+    stage = Stage(config, layout, placement.coordinate(rank), tp_group, device=CPU, dtype=dtype)
+    whole = dict(tiny_model(config).named_parameters())
+    for name, mine in stage.named_slices().items():
+        rows = layout.held(rank)[name]
+        mine.data.copy_(whole[name].narrow(layout.specs[name].dim, rows.start, rows.size))
+    return Rank(stage, placement, rank, groups)
+
+
+def prompts(lengths=LENGTHS, first_id: int = 10) -> SampleBatch:
+    generator = torch.Generator().manual_seed(1)
+    vocab = tiny_config("llama").vocab_size
+    parts = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
+    return SampleBatch(tuple(range(first_id, first_id + len(parts))), {"prompt_ids": Packed.of(parts)})
+
+
+def responses(samples: SampleBatch) -> dict[int, list[int]]:
+    """Sample id -> response tokens."""
+    parts = zip(samples["input_ids"].split(), samples["response_mask"].split(), strict=True)
+    return {i: tokens[mask].tolist() for i, (tokens, mask) in zip(samples.ids, parts, strict=True)}
+
+
+def draw(rank: Rank, batch: SampleBatch, **params: Any) -> SampleBatch:
+    groups_in_flight = params.pop("groups_in_flight", None)
+    seed = params.pop("seed", 7)
+    iteration = params.pop("iteration", 2)
+    samples = generate(
+        rank, batch, SamplingParams(**params), seed, iteration, groups_in_flight=groups_in_flight
+    )
+    assert samples is not None
+    return samples
+
+
+# One rank
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_greedy_tokens_equal_transformers(family: str):
+    batch = prompts()
+    ours = responses(draw(build(family, torch.float32), batch, max_new_tokens=12, temperature=0.0))
+    model = tiny_model(tiny_config(family))
+    for sample_id, prompt in zip(batch.ids, batch["prompt_ids"].split(), strict=True):
+        theirs = model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]), do_sample=False, eos_token_id=None,
+            pad_token_id=0, max_new_tokens=12,
+        )  # fmt: skip
+        assert ours[sample_id] == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float):
+    rank = build(family, torch.float32)
+    samples = draw(rank, prompts(), max_new_tokens=20, temperature=temperature)
+    micro = micro_batch(samples)
+    with torch.no_grad():
+        logits = rank.stage(micro.input_ids, micro)
+    expected = packed_logprobs(logits, micro, VocabShard(), temperature or 1.0)
+    mask = samples["response_mask"].values
+    ours = samples["old_logprobs"].values
+    assert ours.dtype == torch.float32
+    assert float(ours[~mask].abs().max()) == 0
+    torch.testing.assert_close(ours[mask], expected[mask], atol=1e-5, rtol=0)
+    if temperature == 0:
+        predicted = torch.cat([logits.new_zeros(1, dtype=torch.int64), logits.argmax(-1)[:-1]])
+        assert torch.equal(predicted[mask], micro.input_ids[mask])
+
+
+def test_a_sliding_window_holds_while_decoding():
+    rank = build("mistral", torch.float32, sliding_window=4)
+    samples = draw(rank, prompts(), max_new_tokens=12, temperature=0.0)
+    micro = micro_batch(samples)
+    with torch.no_grad():
+        predicted = rank.stage(micro.input_ids, micro).argmax(-1)
+    mask = samples["response_mask"].values
+    assert torch.equal(predicted.roll(1)[mask], micro.input_ids[mask])
+    no_window = build("mistral", torch.float32, sliding_window=None)
+    assert responses(draw(no_window, prompts(), max_new_tokens=12, temperature=0.0)) != responses(samples)
+
+
+def test_tokens_do_not_depend_on_the_batch():
+    rank, batch = build("llama", torch.float64), prompts()
+    together = responses(draw(rank, batch, max_new_tokens=16, stop_ids=STOPS))
+    assert len({len(r) for r in together.values()}) > 2, "sequences of different lengths make the test"
+    for sample_id in batch.ids:
+        alone = responses(draw(rank, batch.select([sample_id]), max_new_tokens=16, stop_ids=STOPS))
+        assert alone == {sample_id: together[sample_id]}
+    reverse = draw(rank, batch.select(batch.ids[::-1]), max_new_tokens=16, stop_ids=STOPS, groups_in_flight=3)
+    assert reverse.ids == batch.ids[::-1]
+    assert responses(reverse) == together
+
+
+def test_seed_and_iteration_change_the_tokens():
+    rank, batch = build("llama", torch.float32), prompts()
+    base = responses(draw(rank, batch, max_new_tokens=16))
+    assert responses(draw(rank, batch, max_new_tokens=16)) == base
+    assert responses(draw(rank, batch, max_new_tokens=16, seed=8)) != base
+    assert responses(draw(rank, batch, max_new_tokens=16, iteration=3)) != base
+
+
+def test_stop_ids_end_a_response_and_belong_to_it():
+    batch = prompts((2,) * 40)
+    samples = draw(build("llama", torch.float32), batch, max_new_tokens=10, min_new_tokens=3, stop_ids=STOPS)
+    assert samples.ids == batch.ids
+    truncated = dict(zip(samples.ids, samples["truncated"].values.tolist(), strict=True))
+    lengths = set()
+    for sample_id, response in responses(samples).items():
+        assert not set(response[:-1]) & set(STOPS)
+        assert (response[-1] in STOPS) == (not truncated[sample_id])
+        assert 4 <= len(response) <= 10, "a stop id comes after at least min_new_tokens others"
+        assert truncated[sample_id] <= (len(response) == 10)
+        lengths.add(len(response))
+    assert len(lengths) > 3
+    assert {True, False} == set(truncated.values())
+    for prompt, tokens in zip(batch["prompt_ids"].split(), samples["input_ids"].split(), strict=True):
+        assert torch.equal(tokens[: len(prompt)], prompt)
+
+
+def test_min_equal_to_max_gives_exactly_that_many_tokens():
+    samples = draw(
+        build("llama", torch.float32), prompts(), max_new_tokens=6, min_new_tokens=6, stop_ids=STOPS
+    )
+    assert {len(r) for r in responses(samples).values()} == {6}
+    assert samples["truncated"].values.all()
+
+
+def test_one_new_token_and_no_samples():
+    rank = build("llama", torch.float32)
+    assert {len(r) for r in responses(draw(rank, prompts(), max_new_tokens=1)).values()} == {1}
+    empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
+    samples = draw(rank, empty, max_new_tokens=4)
+    assert samples.ids == ()
+    keys = {key: packed.values.dtype for key, packed in samples.data.items()}
+    assert keys == {
+        "input_ids": torch.int64,
+        "response_mask": torch.bool,
+        "old_logprobs": torch.float32,
+        "truncated": torch.bool,
+    }
+
+
+def test_finished_sequences_leave_the_batch():
+    rank, seen = build("llama", torch.float32), []
+    forward = rank.stage.forward
+    rank.stage.forward = lambda x, *args: seen.append(len(x)) or forward(x, *args)  # type: ignore[method-assign]
+    samples = draw(rank, prompts((2,) * 30), max_new_tokens=30, stop_ids=STOPS)
+    lengths = [len(r) for r in responses(samples).values()]
+    live = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    assert seen == [60, *live[1:]]
+
+
+# Several ranks
+
+
+def _generate_on(rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype, params: dict) -> Any:
+    placement = Placement(tuple(range(world)), strategy)
+    groups = ProcessGroups(device_sets(placement), 60.0, CPU)
+    member = build("llama", dtype, strategy, rank, groups)
+    batch = prompts()
+    mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
+    samples = generate(member, batch.select(mine), SamplingParams(**params), 7, 2)
+    groups.close()
+    assert (samples is not None) == member.is_head
+    if samples is None:
+        return None
+    logprobs = dict(zip(samples.ids, samples["old_logprobs"].split(), strict=True))
+    return responses(samples), logprobs
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
+    params = {"max_new_tokens": 12, "stop_ids": STOPS}
+    dtype = torch.float64
+    if mode == "greedy":
+        params["temperature"], dtype = 0.0, torch.float32
+    alone = draw(build("llama", dtype), prompts(), **params)
+    heads = [r for r in ranks.run(strategy.size, _generate_on, strategy, dtype, params) if r is not None]
+    assert len(heads) == strategy.dp
+    tokens = {i: t for found, _ in heads for i, t in found.items()}
+    logprobs: dict[int, Tensor] = {i: p for _, found in heads for i, p in found.items()}
+    assert tokens == responses(alone)
+    for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
+        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=0)
+
+
+def _empty_share(rank: int, world: int) -> Any:
+    strategy = ParallelStrategy(1, 1, 2)
+    groups = ProcessGroups(device_sets(Placement((0, 1), strategy)), 60.0, CPU)
+    member = build("llama", torch.float32, strategy, rank, groups)
+    empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
+    samples = generate(member, empty, SamplingParams(max_new_tokens=3), 0, 0)
+    groups.close()
+    return None if samples is None else samples.ids
+
+
+@pytest.mark.dist
+def test_an_empty_share_of_a_pipeline(ranks):
+    assert ranks.run(2, _empty_share) == [None, ()]
