@@ -26,7 +26,7 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
     """
     n_seqs, mini_batches = config.batch_size, config.num_mini_batches
     sequences = ("input_ids", "response_mask")
-    learning = (*sequences, "old_logprobs", "ref_logprobs", "values", "scores", "truncated")
+    learning = (*sequences, "old_logprobs", "ref_logprobs", "values", "scores")
     return [
         ModelFunctionCall(
             name="actor_generate",

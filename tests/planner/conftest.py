@@ -11,6 +11,7 @@ from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import build_plan
 from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.config import ASSIGNMENTS
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
@@ -38,9 +39,9 @@ def assign() -> Callable[..., CallAssignment]:
 
 
 @pytest.fixture
-def demo_assignments(assign) -> dict[str, CallAssignment]:
+def demo_assignments() -> dict[str, CallAssignment]:
     document = yaml.safe_load(DEMO_PLAN.read_text())
-    return {call: assign(**line) for call, line in document.items()}
+    return {call: line.assignment() for call, line in ASSIGNMENTS.validate_python(document).items()}
 
 
 @pytest.fixture
