@@ -1,0 +1,272 @@
+"""The dataflow graph of an algorithm: model function calls joined by data keys and by parameter versions."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import networkx as nx
+
+from rlhf_tasks.spec import ModelFunctionCall
+
+
+class GraphError(ValueError):
+    """A dataflow graph that cannot run, with the reason in one sentence."""
+
+
+class VersionEdge(NamedTuple):
+    """`reader` of iteration t uses the parameters of `role` that `writer` left in iteration t - 1."""
+
+    writer: str
+    reader: str
+    role: str
+
+
+class DataflowGraph:
+    """The calls of one iteration and what orders them.
+
+    name          the algorithm, e.g. "ppo"
+    calls         in a topological order that keeps the given order where it may
+    dataset_keys  keys that the data set provides
+    digraph       networkx.DiGraph of one iteration, nodes are call names (attribute `call`); an edge has
+                  `keys`, the data that flows along it, and `roles`, whose parameter versions order its ends
+    across        version edges from each iteration to the next
+    n_seqs        sequences per iteration
+
+    A reader of a trained role uses the version from before the iteration's train_step, unless its data depend
+    on that train_step.
+
+    architectures  what each call's model looks like (call -> anything comparable, e.g. a ModelShape); calls
+                   of one role must agree
+    Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
+    different sizes, a cycle, and roles whose architectures differ.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[ModelFunctionCall],
+        dataset_keys: Iterable[str],
+        *,
+        name: str = "graph",
+        architectures: Mapping[str, object] | None = None,
+    ) -> None:
+        self.name = name
+        self.dataset_keys = tuple(dataset_keys)
+        _check_names(calls)
+        _check_sizes(calls)
+        _check_architectures(calls, architectures or {})
+        producers = _producers(calls, self.dataset_keys)
+        graph = _data_graph(calls, producers, self.dataset_keys)
+        _refuse_cycle(graph)
+        self._trainers = _trainers(calls)
+        self.across = _add_version_edges(graph, calls, self._trainers)
+        _refuse_cycle(graph)
+        position = {call.name: i for i, call in enumerate(calls)}
+        order = nx.lexicographical_topological_sort(graph, key=lambda name: position[name])
+        by_name = {call.name: call for call in calls}
+        self.digraph = graph
+        self.calls = tuple(by_name[name] for name in order)
+        self._by_name, self._producers = by_name, producers
+
+    @property
+    def n_seqs(self) -> int:
+        return self.calls[0].n_seqs
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Role names in the order of their first call."""
+        return tuple(dict.fromkeys(call.role for call in self.calls))
+
+    @property
+    def source(self) -> ModelFunctionCall:
+        """The first call that reads the data set: its data-parallel heads fetch the rows."""
+        return next(call for call in self.calls if set(call.inputs) & set(self.dataset_keys))
+
+    def call(self, name: str) -> ModelFunctionCall:
+        """The call of that name. Raises GraphError naming the calls there are."""
+        if name not in self._by_name:
+            raise GraphError(f"{self.name} has no call {name!r}; its calls are {', '.join(self._by_name)}.")
+        return self._by_name[name]
+
+    def producer(self, key: str) -> str | None:
+        """The call that produces a key; None for a key of the data set."""
+        return self._producers.get(key)
+
+    def trainer(self, role: str) -> ModelFunctionCall | None:
+        """The train_step of a role; None when the role is frozen."""
+        return self._trainers.get(role)
+
+    def reads_updated(self, call: ModelFunctionCall) -> bool:
+        """Whether a call reads its role's parameters after the train_step of its own iteration."""
+        trainer = self.trainer(call.role)
+        return (
+            trainer is not None
+            and trainer.name != call.name
+            and nx.has_path(self.digraph, trainer.name, call.name)
+        )
+
+    def unrolled(self, iterations: int) -> nx.DiGraph:
+        """Several iterations one after another: nodes are (iteration, call name), edges as in `digraph`."""
+        graph = nx.DiGraph()
+        for t in range(iterations):
+            graph.add_nodes_from((t, name) for name in self.digraph)
+            graph.add_edges_from(((t, a), (t, b), data) for a, b, data in self.digraph.edges(data=True))
+            if t:
+                graph.add_edges_from(
+                    ((t - 1, edge.writer), (t, edge.reader), {"keys": (), "roles": (edge.role,)})
+                    for edge in self.across
+                )
+        return graph
+
+
+def _check_names(calls: Sequence[ModelFunctionCall]) -> None:
+    if not calls:
+        raise GraphError("The graph has no calls.")
+    seen: set[str] = set()
+    for call in calls:
+        if call.name in seen:
+            raise GraphError(f"Two calls are named {call.name!r}. Rename one of them.")
+        seen.add(call.name)
+        stray = set(call.remap) - {*call.inputs, *call.outputs}
+        if stray:
+            raise GraphError(
+                f"Call {call.name!r} renames {sorted(stray)}, which are neither its inputs nor its outputs."
+            )
+
+
+def _check_sizes(calls: Sequence[ModelFunctionCall]) -> None:
+    first = calls[0]
+    for call in calls:
+        if call.n_seqs != first.n_seqs:
+            raise GraphError(
+                f"Call {call.name!r} processes {call.n_seqs} sequences, {first.name!r} {first.n_seqs}: "
+                "all calls of an iteration process the same ones."
+            )
+        if call.mini_batches > call.n_seqs:
+            raise GraphError(
+                f"Call {call.name!r} cuts {call.n_seqs} sequences into {call.mini_batches} mini-batches. "
+                "Choose fewer mini-batches or a larger batch."
+            )
+
+
+def _check_architectures(calls: Sequence[ModelFunctionCall], architectures: Mapping[str, object]) -> None:
+    first: dict[str, str] = {}
+    for call in calls:
+        if call.name not in architectures:
+            continue
+        other = first.setdefault(call.role, call.name)
+        if architectures[other] != architectures[call.name]:
+            raise GraphError(
+                f"Role {call.role!r} has two architectures: {architectures[other]} in call {other!r} and "
+                f"{architectures[call.name]} in call {call.name!r}. Use one model, or two roles."
+            )
+
+
+def _producers(calls: Sequence[ModelFunctionCall], dataset_keys: Sequence[str]) -> dict[str, str]:
+    """Key -> the call that produces it."""
+    producers: dict[str, str] = {}
+    for call in calls:
+        for key in call.outputs:
+            if key in dataset_keys:
+                raise GraphError(
+                    f"Key {key!r} is produced twice: by the data set and by call {call.name!r}. Rename one."
+                )
+            if key in producers:
+                raise GraphError(
+                    f"Key {key!r} is produced twice: by calls {producers[key]!r} and {call.name!r}. "
+                    "Rename one."
+                )
+            producers[key] = call.name
+    return producers
+
+
+def _trainers(calls: Sequence[ModelFunctionCall]) -> dict[str, ModelFunctionCall]:
+    """Role -> its train_step."""
+    trainers: dict[str, ModelFunctionCall] = {}
+    for call in calls:
+        if call.kind != "train_step":
+            continue
+        if call.role in trainers:
+            raise GraphError(
+                f"Role {call.role!r} is trained by two calls, {trainers[call.role].name!r} and "
+                f"{call.name!r}. Merge them, or use two roles."
+            )
+        trainers[call.role] = call
+    return trainers
+
+
+def _data_graph(
+    calls: Sequence[ModelFunctionCall], producers: Mapping[str, str], dataset_keys: Sequence[str]
+) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    for call in calls:
+        graph.add_node(call.name, call=call)
+    for call in calls:
+        for key in call.inputs:
+            if key in dataset_keys:
+                continue
+            if key not in producers:
+                raise GraphError(
+                    f"Call {call.name!r} needs key {key!r}, which neither the data set "
+                    f"({', '.join(dataset_keys) or 'no keys'}) nor another call provides."
+                )
+            _add_edge(graph, producers[key], call.name, key=key)
+    if not any(key in dataset_keys for call in calls for key in call.inputs):
+        raise GraphError(
+            f"No call reads the data set's keys ({', '.join(dataset_keys) or 'there are none'})."
+        )
+    return graph
+
+
+def _add_edge(graph: nx.DiGraph, a: str, b: str, *, key: str | None = None, role: str | None = None) -> None:
+    if not graph.has_edge(a, b):
+        graph.add_edge(a, b, keys=(), roles=())
+    edge = graph.edges[a, b]
+    if key is not None:
+        edge["keys"] = (*edge["keys"], key)
+    if role is not None:
+        edge["roles"] = (*edge["roles"], role)
+
+
+def _add_version_edges(
+    graph: nx.DiGraph, calls: Sequence[ModelFunctionCall], trainers: Mapping[str, ModelFunctionCall]
+) -> tuple[VersionEdge, ...]:
+    """Order readers against the train_step of their role; returns the edges to the next iteration.
+
+    Inside an iteration old-version readers come before the train_step and new-version readers (those that
+    depend on it) after; the next iteration's train_step and old-version readers follow it.
+    """
+    across, within = [], []
+    for role, trainer in trainers.items():
+        updated = nx.descendants(graph, trainer.name)
+        for call in calls:
+            if call.role != role:
+                continue
+            if call.name in updated:
+                within.append((trainer.name, call.name, role))
+                continue
+            across.append(VersionEdge(trainer.name, call.name, role))
+            if call.name != trainer.name:
+                within.append((call.name, trainer.name, role))
+    for a, b, role in within:
+        _add_edge(graph, a, b, role=role)
+    return tuple(across)
+
+
+def _refuse_cycle(graph: nx.DiGraph) -> None:
+    try:
+        cycle = nx.find_cycle(graph)
+    except nx.NetworkXNoCycle:
+        return
+    names = [a for a, _ in cycle]
+    reasons = [_reason(graph.edges[a, b]) for a, b in pairwise([*names, names[0]])]
+    steps = "; ".join(
+        f"{b!r} needs {reason} of {a!r}"
+        for (a, b), reason in zip(pairwise([*names, names[0]]), reasons, strict=True)
+    )
+    raise GraphError(f"The calls wait for each other in a cycle: {steps}. Remove one of these inputs.")
+
+
+def _reason(edge: Mapping[str, tuple[str, ...]]) -> str:
+    if edge["keys"]:
+        return " and ".join(edge["keys"])
+    return f"the parameters of {' and '.join(edge['roles'])}"

@@ -1,0 +1,156 @@
+"""From assignments to an execution plan: checks, inserted nodes, one total order, and the edges that it
+implies."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import networkx as nx
+
+from planner.graph import DataflowGraph
+from planner.insertion import Draft, draft, role_placements
+from planner.mesh import Cluster, DeviceMesh, MeshError
+from planner.order import OrderProblem, total_order
+from rlhf_tasks.spec import (
+    CallAssignment,
+    CallNode,
+    ExecutionPlan,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    SaveNode,
+)
+
+
+class PlanError(ValueError):
+    """Assignments that make no plan, with the values and what to change."""
+
+
+_WORK_S = {"generate": 8.0, "inference": 1.0, "train_step": 3.0}
+"""Rough seconds of a call on one device, only to rank orders of nodes; ratios as in RLHF practice."""
+
+_MOVE_S = 0.02
+"""Rough seconds of any other node, for the same purpose."""
+
+
+def rough_duration_s(node: PlanNode) -> float:
+    """Seconds that a node takes, roughly: for ordering where no profile is at hand."""
+    if isinstance(node, CallNode):
+        return _WORK_S[node.call.kind] / len(node.devices)
+    return _MOVE_S
+
+
+def build_plan(
+    graph: DataflowGraph,
+    assignments: Mapping[str, CallAssignment],
+    cluster: Cluster,
+    duration_s: Callable[[PlanNode], float] = rough_duration_s,
+) -> ExecutionPlan:
+    """The execution plan of a graph under assignments (call -> placement, micro-batches, balance).
+
+    duration_s  seconds of a node; decides only which of two nodes on a shared device comes first
+
+    Raises PlanError when an assignment is missing, names an unknown call, uses devices that are no device
+    mesh of the cluster, or has more dp ranks than a mini-batch has sequences.
+    """
+    _check(graph, assignments, cluster)
+    made = draft(graph, assignments)
+    order = _order(made, duration_s)
+    edges = _edges(made, order)
+    nodes = tuple(
+        made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})
+        for name in order
+    )
+    return ExecutionPlan(
+        algorithm=graph.name,
+        n_devices=cluster.n_devices,
+        devices_per_host=cluster.devices_per_host,
+        n_seqs=graph.n_seqs,
+        roles=role_placements(graph, assignments),
+        nodes=nodes,
+    )
+
+
+def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], cluster: Cluster) -> None:
+    names = [call.name for call in graph.calls]
+    unknown = sorted(set(assignments) - set(names))
+    if unknown:
+        raise PlanError(
+            f"The plan names {', '.join(unknown)}; the calls of {graph.name} are {', '.join(names)}."
+        )
+    missing = [name for name in names if name not in assignments]
+    if missing:
+        raise PlanError(
+            f"The plan says nothing about {', '.join(missing)}. Give each call of {graph.name} a place."
+        )
+    for call in graph.calls:
+        placement = assignments[call.name].placement
+        try:
+            DeviceMesh.of(cluster, placement.devices)
+        except MeshError as error:
+            raise PlanError(f"Call {call.name!r}: {error}") from None
+        dp = placement.strategy.dp
+        if call.n_seqs < dp * call.mini_batches:
+            raise PlanError(
+                f"Call {call.name!r}: a batch of {call.n_seqs} sequences is smaller than dp={dp} x "
+                f"{call.mini_batches} mini-batches = {dp * call.mini_batches}. "
+                "Enlarge the batch or choose a smaller dp."
+            )
+
+
+def _order(made: Draft, duration_s: Callable[[PlanNode], float]) -> list[str]:
+    """The total order. A release directly follows the last reader, a save its train_step: nothing comes
+    between."""
+    trailing = {name for name, node in made.nodes.items() if isinstance(node, ReleaseNode | SaveNode)}
+    moving = {name: node for name, node in made.nodes.items() if name not in trailing}
+    problem = OrderProblem(
+        after={name: frozenset(made.after[name]) for name in moving},
+        across={name: frozenset(made.across[name] - trailing) for name in moving},
+        devices={name: frozenset(node.devices) for name, node in moving.items()},
+        duration_s={name: duration_s(node) for name, node in moving.items()},
+        late=frozenset(name for name, node in moving.items() if isinstance(node, ReallocateNode)),
+    )
+    order: list[str] = []
+    waiting = {name: set(made.after[name]) for name in made.nodes if name in trailing}
+    for name in total_order(problem):
+        order.append(name)
+        for trailer in list(waiting):
+            waiting[trailer].discard(name)
+            if not waiting[trailer]:
+                order.append(trailer)
+                del waiting[trailer]
+    return order
+
+
+def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Node -> (after, after_previous): data, version and memory edges without those that others imply.
+
+    A memory edge leads from a release to the next call on its devices.
+    """
+    graph = nx.DiGraph()
+    for t in (0, 1):
+        for name in order:
+            graph.add_edges_from(((t, before), (t, name)) for before in made.after[name])
+            graph.add_node((t, name))
+        for release, call in _memory_edges(made, order):
+            graph.add_edge((t, release), (t, call))
+    for name in order:
+        graph.add_edges_from(((0, before), (1, name)) for before in made.across[name])
+    reduced = nx.transitive_reduction(graph)
+    position = {name: i for i, name in enumerate(order)}
+
+    def predecessors(name: str, iteration: int) -> tuple[str, ...]:
+        found = [before for t, before in reduced.predecessors((1, name)) if t == iteration]
+        return tuple(sorted(found, key=position.__getitem__))
+
+    return {name: (predecessors(name, 1), predecessors(name, 0)) for name in order}
+
+
+def _memory_edges(made: Draft, order: list[str]) -> Iterator[tuple[str, str]]:
+    for i, name in enumerate(order):
+        release = made.nodes[name]
+        if not isinstance(release, ReleaseNode):
+            continue
+        for later in order[i + 1 :]:
+            node = made.nodes[later]
+            if isinstance(node, CallNode) and set(node.devices) & set(release.devices):
+                yield name, later
+                break

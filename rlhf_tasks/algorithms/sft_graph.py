@@ -1,0 +1,30 @@
+"""The dataflow graph of supervised fine-tuning: one train_step."""
+
+from typing import Protocol
+
+from rlhf_tasks.spec import ModelFunctionCall
+
+DATASET_KEYS = ("input_ids", "response_mask")
+
+
+class SFTSizes(Protocol):
+    """What the graph depends on in an SFT configuration."""
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def num_mini_batches(self) -> int: ...
+
+
+def graph(config: SFTSizes) -> list[ModelFunctionCall]:
+    """Cross-entropy on the tokens that `response_mask` marks."""
+    return [
+        ModelFunctionCall(
+            name="actor_train",
+            role="actor",
+            kind="train_step",
+            inputs=DATASET_KEYS,
+            n_seqs=config.batch_size,
+            mini_batches=config.num_mini_batches,
+        )
+    ]

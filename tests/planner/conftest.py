@@ -1,0 +1,49 @@
+"""PPO's graph and short ways to write assignments, shared by the planner's tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from planner.graph import DataflowGraph
+from planner.mesh import Cluster
+from planner.plan import build_plan
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.config import ASSIGNMENTS
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+
+DEMO_PLAN = Path(__file__).parents[2] / "deployments/demo_plan.yaml"
+
+
+@pytest.fixture
+def make_graph() -> Callable[..., DataflowGraph]:
+    def make(algorithm: str = "ppo", n_seqs: int = 64, mini_batches: int = 2, **sizes: str) -> DataflowGraph:
+        config = {"batch_size": n_seqs, "num_mini_batches": mini_batches, "scoring_role": "reward", **sizes}
+        registered = GRAPHS[algorithm]
+        return DataflowGraph(
+            registered.calls(SimpleNamespace(**config)), registered.dataset_keys, name=algorithm
+        )
+
+    return make
+
+
+@pytest.fixture
+def assign() -> Callable[..., CallAssignment]:
+    def make(devices: list[int], dp: int = 1, tp: int = 1, pp: int = 1, **more) -> CallAssignment:
+        return CallAssignment(placement=Placement(tuple(devices), ParallelStrategy(dp, tp, pp)), **more)
+
+    return make
+
+
+@pytest.fixture
+def demo_assignments() -> dict[str, CallAssignment]:
+    document = yaml.safe_load(DEMO_PLAN.read_text())
+    return {call: line.assignment() for call, line in ASSIGNMENTS.validate_python(document).items()}
+
+
+@pytest.fixture
+def demo_plan(make_graph, demo_assignments) -> ExecutionPlan:
+    return build_plan(make_graph(n_seqs=256), demo_assignments, Cluster(1, 4))

@@ -1,0 +1,81 @@
+import pytest
+
+from planner.mesh import Cluster, DeviceMesh, MeshError, meshes, parse_mesh
+
+
+def test_meshes_of_a_cluster():
+    found = [(mesh.first, mesh.size) for mesh in meshes(Cluster(3, 4))]
+    assert len(set(found)) == len(found)
+    assert set(found) == {
+        *((first, 1) for first in range(12)),
+        *((first, 2) for first in range(0, 12, 2)),
+        *((first, 4) for first in range(0, 12, 4)),
+        (0, 8),
+        (4, 8),
+        (0, 12),
+    }
+
+
+def test_a_part_divides_its_host():
+    sizes = {mesh.size for mesh in meshes(Cluster(1, 6))}
+    assert sizes == {1, 2, 3, 6}
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "message"),
+    [
+        (1, 2, "not an aligned part"),
+        (0, 3, "not an aligned part"),
+        (2, 4, "not an aligned part"),
+        (4, 8, None),
+        (2, 8, "not whole hosts of 4"),
+        (0, 6, "not whole hosts of 4"),
+        (8, 8, "outside the cluster, which has devices 0 to 11"),
+        (0, 0, "outside the cluster"),
+    ],
+)
+def test_legal_meshes(first, size, message):
+    if message is None:
+        assert DeviceMesh(Cluster(3, 4), first, size).hosts == (1, 2)
+    else:
+        with pytest.raises(MeshError, match=message):
+            DeviceMesh(Cluster(3, 4), first, size)
+
+
+def test_overlap():
+    cluster = Cluster(2, 4)
+    whole, half, other = DeviceMesh(cluster, 0, 4), DeviceMesh(cluster, 2, 2), DeviceMesh(cluster, 4, 4)
+    assert whole.overlaps(half)
+    assert half.overlaps(whole)
+    assert not half.overlaps(other)
+
+
+def test_parse():
+    cluster = Cluster(3, 4)
+    assert parse_mesh({"devices": [3, 2]}, cluster).devices == (2, 3)
+    assert parse_mesh({"hosts": [1, 2]}, cluster).devices == tuple(range(4, 12))
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "either devices or hosts, found neither"),
+        ({"devices": [0], "hosts": [0]}, "found devices, hosts"),
+        ({"devices": "01"}, "not a list of whole numbers"),
+        ({"devices": [True]}, "not a list of whole numbers"),
+        ({"devices": [0, 2]}, "not consecutive"),
+        ({"devices": []}, "not consecutive"),
+        ({"devices": [1, 1]}, "not consecutive and distinct"),
+        ({"devices": [11, 12]}, r"devices \[12\] are outside"),
+        ({"hosts": [3]}, r"hosts \[3\] are outside the cluster, which has hosts 0 to 2"),
+        ({"hosts": [0, 2]}, "not consecutive"),
+    ],
+)
+def test_parse_refuses(document, message):
+    with pytest.raises(MeshError, match=message):
+        parse_mesh(document, Cluster(3, 4))
+
+
+def test_a_cluster_needs_devices():
+    with pytest.raises(MeshError, match="n_hosts=0"):
+        Cluster(0, 8)

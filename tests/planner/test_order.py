@@ -1,0 +1,81 @@
+import pytest
+
+from planner.order import OrderProblem, replay, total_order
+
+
+def problem(**more) -> OrderProblem:
+    """`long` (device 0) and `short` (device 1) follow `start` (0); `join` needs both devices and only
+    `short`."""
+    nodes = {"start": {0}, "long": {0}, "short": {1}, "join": {0, 1}}
+    after = {"start": set(), "long": {"start"}, "short": set(), "join": {"short"}}
+    defaults = {
+        "after": {n: frozenset(before) for n, before in after.items()},
+        "across": {n: frozenset() for n in nodes},
+        "devices": {n: frozenset(mesh) for n, mesh in nodes.items()},
+        "duration_s": {"start": 1.0, "long": 5.0, "short": 1.0, "join": 1.0},
+    }
+    return OrderProblem(**{**defaults, **more})
+
+
+def test_replay_by_hand():
+    ends = replay(problem(), ["start", "short", "join", "long"], 2, problem().duration_s)
+    assert ends[0] == {"start": 1.0, "short": 1.0, "join": 2.0, "long": 7.0}
+    assert ends[1] == {"start": 8.0, "short": 3.0, "join": 9.0, "long": 14.0}
+
+
+def test_two_iterations_in_flight_at_most():
+    """`short` alone on its device runs ahead of `slow`, but by no more than one iteration."""
+    fast = OrderProblem(
+        after={"slow": frozenset(), "fast": frozenset()},
+        across={"slow": frozenset(), "fast": frozenset()},
+        devices={"slow": frozenset({0}), "fast": frozenset({1})},
+        duration_s={"slow": 10.0, "fast": 1.0},
+    )
+    ends = replay(fast, ["slow", "fast"], 4, fast.duration_s)
+    assert [round(end["fast"]) for end in ends] == [1, 2, 11, 21]
+
+
+def test_the_order_is_topological():
+    order = total_order(problem())
+    assert order.index("start") < order.index("long")
+    assert order.index("short") < order.index("join")
+
+
+def test_a_small_node_that_feeds_others_goes_before_a_long_one_on_its_device():
+    """`send` (devices 0, 1) feeds `other` on device 1; put behind `long`, it would serialise them."""
+    sending = OrderProblem(
+        after={
+            "make": frozenset(),
+            "long": frozenset({"make"}),
+            "send": frozenset({"make"}),
+            "other": frozenset({"send"}),
+        },
+        across={
+            "make": frozenset({"long", "other"}),
+            "long": frozenset(),
+            "send": frozenset(),
+            "other": frozenset(),
+        },
+        devices={
+            "make": frozenset({0}),
+            "long": frozenset({0}),
+            "send": frozenset({0, 1}),
+            "other": frozenset({1}),
+        },
+        duration_s={"make": 1.0, "long": 6.0, "send": 0.1, "other": 5.0},
+    )
+    order = total_order(sending)
+    assert order.index("send") < order.index("long")
+    ends = replay(sending, order, 8, sending.duration_s)
+    assert max(ends[7].values()) - max(ends[6].values()) == pytest.approx(7.1)
+
+
+def test_late_nodes_wait_when_that_costs_nothing():
+    copying = OrderProblem(
+        after={"copy": frozenset(), "work": frozenset(), "use": frozenset({"copy", "work"})},
+        across={n: frozenset() for n in ("copy", "work", "use")},
+        devices={n: frozenset({0}) for n in ("copy", "work", "use")},
+        duration_s={"copy": 1.0, "work": 2.0, "use": 3.0},
+        late=frozenset({"copy"}),
+    )
+    assert total_order(copying) == ["work", "copy", "use"]
