@@ -23,8 +23,6 @@ from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Occupa
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult, SaveNode
 
-IN_FLIGHT = 2
-"""Iterations that may be entered and not yet committed (protocol.md, Delivery)."""
 REMEMBERED = 8
 """Commits for which results stay, for watchers that lag (Prefect backs off for seconds)."""
 
@@ -84,11 +82,14 @@ class Account:
 
     # --- delivery and news ------------------------------------------------------------------------------
 
-    def crowded(self, iteration: int) -> str | None:
-        """Why there is no room for an iteration in flight; None when there is."""
+    def crowded(self, iteration: int, limit: int) -> str | None:
+        """Why an iteration would be one too many in flight; None when it would not.
+
+        Counted from the first iteration that is not committed, or with fewer snapshots not complete.
+        """
         each = self.commits.schedule.every == 1
         oldest = self.commits.first_uncommitted if each else self.commits.first_incomplete
-        if iteration - oldest < IN_FLIGHT:
+        if iteration - oldest < limit:
             return None
         end = "is committed" if each else "is complete"
         flying = f"iterations {oldest} to {iteration - 1} are in flight"

@@ -24,6 +24,11 @@ from rlhf_tasks.protocol.rebuild import Rebuild
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult
 
+OVERLAPPING = 2
+"""Iterations that may be in flight: one is delivered while the one before it runs."""
+ALONE = 1
+"""The same, from a fault to the next commit: what fails again in t + 1 must not take t with it for ever."""
+
 
 class Ledger:
     """One attempt under one plan.
@@ -249,7 +254,7 @@ class Ledger:
             return f"iterations follow each other: the next one is {self.account.next_iteration}."
         if iteration > self.last_iteration:
             return f"iteration {self.last_iteration} is the last one."
-        return self.account.crowded(iteration)
+        return self.account.crowded(iteration, ALONE if self._rebuilds else OVERLAPPING)
 
     def _advance(self, now: float) -> list[LedgerInstruction]:
         """Take every step that has become possible: commit, finish, restore, run."""

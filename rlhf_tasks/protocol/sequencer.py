@@ -144,8 +144,10 @@ class Sequencer:
             current = now.get(role, 0)
             if isinstance(node, ReallocateNode):
                 copies[role, node.destination] = current
-            elif isinstance(node, CallNode | ReleaseNode):
+            elif isinstance(node, CallNode):
                 current = copies.get((role, node.placement), current)
+            elif isinstance(node, ReleaseNode):
+                current = copies.pop((role, node.placement), current)
             advances[node.name] = {role: current}
             if isinstance(node, CallNode) and node.trains:
                 now[role] = now.get(role, 0) + 1

@@ -76,7 +76,7 @@ def random_plan(rng: random.Random, n_devices: int, n_nodes: int) -> ExecutionPl
         middle.append([*trains, SaveNode(name=f"{role}_save", role=role, placement=home)])
     while sum(map(len, middle)) < n_nodes:
         role, n, where = rng.choice(list(trained)), len(middle), mesh()
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 or where == trained[role]:
             middle.append([call(f"call{n}", role, "inference", trained[role])])
         else:
             middle.append(

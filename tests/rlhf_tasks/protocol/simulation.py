@@ -1,8 +1,8 @@
 """A simulated cluster: real ledger, real inboxes, no-op ranks, a virtual clock, a bad network.
 
 Nodes compute nothing, but they rendezvous as collectives do: a node ends on its ranks when all have entered
-it; a lost peer makes some fail and leaves others hanging. Every rank carries a small state (role -> version and
-a chain of hashes) that is trained, saved, committed and loaded: two runs can be compared bit by bit.
+it; a lost peer makes some fail and leaves others hanging. Every rank carries a small state (role -> version
+and a chain of hashes) that is trained, saved, committed and loaded: two runs can be compared bit by bit.
 """
 
 import hashlib
@@ -30,15 +30,16 @@ from rlhf_tasks.spec import (
     SaveNode,
 )
 
-TIMEOUTS = Timeouts(blame_s=1, entry_s=20, reset_s=5, restart_s=30, restore_s=20, durable_s=20, commit_s=20)
+TIMEOUTS = Timeouts(blame_s=4, entry_s=20, reset_s=5, restart_s=30, restore_s=20, durable_s=20, commit_s=20)
 DEADLINES = Deadlines(floor_s=10)
+NOTICED_S = 3.0
 RESEND_S = 1.0
 TICK_S = 0.5
 
 
 @dataclass(frozen=True)
 class Network:
-    """How messages travel: each copy is lost, doubled and delayed at random; senders repeat until acknowledged."""
+    """How messages travel: each is lost, doubled and delayed at random; senders repeat until acknowledged."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -405,7 +406,7 @@ class World:
         for key, members in self._meetings.items():
             if rank in members:
                 self._break(key, members, rank)
-        noticed = self.rng.uniform(0, 3)
+        noticed = self.rng.uniform(0, NOTICED_S)
         self.at(noticed, lambda: self._tell(lambda ledger: ledger.rank_lost(rank, "killed", self.now)))
         self.at(noticed + self.rng.uniform(0, 5), lambda: self._start(rank))
 
@@ -416,7 +417,8 @@ class World:
         for process in self.ranks.values():
             if process is not None:
                 process.later(
-                    self.rng.uniform(0, 3), lambda p=process: p.inbox.client_lost(old.client, self.now)
+                    self.rng.uniform(0, NOTICED_S),
+                    lambda p=process: p.inbox.client_lost(old.client, self.now),
                 )
         self.controller = Controller(self, old.attempt + 1)
 

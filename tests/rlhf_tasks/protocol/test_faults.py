@@ -1,0 +1,183 @@
+"""A death at every transition: whatever ends when, the run ends with the same bits, and says who it was."""
+
+import functools
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_tasks.protocol import instructions as do
+from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
+from tests.rlhf_tasks.protocol.simulation import Controller, Network, Process, Rank, World
+
+ITERATIONS = 3
+
+
+class Trace:
+    """Numbers every (process, moment, instruction) of a run; acts at some of the numbers."""
+
+    def __init__(self, at: dict[int, object] | None = None) -> None:
+        self.at = at or {}
+        self.seen: list[tuple[Process, str, object]] = []
+
+    def __call__(self, world: World, process: Process, moment: str, instruction: object) -> None:
+        number = len(self.seen)
+        self.seen.append((process, moment, instruction))
+        if number in self.at:
+            self.at[number](world, process)
+
+
+def kill_itself(world: World, process: Process) -> None:
+    """A rank kills itself; a controller's death begins the next attempt."""
+    if isinstance(process, Rank):
+        world.kill(process.rank)
+    else:
+        world.restart_controller()
+
+
+def kill_rank(rank: int):
+    return lambda world, process: world.kill(rank)
+
+
+def hang_itself(world: World, process: Process) -> None:
+    """A rank's engine thread stops answering for good, interrupts included."""
+    if isinstance(process, Rank):
+        process.stuck = True
+
+
+@functools.cache
+def undisturbed(seed: int = 0):
+    """(final state, trace) of a quiet run."""
+    trace = Trace()
+    world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=trace)
+    assert isinstance(world.run(), do.Finished)
+    return world.final, trace
+
+
+def run_with(at: dict[int, object], seed: int = 0, network: Network | None = None) -> World:
+    world = World(small_plan(), iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
+    outcome = world.run()
+    assert outcome == do.Finished(ITERATIONS), outcome
+    world.check_orders()
+    return world
+
+
+def numbers(kind: type[Process]) -> list[int]:
+    return [n for n, (process, _, _) in enumerate(undisturbed()[1].seen) if isinstance(process, kind)]
+
+
+def test_the_trace_covers_every_instruction_of_a_quiet_run():
+    """The enumeration below is only worth what it enumerates."""
+    kinds = {type(instruction) for _, _, instruction in undisturbed()[1].seen}
+    assert kinds == {
+        *(do.Clear, do.Load, do.Run, do.Entered, do.Answer, do.ResetDone, do.RestoreDone),
+        *(do.ResetRank, do.RestoreRank, do.Ready, do.Send, do.NodeDone, do.IterationDone),
+        *(do.WriteCommit, do.IterationCommitted, do.Finished),
+    }
+
+
+def test_a_rank_killed_before_and_after_each_of_its_instructions():
+    expected, _ = undisturbed()
+    for number in numbers(Rank):
+        world = run_with({number: kill_itself})
+        assert world.final == expected, number
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_each_rank_killed_before_and_after_each_instruction_of_the_controller(rank):
+    expected, trace = undisturbed()
+    for number in numbers(Controller):
+        if isinstance(trace.seen[number][2], do.Finished):
+            continue
+        assert run_with({number: kill_rank(rank)}).final == expected, number
+
+
+def test_a_rank_that_hangs_at_each_of_its_instructions_is_restarted():
+    expected, trace = undisturbed()
+    for number in numbers(Rank):
+        _, moment, instruction = trace.seen[number]
+        if (moment, type(instruction)) in {("before", do.Run), ("before", do.Clear), ("before", do.Load)}:
+            world = run_with({number: hang_itself})
+            assert world.final == expected
+            assert world.now < 200, "a hang is noticed by a deadline"
+
+
+def test_the_controller_killed_before_and_after_each_of_its_instructions():
+    expected, trace = undisturbed()
+    for number in numbers(Controller):
+        if isinstance(trace.seen[number][2], do.Finished):
+            continue
+        world = run_with({number: kill_itself})
+        assert world.final == expected, number
+        assert world.controller.attempt == 1
+
+
+def test_a_second_death_at_every_transition_of_the_rebuild():
+    """Rank 1 dies in the middle of iteration 1; then anyone at any point until iterations run again."""
+    expected, trace = undisturbed()
+    first = next(
+        n
+        for n, (process, moment, i) in enumerate(trace.seen)
+        if isinstance(process, Rank) and process.rank == 1 and moment == "after"
+        and isinstance(i, do.Run) and i.request.key.iteration == 1
+    )  # fmt: skip
+    again = Trace({first: kill_itself})
+    world = World(small_plan(), iterations=ITERATIONS, watch=again)
+    world.run()
+    ready = [n for n, (_, _, i) in enumerate(again.seen) if isinstance(i, do.Ready) and n > first]
+    for number in range(first + 1, ready[0] + 2):
+        for act in (kill_itself, kill_rank(0), kill_rank(1), hang_itself):
+            assert run_with({first: kill_itself, number: act}).final == expected, (number, act)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), n_nodes=st.integers(4, 70), n_devices=st.integers(1, 7), data=st.data())
+def test_random_plans_random_deaths_and_a_bad_network(seed, n_nodes, n_devices, data):
+    rng = random.Random(seed)
+    plan = random_plan(rng, n_devices, n_nodes)
+    trace = Trace()
+    quiet = World(plan, iterations=ITERATIONS, watch=trace)
+    quiet.run()
+    acts = st.sampled_from([kill_itself, hang_itself, *map(kill_rank, range(n_devices))])
+    at = data.draw(st.dictionaries(st.integers(0, 2 * len(trace.seen)), acts, max_size=3))
+    network = Network(loss=rng.uniform(0, 0.3), duplicate=rng.uniform(0, 0.5), delay_s=rng.uniform(0, 0.7))
+    world = World(plan, iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
+    assert world.run() == do.Finished(ITERATIONS)
+    assert world.final == quiet.final
+    world.check_orders()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_cause_names_the_lost_rank_and_its_call_not_the_peer_that_noticed_first(seed):
+    def watch(world: World, process: Process, moment: str, instruction: object) -> None:
+        if isinstance(instruction, do.Run) and moment == "after" and process.rank == 1:
+            key = instruction.request.key
+            if (key.generation, key.iteration, key.node) == (0, 1, "generate"):
+                world.kill(1)
+
+    world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=watch)
+    world.run()
+    (fault,) = world.controller.faults
+    assert str(fault.cause) == "rank 1, call generate, iteration 1: lost: killed"
+
+
+def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
+    """Rank 2 dies whenever it begins iteration 1: step 1 is committed, then comes a clear stop."""
+    deaths = Counter()
+
+    def watch(world: World, process: Process, moment: str, instruction: object) -> None:
+        if isinstance(instruction, do.Run) and process.rank == 2 and instruction.request.key.iteration == 1:
+            deaths[instruction.request.key.generation] += 1
+            world.kill(2)
+
+    world = World(small_plan(), iterations=ITERATIONS, watch=watch)
+    outcome = world.run()
+    assert isinstance(outcome, do.GiveUp)
+    assert "rank 2" in outcome.reason
+    assert "3 rebuilds" in outcome.reason
+    assert outcome.committed_step == 1
+    assert max(world.disk.commits) == 1
+    assert set(deaths.values()) == {1}
+    assert len(deaths) <= 5

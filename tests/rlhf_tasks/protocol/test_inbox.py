@@ -1,0 +1,289 @@
+"""Inbox: stimulus in, instructions out."""
+
+import random
+
+import pytest
+
+from rlhf_tasks.protocol.inbox import TRANSITIONS, Inbox, InboxPhase
+from rlhf_tasks.protocol.instructions import (
+    RESET,
+    RESTORE,
+    SETUP,
+    Answer,
+    AnswerFailure,
+    Clear,
+    Entered,
+    Gap,
+    Interrupt,
+    Load,
+    Refuse,
+    ResetDone,
+    RestoreDone,
+    Run,
+)
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
+
+
+def key(number: int, generation: int = 0, run: str = "run", attempt: int = 0) -> NodeKey:
+    """Two nodes an iteration: numbers 0, 1 are iteration 0; 2, 3 iteration 1; ..."""
+    return NodeKey(run, attempt, generation, number // 2, f"node{number % 2}")
+
+
+def setup(node: str, generation: int = 0, run: str = "run", attempt: int = 0) -> NodeKey:
+    return NodeKey(run, attempt, generation, SETUP, node)
+
+
+def request(number: int, **names) -> NodeRequest:
+    return NodeRequest(key=key(number, **names), number=number, first_sample=0, versions={}, deadline_s=9)
+
+
+def result(number: int, **names) -> NodeResult:
+    return NodeResult(key=key(number, **names), rank=0, started_s=0, ended_s=1)
+
+
+def failure(of: NodeKey) -> NodeFailure:
+    return NodeFailure(key=of, rank=0, error="broke")
+
+
+def running(number: int, **names) -> list:
+    return [Entered(key(number, **names)), Run(request(number, **names))]
+
+
+def ready(generation: int = 0, inbox: Inbox | None = None) -> Inbox:
+    """An inbox that waits for requests."""
+    inbox = inbox or Inbox(0, gap_deadline_s=10)
+    inbox.reset("run", 0, generation, "client", 0)
+    inbox.cleared(setup(RESET, generation), 0)
+    inbox.restore("run", 0, generation, 3, 0)
+    inbox.loaded(setup(RESTORE, generation), 0)
+    assert inbox.phase is InboxPhase.READY
+    return inbox
+
+
+def test_from_free_to_ready():
+    inbox = Inbox(0)
+    assert inbox.reset("run", 0, 0, "client", 0) == [Clear(setup(RESET))]
+    assert inbox.reset("run", 0, 0, "client", 0) == [], "a repeat while it clears"
+    assert inbox.cleared(setup(RESET), 0) == [ResetDone(setup(RESET))]
+    assert inbox.cleared(setup(RESET), 0) == [], "no job, no news"
+    assert inbox.reset("run", 0, 0, "client", 0) == [ResetDone(setup(RESET))]
+    assert inbox.restore("run", 0, 0, 3, 0) == [Load(setup(RESTORE), 3)]
+    assert inbox.restore("run", 0, 0, 3, 0) == []
+    assert inbox.loaded(setup(RESTORE), 0) == [RestoreDone(setup(RESTORE))]
+    assert inbox.restore("run", 0, 0, 3, 0) == [RestoreDone(setup(RESTORE))]
+
+
+def test_runs_one_after_the_other_whatever_the_order_of_arrival():
+    inbox = ready()
+    assert inbox.deliver([request(2), request(3)], 0) == []
+    assert inbox.deliver([request(0), request(1)], 0) == running(0)
+    assert inbox.finished(result(0), 0) == [Answer(result(0)), *running(1)]
+    assert inbox.finished(result(1), 0) == [Answer(result(1)), *running(2)]
+    assert inbox.finished(result(2), 0) == [Answer(result(2)), *running(3)]
+    assert inbox.finished(result(3), 0) == [Answer(result(3))]
+
+
+def test_a_repeat_is_answered_from_the_stored_result_and_never_run_again():
+    inbox = ready()
+    inbox.deliver([request(0), request(1)], 0)
+    assert inbox.deliver([request(0), request(1)], 0) == [], "it runs: the answer is yet to come"
+    inbox.finished(result(0), 0)
+    assert inbox.deliver([request(0), request(1)], 0) == [Answer(result(0))]
+    inbox.finished(result(1), 0)
+    assert inbox.finished(result(1), 0) == [], "a job ends once"
+    assert inbox.deliver([request(0), request(1)], 0) == [Answer(result(0)), Answer(result(1))]
+    assert inbox.tick(1e6) == [], "a repeat leaves no gap behind"
+
+
+def test_results_are_forgotten_two_iterations_later():
+    inbox = ready()
+    for iteration in range(50):
+        inbox.deliver([request(2 * iteration), request(2 * iteration + 1)], 0)
+        for number in (2 * iteration, 2 * iteration + 1):
+            inbox.finished(result(number), 0)
+        assert len(inbox._stored) <= 4
+    assert inbox.deliver([request(96), request(97)], 0) == [Answer(result(96)), Answer(result(97))]
+    assert inbox.deliver([request(94), request(95)], 0) == []
+
+
+def test_a_gap_that_outlives_its_deadline_is_told_once():
+    inbox = ready()
+    inbox.deliver([request(0), request(1)], 0)
+    inbox.deliver([request(4), request(5)], 5)
+    inbox.finished(result(0), 6)
+    assert inbox.tick(100) == [], "no gap while there is work"
+    inbox.finished(result(1), 100)
+    assert inbox.tick(110) == []
+    (gap,) = inbox.tick(110.1)
+    assert isinstance(gap, Gap)
+    assert (gap.key, gap.number) == (key(4), 2)
+    assert "request 2 was not delivered within 10 s although request 4 was" in gap.reason
+    assert inbox.tick(111) == []
+    assert inbox.deliver([request(2), request(3)], 112) == running(2), "late is better than never"
+
+
+def test_nothing_runs_after_a_failure_until_a_reset():
+    inbox = ready()
+    inbox.deliver([request(0), request(1)], 0)
+    assert inbox.failed(failure(key(0)), 0) == [AnswerFailure(failure(key(0)))]
+    assert inbox.deliver([request(0), request(1)], 0) == [AnswerFailure(failure(key(0)))]
+    assert inbox.deliver([request(2), request(3)], 0) == []
+    assert inbox.reset("run", 0, 1, "client", 0) == [Clear(setup(RESET, 1))]
+
+
+@pytest.mark.parametrize("job", [RESET, RESTORE])
+def test_a_reset_or_restore_that_fails_is_told_again_when_asked_again(job):
+    inbox = Inbox(0)
+    inbox.reset("run", 0, 0, "client", 0)
+    if job == RESTORE:
+        inbox.cleared(setup(RESET), 0)
+        inbox.restore("run", 0, 0, None, 0)
+    told = [AnswerFailure(failure(setup(job)))]
+    assert inbox.failed(failure(setup(job)), 0) == told
+    again = inbox.reset("run", 0, 0, "client", 0) if job == RESET else inbox.restore("run", 0, 0, None, 0)
+    assert again == told
+
+
+def test_a_reset_waits_for_the_running_job_and_drops_its_result():
+    inbox = ready()
+    inbox.deliver([request(0), request(1)], 0)
+    assert inbox.reset("run", 0, 1, "client", 0) == [Interrupt(key(0))]
+    assert inbox.reset("run", 0, 1, "client", 0) == [], "a repeat"
+    (refused,) = inbox.deliver([request(0, generation=1)], 0)
+    assert isinstance(refused, Refuse)
+    assert inbox.finished(result(0), 0) == [Clear(setup(RESET, 1))]
+    assert inbox.cleared(setup(RESET, 1), 0) == [ResetDone(setup(RESET, 1))]
+
+
+def test_a_newer_reset_overtakes_one_that_still_clears_or_loads():
+    inbox = Inbox(0)
+    inbox.reset("run", 0, 0, "client", 0)
+    assert inbox.reset("run", 0, 1, "client", 0) == [Interrupt(setup(RESET, 0))]
+    assert inbox.cleared(setup(RESET, 0), 0) == [Clear(setup(RESET, 1))]
+    assert inbox.cleared(setup(RESET, 1), 0) == [ResetDone(setup(RESET, 1))]
+    inbox.restore("run", 0, 1, 3, 0)
+    assert inbox.reset("run", 0, 2, "client", 0) == [Interrupt(setup(RESTORE, 1))]
+    assert inbox.failed(failure(setup(RESTORE, 1)), 0) == [Clear(setup(RESET, 2))]
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ({"run": "other"}, "held by run 'run', attempt 0 (client client)"),
+        ({"attempt": 1}, "held by run 'run', attempt 0 (client client)"),
+        ({"generation": 4}, "at generation 5"),
+        ({"generation": 6}, "at generation 5"),
+    ],
+)
+def test_another_run_attempt_or_generation_is_refused(names, reason):
+    inbox = ready(generation=5)
+    names = {"generation": 5, **names}
+    (refused,) = inbox.deliver([request(0, **names)], 0)
+    assert isinstance(refused, Refuse)
+    assert refused.key == key(0, **names)
+    assert reason in refused.reason
+    where = {"run": "run", "attempt": 0, **names}
+    (refused,) = inbox.restore(where["run"], where["attempt"], where["generation"], 3, 0)
+    assert isinstance(refused, Refuse)
+    assert inbox.phase is InboxPhase.READY
+
+
+def test_a_process_without_a_lease_refuses_requests():
+    (refused,) = Inbox(0).deliver([request(0)], 0)
+    assert isinstance(refused, Refuse)
+    assert "nobody holds this rank" in refused.reason
+
+
+def test_a_second_run_is_refused_with_the_holders_name_until_the_client_is_gone():
+    inbox = ready()
+    (refused,) = inbox.reset("other", 0, 0, "other-client", 0)
+    assert isinstance(refused, Refuse)
+    assert "run 'run', attempt 0 (client client)" in refused.reason
+    assert inbox.client_lost("other-client", 0) == [], "not the holder"
+    assert inbox.client_lost("client", 0) == [Clear(setup(RESET, run=""))]
+    assert inbox.cleared(setup(RESET, run=""), 0) == []
+    assert inbox.phase is InboxPhase.FREE
+    assert inbox.reset("other", 0, 0, "other-client", 0) == [Clear(setup(RESET, run="other"))]
+
+
+def test_the_next_attempt_takes_over_and_the_earlier_one_is_refused():
+    inbox = ready(generation=7)
+    inbox.deliver([request(0, generation=7)], 0)
+    assert inbox.reset("run", 1, 0, "next", 0) == [Interrupt(key(0, generation=7))]
+    (refused,) = inbox.reset("run", 0, 8, "client", 0)
+    assert isinstance(refused, Refuse)
+    assert inbox.client_lost("client", 0) == [], "its lease is gone already"
+    assert inbox.failed(failure(key(0, generation=7)), 0) == [Clear(setup(RESET, attempt=1))]
+
+
+def test_an_older_generations_reset_is_refused():
+    (refused,) = ready(generation=2).reset("run", 0, 1, "client", 0)
+    assert isinstance(refused, Refuse)
+    assert "generation 1 has ended" in refused.reason
+
+
+def test_a_client_lost_while_a_node_runs_frees_the_rank_when_the_node_has_ended():
+    inbox = ready()
+    inbox.deliver([request(0)], 0)
+    assert inbox.client_lost("client", 0) == [Interrupt(key(0))]
+    (clear,) = inbox.failed(failure(key(0)), 0)
+    assert isinstance(clear, Clear)
+    assert inbox.cleared(clear.key, 0) == []
+    assert inbox.phase is InboxPhase.FREE
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_of_any_stimuli_runs_the_numbers_in_order_and_one_at_a_time(seed):
+    """Random repeats, resets, losses of the client and job ends: never two jobs, never a number twice."""
+    rng = random.Random(seed)
+    inbox, job, ran, generation = Inbox(0), None, [], 0
+    for now in range(400):
+        generation += rng.random() < 0.05
+        if job is not None and rng.random() < 0.5:
+            ended, job = job, None
+            out = _end(inbox, ended, now, well=rng.random() < 0.95)
+        else:
+            out = _message(inbox, rng, generation, now)
+        for instruction in out:
+            if isinstance(instruction, Clear | Load | Run):
+                assert job is None, "two jobs at once"
+                job = instruction
+            if isinstance(instruction, Clear):
+                ran = []
+            if isinstance(instruction, Run):
+                assert instruction.request.number == len(ran)
+                assert instruction.request.key.generation == inbox.generation
+                ran.append(instruction.request.number)
+    assert generation > 5
+
+
+def test_every_phase_has_a_row_in_the_table():
+    assert set(TRANSITIONS) == set(InboxPhase)
+
+
+def _message(inbox: Inbox, rng: random.Random, generation: int, now: float) -> list:
+    """Anything that a controller, or its end, can bring."""
+    if rng.random() < 0.02:
+        return inbox.client_lost("client", now)
+    number = 2 * rng.randrange(6)
+    pair = [request(number, generation=generation), request(number + 1, generation=generation)]
+    match rng.randrange(4):
+        case 0:
+            return inbox.reset("run", 0, generation, "client", now)
+        case 1:
+            return inbox.restore("run", 0, generation, 0, now)
+        case 2:
+            return inbox.deliver(pair, now)
+        case _:
+            return inbox.tick(now)
+
+
+def _end(inbox: Inbox, job: Clear | Load | Run, now: float, well: bool) -> list:
+    of = job.request.key if isinstance(job, Run) else job.key
+    if not well:
+        return inbox.failed(failure(of), now)
+    if isinstance(job, Clear):
+        return inbox.cleared(of, now)
+    if isinstance(job, Load):
+        return inbox.loaded(of, now)
+    return inbox.finished(NodeResult(key=of, rank=0, started_s=0, ended_s=1), now)
