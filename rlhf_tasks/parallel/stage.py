@@ -122,12 +122,12 @@ class Stage(nn.Module):
         check_model(config)
         assert config.model_type == layout.shape.family, (config.model_type, layout.shape.family)
         assert (tp_group is None) == (layout.placement.strategy.tp == 1), "tp_group does not fit the strategy"
-        self.layout, self.coordinate, self.tp_group = layout, coordinate, tp_group
+        self.config, self.layout, self.coordinate, self.tp_group = config, layout, coordinate, tp_group
         self.device, self.dtype, self.recompute = device, dtype, recompute
         self.is_first = coordinate.pp == 0
         self.is_last = coordinate.pp == layout.placement.strategy.pp - 1
         self.layers = layout.stage_layers(coordinate.pp)
-        self._holder = layout.placement.device(coordinate.dp, coordinate.tp, coordinate.pp)
+        self.holder = layout.placement.device(coordinate.dp, coordinate.tp, coordinate.pp)
         self._traits = _VERIFIED[config.model_type]
         with torch.device("meta"):
             # a copy of the config: from_config notes the attention function in it
@@ -167,6 +167,11 @@ class Stage(nn.Module):
                 hidden = step(hidden)
         hidden = hidden[0]
         return self._head(hidden if rows is None else hidden[rows]) if self.is_last else hidden
+
+    @property
+    def neutral_norm(self) -> float:
+        """The weight at which a norm does not scale."""
+        return 1.0 - self._traits.norm_offset
 
     def named_slices(self) -> dict[str, Tensor]:
         """Every parameter that this rank holds, by its Hugging Face name: the rows `layout.held` says."""
@@ -243,7 +248,7 @@ class Stage(nn.Module):
         if style == "colwise":
             return self._linear(whole, path)
         if style == "rowwise":
-            columns = self.layout.slice_shape(f"{path}.weight", self._holder)[1]
+            columns = self.layout.slice_shape(f"{path}.weight", self.holder)[1]
             bias = whole.bias is not None
             return RowParallelLinear(columns, whole.out_features, bias, self.tp_group, torch.device("meta"))
         raise ValueError(
@@ -251,7 +256,7 @@ class Stage(nn.Module):
         )
 
     def _linear(self, whole: nn.Linear, path: str) -> nn.Linear:
-        rows, columns = self.layout.slice_shape(f"{path}.weight", self._holder)
+        rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
         return nn.Linear(columns, rows, bias=whole.bias is not None, device="meta")
 
     def _norm(self, whole: Any) -> RMSNorm:
@@ -264,9 +269,7 @@ class Stage(nn.Module):
             real = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
             setattr(module, name, nn.Parameter(real))
         ours = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        theirs = {
-            name: self.layout.slice_shape(name, self._holder) for name in self.layout.held(self._holder)
-        }
+        theirs = {name: self.layout.slice_shape(name, self.holder) for name in self.layout.held(self.holder)}
         assert ours == theirs, (
             f"stage and layout differ in {sorted(set(ours.items()) ^ set(theirs.items()))[:4]}"
         )
