@@ -1,0 +1,180 @@
+"""The steady state of a plan: seconds per iteration when iterations follow each other without end.
+
+A node starts as soon as its predecessors have ended, its devices have finished the nodes that stand earlier in
+the total order (all of iteration t before any of t + 1), and iteration t - 2 has ended. That is a graph whose
+nodes take seconds and whose edges have a delay (how many iterations they reach ahead), and the steady state is
+its maximum cycle ratio: the largest sum of seconds over sum of delays along a cycle.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rlhf_tasks.spec import ExecutionPlan
+
+IN_FLIGHT = 2  # iteration t starts after t - 2 has ended (protocol.md, delivery)
+
+_ROUNDING = 1e-12  # relative; a smaller gain of Howard's algorithm is noise of floating-point sums
+
+
+class Edge(NamedTuple):
+    """`target` of iteration t + delay starts after `source` of iteration t has ended."""
+
+    source: int
+    target: int
+    delay: int
+
+
+class SteadyState(NamedTuple):
+    """iteration_time_s   seconds from one iteration to the next
+    cycle              nodes of a cycle that takes this long, in order: only shortening one of them helps
+    start_s            when each node starts, after the iteration's first one; t iterations later it starts
+                       t * iteration_time_s later
+    """
+
+    iteration_time_s: float
+    cycle: tuple[str, ...]
+    start_s: dict[str, float]
+
+
+def steady_state(plan: ExecutionPlan, duration_s: Mapping[str, float]) -> SteadyState:
+    """The steady state of a plan. duration_s: seconds of every node by name."""
+    order = [node.name for node in plan.nodes]
+    edges = execution_edges(
+        order,
+        {node.name: node.after for node in plan.nodes},
+        {node.name: node.after_previous for node in plan.nodes},
+        device_classes({node.name: node.devices for node in plan.nodes}),
+    )
+    seconds = [*(duration_s[name] for name in order), 0.0]
+    time_s, cycle = max_cycle_ratio(seconds, edges)
+    starts = _start_times(seconds, edges, time_s)[: len(order)]
+    first = min(starts)
+    return SteadyState(
+        time_s,
+        tuple(order[i] for i in cycle if i < len(order)),
+        {name: start - first for name, start in zip(order, starts, strict=True)},
+    )
+
+
+def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: float) -> list[float]:
+    """Earliest starts that repeat every `period_s` (Bellman-Ford on weights less period times delay)."""
+    start = [0.0] * len(seconds)
+    slack = _ROUNDING * (period_s + sum(seconds))
+    for _ in range(2 * len(seconds)):
+        settled = True
+        for a, b, delay in edges:
+            earliest = start[a] + seconds[a] - delay * period_s
+            if earliest > start[b] + slack:
+                start[b], settled = earliest, False
+        if settled:
+            break
+    return start
+
+
+def device_classes(devices: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
+    """Node -> numbers of device classes: devices that the same nodes use count as one."""
+    users: dict[int, list[str]] = {}
+    for node, mesh in devices.items():
+        for device in mesh:
+            users.setdefault(device, []).append(node)
+    numbers: dict[tuple[str, ...], int] = {}
+    for nodes in users.values():
+        numbers.setdefault(tuple(nodes), len(numbers))
+    classes: dict[str, set[int]] = {node: set() for node in devices}
+    for nodes, number in numbers.items():
+        for node in nodes:
+            classes[node].add(number)
+    return {node: frozenset(found) for node, found in classes.items()}
+
+
+def execution_edges(
+    order: Sequence[str],
+    after: Mapping[str, Iterable[str]],
+    across: Mapping[str, Iterable[str]],
+    classes: Mapping[str, frozenset[int]],
+) -> list[Edge]:
+    """Everything that orders execution. Nodes are numbered by their place in `order`; the last number is the
+    end of an iteration."""
+    place = {name: i for i, name in enumerate(order)}
+    edges = {Edge(place[a], place[b], 0) for b in order for a in after[b]}
+    edges |= {Edge(place[a], place[b], 1) for b in order for a in across[b]}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, name in enumerate(order):
+        for number in classes[name]:
+            if number in last:
+                edges.add(Edge(last[number], i, 0))
+            first.setdefault(number, i)
+            last[number] = i
+    edges |= {Edge(last[number], first[number], 1) for number in first}
+    end = len(order)
+    followed = {edge.source for edge in edges if not edge.delay}
+    preceded = {edge.target for edge in edges if not edge.delay}
+    edges |= {Edge(i, end, 0) for i in range(end) if i not in followed}
+    edges |= {Edge(end, i, IN_FLIGHT) for i in range(end) if i not in preceded}
+    return sorted(edges)
+
+
+def max_cycle_ratio(seconds: Sequence[float], edges: Sequence[Edge]) -> tuple[float, tuple[int, ...]]:
+    """The largest sum of seconds over sum of delays of all cycles, and the nodes of such a cycle.
+
+    seconds  of each node. Every node must reach every other one, and every cycle must have a delay.
+    Howard's policy iteration (Cochet-Terrasson et al. 1998; Dasdan 2004, "Experimental analysis of the
+    fastest optimum cycle ratio and mean algorithms").
+    """
+    leaving: list[list[Edge]] = [[] for _ in seconds]
+    for edge in edges:
+        leaving[edge.source].append(edge)
+    policy = [min(choices, key=lambda edge: edge.delay) for choices in leaving]
+    slack = _ROUNDING * sum(seconds)
+    value = [0.0] * len(seconds)
+    while True:
+        ratio, cycle = _best_cycle(policy, seconds)
+        _evaluate(policy, seconds, ratio, cycle[0], value)
+        improved = False
+        for node, choices in enumerate(leaving):
+            for edge in choices:
+                gain = seconds[node] - ratio * edge.delay + value[edge.target]
+                if gain > value[node] + slack:
+                    value[node], policy[node], improved = gain, edge, True
+        if not improved:
+            return ratio, tuple(cycle)
+
+
+def _best_cycle(policy: Sequence[Edge], seconds: Sequence[float]) -> tuple[float, list[int]]:
+    """The cycle of the largest ratio among those that the policy's edges close."""
+    best, best_cycle = -1.0, []
+    seen = [-1] * len(policy)
+    for start in range(len(policy)):
+        path: list[int] = []
+        node = start
+        while seen[node] < 0:
+            seen[node] = start
+            path.append(node)
+            node = policy[node].target
+        if seen[node] != start:
+            continue
+        cycle = path[path.index(node) :]
+        delay = sum(policy[i].delay for i in cycle)
+        assert delay > 0, f"nodes {cycle} wait for each other within one iteration"
+        ratio = sum(seconds[i] for i in cycle) / delay
+        if ratio > best:
+            best, best_cycle = ratio, cycle
+    return best, best_cycle
+
+
+def _evaluate(
+    policy: Sequence[Edge], seconds: Sequence[float], ratio: float, root: int, value: list[float]
+) -> None:
+    """Values of the nodes from which the policy leads to `root`: seconds gained over `ratio` on the way."""
+    arriving: list[list[int]] = [[] for _ in policy]
+    for edge in policy:
+        arriving[edge.target].append(edge.source)
+    reached = {root}
+    queue = [root]
+    for node in queue:
+        for source in arriving[node]:
+            if source not in reached:
+                reached.add(source)
+                value[source] = value[node] + seconds[source] - ratio * policy[source].delay
+                queue.append(source)

@@ -1,0 +1,166 @@
+"""The steady state by hand, by enumeration of cycles, and against the independent replay."""
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.replay import Execution, replay
+from planner.simulate import Edge, max_cycle_ratio, steady_state
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.spec import ExecutionPlan, SaveNode
+
+
+def plan_of(nodes: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]]) -> ExecutionPlan:
+    """name -> (devices, after, after_previous); the kind of node does not matter here."""
+    made = [
+        SaveNode(
+            name=name,
+            role="r",
+            placement=Placement(devices, ParallelStrategy(len(devices))),
+            after=after,
+            after_previous=previous,
+        )
+        for name, (devices, after, previous) in nodes.items()
+    ]
+    return ExecutionPlan(
+        algorithm="x", n_devices=9, devices_per_host=9, n_seqs=1, roles={}, nodes=tuple(made)
+    )
+
+
+def settled_period(executions: list[Execution], window: int) -> float:
+    """Mean seconds per iteration over the last `window` iterations."""
+    ends: dict[int, float] = {}
+    for execution in executions:
+        ends[execution.iteration] = max(ends.get(execution.iteration, 0.0), execution.end_s)
+    last = max(ends)
+    return (ends[last] - ends[last - window]) / window
+
+
+def test_one_device_takes_the_sum():
+    plan = plan_of({"a": ((0,), (), ()), "b": ((0,), ("a",), ())})
+    state = steady_state(plan, {"a": 2.0, "b": 3.0})
+    assert state.iteration_time_s == 5.0
+    assert set(state.cycle) == {"a", "b"}
+    assert state.start_s == {"a": 0.0, "b": 2.0}
+
+
+def test_iterations_overlap_on_disjoint_devices():
+    """Generation of t + 1 beside the training of t: the slower of the two counts, not the sum."""
+    free = plan_of({"a": ((0,), (), ()), "b": ((1,), ("a",), ())})
+    assert steady_state(free, {"a": 2.0, "b": 3.0}).iteration_time_s == 3.0
+    bound = plan_of({"a": ((0,), (), ("b",)), "b": ((1,), ("a",), ())})
+    assert steady_state(bound, {"a": 2.0, "b": 3.0}).iteration_time_s == 5.0
+
+
+def test_at_most_two_iterations_are_in_flight():
+    """Three stages of 1 s on three devices could run one iteration per second if three were in flight."""
+    plan = plan_of({"a": ((0,), (), ()), "b": ((1,), ("a",), ()), "c": ((2,), ("b",), ())})
+    state = steady_state(plan, {"a": 1.0, "b": 1.0, "c": 1.0})
+    assert state.iteration_time_s == 1.5
+    assert set(state.cycle) == {"a", "b", "c"}
+
+
+def test_the_order_on_a_shared_device_counts():
+    """`send` occupies both devices; behind the long node it makes the other device wait."""
+    late = {"long": ((0,), (), ()), "send": ((0, 1), (), ()), "other": ((1,), ("send",), ("other",))}
+    early = {name: late[name] for name in ("send", "long", "other")}
+    seconds = {"long": 5.0, "send": 1.0, "other": 5.0}
+    assert steady_state(plan_of(early), seconds).iteration_time_s == 6.0
+    assert steady_state(plan_of(late), seconds).iteration_time_s == 6.0  # iterations overlap instead
+    late["long"] = ((0,), (), ("other",))
+    early["long"] = late["long"]
+    assert steady_state(plan_of(early), seconds).iteration_time_s == 6.0 + 5.0 - 5.0
+    assert steady_state(plan_of(late), seconds).iteration_time_s == 11.0
+
+
+def test_a_longer_node_outside_the_cycle_changes_nothing():
+    plan = plan_of({"a": ((0,), (), ()), "b": ((1,), (), ())})
+    state = steady_state(plan, {"a": 2.0, "b": 3.0})
+    assert state.cycle == ("b",)
+    assert steady_state(plan, {"a": 2.9, "b": 3.0}).iteration_time_s == 3.0
+
+
+@st.composite
+def strongly_connected(draw):
+    """A ring through all nodes and further edges; edges that do not lead forward have a delay."""
+    n = draw(st.integers(2, 6))
+    pairs = [(i, (i + 1) % n) for i in range(n)]
+    pairs += draw(st.lists(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)), max_size=10))
+    edges = [Edge(a, b, draw(st.integers(0 if a < b else 1, 2))) for a, b in pairs]
+    return draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)), edges
+
+
+@given(strongly_connected())
+@settings(deadline=None)
+def test_howard_equals_enumeration_of_all_cycles(problem):
+    seconds, edges = problem
+    graph = nx.DiGraph()
+    for a, b, delay in edges:
+        delays = graph.edges[a, b]["delay"] if graph.has_edge(a, b) else delay
+        graph.add_edge(a, b, delay=min(delay, delays))
+    best = max(
+        sum(seconds[i] for i in cycle)
+        / sum(graph.edges[a, b]["delay"] for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+        for cycle in nx.simple_cycles(graph)
+    )
+    ratio, cycle = max_cycle_ratio(seconds, edges)
+    assert ratio == pytest.approx(best, abs=1e-9)
+    assert sum(seconds[i] for i in cycle) == pytest.approx(
+        ratio * sum(graph.edges[a, b]["delay"] for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+    )
+
+
+def test_replay_by_hand():
+    plan = plan_of({"a": ((0,), (), ()), "b": ((1,), ("a",), ()), "c": ((0, 1), (), ())})
+    found = replay(plan, {"a": 2.0, "b": 3.0, "c": 1.0}, 2)
+    assert found == [
+        Execution(0, "a", 0.0, 2.0),
+        Execution(0, "b", 2.0, 5.0),
+        Execution(0, "c", 5.0, 6.0),
+        Execution(1, "a", 6.0, 8.0),
+        Execution(1, "b", 8.0, 11.0),
+        Execution(1, "c", 11.0, 12.0),
+    ]
+
+
+@st.composite
+def plans(draw):
+    """Random nodes on random devices with random edges back to earlier nodes and to the iteration before."""
+    n = draw(st.integers(1, 7))
+    names = [f"n{i}" for i in range(n)]
+    nodes = {}
+    for i, name in enumerate(names):
+        devices = tuple(sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))))
+        after = tuple(sorted(draw(st.sets(st.sampled_from(names[:i]), max_size=2)))) if i else ()
+        previous = tuple(sorted(draw(st.sets(st.sampled_from(names), max_size=1))))
+        nodes[name] = devices, after, previous
+    seconds = {name: float(draw(st.integers(0, 8))) for name in names}
+    return plan_of(nodes), seconds
+
+
+@given(plans())
+@settings(deadline=None)
+def test_the_replay_settles_at_the_steady_state(drawn):
+    plan, seconds = drawn
+    expected = steady_state(plan, seconds).iteration_time_s
+    assert settled_period(replay(plan, seconds, 100), 60) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(plans(), st.sampled_from([0.001, 3.0]))
+@settings(deadline=None, max_examples=30)
+def test_properties(drawn, scale):
+    """At least every device's load; start times are feasible; scaling times scales the result."""
+    plan, seconds = drawn
+    state = steady_state(plan, seconds)
+    for device in range(4):
+        load = sum(seconds[node.name] for node in plan.on(device))
+        assert state.iteration_time_s >= load - 1e-9
+    scaled = steady_state(plan, {name: scale * s for name, s in seconds.items()})
+    assert scaled.iteration_time_s == pytest.approx(scale * state.iteration_time_s)
+    for node in plan.nodes:
+        for before in node.after:
+            assert state.start_s[node.name] >= state.start_s[before] + seconds[before] - 1e-9
+        for before in node.after_previous:
+            end = state.start_s[before] + seconds[before] - state.iteration_time_s
+            assert state.start_s[node.name] >= end - 1e-9
