@@ -1,0 +1,240 @@
+"""Commits of a run: `step-NNNNNNNN` folders that appear by a rename, whole or not at all. Torch-free.
+
+Ranks write their parts into `step-NNNNNNNN.tmp-<attempt>` (snapshots.py) and say when they are durable; then
+the controller writes the manifest there and renames the folder: that is the commit. The latest commit is the
+highest one whose manifest and files verify; nothing else says which it is.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rlhf_tasks.durable import append_lines, explain, sync_folder
+from rlhf_tasks.journals import LINEAGE, METRICS, IterationResults, lineage_lines, metrics_line
+from rlhf_tasks.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Part,
+    RoleRecord,
+    verify,
+    write_manifest,
+)
+from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.spec import ExecutionPlan
+
+logger = logging.getLogger(__name__)
+_STEP = re.compile(r"step-(\d{8})")
+_LEFTOVER = re.compile(r"step-\d{8}\.(tmp-.*|pruned)")
+_AT_LEAST = 2  # commits kept, so that there is one to fall back to
+
+
+class Commit(NamedTuple):
+    """A commit that was verified."""
+
+    step: int
+    folder: Path
+    manifest: Manifest
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """Where a commit lies."""
+    return run_folder / f"step-{step:08d}"
+
+
+def unfinished_folder(run_folder: Path, step: int, attempt: int) -> Path:
+    """Where the parts of a commit are gathered until it is one."""
+    return run_folder / f"step-{step:08d}.tmp-{attempt}"
+
+
+def commit(run_folder: Path, manifest: Manifest) -> Path:
+    """Make a commit of the parts that its ranks have written: manifest, rename, sync. Returns its folder.
+
+    What the manifest does not name (of an aborted generation) is removed. A folder that stands in its place
+    was refused when the run was resumed, and is put aside.
+    Raises CheckpointError when a part is not there, OSError when the manifest cannot be written.
+    """
+    unfinished = unfinished_folder(run_folder, manifest.step, manifest.attempt)
+    unfinished.mkdir(exist_ok=True)
+    present = {path.name: path for path in unfinished.iterdir()}
+    for stored in manifest.files:
+        path = present.pop(stored.file, None)
+        if path is None or path.stat().st_size != stored.size_bytes:
+            raise CheckpointError(f"{unfinished / stored.file}: not the {stored.size_bytes} bytes written.")
+    for name, path in present.items():
+        if name not in (MANIFEST, CHECKSUM):
+            path.unlink()
+    write_manifest(unfinished, manifest)
+    final = step_folder(run_folder, manifest.step)
+    if final.exists():
+        aside = final.with_name(f"{final.name}.refused-{manifest.attempt}")
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+    os.rename(unfinished, final)
+    sync_folder(run_folder)
+    return final
+
+
+def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError]]:
+    """The highest step that verifies, and why each higher one was refused. Reads every byte of them."""
+    refused = []
+    for step in sorted(_steps(run_folder), reverse=True):
+        folder = step_folder(run_folder, step)
+        try:
+            manifest = verify(folder)
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        if manifest.step == step:
+            return Commit(step, folder, manifest), refused
+        refused.append(CheckpointError(f"{folder / MANIFEST}: it is of step {manifest.step}, not {step}."))
+    return None, refused
+
+
+def prune(run_folder: Path, keep_last: int) -> None:
+    """Remove all but the newest commits, at least two, once the newest has been read back.
+
+    Raises CheckpointError, and removes nothing, when the newest does not verify.
+    """
+    steps = sorted(_steps(run_folder))
+    old = steps[: -max(keep_last, _AT_LEAST)]
+    if old:
+        verify(step_folder(run_folder, steps[-1]))
+    for step in old:
+        folder = step_folder(run_folder, step)
+        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.pruned")))
+
+
+def sweep(run_folder: Path) -> None:
+    """Remove what attempts that have ended left unfinished. Only for the holder of the run's lease."""
+    for path in run_folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def _steps(run_folder: Path) -> list[int]:
+    matches = [_STEP.fullmatch(path.name) for path in run_folder.iterdir()] if run_folder.is_dir() else []
+    return [int(match[1]) for match in matches if match]
+
+
+class RunIdentity(Protocol):
+    """What commits need to know of an attempt (`rlhf_tasks.transport.RunSpec` is one)."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def plan(self) -> ExecutionPlan: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def run_folder(self) -> str: ...
+
+
+def run_snapshots(spec: RunIdentity) -> "RunSnapshots":
+    """The commits of one attempt of a run, as its controller uses them."""
+    return RunSnapshots(spec)
+
+
+class RunSnapshots:
+    """Finds the commit to go on from, and writes new ones and the run's journals. Both methods may block."""
+
+    def __init__(self, spec: RunIdentity) -> None:
+        self._spec = spec
+        self._folder = Path(spec.run_folder)
+        self._journals = {METRICS: 0, LINEAGE: 0}
+
+    def latest(self) -> tuple[int, int] | None:
+        """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
+
+        Puts the run folder into the state of that commit: unfinished folders go, journals are cut back.
+        Raises CheckpointError naming the files when there are commits and none can be used.
+        """
+        found, refused = latest_commit(self._folder)
+        for error in refused:
+            logger.warning("checkpoint refused: %s", error)
+        if found is None and refused:
+            reasons = " ".join(map(str, refused))
+            raise CheckpointError(f"no commit in {self._folder} can be used. {reasons}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        sweep(self._folder)
+        if found is not None:
+            self._journals = {**self._journals, **found.manifest.journals}
+        for name, size_bytes in self._journals.items():
+            append_lines(self._folder / name, size_bytes, ())
+        return None if found is None else (found.step, found.manifest.cursor)
+
+    def commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
+        """Commit a step: journals, manifest, rename; then remove commits that are no longer kept.
+
+        results  iteration -> node -> rank -> result, of `order.iterations`
+        Raises CheckpointError when the parts do not fit together, OSError with path and sizes on a full disk.
+        """
+        parts = [Part.model_validate(part) for ranks in order.parts.values() for part in ranks.values()]
+        roles = _records(parts)
+        versions = {role: record.version for role, record in roles.items()}
+        if versions != dict(order.versions):
+            raise CheckpointError(f"step {order.step}: parts of versions {versions}, not {order.versions}.")
+        journals = self._append(order.iterations, results)
+        manifest = Manifest(
+            run=self._spec.run,
+            attempt=self._spec.attempt,
+            step=order.step,
+            seed=self._spec.config.get("seed", 0),
+            cursor=order.cursor,
+            versions=versions,
+            roles=roles,
+            files=tuple(sorted((part.stored for part in parts), key=lambda stored: stored.file)),
+            journals=journals,
+            config_sha256=_sha256(self._spec.config),
+            plan_sha256=_sha256(self._spec.plan.model_dump(mode="json")),
+        )
+        try:
+            commit(self._folder, manifest)
+        except OSError as error:
+            path = unfinished_folder(self._folder, order.step, self._spec.attempt) / MANIFEST
+            raise OSError(explain(error, path, len(manifest.model_dump_json(indent=1)))) from error
+        self._journals = journals
+        try:
+            prune(self._folder, self._spec.config.get("keep_last", _AT_LEAST))
+        except (CheckpointError, OSError) as error:
+            logger.error("older commits are kept: %s", error)
+
+    def _append(self, iterations: Iterable[int], results: Mapping[int, IterationResults]) -> dict[str, int]:
+        """Append to both journals behind the last commit. Returns their new sizes."""
+        lines = {
+            METRICS: [metrics_line(i, results[i]) for i in iterations if i in results],
+            LINEAGE: [line for i in iterations if i in results for line in lineage_lines(i, results[i])],
+        }
+        sizes = {}
+        for name, more in lines.items():
+            path = self._folder / name
+            try:
+                sizes[name] = append_lines(path, self._journals[name], more)
+            except OSError as error:
+                raise OSError(explain(error, path, sum(map(len, more)))) from error
+        return sizes
+
+
+def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:
+    """Role -> its record, on which all its ranks must agree. Raises CheckpointError."""
+    roles: dict[str, RoleRecord] = {}
+    for part in parts:
+        role = part.stored.role
+        if roles.setdefault(role, part.record) != part.record:
+            raise CheckpointError(
+                f"ranks disagree on the state of role {role!r}: {roles[role]} {part.record}"
+            )
+    return roles
+
+
+def _sha256(document: Any) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,49 @@
+"""Files that survive a crash: written, synced, and only then counted on. Torch-free."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a whole file and make it durable. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the entries of a folder (new, renamed and removed files) durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append_lines(path: Path, size_bytes: int, lines: Iterable[str]) -> int:
+    """Make a journal its first `size_bytes` bytes and these lines, durably. Returns its new size.
+
+    So what a failed attempt to append has left behind is overwritten.
+    """
+    with path.open("ab") as file:
+        file.truncate(min(size_bytes, path.stat().st_size))
+        file.seek(0, os.SEEK_END)
+        for line in lines:
+            file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
+def explain(error: OSError, path: Path, needed_bytes: int) -> str:
+    """What went wrong with a file; for a full disk with the bytes needed and free."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path}: {error.strerror or error}"
+    free_bytes = shutil.disk_usage(path.parent).free
+    return (
+        f"{error.strerror}: {path} needs {needed_bytes} bytes, {free_bytes} are free. Free some and resume."
+    )

@@ -1,0 +1,137 @@
+"""What a commit consists of: its manifest, and the check that all it names is there unchanged. Torch-free."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from rlhf_tasks.durable import sync_folder, write_file
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.shape import Head, ModelShape
+from rlhf_tasks.parallel.topology import Placement
+from rlhf_tasks.spec import Frozen
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+CHECKSUM = "manifest.json.sha256"  # in the format of `sha256sum -c`
+_CHUNK_BYTES = 1 << 22
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used: which file, and why."""
+
+
+class RoleRecord(Frozen):
+    """What is saved of a role besides tensors, and how its tensors are laid out over the files.
+
+    version         number of train calls applied
+    optimizer_step  number of optimizer updates applied
+    state           KL coefficient, value normaliser and the like
+    """
+
+    version: int
+    optimizer_step: int
+    state: dict[str, Any]
+    shape: ModelShape
+    head: Head
+    placement: Placement
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.shape, self.head, self.placement)
+
+
+class StoredFile(Frozen):
+    """One file of a commit, by its plain name inside the commit's folder."""
+
+    role: str
+    file: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Part(Frozen):
+    """What a rank says when its part of a role's snapshot is durable (`SavedPart.details`)."""
+
+    stored: StoredFile
+    record: RoleRecord
+
+
+class Manifest(Frozen):
+    """The table of contents of a commit.
+
+    step      number of committed iterations
+    cursor    global id of the first sample not yet fetched
+    versions  trained role -> number of its train calls
+    journals  file in the run folder -> its size in bytes at this commit
+    config_sha256, plan_sha256   name the configuration and the execution plan
+    """
+
+    schema_version: int = SCHEMA
+    run: str
+    attempt: int
+    step: int = Field(ge=0)
+    seed: int
+    cursor: int = Field(ge=0)
+    versions: dict[str, int]
+    roles: dict[str, RoleRecord]
+    files: tuple[StoredFile, ...]
+    journals: dict[str, int]
+    config_sha256: str
+    plan_sha256: str
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest and checksum, durably. Raises OSError."""
+    data = manifest.model_dump_json(indent=1).encode()
+    write_file(folder / MANIFEST, data)
+    write_file(folder / CHECKSUM, _checksum(data))
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a folder's manifest. Raises CheckpointError naming the file."""
+    path = folder / MANIFEST
+    try:
+        data, checksum = path.read_bytes(), (folder / CHECKSUM).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}.") from error
+    if checksum != _checksum(data):
+        raise CheckpointError(f"{path}: its checksum is not the one in {CHECKSUM}.")
+    try:
+        schema = json.loads(data).get("schema_version")
+        if schema != SCHEMA:
+            raise CheckpointError(f"{path}: schema {schema}; this version of prefect-rlhf reads {SCHEMA}.")
+        return Manifest.model_validate_json(data)
+    except (ValidationError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a manifest: {error}") from error
+
+
+def verify(folder: Path) -> Manifest:
+    """Check that a commit is whole: manifest, and size and hash of every file. Raises CheckpointError naming
+    the first file that is not as it was written. Nothing else in the folder is opened."""
+    manifest = read_manifest(folder)
+    for stored in manifest.files:
+        path = folder / stored.file
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path}: missing, or not a plain file.")
+        size_bytes = path.stat().st_size
+        if size_bytes != stored.size_bytes:
+            raise CheckpointError(f"{path}: {size_bytes} bytes instead of {stored.size_bytes}.")
+        if _hash_file(path) != stored.sha256:
+            raise CheckpointError(f"{path}: its content has changed since it was written.")
+    return manifest
+
+
+def _checksum(data: bytes) -> bytes:
+    return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

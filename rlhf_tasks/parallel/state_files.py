@@ -1,0 +1,199 @@
+"""A rank's training state on disk: one safetensors file per rank, readable from any other layout.
+
+A file holds the rank's `StateShard`s: flat ranges of its slices of parameters (as master weights) and
+moments. Over the dp ranks of a placement each range is written once. No pickle anywhere.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.optimizer import StateShard
+
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_CHUNK_BYTES = 1 << 22  # hashed and written at a time
+
+
+class Written(NamedTuple):
+    """A file that is durable on disk."""
+
+    size_bytes: int
+    sha256: str
+
+
+def state_size_bytes(shards: Iterable[StateShard]) -> int:
+    """Bytes of the tensors of a file, without its header."""
+    return sum(shard.tensor.nbytes for shard in shards)
+
+
+def write_shards(path: Path, device: int, shards: Sequence[StateShard]) -> Written:
+    """Write a rank's shards (tensors on the CPU) and make the file durable; its hash is taken on the way.
+
+    device  the rank's device id, which tells a reader whose slices these are
+    Raises OSError when the disk is full or cannot be written.
+    """
+    entries: dict[str, Any] = {}
+    offset = 0
+    for shard in shards:
+        span = [offset, offset + shard.tensor.nbytes]
+        dtype, shape = _NAMES[shard.tensor.dtype], [shard.tensor.numel()]
+        entries[_key(shard.name, shard.kind)] = {"dtype": dtype, "shape": shape, "data_offsets": span}
+        offset = span[1]
+    starts = {_key(shard.name, shard.kind): shard.start for shard in shards}
+    metadata = {"device": str(device), "starts": json.dumps(starts)}
+    header = json.dumps({"__metadata__": metadata, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    size_bytes, digest = 0, hashlib.sha256()
+    with path.open("wb") as file:
+        for data in _chunks(header, shards):
+            file.write(data)
+            digest.update(data)
+            size_bytes += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(size_bytes, digest.hexdigest())
+
+
+def read_shards(
+    files: Iterable[Path], old: Layout, new: Layout, device: int, wanted: Iterable[StateShard]
+) -> Iterator[StateShard]:
+    """Read some shards of a device in the layout `new` from the files of all ranks of the layout `old`.
+
+    wanted  which shards, of which dtype, on which device; their contents are not touched
+    Yields fresh tensors one by one. Raises ValueError naming what the files do not hold.
+    """
+    with ExitStack() as stack:
+        stored: dict[str, list[_Stored]] = {}
+        for path in sorted(files):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            metadata = file.metadata()
+            source = int(metadata["device"])
+            for key, start in json.loads(metadata["starts"]).items():
+                stop = start + file.get_slice(key).get_shape()[0]
+                stored.setdefault(key, []).append(_Stored(file, source, start, stop))
+        for shard in wanted:
+            tensor = _assemble(shard, stored.get(_key(shard.name, shard.kind), []), old, new, device)
+            yield shard._replace(tensor=tensor)
+
+
+def _key(name: str, kind: str) -> str:
+    return f"{kind}/{name}"
+
+
+def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, piece by piece."""
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for shard in shards:
+        data = shard.tensor.contiguous().view(torch.uint8).numpy().data
+        for start in range(0, len(data), _CHUNK_BYTES):
+            yield data[start : start + _CHUNK_BYTES]
+
+
+# From one layout to another. A parameter is seen as a matrix: one row per index before the sharded dim, one
+# column per element from it on. A slice is then a block of columns; a flat range of a slice is at most three
+# rectangles: the end of a row, whole rows, the beginning of a row.
+
+
+class _Stored(NamedTuple):
+    """One entry of a file: a flat range of a slice of the device that wrote it."""
+
+    file: Any  # safetensors' handle
+    device: int
+    start: int
+    stop: int
+
+
+class _Rectangle(NamedTuple):
+    """Rows and columns of the whole parameter's matrix."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    def intersect(self, other: "_Rectangle") -> "_Rectangle | None":
+        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
+        left, right = max(self.left, other.left), min(self.right, other.right)
+        return _Rectangle(top, bottom, left, right) if top < bottom and left < right else None
+
+
+class _Columns(NamedTuple):
+    """The columns of a slice."""
+
+    first: int
+    width: int
+
+    @staticmethod
+    def of(layout: Layout, name: str, device: int) -> "_Columns":
+        spec, rows = layout.specs[name], layout.held(device)[name]
+        inner = 1
+        for size in spec.shape[spec.dim + 1 :]:
+            inner *= size
+        return _Columns(rows.start * inner, rows.size * inner)
+
+    def rectangles(self, start: int, stop: int) -> list[_Rectangle]:
+        """What the elements start .. stop - 1 of the flattened slice are."""
+        pieces = []
+        while start < stop:
+            row, column = divmod(start, self.width)
+            if column == 0 and stop - start >= self.width:
+                bottom, end = stop // self.width, self.width
+            else:
+                bottom, end = row + 1, min(self.width, column + stop - start)
+            pieces.append(_Rectangle(row, bottom, self.first + column, self.first + end))
+            start = (bottom - 1) * self.width + end
+        return pieces
+
+    def span(self, part: _Rectangle) -> tuple[int, int]:
+        """The smallest flat range of the slice that has a rectangle in it."""
+        left, right = part.left - self.first, part.right - self.first
+        return part.top * self.width + left, (part.bottom - 1) * self.width + right
+
+    def view(self, flat: Tensor, part: _Rectangle) -> Tensor:
+        """A rectangle as a view of a flat tensor that begins with it."""
+        shape = (part.bottom - part.top, part.right - part.left)
+        return flat.as_strided(shape, (self.width, 1), flat.storage_offset())
+
+
+def _assemble(shard: StateShard, stored: Sequence[_Stored], old: Layout, new: Layout, device: int) -> Tensor:
+    """One shard's values from whatever files have parts of it."""
+    values, found = torch.empty_like(shard.tensor), torch.zeros(shard.stop - shard.start, dtype=torch.bool)
+    target = _Columns.of(new, shard.name, device)
+    for entry in stored:
+        source = _Columns.of(old, shard.name, entry.device)
+        for theirs in source.rectangles(entry.start, entry.stop):
+            for ours in target.rectangles(shard.start, shard.stop):
+                part = theirs.intersect(ours)
+                if part is None:
+                    continue
+                first, last = source.span(part)
+                piece = entry.file.get_slice(_key(shard.name, shard.kind))
+                data = piece[first - entry.start : last - entry.start]
+                _check_dtype(shard, data)
+                begin = target.span(part)[0] - shard.start
+                target.view(values[begin:], part).copy_(source.view(data, part))
+                target.view(found[begin:], part).fill_(True)
+        if found.all():
+            return values
+    lacking = int((~found).sum())
+    raise ValueError(
+        f"the checkpoint lacks {lacking} of {found.numel()} elements of {shard.kind} of {shard.name}"
+    )
+
+
+def _check_dtype(shard: StateShard, data: Tensor) -> None:
+    if data.dtype != shard.tensor.dtype:
+        raise ValueError(
+            f"the checkpoint has {shard.kind} of {shard.name} in {data.dtype}, the run wants "
+            f"{shard.tensor.dtype}. Resume with the dtype that the run began with."
+        )

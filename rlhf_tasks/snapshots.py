@@ -1,0 +1,128 @@
+"""A rank's side of checkpoints: copying a role's state aside, writing it in the background, restoring it."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_tasks.checkpoint import step_folder, unfinished_folder
+from rlhf_tasks.durable import explain, sync_folder
+from rlhf_tasks.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
+from rlhf_tasks.parallel.groups import ProcessGroups
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.optimizer import Optimizer, StateShard
+from rlhf_tasks.parallel.state_files import read_shards, state_size_bytes, write_shards
+from rlhf_tasks.transport import GenerationSpec, SavedPart
+
+
+class TrainedRole(Protocol):
+    """What a checkpoint holds of an engine: all that training changes."""
+
+    layout: Layout
+    groups: ProcessGroups
+    optimizer: Optimizer | None
+    version: int
+    state: dict[str, Any]
+
+
+class SnapshotWriter:
+    """Saves the trained roles of one rank in one generation.
+
+    on_saved  called from the writing thread, once per `save`, when the part is durable or has failed
+    """
+
+    def __init__(self, spec: GenerationSpec, on_saved: Callable[[SavedPart], None]) -> None:
+        self._spec = spec
+        self._on_saved = on_saved
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+
+    def save(self, role: str, engine: TrainedRole, step: int) -> None:
+        """Copy a role's state as it stands and write it in the background.
+
+        Copying aside is all that the caller waits for. Saves are written in the order of the calls.
+        """
+        assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to save"
+        shards = [
+            shard._replace(tensor=shard.tensor.detach().to("cpu", copy=True))
+            for shard in engine.optimizer.shard_state()
+        ]
+        record = RoleRecord(
+            version=engine.version,
+            optimizer_step=engine.optimizer.step,
+            state=dict(engine.state),
+            shape=engine.layout.shape,
+            head=engine.layout.head,
+            placement=engine.layout.placement,
+        )
+        path = self._path(role, step)
+        writing = self._thread.submit(self._write, path, role, record.model_copy(deep=True), shards)
+        writing.add_done_callback(lambda done: self._report(done, path, state_size_bytes(shards), role, step))
+
+    def close(self, wait: bool = True) -> None:
+        """End the thread: after it has written everything, or (aborted generation) after its current part."""
+        self._thread.shutdown(wait=wait, cancel_futures=not wait)
+
+    def _path(self, role: str, step: int) -> Path:
+        """Where a part goes. The name holds the generation, so that what an aborted one still writes cannot
+        touch a file of this one."""
+        spec = self._spec
+        folder = unfinished_folder(Path(spec.run_folder), step, spec.attempt)
+        return folder / f"{role}.rank-{spec.rank:05d}.gen-{spec.generation}.safetensors"
+
+    def _write(self, path: Path, role: str, record: RoleRecord, shards: list[StateShard]) -> Part:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = write_shards(path, self._spec.rank, shards)
+        sync_folder(path.parent)
+        stored = StoredFile(role=role, file=path.name, **written._asdict())
+        return Part(stored=stored, record=record)
+
+    def _report(self, done: Future[Part], path: Path, needed_bytes: int, role: str, step: int) -> None:
+        """Say how a save has ended, whatever happened; a cancelled one is of no interest to anybody."""
+        if done.cancelled():
+            return
+        error = done.exception()
+        if isinstance(error, OSError):
+            reason = explain(error, path, needed_bytes)
+        else:
+            reason = "" if error is None else f"{type(error).__name__}: {error}"
+        spec = self._spec
+        part = SavedPart(
+            run=spec.run,
+            attempt=spec.attempt,
+            generation=spec.generation,
+            step=step,
+            role=role,
+            rank=spec.rank,
+            details={} if error else done.result().model_dump(mode="json"),
+            error=reason,
+        )
+        self._on_saved(part)
+
+
+def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None:
+    """Bring a role to a commit: weights, moments, version and state, whatever layout they were saved in.
+
+    The commit has been verified (`latest_commit`). Collective over each dp group of the engine's placement.
+    Raises CheckpointError when the commit has no such role or is of another model, ValueError when it lacks
+    values.
+    """
+    assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to restore"
+    folder = step_folder(run_folder, step)
+    manifest = read_manifest(folder)
+    if role not in manifest.roles:
+        raise CheckpointError(f"{folder} has the roles {sorted(manifest.roles)}, not {role!r}.")
+    record, layout = manifest.roles[role], engine.layout
+    difference = record.shape.difference(layout.shape)
+    if record.head != layout.head:
+        difference["head"] = (record.head, layout.head)
+    if difference:
+        changes = ", ".join(f"{name} {saved} (now {ours})" for name, (saved, ours) in difference.items())
+        raise CheckpointError(
+            f"{folder}: {role!r} was saved as another model: {changes}. Name that model folder."
+        )
+    files = [folder / stored.file for stored in manifest.files if stored.role == role]
+    wanted = engine.optimizer.shard_state()
+    shards = read_shards(files, record.layout, layout, engine.groups.rank, wanted)
+    engine.optimizer.load_shard_state(shards, record.optimizer_step)
+    engine.version = record.version
+    engine.state = dict(record.state)

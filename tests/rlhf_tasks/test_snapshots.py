@@ -1,0 +1,303 @@
+import hashlib
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_tasks.checkpoint import RunSnapshots, step_folder, unfinished_folder
+from rlhf_tasks.manifest import CheckpointError, Part
+from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.optimizer import Optimizer, OptimizerSettings, StateShard
+from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.state_files import write_shards
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.snapshots import SnapshotWriter, restore
+from rlhf_tasks.spec import ExecutionPlan, RolePlacements
+from rlhf_tasks.transport import GenerationSpec, SavedPart
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+STATE = {"kl_coef": 0.1 + 0.2, "normaliser": [1e-17, 3.0]}
+
+
+def model(**changes) -> ModelShape:
+    """9 query heads on 3 KV heads, 11 columns, 17 tokens: nothing divides evenly by 2 or 4."""
+    sizes = {"query_heads": 9, "kv_heads": 3, "layers": 3, **changes}
+    return ModelShape("qwen3", 8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm=True, **sizes)
+
+
+def place(devices, dp=1, tp=1, pp=1) -> Placement:
+    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp))
+
+
+@dataclass
+class Role:
+    """All of an engine that a checkpoint sees."""
+
+    layout: Layout
+    groups: ProcessGroups
+    optimizer: Optimizer
+    slices: dict[str, torch.nn.Parameter]
+    version: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Spec:
+    run_folder: str
+    plan: ExecutionPlan
+    attempt: int = 1
+    run: str = "test"
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def plan() -> ExecutionPlan:
+    return ExecutionPlan(
+        algorithm="sft",
+        n_devices=4,
+        devices_per_host=4,
+        n_seqs=8,
+        roles={"actor": RolePlacements(trained=True, placements=(place([0]),))},
+        nodes=(),
+    )
+
+
+def generation(folder: Path, rank: int) -> GenerationSpec:
+    """The fields that a snapshot does not look at are left out."""
+    return GenerationSpec.model_construct(
+        run="test", attempt=1, generation=0, rank=rank, run_folder=str(folder), plan=plan()
+    )
+
+
+def whole_state(layout: Layout, dtype) -> dict[tuple[str, str], torch.Tensor]:
+    """(kind, name) -> the whole parameter's state: numbers that follow from the name alone."""
+    whole = {}
+    for spec in layout.parameters:
+        for kind in KINDS:
+            seed = int(hashlib.sha256(f"{kind} {spec.name}".encode()).hexdigest()[:8], 16)
+            generator = torch.Generator().manual_seed(seed)
+            whole[kind, spec.name] = torch.randn(spec.shape, generator=generator, dtype=dtype)
+    return whole
+
+
+def local(whole: torch.Tensor, layout: Layout, name: str, rank: int) -> torch.Tensor:
+    rows = layout.held(rank)[name]
+    return whole.narrow(layout.specs[name].dim, rows.start, rows.size).contiguous()
+
+
+def build(layout: Layout, groups: ProcessGroups, dtype) -> Role:
+    """A role with all weights and moments zero."""
+    slices = {
+        name: torch.nn.Parameter(torch.zeros(layout.slice_shape(name, groups.rank), dtype=dtype))
+        for name in layout.held(groups.rank)
+    }
+    return Role(layout, groups, Optimizer(slices, layout, groups, OptimizerSettings()), slices)
+
+
+def expected(shard: StateShard, whole, layout: Layout, rank: int) -> torch.Tensor:
+    return local(whole[shard.kind, shard.name], layout, shard.name, rank).flatten()[shard.start : shard.stop]
+
+
+def precise(dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def save_and_restore(rank, world, folder, shape, head, dtype, placements) -> list[str]:
+    """Save in the first layout, restore in each of them. Gives what was wrong on this rank."""
+    sets = [tuple(range(world)), *(s for p in placements for s in device_sets(p))]
+    groups = ProcessGroups(sets, 30.0, torch.device("cpu"))
+    layouts = [Layout(shape, head, p) for p in placements]
+    whole = whole_state(layouts[0], precise(dtype))
+    if rank in placements[0].devices:
+        save(folder, build(layouts[0], groups, dtype), whole)
+    commit(folder, world)
+    wrong = []
+    for layout in layouts:
+        if rank not in layout.placement.devices:
+            continue
+        role = build(layout, groups, dtype)
+        restore("actor", role, Path(folder), 3)
+        for shard in role.optimizer.shard_state():
+            if not torch.equal(shard.tensor, expected(shard, whole, layout, rank)):
+                wrong.append(f"{layout.placement}: {shard.kind} of {shard.name}")
+        for name, weight in role.slices.items():
+            if not torch.equal(weight, local(whole["master", name], layout, name, rank).to(dtype)):
+                wrong.append(f"{layout.placement}: weights of {name}")
+        if (role.version, role.optimizer.step, role.state) != (7, 21, STATE):
+            wrong.append(f"{layout.placement}: {role.version} {role.optimizer.step} {role.state}")
+    return wrong
+
+
+def save(folder, role: Role, whole) -> None:
+    rank = role.groups.rank
+    for shard in role.optimizer.shard_state():
+        shard.tensor.copy_(expected(shard, whole, role.layout, rank))
+    role.optimizer.step, role.version, role.state = 21, 7, dict(STATE)
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(folder, rank), told.append)
+    writer.save("actor", role, 3)
+    for shard in role.optimizer.shard_state():
+        shard.tensor.zero_()  # training goes on while the copy is being written
+    role.state["kl_coef"] = 0.0
+    writer.close()
+    (part,) = told
+    assert (part.error, part.step, part.role, part.rank) == ("", 3, "actor", rank)
+    (Path(folder) / f"told-{rank}.json").write_text(part.model_dump_json())
+
+
+def commit(folder, world: int) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        parts = {}
+        for path in Path(folder).glob("told-*.json"):
+            part = SavedPart.model_validate_json(path.read_text())
+            parts[part.rank] = part.details
+        snapshots = RunSnapshots(Spec(str(folder), plan()))
+        snapshots.commit(WriteCommit(3, (), {"save": parts}, 24, {"actor": 7}), {})
+    dist.barrier()
+
+
+FOUR = [
+    place(range(4), dp=2, tp=2),
+    place(range(4), dp=4),
+    place([2, 0, 3, 1], tp=2, pp=2),
+    place([3, 1], dp=2),
+    place(range(4), tp=4),
+    place([1]),
+    place([0, 1, 2], pp=3),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("shape", "head", "dtype", "placements"),
+    [
+        (model(), "lm", torch.float32, FOUR),
+        (model(tied=True), "lm", torch.bfloat16, [FOUR[2], *FOUR]),
+        (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float64, [FOUR[4], *FOUR]),
+        (model(), "lm", torch.float32, [FOUR[5], *FOUR]),
+    ],
+    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank"],
+)
+def test_a_role_is_restored_bit_by_bit_into_any_layout(ranks, tmp_path, shape, head, dtype, placements):
+    wrong = ranks.run(4, save_and_restore, str(tmp_path), shape, head, dtype, placements)
+
+    assert wrong == [[]] * 4
+    written = sorted(path.name for path in step_folder(tmp_path, 3).glob("*.safetensors"))
+    assert written == [f"actor.rank-{rank:05d}.gen-0.safetensors" for rank in sorted(placements[0].devices)]
+
+
+def shards() -> list[StateShard]:
+    return [
+        StateShard("a", "master", 3, 7, torch.arange(4.0)),
+        StateShard("b", "exp_avg", 0, 2, torch.tensor([float("nan"), -0.0])),
+    ]
+
+
+def test_the_files_are_plain_safetensors_and_hashed_as_written(tmp_path):
+    written = write_shards(tmp_path / "x.safetensors", 5, shards())
+
+    content = (tmp_path / "x.safetensors").read_bytes()
+    assert written == (len(content), hashlib.sha256(content).hexdigest())
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == {"master/a", "exp_avg/b"}
+    assert torch.equal(loaded["master/a"], torch.arange(4.0))
+    assert loaded["exp_avg/b"].view(torch.int32).tolist() == shards()[1].tensor.view(torch.int32).tolist()
+
+
+class FakeOptimizer:
+    """Gives its state and nothing else."""
+
+    step = 4
+
+    def __init__(self, state: list[StateShard]) -> None:
+        self.state = state
+
+    def shard_state(self):
+        return iter(self.state)
+
+    def load_shard_state(self, loaded, step) -> None:
+        self.loaded = list(loaded)
+
+
+def small_role(**changes) -> Role:
+    """One rank's role of a model with one layer, without process groups."""
+    layout = Layout(model(layers=1, **changes), "lm", place([0]))
+    state = [
+        StateShard(spec.name, "master", 0, spec.size, torch.zeros(spec.size)) for spec in layout.parameters
+    ]
+    groups = type("Groups", (), {"rank": 0})()
+    return Role(layout, groups, FakeOptimizer(state), {}, version=7)  # type: ignore[arg-type]
+
+
+def written_part(folder: Path, role: Role) -> Part:
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(folder, 0), told.append)
+    writer.save("actor", role, 3)
+    writer.close()
+    assert told[0].error == ""
+    return Part.model_validate(told[0].details)
+
+
+def commit_part(folder: Path, part: Part) -> None:
+    order = WriteCommit(3, (), {"save": {0: part.model_dump(mode="json")}}, 24, {"actor": 7})
+    RunSnapshots(Spec(str(folder), plan())).commit(order, {})
+
+
+def test_another_model_is_refused_with_the_difference(tmp_path):
+    commit_part(tmp_path, written_part(tmp_path, small_role()))
+
+    with pytest.raises(CheckpointError, match=r"'actor' was saved as another model: kv_heads 3 \(now 9\)"):
+        restore("actor", small_role(kv_heads=9), tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"has the roles \['actor'\], not 'critic'"):
+        restore("critic", small_role(), tmp_path, 3)
+
+
+def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
+    saved = small_role()
+    saved.optimizer.state.pop()  # type: ignore[attr-defined]
+    commit_part(tmp_path, written_part(tmp_path, saved))
+
+    with pytest.raises(ValueError, match=r"lacks 136 of 136 elements of master of lm_head\.weight"):
+        restore("actor", small_role(), tmp_path, 3)
+    other = small_role()
+    other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"torch\.float32, the run wants torch\.float64"):
+        restore("actor", other, tmp_path, 3)
+
+
+def test_a_failed_write_is_reported(tmp_path):
+    unfinished_folder(tmp_path, 3, 1).write_text("in the way")
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append)
+    writer.save("actor", small_role(), 3)
+    writer.close()
+
+    assert "step-00000003.tmp-1" in told[0].error
+    assert told[0].details == {}
+
+
+def test_an_aborted_generation_leaves_what_it_has_not_begun(tmp_path):
+    told: list[SavedPart] = []
+    writing, go_on = threading.Event(), threading.Event()
+
+    def first_is_done(part: SavedPart) -> None:
+        told.append(part)
+        writing.set()
+        go_on.wait(10.0)
+
+    writer = SnapshotWriter(generation(tmp_path, 0), first_is_done)
+    for step in (3, 4):
+        writer.save("actor", small_role(), step)
+    assert writing.wait(10.0)
+    writer.close(wait=False)
+    go_on.set()
+    writer.close()
+
+    assert [part.step for part in told] == [3]
