@@ -1,9 +1,9 @@
 """The steady state of a plan: seconds per iteration when iterations follow each other without end.
 
-A node starts as soon as its predecessors have ended, its devices have finished the nodes that stand earlier in
-the total order (all of iteration t before any of t + 1), and iteration t - 2 has ended. That is a graph whose
-nodes take seconds and whose edges have a delay (how many iterations they reach ahead), and the steady state is
-its maximum cycle ratio: the largest sum of seconds over sum of delays along a cycle.
+A node starts as soon as its predecessors have ended, its devices have finished the nodes that stand earlier
+in the total order (all of iteration t before any of t + 1), and iteration t - 2 has ended. That is a graph
+whose nodes take seconds and whose edges have a delay (how many iterations they reach ahead), and the steady
+state is its maximum cycle ratio: the largest sum of seconds over sum of delays along a cycle.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
