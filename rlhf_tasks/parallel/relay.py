@@ -23,9 +23,9 @@ class Relay:
 
     def __init__(self, engine: "Engine") -> None:
         placement, stage = engine.placement, engine.stage
-        self._tp_devices = placement.tp_group(engine.rank)
+        self._tp_devices = placement.tp_group(engine.groups.rank)
         self._tp_group = engine.groups[self._tp_devices]
-        self._stages = placement.pp_group(engine.rank)
+        self._stages = placement.pp_group(engine.groups.rank)
         self._pp_group = engine.groups[self._stages]
         self._pp_rank = engine.coordinate.pp
         self._layout: Layout = stage.layout
