@@ -104,7 +104,7 @@ def test_small_batches_decode_at_the_hosts_pace(seconds):
 def test_decoding_reads_the_weights_each_step(seconds):
     """Four sequences: 13.2 GB of weights per token over 80% of 2.04 TB/s."""
     by_hand = 128 * 13.2e9 / (0.8 * 2.039e12)
-    assert seconds("actor_generate", n_seqs=4) == pytest.approx(by_hand, rel=0.15)
+    assert seconds("actor_generate", n_seqs=4) == pytest.approx(by_hand, rel=0.2)
 
 
 def test_early_leaving_lies_between_the_shortest_and_the_longest(seconds):
