@@ -1,14 +1,55 @@
-"""The messages between controller and ranks, and how one process asks another: Dask comm handlers.
+"""The messages between flow, controller and ranks, and the writer that puts them on a connection.
 
-A message is one pydantic model as JSON bytes; every message has exactly one answer. A message or its answer
-may be lost: senders send again, receivers are idempotent (rlhf_tasks/protocol). Torch-free.
+A message is a pydantic model as JSON bytes. There are two kinds of connections, both Dask comms:
+
+    flow -> controller  the lease: opened with a `RunSpec`; `FlowMessage`s one way, `Event`s the other
+    controller -> rank  the link: opened with the executor's name; `RankMessage`s one way, `News` the other
+
+A connection delivers in order, and what it lost it lost by breaking: either end then takes the other for
+dead. That is a fault, not a reason to send again; the machines in rlhf_tasks/protocol bear repeats and
+losses all the same. Torch-free.
 """
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from distributed.comm import Comm, CommClosedError
+from pydantic import BaseModel, Field, TypeAdapter
 
-from rlhf_tasks.spec import ExecutionPlan, Frozen
+from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
+
+# --- a run ----------------------------------------------------------------------------------------------
+
+
+class RunSpec(Frozen):
+    """One attempt of a run, as its flow describes it to the controller.
+
+    ranks           names of the Dask workers that serve; position = global rank = device id
+    run_folder      a folder that all hosts share
+    config          the run's configuration, JSON-able; the executor and the snapshots parse it
+    iterations      of the whole run, those before this attempt included
+    executor        "module:function" that makes a rank's executor
+    snapshots       "module:function" that makes the controller's `Snapshots` of this spec
+    deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) seconds
+    predicted_s     node name -> seconds that the plan predicts
+    """
+
+    run: str
+    attempt: int
+    ranks: tuple[str, ...]
+    plan: ExecutionPlan
+    config: dict[str, Any]
+    run_folder: str
+    iterations: int = Field(gt=0)
+    snapshot_every: int = Field(default=1, gt=0)
+    executor: str = "rlhf_tasks.executor:make_executor"
+    snapshots: str = "rlhf_tasks.checkpoint:run_snapshots"
+    deadline_factor: float = 10.0
+    deadline_floor_s: float = 60.0
+    predicted_s: dict[str, float] = Field(default_factory=dict)
+    max_rebuilds: int = 3
 
 
 class GenerationSpec(Frozen):
@@ -17,7 +58,8 @@ class GenerationSpec(Frozen):
     rank, n_ranks  this rank's global rank (= device id) and how many ranks join
     config         the run's configuration, JSON-able; the executor parses it
     run_folder     a folder that all hosts share
-    restore_step   the commit to restore from; None = initialise, and save every trained role as step 0
+    restore_step   the commit to restore from; None: initialise, and save every trained role as step 0
+    iterations, snapshot_every   which iterations end in a snapshot (`SnapshotSchedule`); others save nothing
     store_host, store_port, store_prefix   the controller's TCPStore and this generation's PrefixStore
     timeout_s      timeout of every process group: longer than any node's deadline
     """
@@ -31,10 +73,65 @@ class GenerationSpec(Frozen):
     config: dict[str, Any]
     run_folder: str
     restore_step: int | None
+    iterations: int
+    snapshot_every: int
     store_host: str
     store_port: int
     store_prefix: str
     timeout_s: float
+
+
+# --- controller -> rank ---------------------------------------------------------------------------------
+
+
+class Reset(Frozen):
+    """Take the lease and go to a generation."""
+
+    kind: Literal["reset"] = "reset"
+    run: str
+    attempt: int
+    generation: int
+    rank: int
+
+
+class Restore(Frozen):
+    """Join the groups and load."""
+
+    kind: Literal["restore"] = "restore"
+    spec: GenerationSpec
+
+
+class Deliver(Frozen):
+    """The requests of one iteration for one rank."""
+
+    kind: Literal["deliver"] = "deliver"
+    requests: tuple[NodeRequest, ...]
+
+
+# --- rank -> controller ---------------------------------------------------------------------------------
+
+
+class Told(Frozen):
+    """What a rank has to say about a node, its reset or its restore; `reason` belongs to a refusal."""
+
+    kind: Literal["entered", "reset", "restored", "refused"]
+    rank: int
+    key: NodeKey
+    reason: str = ""
+
+
+class Done(Frozen):
+    """A node's result on one rank."""
+
+    kind: Literal["done"] = "done"
+    result: NodeResult
+
+
+class Failed(Frozen):
+    """An error on one rank."""
+
+    kind: Literal["failed"] = "failed"
+    failure: NodeFailure
 
 
 class SavedPart(Frozen):
@@ -45,6 +142,7 @@ class SavedPart(Frozen):
     error    empty, or what went wrong (`No space left on device: PATH needs N bytes, M free`)
     """
 
+    kind: Literal["saved"] = "saved"
     run: str
     attempt: int
     generation: int
@@ -53,3 +151,113 @@ class SavedPart(Frozen):
     rank: int
     details: dict[str, Any] = Field(default_factory=dict)
     error: str = ""
+
+
+# --- flow <-> controller --------------------------------------------------------------------------------
+
+
+class Enter(Frozen):
+    """The subflow of an iteration has begun: deliver its requests."""
+
+    kind: Literal["enter"] = "enter"
+    iteration: int
+    generation: int
+
+
+class StopAfter(Frozen):
+    """Make an iteration the last one; delivered ones are completed and committed all the same."""
+
+    kind: Literal["stop_after"] = "stop_after"
+    iteration: int
+
+
+class Enterable(Frozen):
+    """The iteration may be entered under this generation."""
+
+    kind: Literal["enterable"] = "enterable"
+    iteration: int
+    generation: int
+
+
+class Committed(Frozen):
+    """The iteration is part of a written commit. results: node -> one result per rank."""
+
+    kind: Literal["committed"] = "committed"
+    iteration: int
+    results: dict[str, tuple[NodeResult, ...]]
+
+
+class Aborted(Frozen):
+    """The iteration will not be committed under this generation."""
+
+    kind: Literal["aborted"] = "aborted"
+    iteration: int
+    generation: int
+    cause: str
+    traceback: str = ""
+
+
+class Faulted(Frozen):
+    """A generation has ended by an error; the ranks are being rebuilt."""
+
+    kind: Literal["faulted"] = "faulted"
+    generation: int
+    cause: str
+    traceback: str = ""
+
+
+class Finished(Frozen):
+    """The last iteration is committed."""
+
+    kind: Literal["finished"] = "finished"
+    step: int
+
+
+class GaveUp(Frozen):
+    """The attempt has ended, or was refused; committed_step is where the next one starts."""
+
+    kind: Literal["gave_up"] = "gave_up"
+    reason: str
+    committed_step: int | None = None
+
+
+RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
+News = Annotated[Told | Done | Failed | SavedPart, Field(discriminator="kind")]
+FlowMessage = Annotated[Enter | StopAfter, Field(discriminator="kind")]
+Event = Annotated[Enterable | Committed | Aborted | Faulted | Finished | GaveUp, Field(discriminator="kind")]
+
+RANK_MESSAGE: TypeAdapter[Any] = TypeAdapter(RankMessage)
+NEWS: TypeAdapter[Any] = TypeAdapter(News)
+FLOW_MESSAGE: TypeAdapter[Any] = TypeAdapter(FlowMessage)
+EVENT: TypeAdapter[Any] = TypeAdapter(Event)
+
+
+class Writer:
+    """Writes messages to one connection, in order, from the event loop.
+
+    A function among them is called when everything before it has been handed to the kernel: it arrives,
+    even if this process is killed the next moment. When the connection is closed, what is left is dropped:
+    whoever reads from it learns that.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._items: asyncio.Queue[BaseModel | Callable[[], None] | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._write())
+
+    def put(self, item: BaseModel | Callable[[], None]) -> None:
+        """Write a message, or call a function, after what was put before."""
+        self._items.put_nowait(item)
+
+    def close(self) -> None:
+        """Close the connection. What is left is dropped, functions apart."""
+        self._comm.abort()
+        self._items.put_nowait(None)
+
+    async def _write(self) -> None:
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, BaseModel):
+                with suppress(CommClosedError):
+                    await self._comm.write(item.model_dump_json().encode())
+            else:
+                item()
