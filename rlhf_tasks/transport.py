@@ -3,7 +3,7 @@
 A message is a pydantic model as JSON bytes. There are two kinds of connections, both Dask comms:
 
     flow -> controller  the lease: opened with a `RunSpec`; `FlowMessage`s one way, `Event`s the other
-    controller -> rank  the link: `RankMessage`s one way, `News` the other
+    controller -> rank  the link: opened with the executor's name; `RankMessage`s one way, `News` the other
 
 A connection delivers in order, and what it lost it lost by breaking: either end then takes the other for
 dead. That is a fault, not a reason to send again; the machines in rlhf_tasks/protocol bear repeats and
@@ -85,14 +85,13 @@ class GenerationSpec(Frozen):
 
 
 class Reset(Frozen):
-    """Take the lease and go to a generation. executor: "module:function" that makes one."""
+    """Take the lease and go to a generation."""
 
     kind: Literal["reset"] = "reset"
     run: str
     attempt: int
     generation: int
     rank: int
-    executor: str
 
 
 class Restore(Frozen):

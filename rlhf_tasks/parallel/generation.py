@@ -8,20 +8,17 @@ do, which sequences have finished and which shapes come next: nothing else is ev
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf_tasks.parallel.decode_graph import DecodeGraphs
+from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.kv_cache import KVCache, vacate
 from rlhf_tasks.parallel.micro_batch import MicroBatch, balance, micro_batch
 from rlhf_tasks.parallel.relay import Relay
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.sampling import SamplingParams, sample, uniform
-
-if TYPE_CHECKING:
-    from rlhf_tasks.parallel.engine import Engine
 
 CUDA_CHECK_EVERY = 16  # steps between looks at who has finished: each look waits for the device
 CUDA_SPAN_MULTIPLE = 256  # columns of the cache
@@ -29,7 +26,7 @@ CUDA_SPAN_MULTIPLE = 256  # columns of the cache
 
 @torch.inference_mode()
 def generate(
-    engine: "Engine",
+    engine: Engine,
     batch: SampleBatch,
     params: SamplingParams,
     seed: int,
@@ -77,7 +74,7 @@ class _Group:
     """
 
     def __init__(
-        self, engine: "Engine", prompts: SampleBatch, params: SamplingParams, randomness: tuple[int, str, int]
+        self, engine: Engine, prompts: SampleBatch, params: SamplingParams, randomness: tuple[int, str, int]
     ) -> None:
         device, lengths = engine.device, prompts["input_ids"].lengths
         on_cuda = device.type == "cuda"

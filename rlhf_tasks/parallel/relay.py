@@ -1,15 +1,11 @@
 """What the ranks of one replica tell each other while they generate: hidden states, logits, tokens."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.layout import Layout
-
-if TYPE_CHECKING:
-    from rlhf_tasks.parallel.engine import Engine
 
 
 class Relay:
@@ -21,7 +17,7 @@ class Relay:
     and tp 1 nothing is sent.
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: Engine) -> None:
         placement, stage = engine.placement, engine.stage
         self._tp_devices = placement.tp_group(engine.groups.rank)
         self._tp_group = engine.groups[self._tp_devices]

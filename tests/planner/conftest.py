@@ -7,11 +7,15 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from planner.cost import CostModel
 from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import build_plan
+from planner.profile import preset
+from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import ASSIGNMENTS
+from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
@@ -47,3 +51,39 @@ def demo_assignments() -> dict[str, CallAssignment]:
 @pytest.fixture
 def demo_plan(make_graph, demo_assignments) -> ExecutionPlan:
     return build_plan(make_graph(n_seqs=256), demo_assignments, Cluster(1, 4))
+
+
+@pytest.fixture
+def llama() -> Callable[..., ModelShape]:
+    """A Llama's shape; by default Llama-2 7B."""
+
+    def make(**changes) -> ModelShape:
+        config = {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 11008,
+            "vocab_size": 32000,
+            "max_position_embeddings": 4096,
+        }
+        return ModelShape.from_config({**config, **changes})
+
+    return make
+
+
+@pytest.fixture
+def ppo_cost(llama) -> Callable[..., CostModel]:
+    """The cost of PPO with one shape for all roles on A100s; 128 prompt and 128 new tokens."""
+
+    def make(cluster: Cluster, shape: ModelShape | None = None, device=None, **workload) -> CostModel:
+        shape = shape or llama()
+        models = {
+            role: RoleModel(shape=shape, head="lm" if role in ("actor", "ref") else "scalar")
+            for role in ("actor", "ref", "critic", "reward")
+        }
+        sizes = {"prompt_tokens": 128, "new_tokens": Lengths.fixed(128), **workload}
+        return CostModel(cluster, device or preset("a100-80g-sxm"), models, Workload(**sizes))
+
+    return make

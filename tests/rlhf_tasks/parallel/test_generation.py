@@ -1,13 +1,14 @@
 """Generation against plain transformers, against itself without a cache, and over every (dp, tp, pp)."""
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.generation import generate
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout import Layout
@@ -30,41 +31,28 @@ LENGTHS = (3, 9, 1, 6, 4, 5, 2)
 STOPS = tuple(range(8))  # of 61 tokens
 
 
-@dataclass
-class Rank:
-    """The parts of an engine that generation reads."""
+class Alone:
+    """The process groups of a world of one rank, which needs none."""
 
-    stage: Stage
-    placement: Placement
-    rank: int
-    groups: Any
+    rank, device = 0, CPU
 
-    @property
-    def device(self) -> torch.device:
-        return self.stage.device
-
-    @property
-    def coordinate(self):
-        return self.placement.coordinate(self.rank)
-
-    @property
-    def is_head(self) -> bool:
-        return self.rank in self.placement.heads
+    def __getitem__(self, devices: Iterable[int]) -> None:
+        return None
 
 
-def build(family: str, dtype: torch.dtype, strategy=ALONE, rank: int = 0, groups=None, **sizes) -> Rank:
-    """A rank of a tiny model whose weights are the same for every strategy."""
+def build(family: str, dtype: torch.dtype, strategy=ALONE, groups: Any = None, **sizes: Any) -> Engine:
+    """An engine of a tiny model whose weights are the same for every strategy."""
+    groups = groups or Alone()
     config = tiny_config(family, **sizes)
     placement = Placement(tuple(range(strategy.size)), strategy)
-    groups = groups or {(rank,): None}
     layout = Layout(shape_of(config), "lm", placement)
-    tp_group = groups[placement.tp_group(rank)]
-    stage = Stage(config, layout, placement.coordinate(rank), tp_group, device=CPU, dtype=dtype)
+    tp_group = groups[placement.tp_group(groups.rank)]
+    stage = Stage(config, layout, placement.coordinate(groups.rank), tp_group, device=CPU, dtype=dtype)
     whole = dict(tiny_model(config).named_parameters())
     for name, mine in stage.named_slices().items():
-        rows = layout.held(rank)[name]
-        mine.data.copy_(whole[name].narrow(layout.specs[name].dim, rows.start, rows.size))
-    return Rank(stage, placement, rank, groups)
+        rows = layout.held(groups.rank)[name]
+        mine.data.copy_(whole[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
+    return Engine(stage, layout, groups)
 
 
 def prompts(lengths=LENGTHS, first_id: int = 10) -> SampleBatch:
@@ -80,12 +68,12 @@ def responses(samples: SampleBatch) -> dict[int, list[int]]:
     return {i: tokens[mask].tolist() for i, (tokens, mask) in zip(samples.ids, parts, strict=True)}
 
 
-def draw(rank: Rank, batch: SampleBatch, **params: Any) -> SampleBatch:
+def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
     groups_in_flight = params.pop("groups_in_flight", None)
     seed = params.pop("seed", 7)
     iteration = params.pop("iteration", 2)
     samples = generate(
-        rank, batch, SamplingParams(**params), seed, iteration, groups_in_flight=groups_in_flight
+        engine, batch, SamplingParams(**params), seed, iteration, groups_in_flight=groups_in_flight
     )
     assert samples is not None
     return samples
@@ -110,11 +98,11 @@ def test_greedy_tokens_equal_transformers(family: str):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float):
-    rank = build(family, torch.float32)
-    samples = draw(rank, prompts(), max_new_tokens=20, temperature=temperature)
+    engine = build(family, torch.float32)
+    samples = draw(engine, prompts(), max_new_tokens=20, temperature=temperature)
     micro = micro_batch(samples)
     with torch.no_grad():
-        logits = rank.stage(micro.input_ids, micro)
+        logits = engine.stage(micro.input_ids, micro)
     expected = packed_logprobs(logits, micro, VocabShard(), temperature or 1.0)
     mask = samples["response_mask"].values
     ours = samples["old_logprobs"].values
@@ -127,11 +115,11 @@ def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float)
 
 
 def test_a_sliding_window_holds_while_decoding():
-    rank = build("mistral", torch.float32, sliding_window=4)
-    samples = draw(rank, prompts(), max_new_tokens=12, temperature=0.0)
+    engine = build("mistral", torch.float32, sliding_window=4)
+    samples = draw(engine, prompts(), max_new_tokens=12, temperature=0.0)
     micro = micro_batch(samples)
     with torch.no_grad():
-        predicted = rank.stage(micro.input_ids, micro).argmax(-1)
+        predicted = engine.stage(micro.input_ids, micro).argmax(-1)
     mask = samples["response_mask"].values
     assert torch.equal(predicted.roll(1)[mask], micro.input_ids[mask])
     no_window = build("mistral", torch.float32, sliding_window=None)
@@ -139,23 +127,25 @@ def test_a_sliding_window_holds_while_decoding():
 
 
 def test_tokens_do_not_depend_on_the_batch():
-    rank, batch = build("llama", torch.float64), prompts()
-    together = responses(draw(rank, batch, max_new_tokens=16, stop_ids=STOPS))
+    engine, batch = build("llama", torch.float64), prompts()
+    together = responses(draw(engine, batch, max_new_tokens=16, stop_ids=STOPS))
     assert len({len(r) for r in together.values()}) > 2, "sequences of different lengths make the test"
     for sample_id in batch.ids:
-        alone = responses(draw(rank, batch.select([sample_id]), max_new_tokens=16, stop_ids=STOPS))
+        alone = responses(draw(engine, batch.select([sample_id]), max_new_tokens=16, stop_ids=STOPS))
         assert alone == {sample_id: together[sample_id]}
-    reverse = draw(rank, batch.select(batch.ids[::-1]), max_new_tokens=16, stop_ids=STOPS, groups_in_flight=3)
+    reverse = draw(
+        engine, batch.select(batch.ids[::-1]), max_new_tokens=16, stop_ids=STOPS, groups_in_flight=3
+    )
     assert reverse.ids == batch.ids[::-1]
     assert responses(reverse) == together
 
 
 def test_seed_and_iteration_change_the_tokens():
-    rank, batch = build("llama", torch.float32), prompts()
-    base = responses(draw(rank, batch, max_new_tokens=16))
-    assert responses(draw(rank, batch, max_new_tokens=16)) == base
-    assert responses(draw(rank, batch, max_new_tokens=16, seed=8)) != base
-    assert responses(draw(rank, batch, max_new_tokens=16, iteration=3)) != base
+    engine, batch = build("llama", torch.float32), prompts()
+    base = responses(draw(engine, batch, max_new_tokens=16))
+    assert responses(draw(engine, batch, max_new_tokens=16)) == base
+    assert responses(draw(engine, batch, max_new_tokens=16, seed=8)) != base
+    assert responses(draw(engine, batch, max_new_tokens=16, iteration=3)) != base
 
 
 def test_stop_ids_end_a_response_and_belong_to_it():
@@ -185,10 +175,10 @@ def test_min_equal_to_max_gives_exactly_that_many_tokens():
 
 
 def test_one_new_token_and_no_samples():
-    rank = build("llama", torch.float32)
-    assert {len(r) for r in responses(draw(rank, prompts(), max_new_tokens=1)).values()} == {1}
+    engine = build("llama", torch.float32)
+    assert {len(r) for r in responses(draw(engine, prompts(), max_new_tokens=1)).values()} == {1}
     empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
-    samples = draw(rank, empty, max_new_tokens=4)
+    samples = draw(engine, empty, max_new_tokens=4)
     assert samples.ids == ()
     keys = {key: packed.values.dtype for key, packed in samples.data.items()}
     assert keys == {
@@ -200,10 +190,10 @@ def test_one_new_token_and_no_samples():
 
 
 def test_finished_sequences_leave_the_batch():
-    rank, seen = build("llama", torch.float32), []
-    forward = rank.stage.forward
-    rank.stage.forward = lambda x, *args: seen.append(len(x)) or forward(x, *args)  # type: ignore[method-assign]
-    samples = draw(rank, prompts((2,) * 30), max_new_tokens=30, stop_ids=STOPS)
+    engine, seen = build("llama", torch.float32), []
+    forward = engine.stage.forward
+    engine.stage.forward = lambda x, *args: seen.append(len(x)) or forward(x, *args)  # type: ignore[method-assign]
+    samples = draw(engine, prompts((2,) * 30), max_new_tokens=30, stop_ids=STOPS)
     lengths = [len(r) for r in responses(samples).values()]
     live = [sum(length > step for length in lengths) for step in range(max(lengths))]
     assert seen == [60, *live[1:]]
@@ -215,7 +205,7 @@ def test_finished_sequences_leave_the_batch():
 def _generate_on(rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype, params: dict) -> Any:
     placement = Placement(tuple(range(world)), strategy)
     groups = ProcessGroups(device_sets(placement), 60.0, CPU)
-    member = build("llama", dtype, strategy, rank, groups)
+    member = build("llama", dtype, strategy, groups)
     batch = prompts()
     mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
     samples = generate(member, batch.select(mine), SamplingParams(**params), 7, 2)
@@ -248,7 +238,7 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
 def _empty_share(rank: int, world: int) -> Any:
     strategy = ParallelStrategy(1, 1, 2)
     groups = ProcessGroups(device_sets(Placement((0, 1), strategy)), 60.0, CPU)
-    member = build("llama", torch.float32, strategy, rank, groups)
+    member = build("llama", torch.float32, strategy, groups)
     empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
     samples = generate(member, empty, SamplingParams(max_new_tokens=3), 0, 0)
     groups.close()

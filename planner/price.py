@@ -1,0 +1,206 @@
+"""What a whole plan costs: seconds of every node, the steady state, and every device's peak of memory.
+
+Transfers are priced from the very lists that the executors run (rlhf_tasks/parallel/transfers.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planner.cost import OPTIMIZER_BYTES, CostModel
+from planner.simulate import SteadyState, steady_state
+from planner.workload import Workload
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.topology import Placement
+from rlhf_tasks.parallel.transfers import plan_reallocation, plan_redistribution, shares
+from rlhf_tasks.spec import (
+    CallNode,
+    ExecutionPlan,
+    FetchNode,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    SaveNode,
+    TransferNode,
+)
+
+Message = tuple[int, int, float]  # source device, destination device, bytes
+
+_TOKEN_BYTES = {"prompt_ids": 8, "input_ids": 8, "response_mask": 1, "chosen_ids": 8, "rejected_ids": 8}
+"""Bytes per token of the keys that are not float32 per token (docs/interfaces.md)."""
+
+_SAMPLE_BYTES = {"scores": 4, "truncated": 1}
+"""Bytes per sample of the keys that have one row per sample."""
+
+COLUMN_BYTES = 4  # of `columns`, per prompt token: its text, and as much again for the row's other columns
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The most that a device holds at once: when (the node that runs) and what (part -> bytes)."""
+
+    node: str
+    parts: dict[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class PlanPrice:
+    """A plan under a cost model.
+
+    duration_s   seconds of every node
+    moved_bytes  bytes that transfers and reallocations send between devices
+    peaks        device -> its peak of memory, for the devices that the plan uses
+    """
+
+    duration_s: dict[str, float]
+    moved_bytes: dict[str, float]
+    steady: SteadyState
+    peaks: dict[int, MemoryPeak]
+
+    @property
+    def iteration_time_s(self) -> float:
+        return self.steady.iteration_time_s
+
+
+def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
+    """Price every node of a plan. Raises ValueError when a strategy does not suit its model."""
+    duration_s, moved_bytes = {}, {}
+    for node in plan.nodes:
+        duration_s[node.name], moved = node_cost(node, plan, model)
+        if isinstance(node, TransferNode | ReallocateNode):
+            moved_bytes[node.name] = moved
+    return PlanPrice(duration_s, moved_bytes, steady_state(plan, duration_s), memory_peaks(plan, model))
+
+
+def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes sent between devices) of a node, its dispatch included."""
+    seconds, moved = 0.0, 0.0
+    match node:
+        case CallNode():
+            seconds = model.call(node.call, node.assignment).seconds
+        case TransferNode():
+            seconds, moved = _send(redistribution_messages(node, plan, model.workload), model)
+        case ReallocateNode():
+            seconds, moved = _send(reallocation_messages(node, model), model)
+        case SaveNode():
+            per_parameter = OPTIMIZER_BYTES / node.placement.strategy.dp
+            held = max(model.parameter_bytes(node.role, node.placement)) / model.workload.itemsize
+            seconds = held * per_parameter / model.device.host_copy_bytes_per_s
+        case FetchNode() | ReleaseNode():
+            pass
+    return seconds + model.device.dispatch_s, moved
+
+
+def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
+    """What a reallocation sends, from the list that the executor runs."""
+    role = model.models[node.role]
+    source, destination = (Layout(role.shape, role.head, p) for p in (node.source, node.destination))
+    planned = plan_reallocation(source, destination, model.workload.itemsize, model.cluster.devices_per_host)
+    return [(t.source, t.destination, t.size_bytes) for t in planned]
+
+
+def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: Workload) -> list[Message]:
+    """What a redistribution sends when every sequence has the mean length."""
+    ids = range(plan.n_seqs)
+    alike = dict.fromkeys(ids, 1)
+    held, wanted = shares(node.source, ids, alike), shares(node.destination, ids, alike)
+    planned = plan_redistribution(held, wanted, plan.devices_per_host)
+    per_sample = sum(key_bytes(key, workload) for key in node.keys)
+    return [(t.source, t.destination, len(t.ids) * per_sample) for t in planned]
+
+
+def key_bytes(key: str, workload: Workload) -> float:
+    """Bytes of a key per sample, on average."""
+    if key in _SAMPLE_BYTES:
+        return _SAMPLE_BYTES[key]
+    if key == "columns":
+        return COLUMN_BYTES * workload.prompt_tokens
+    tokens = workload.prompt_tokens if key == "prompt_ids" else workload.mean_tokens
+    return _TOKEN_BYTES.get(key, 4) * tokens
+
+
+def _send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes) of messages that run at the same time: the busiest direction of any device's links."""
+    device, cluster = model.device, model.cluster
+    busy: dict[tuple[int, str], float] = defaultdict(float)
+    total = 0.0
+    for source, destination, size_bytes in messages:
+        seconds = device.send_s(size_bytes, cluster.host(source) != cluster.host(destination))
+        busy[source, "out"] += seconds
+        busy[destination, "in"] += seconds
+        total += size_bytes
+    return max(busy.values(), default=0.0), total
+
+
+def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]:
+    """Device -> its peak of memory.
+
+    Resident all the time: a trained role's parameters, gradients and optimizer on its training placement, a
+    frozen role's parameters on each of its placements. Copies live from their reallocation to their release,
+    a call's temporary memory while it runs.
+    """
+    resident: dict[int, dict[str, float]] = {node: {} for node in range(plan.n_devices)}
+    for role, where in plan.roles.items():
+        for number, placement in enumerate(where.placements):
+            if where.trained and number:
+                continue
+            held = model.training_bytes if where.trained else model.parameter_bytes
+            part = f"{role}: {'parameters, gradients, optimizer' if where.trained else 'frozen parameters'}"
+            for device, size_bytes in _by_device(placement, held(role, placement)):
+                resident[device][part] = resident[device].get(part, 0.0) + size_bytes
+    live = {device: dict(parts) for device, parts in resident.items()}
+    peaks: dict[int, MemoryPeak] = {}
+
+    def note(device: int, node: str, parts: dict[str, float]) -> None:
+        if device not in peaks or sum(parts.values()) > peaks[device].total_bytes:
+            peaks[device] = MemoryPeak(node, dict(parts))
+
+    for node in plan.nodes:
+        match node:
+            case ReallocateNode():
+                copy = model.parameter_bytes(node.role, node.destination)
+                for device, size_bytes in _by_device(node.destination, copy):
+                    live[device][f"{node.role}: copy"] = size_bytes
+                    note(device, node.name, live[device])
+            case ReleaseNode():
+                for device in node.devices:
+                    del live[device][f"{node.role}: copy"]
+            case CallNode():
+                active = model.call(node.call, node.assignment).active_bytes
+                for device, size_bytes in _by_device(node.placement, active):
+                    note(device, node.name, {**live[device], f"{node.name}: activations": size_bytes})
+            case FetchNode() | TransferNode() | SaveNode():
+                pass
+    return peaks
+
+
+def _by_device(placement: Placement, per_stage: Iterable[float]) -> list[tuple[int, float]]:
+    """(device, bytes) from bytes per stage."""
+    stages = list(per_stage)
+    return [(device, stages[placement.coordinate(device).pp]) for device in placement.devices]
+
+
+def shortfall(price: PlanPrice, model: CostModel) -> str | None:
+    """One sentence about the device that lacks most memory, or None when the plan fits."""
+    device, peak = max(price.peaks.items(), key=lambda item: item[1].total_bytes)
+    missing = peak.total_bytes - model.device.memory_bytes
+    if missing <= 0:
+        return None
+    largest, size_bytes = max(peak.parts.items(), key=lambda item: item[1])
+    return (
+        f"Device {device} lacks {missing:.0f} bytes: it needs {peak.total_bytes:.0f} during {peak.node} "
+        f"and has {model.device.memory_bytes}. Most of it, {size_bytes:.0f}, is {largest}. {_remedy(largest)}"
+    )
+
+
+def _remedy(part: str) -> str:
+    """Which fields would lower a part."""
+    if part.endswith("activations"):
+        return "More micro_batches, a larger dp or a smaller batch_size would lower it."
+    if part.endswith("optimizer"):
+        return "A larger tp, pp or dp (ZeRO-1 shards the optimizer) on more devices would lower it."
+    return "A larger tp or pp would lower it."

@@ -1,0 +1,325 @@
+"""One attempt of a run on the controller: drives the ledger, on the worker's event loop.
+
+The ledger decides; this module carries out what it asks (sends, restarts, commits), tells it what ranks,
+disk and clock report, and lets flow and Prefect tasks watch.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
+from typing import Any, Protocol
+from uuid import uuid4
+
+from distributed import Worker
+
+from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.phases import State, Timeouts
+from rlhf_tasks.protocol.sequencer import Deadlines
+from rlhf_tasks.rank_link import RankLink
+from rlhf_tasks.rendezvous import Rendezvous
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeResult, SaveNode
+from rlhf_tasks.transport import (
+    Aborted,
+    Committed,
+    Deliver,
+    Done,
+    Enterable,
+    Failed,
+    Faulted,
+    Finished,
+    GaveUp,
+    GenerationSpec,
+    Reset,
+    Restore,
+    RunSpec,
+    SavedPart,
+    Told,
+)
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.2
+GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
+GROUP_TIMEOUT_FACTOR = 2.0  # process groups outlast every node's deadline: the ledger's cause comes first
+CONNECT_DEADLINE_S = 120.0
+RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
+
+
+class Snapshots(Protocol):
+    """The commits in a run folder. Both methods may block; they run beside the event loop."""
+
+    def latest(self) -> tuple[int, int] | None:
+        """(step, cursor) of the newest commit that verifies; None when there is none."""
+        ...
+
+    def commit(
+        self, order: do.WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
+    ) -> None:
+        """Write the manifest of a step and rename; append the metrics of `order.iterations`.
+
+        results  iteration -> node -> rank -> result, of the iterations that this commit makes final
+        """
+        ...
+
+
+class NodeAborted(RuntimeError):
+    """The node's iteration was aborted; the message is the cause: rank, call, iteration, error, traceback."""
+
+
+class Attempt:
+    """One attempt, from its lease to its end.
+
+    spec  what the flow asked for
+    tell  takes each `Event` for the flow
+    """
+
+    def __init__(self, worker: Worker, spec: RunSpec, tell: Callable[[Any], None]) -> None:
+        self.spec = spec
+        self._worker = worker
+        self._tell = tell
+        self._client = uuid4().hex
+        self._rendezvous = Rendezvous(worker.ip)
+        self._snapshots: Snapshots = resolve_name(spec.snapshots)(spec)
+        self._save_nodes = {node.role: node.name for node in spec.plan.nodes if isinstance(node, SaveNode)}
+        self._links: list[RankLink] = []
+        self._ledger: Ledger | None = None
+        self._enterable: tuple[int, int] | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._act: dict[type, Callable[[Any], None]] = {
+            do.ResetRank: self._reset_rank,
+            do.RestartRank: lambda i: self._links[i.rank].restart(i.lost, self._timeouts.restart_s),
+            do.RestoreRank: self._restore_rank,
+            do.Send: lambda i: self._links[i.rank].send(Deliver(requests=i.requests)),
+            do.WriteCommit: lambda i: self._background(self._commit(i)),
+            do.IterationCommitted: self._committed,
+            do.AbortIteration: self._aborted,
+            do.Fault: self._faulted,
+            do.Finished: lambda i: tell(Finished(step=i.step)),
+            do.GiveUp: lambda i: tell(GaveUp(reason=i.reason, committed_step=i.committed_step)),
+            do.RefuseEntry: lambda i: logger.info("iteration %d not entered: %s", i.iteration, i.reason),
+            do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
+            do.NodeDone: lambda i: None,  # watchers look at the account
+            do.IterationDone: lambda i: None,
+        }
+
+    @property
+    def _timeouts(self) -> Timeouts:
+        return self.ledger.timeouts
+
+    @property
+    def ledger(self) -> Ledger:
+        """The account of this attempt. Present after `start`."""
+        assert self._ledger is not None, "the attempt has not started"
+        return self._ledger
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Find the last commit, connect to all ranks, and begin generation 0. Raises RankMissing."""
+        spec = self.spec
+        latest = await asyncio.to_thread(self._snapshots.latest)
+        step, cursor = latest if latest is not None else (None, 0)
+        news = (self._receive, self._lost, self._started)
+        self._links = [
+            RankLink(self._worker, rank, name, self._client, spec.executor, *news)
+            for rank, name in enumerate(spec.ranks)
+        ]
+        await asyncio.gather(*(link.open(CONNECT_DEADLINE_S) for link in self._links))
+        self._ledger = Ledger(
+            spec.plan,
+            run=spec.run,
+            attempt=spec.attempt,
+            n_ranks=len(spec.ranks),
+            total_iterations=spec.iterations,
+            committed_step=step,
+            cursor=cursor,
+            snapshot_every=spec.snapshot_every,
+            max_rebuilds=spec.max_rebuilds,
+            timeouts=Timeouts(reset_s=RESET_S),
+            deadlines=Deadlines(spec.predicted_s, spec.deadline_factor, spec.deadline_floor_s),
+        )
+        self._feed(self._ledger.start)
+        self._background(self._tick())
+
+    async def close(self) -> None:
+        """Let every rank go. Watchers learn that the attempt has ended."""
+        self._closed = True
+        self._changed.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links))
+        self._rendezvous.close()
+
+    # --- for the flow and the tasks ---------------------------------------------------------------------
+
+    def enter(self, iteration: int, generation: int) -> None:
+        """Deliver an iteration's requests, if that has not been done."""
+        self._feed(self.ledger.enter, iteration, generation)
+
+    def stop_after(self, iteration: int) -> None:
+        """Make an iteration the last one."""
+        self._feed(self.ledger.stop_after, iteration)
+
+    async def wait_node(self, iteration: int, generation: int, node: str) -> dict[int, NodeResult]:
+        """Wait until a node is done; rank -> result. Raises NodeAborted with the cause."""
+        while not self._closed:
+            account = self.ledger.account
+            state = account.node_state(iteration, generation, node)
+            if state is State.ABORTED:
+                cause = account.abort_cause(iteration, generation)
+                why = f"{cause}\n{cause.traceback}" if cause else f"generation {generation} has ended."
+                raise NodeAborted(f"iteration {iteration} was aborted: {why}")
+            if state is State.DONE:
+                return account.results(iteration, node)
+            await self._changed.wait()
+        raise NodeAborted("the attempt has ended.")
+
+    # --- news of the ranks ------------------------------------------------------------------------------
+
+    def _receive(self, news: Told | Done | Failed | SavedPart) -> None:
+        """What a rank reports."""
+        if self._ledger is None:
+            return
+        if isinstance(news, Done):
+            self._feed(self._ledger.rank_done, news.result)
+        elif isinstance(news, Failed):
+            self._feed(self._ledger.rank_failed, news.failure)
+        elif isinstance(news, SavedPart):
+            self._saved(news)
+        elif (news.key.run, news.key.attempt) == (self.spec.run, self.spec.attempt):
+            self._told(news)
+
+    def _told(self, news: Told) -> None:
+        ledger, rank, key = self.ledger, news.rank, news.key
+        match news.kind:
+            case "entered":
+                self._feed(ledger.rank_entered, rank, key)
+            case "reset":
+                self._feed(ledger.rank_reset, rank, key.generation)
+            case "restored":
+                self._feed(ledger.rank_restored, rank, key.generation)
+            case "refused":
+                self._feed(ledger.rank_refused, rank, key, news.reason)
+
+    def _saved(self, part: SavedPart) -> None:
+        node = self._save_nodes[part.role]
+        key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, node)
+        if part.error:
+            self._feed(self.ledger.rank_failed, NodeFailure(key=key, rank=part.rank, error=part.error))
+        else:
+            self._feed(self.ledger.part_durable, part.rank, key, part.details)
+
+    def _lost(self, rank: int, reason: str) -> None:
+        if self._ledger is not None:
+            self._feed(self._ledger.rank_lost, rank, reason)
+
+    def _started(self, rank: int) -> None:
+        self._feed(self.ledger.rank_started, rank)
+
+    def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
+        """Tell the ledger something, and do what it asks. A broken invariant ends the attempt, loudly."""
+        try:
+            self._apply(stimulus(*facts, time.monotonic()))
+        except AssertionError as error:
+            logger.exception("the ledger of run %s is broken", self.spec.run)
+            self._tell(GaveUp(reason=f"internal error: {error}", committed_step=self.ledger.committed_step))
+
+    # --- instructions of the ledger ---------------------------------------------------------------------
+
+    def _apply(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            self._act[type(instruction)](instruction)
+        enterable = self.ledger.enterable
+        place = None if enterable is None else (enterable, self.ledger.generation)
+        if place != self._enterable:
+            self._enterable = place
+            if place is not None:
+                self._tell(Enterable(iteration=place[0], generation=place[1]))
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _reset_rank(self, instruction: do.ResetRank) -> None:
+        spec, rank = self.spec, instruction.rank
+        self._links[rank].send(
+            Reset(
+                run=spec.run,
+                attempt=spec.attempt,
+                generation=instruction.generation,
+                rank=rank,
+            )
+        )
+
+    def _restore_rank(self, instruction: do.RestoreRank) -> None:
+        spec, generation = self.spec, instruction.generation
+        deadlines = self.ledger.account.sequencer.deadlines
+        longest_s = max(deadlines.of(node.name) for node in spec.plan.nodes)
+        generation_spec = GenerationSpec(
+            run=spec.run,
+            attempt=spec.attempt,
+            generation=generation,
+            rank=instruction.rank,
+            n_ranks=len(spec.ranks),
+            plan=spec.plan,
+            config=spec.config,
+            run_folder=spec.run_folder,
+            restore_step=instruction.step,
+            iterations=spec.iterations,
+            snapshot_every=spec.snapshot_every,
+            store_host=self._rendezvous.host,
+            store_port=self._rendezvous.port,
+            store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",
+            timeout_s=max(GROUP_TIMEOUT_FLOOR_S, GROUP_TIMEOUT_FACTOR * longest_s),
+        )
+        self._links[instruction.rank].send(Restore(spec=generation_spec))
+
+    def _committed(self, instruction: do.IterationCommitted) -> None:
+        account = self.ledger.account
+        results = {
+            node.name: tuple(account.results(instruction.iteration, node.name).values())
+            for node in self.spec.plan.nodes
+        }
+        self._tell(Committed(iteration=instruction.iteration, results=results))
+
+    def _aborted(self, instruction: do.AbortIteration) -> None:
+        cause = instruction.cause
+        self._tell(
+            Aborted(
+                iteration=instruction.iteration,
+                generation=instruction.generation,
+                cause=str(cause),
+                traceback=cause.traceback,
+            )
+        )
+
+    def _faulted(self, instruction: do.Fault) -> None:
+        cause = instruction.cause
+        logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
+        self._tell(Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback))
+
+    async def _commit(self, order: do.WriteCommit) -> None:
+        account = self.ledger.account
+        results = {
+            iteration: {node.name: account.results(iteration, node.name) for node in self.spec.plan.nodes}
+            for iteration in order.iterations
+        }
+        try:
+            await asyncio.to_thread(self._snapshots.commit, order, results)
+        except (OSError, ValueError) as error:
+            self._feed(self.ledger.commit_failed, order.step, f"{type(error).__name__}: {error}")
+        else:
+            self._feed(self.ledger.commit_done, order.step)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._feed(self.ledger.tick)
+
+    def _background(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,95 @@
+"""The controller: what the controller's Dask worker does for us. It serves one run at a time.
+
+The lease is the flow's connection: it is refused while another flow holds one, and ends when its flow does,
+however that comes about. Prefect tasks, which run on this worker's threads, use `deliver_and_wait`.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from distributed import Worker
+from distributed.comm import Comm, CommClosedError
+from distributed.core import Status
+
+from rlhf_tasks.attempt import Attempt
+from rlhf_tasks.rank_link import RankMissing
+from rlhf_tasks.spec import NodeResult
+from rlhf_tasks.transport import FLOW_MESSAGE, Enter, GaveUp, RunSpec, Writer
+
+logger = logging.getLogger(__name__)
+
+
+class Controller:
+    """One per cluster. `handlers` are the operations that its Dask worker answers."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.handlers = {"rlhf_lease": self.lease}
+        self._loop = asyncio.get_running_loop()
+        self._attempt: Attempt | None = None
+
+    async def lease(self, comm: Comm, spec: bytes) -> Any:
+        """Serve one attempt for as long as the flow holds the connection; refused while another flow's
+        runs."""
+        wanted = RunSpec.model_validate_json(spec)
+        holder = self._attempt
+        if holder is not None:
+            refusal = GaveUp(
+                reason=f"the cluster is held by run {holder.spec.run!r}, attempt {holder.spec.attempt}; "
+                f"run {wanted.run!r} must wait until it has ended, or use another cluster."
+            )
+            await comm.write(refusal.model_dump_json().encode())
+            return Status.dont_reply
+        writer = Writer(comm)
+        attempt = self._attempt = Attempt(self.worker, wanted, writer.put)
+        starting = asyncio.create_task(_start(attempt, writer))
+        try:
+            while True:
+                message = FLOW_MESSAGE.validate_json(await comm.read())
+                if isinstance(message, Enter):
+                    attempt.enter(message.iteration, message.generation)
+                else:
+                    attempt.stop_after(message.iteration)
+        except CommClosedError:
+            logger.info("the flow of run %s has left", wanted.run)
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await attempt.close()
+            writer.close()
+            self._attempt = None
+        return Status.dont_reply
+
+    async def close(self) -> None:
+        """The worker ends."""
+        if self._attempt is not None:
+            await self._attempt.close()
+
+    def deliver_and_wait(self, run: str, iteration: int, generation: int, node: str) -> dict[int, NodeResult]:
+        """For a task's thread: make sure that an iteration is delivered, and wait for one node; rank ->
+        result.
+
+        Raises NodeAborted when its iteration was aborted, LookupError when this controller does not serve
+        the run.
+        """
+        return asyncio.run_coroutine_threadsafe(
+            self._deliver_and_wait(run, iteration, generation, node), self._loop
+        ).result()
+
+    async def _deliver_and_wait(
+        self, run: str, iteration: int, generation: int, node: str
+    ) -> dict[int, NodeResult]:
+        attempt = self._attempt
+        if attempt is None or attempt.spec.run != run:
+            raise LookupError(f"this controller does not serve run {run!r} (any more).")
+        attempt.enter(iteration, generation)
+        return await attempt.wait_node(iteration, generation, node)
+
+
+async def _start(attempt: Attempt, writer: Writer) -> None:
+    """A rank that is not there ends the attempt before it has begun."""
+    try:
+        await attempt.start()
+    except RankMissing as error:
+        writer.put(GaveUp(reason=str(error)))

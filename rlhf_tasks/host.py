@@ -1,0 +1,302 @@
+"""The engine host: what a rank's Dask worker does for us.
+
+On the event loop: the inbox, which decides, and the connections. Beside it one engine thread, which runs
+one job at a time: clear, load, or a plan node. So the rank answers while it computes, and dies with its
+controller.
+"""
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any, Protocol
+from uuid import uuid4
+
+from distributed import Worker
+from distributed.comm import Comm, CommClosedError
+from distributed.core import Status
+from pydantic import BaseModel
+
+from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.inbox import Inbox, InboxPhase
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.transport import (
+    RANK_MESSAGE,
+    Deliver,
+    Done,
+    Failed,
+    GenerationSpec,
+    Reset,
+    Restore,
+    SavedPart,
+    Told,
+    Writer,
+)
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.5
+INTERRUPT_GRACE_S = 5.0  # an aborted job that still runs after this costs the process
+
+
+class Executor(Protocol):
+    """Does the work of one rank. Everything but `abort` is called on the engine thread, one call at a
+    time."""
+
+    def load(self, spec: GenerationSpec) -> None:
+        """Join the groups of a generation, build the engines, and restore or initialise."""
+        ...
+
+    def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
+        """Run one node. Whatever it raises is the run's fault."""
+        ...
+
+    def abort(self) -> None:
+        """Make a blocked `load` or `execute` raise soon: abort the groups. Called from another thread."""
+        ...
+
+    def close(self) -> None:
+        """End the generation, if there is one: groups, engines, samples, copies, writers. `load` may
+        follow."""
+        ...
+
+
+ExecutorFactory = Callable[[int, Callable[[SavedPart], None]], Executor]
+"""(rank, on_saved) -> executor; called once per process and rank number, on the event loop: it must be
+quick."""
+
+
+class EngineThread:
+    """One daemon thread that runs jobs in order; what a job gives or raises goes to a callback on the loop.
+
+    submitted, finished  numbers of jobs: a job runs or waits while they differ
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.submitted = 0
+        self.finished = 0
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Run `job` after those before it, then `done(value or exception)` on the event loop."""
+        self.submitted += 1
+        self._jobs.put((job, done))
+
+    def _run(self) -> None:
+        while True:
+            job, done = self._jobs.get()
+            try:
+                value = job()
+            except Exception as error:  # noqa: BLE001 - the boundary: every error is reported
+                value = error
+            self.finished += 1
+            self._loop.call_soon_threadsafe(done, value)
+
+
+class EngineHost:
+    """One rank. `handlers` are the operations that its Dask worker answers.
+
+    boot  names this process: a restarted worker has another one
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.boot = uuid4().hex
+        self.handlers = {"rlhf_link": self.link, "rlhf_status": self.status}
+        self._loop = asyncio.get_running_loop()
+        self._engine = EngineThread(self._loop)
+        self._inbox = Inbox(0)
+        self._holder: Writer | None = None  # the link of the controller that holds the lease
+        self._executor: Executor | None = None
+        self._made_by: ExecutorFactory | None = None
+        self._spec: GenerationSpec | None = None
+        self._nodes: dict[str, PlanNode] = {}
+        self._job: tuple[str, float] = ("", 0.0)  # what the engine thread does, and since when (time.time())
+        self._ticking = asyncio.create_task(self._tick())
+        self._act: dict[type, Callable[[Any], None]] = {
+            do.Clear: self._clear,
+            do.Load: self._load,
+            do.Run: self._run,
+            do.Interrupt: self._interrupt,
+            do.Entered: lambda i: self._tell(Told(kind="entered", rank=self._inbox.rank, key=i.key)),
+            do.ResetDone: lambda i: self._tell(Told(kind="reset", rank=self._inbox.rank, key=i.key)),
+            do.RestoreDone: lambda i: self._tell(Told(kind="restored", rank=self._inbox.rank, key=i.key)),
+            do.Refuse: self._refuse,
+            do.Gap: self._refuse,
+            do.Answer: lambda i: self._tell(Done(result=i.result)),
+            do.AnswerFailure: lambda i: self._tell(Failed(failure=i.failure)),
+        }
+
+    # --- what the worker answers ------------------------------------------------------------------------
+
+    async def link(self, comm: Comm, client: str, executor: str) -> Any:
+        """A controller's link: its requests are handed to the inbox, the answers go out as news.
+
+        client    names the controller: a lease taken over this link ends when it closes
+        executor  "module:function", an `ExecutorFactory`. It is imported before the greeting, because that
+        takes seconds for which no peer should wait in a rendezvous.
+        """
+        make_executor = await asyncio.to_thread(resolve_name, executor)
+        await comm.write({"boot": self.boot, "pid": os.getpid()})
+        writer = Writer(comm)
+        try:
+            while True:
+                message = RANK_MESSAGE.validate_json(await comm.read())
+                self._receive(message, client, make_executor, writer)
+        except CommClosedError:
+            pass
+        writer.close()
+        self._apply(self._inbox.client_lost(client, time.monotonic()))
+        return Status.dont_reply
+
+    async def status(self) -> dict[str, Any]:
+        """Answered at once, whatever the engine thread does."""
+        inbox = self._inbox
+        return {
+            "boot": self.boot,
+            "pid": os.getpid(),
+            "rank": inbox.rank,
+            "lease": str(inbox.lease) if inbox.lease else "",
+            "generation": inbox.generation,
+            "phase": inbox.phase.name,
+            "job": self._job[0],
+            "since_s": self._job[1],
+        }
+
+    async def close(self) -> None:
+        """The worker ends."""
+        self._ticking.cancel()
+
+    # --- requests, and what the inbox makes of them -------------------------------------------------------
+
+    def _receive(
+        self,
+        request: Reset | Restore | Deliver,
+        client: str,
+        make_executor: ExecutorFactory,
+        writer: Writer,
+    ) -> None:
+        now = time.monotonic()
+        if isinstance(request, Reset):
+            self._take(request.rank, make_executor)
+            names = (request.run, request.attempt, request.generation)
+            instructions = self._inbox.reset(*names, client, now)
+            if any(isinstance(instruction, do.Refuse) for instruction in instructions):
+                self._refuse(instructions[0], writer)
+                return
+            self._holder = writer
+        elif isinstance(request, Restore):
+            spec = request.spec
+            names = (spec.run, spec.attempt, spec.generation)
+            instructions = self._inbox.restore(*names, spec.restore_step, now)
+            if any(isinstance(instruction, do.Load) for instruction in instructions):
+                self._spec = spec
+        else:
+            instructions = self._inbox.deliver(request.requests, now)
+        self._apply(instructions)
+
+    def _apply(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            self._act[type(instruction)](instruction)
+
+    def _take(self, rank: int, make_executor: ExecutorFactory) -> None:
+        """A free rank takes the number that it is given, and an executor of its own for it."""
+        known = self._executor is not None and (self._inbox.rank, self._made_by) == (rank, make_executor)
+        if self._inbox.phase is InboxPhase.FREE and not known:
+            self._inbox = Inbox(rank)
+            self._executor, self._made_by = make_executor(rank, self._on_saved), make_executor
+
+    def _clear(self, instruction: do.Clear) -> None:
+        def ended(_: Any, now: float) -> list[Any]:
+            return self._inbox.cleared(instruction.key, now)
+
+        executor = self._executor
+        assert executor is not None
+        self._submit(instruction.key, executor.close, ended)
+
+    def _load(self, instruction: do.Load) -> None:
+        spec, executor = self._spec, self._executor
+        assert spec is not None
+        assert executor is not None
+        self._nodes = {node.name: node for node in spec.plan.nodes}
+
+        def ended(_: Any, now: float) -> list[Any]:
+            return self._inbox.loaded(instruction.key, now)
+
+        self._submit(instruction.key, lambda: executor.load(spec), ended)
+
+    def _run(self, instruction: do.Run) -> None:
+        request, executor = instruction.request, self._executor
+        assert executor is not None
+        node = self._nodes[request.key.node]
+        self._submit(request.key, lambda: executor.execute(request, node), self._inbox.finished)
+
+    def _interrupt(self, instruction: do.Interrupt) -> None:
+        """Abort what the engine thread does."""
+        target = self._engine.finished + 1
+        threading.Thread(target=self._abort, args=(target,), name="abort", daemon=True).start()
+
+    def _refuse(self, instruction: do.Refuse | do.Gap, writer: Writer | None = None) -> None:
+        rank = self._inbox.rank
+        self._tell(Told(kind="refused", rank=rank, key=instruction.key, reason=instruction.reason), writer)
+
+    # --- the engine thread and the news ------------------------------------------------------------------
+
+    def _submit(
+        self, key: NodeKey, job: Callable[[], Any], ended_well: Callable[[Any, float], list[Any]]
+    ) -> None:
+        """Run a job of the inbox on the engine thread, and tell the inbox how it ended."""
+        self._job = (f"{key.node}-it{key.iteration}", time.time())
+        inbox = self._inbox
+
+        def done(value: Any) -> None:
+            self._job = ("", time.time())
+            now = time.monotonic()
+            if isinstance(value, Exception):
+                text = "".join(traceback.format_exception(value))
+                error = f"{type(value).__name__}: {value}"
+                failure = NodeFailure(key=key, rank=inbox.rank, error=error, traceback=text)
+                self._apply(inbox.failed(failure, now))
+            else:
+                self._apply(ended_well(value, now))
+
+        def start() -> None:
+            self._engine.submit(job, done)
+
+        # A job starts when the news before it (its entry, the last result) are on their way.
+        if self._holder is not None and self._inbox.lease is not None:
+            self._holder.put(start)
+        else:
+            start()
+
+    def _on_saved(self, part: SavedPart) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._tell, part)
+
+    def _abort(self, target: int) -> None:
+        """Abort the groups; a job that does not end all the same costs this process, which is of no more
+        use."""
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        if self._executor is not None:
+            self._executor.abort()
+        while self._engine.finished < target:
+            if time.monotonic() > deadline:
+                logger.error("%s does not end although its groups were aborted: leaving", self._job[0])
+                os._exit(1)
+            time.sleep(0.05)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._apply(self._inbox.tick(time.monotonic()))
+
+    def _tell(self, news: BaseModel, writer: Writer | None = None) -> None:
+        writer = writer or self._holder
+        assert writer is not None, "news before the first reset"
+        writer.put(news)

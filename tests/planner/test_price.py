@@ -1,0 +1,104 @@
+from dataclasses import replace
+
+import pytest
+
+from planner.heuristic import symmetric
+from planner.mesh import Cluster
+from planner.plan import build_plan
+from planner.price import memory_peaks, price_plan, reallocation_messages, shortfall
+from planner.profile import preset
+from planner.replay import replay
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.transfers import reallocation_bound
+from rlhf_tasks.spec import ReallocateNode, TransferNode
+
+
+@pytest.fixture
+def tiny_cost(ppo_cost, llama):
+    shape = llama(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        vocab_size=260,
+    )
+    return ppo_cost(Cluster(1, 4), shape, preset("cpu-slot"), itemsize=4, prompt_tokens=40)
+
+
+def test_every_node_has_a_price_and_the_replay_agrees(demo_plan, tiny_cost):
+    price = price_plan(demo_plan, tiny_cost)
+    assert price.duration_s.keys() == {node.name for node in demo_plan.nodes}
+    assert min(price.duration_s.values()) >= tiny_cost.device.dispatch_s
+    ends = {e.iteration: e.end_s for e in replay(demo_plan, price.duration_s, 42)}
+    assert (ends[41] - ends[1]) / 40 == pytest.approx(price.iteration_time_s, rel=0.02)
+
+
+def test_reallocations_move_the_ownership_bound(demo_plan, tiny_cost):
+    for node in demo_plan.nodes:
+        if isinstance(node, ReallocateNode):
+            model = tiny_cost.models[node.role]
+            layouts = [Layout(model.shape, model.head, p) for p in (node.source, node.destination)]
+            moved = sum(size for _, _, size in reallocation_messages(node, tiny_cost))
+            assert moved == reallocation_bound(*layouts, 4)
+            assert price_plan(demo_plan, tiny_cost).moved_bytes[node.name] == moved
+
+
+def test_redistribution_by_hand(demo_plan, tiny_cost):
+    """Device 0 holds all 256 samples; the training's dp rank 1, on device 1, lacks half of them."""
+    node = demo_plan.node("transfer_actor_generate_to_actor_train")
+    assert isinstance(node, TransferNode)
+    assert set(node.keys) == {"input_ids", "response_mask", "old_logprobs"}
+    price = price_plan(demo_plan, tiny_cost)
+    expected = 128 * (40 + 128) * (8 + 1 + 4)
+    assert price.moved_bytes[node.name] == expected
+    link = tiny_cost.device.inside_host
+    seconds = tiny_cost.device.dispatch_s + link.latency_s + expected / (0.8 * link.bytes_per_s)
+    assert price.duration_s[node.name] == pytest.approx(seconds)
+
+
+def test_equal_strategies_on_different_devices_still_cost_a_reallocation(make_graph, assign, ppo_cost):
+    graph, cluster = make_graph(), Cluster(1, 4)
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
+    places["actor_generate"] = assign([2, 3], tp=2)
+    price = price_plan(build_plan(graph, places, cluster), ppo_cost(cluster))
+    assert price.moved_bytes["reallocate_actor_to_actor_generate"] > 13e9
+    assert price.duration_s["reallocate_actor_to_actor_generate"] > 6.6e9 / 300e9
+
+
+def test_memory_of_a_symmetric_plan(make_graph, ppo_cost):
+    """Two trained and two frozen 7B models on every device, and the largest call's temporary memory."""
+    graph, cluster = make_graph(n_seqs=512, mini_batches=4), Cluster(1, 8)
+    model = ppo_cost(cluster)
+    plan = build_plan(graph, symmetric(graph, cluster), cluster)
+    peak = memory_peaks(plan, model)[3]
+    calls = [node for node in plan.nodes if node.kind == "call"]
+    largest = max(calls, key=lambda node: model.call(node.call, node.assignment).active_bytes[0])
+    assert peak.node == largest.name == "actor_generate"
+    assert sum("optimizer" in part for part in peak.parts) == 2
+    assert sum("frozen" in part for part in peak.parts) == 2
+    assert peak.total_bytes == pytest.approx(2 * 6.67e9 * 7.5 + 2 * 13.3e9 + 9.67e9, rel=0.02)
+
+
+def test_a_copy_counts_until_its_release(make_graph, assign, ppo_cost):
+    graph, cluster = make_graph(), Cluster(1, 4)
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
+    places["actor_generate"] = assign([2, 3], tp=2)
+    peaks = memory_peaks(build_plan(graph, places, cluster), ppo_cost(cluster))
+    assert peaks[2].node == "actor_generate"
+    assert set(peaks[2].parts) == {"actor: copy", "actor_generate: activations"}
+    assert not any("copy" in part for part in peaks[0].parts)
+
+
+def test_shortfall_names_device_bytes_and_fields(make_graph, ppo_cost):
+    graph, cluster = make_graph(n_seqs=512, mini_batches=4), Cluster(1, 8)
+    model = ppo_cost(cluster)
+    plan = build_plan(graph, symmetric(graph, cluster), cluster)
+    price = price_plan(plan, model)
+    message = shortfall(price, model)
+    missing = price.peaks[0].total_bytes - 80e9
+    assert message is not None
+    assert message.startswith(f"Device 0 lacks {missing:.0f} bytes")
+    assert "ZeRO-1" in message
+    roomy = ppo_cost(cluster, device=preset("a100-80g-sxm").model_copy(update={"memory_bytes": 200 * 10**9}))
+    assert shortfall(replace(price), roomy) is None

@@ -1,0 +1,46 @@
+"""A flow without Prefect: takes the lease, enters what may be entered, and records the events."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from distributed.core import connect
+
+from rlhf_tasks.transport import EVENT, Enter, Enterable, Finished, GaveUp, RunSpec
+
+
+def run_spec(cluster, plan, folder: Path, **options) -> RunSpec:
+    options = {
+        "run": "fake",
+        "attempt": 1,
+        "config": {},
+        "iterations": 5,
+        "executor": "tests.rlhf_tasks.fake_rank:make_executor",
+        "snapshots": "tests.rlhf_tasks.fake_rank:make_snapshots",
+        **options,
+    }
+    names = tuple(member.name for member in cluster.ranks[: plan.n_devices])
+    return RunSpec(ranks=names, plan=plan, run_folder=str(folder), **options)
+
+
+async def open_lease(cluster, spec: RunSpec):
+    comm = await connect(cluster.controller.address, **cluster.connection_args)
+    await comm.write({"op": "rlhf_lease", "spec": spec.model_dump_json().encode()})
+    return comm
+
+
+async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp)):
+    """Events up to the first of `until`, each with its time since the lease was taken."""
+    comm = await open_lease(cluster, spec)
+    start, events = time.monotonic(), []
+    try:
+        while not events or not isinstance(events[-1][1], until):
+            event = EVENT.validate_json(await asyncio.wait_for(comm.read(), 60))
+            events.append((time.monotonic() - start, event))
+            if isinstance(event, Enterable):
+                enter = Enter(iteration=event.iteration, generation=event.generation)
+                await comm.write(enter.model_dump_json().encode())
+    finally:
+        comm.abort()
+    await asyncio.sleep(0.5)  # the controller lets the ranks go
+    return events

@@ -1,0 +1,40 @@
+"""Hand-made execution plans for tests of the runtime."""
+
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.spec import (
+    CallAssignment,
+    CallNode,
+    ExecutionPlan,
+    ModelFunctionCall,
+    RolePlacements,
+    SaveNode,
+)
+
+
+def on(*devices):
+    return Placement(devices, ParallelStrategy(dp=len(devices)))
+
+
+def call(name, role, kind, placement, after=()):
+    mfc = ModelFunctionCall(name=name, role=role, kind=kind, inputs=(), n_seqs=8)
+    return CallNode(name=name, call=mfc, assignment=CallAssignment(placement=placement), after=after)
+
+
+def plan_of(nodes, trained, n_devices):
+    roles = {role: RolePlacements(trained=True, placements=(p,)) for role, p in trained.items()}
+    return ExecutionPlan(
+        algorithm="fake", n_devices=n_devices, devices_per_host=n_devices, n_seqs=8, roles=roles, nodes=nodes
+    )
+
+
+def small_plan():
+    """Two ranks: generation on both, then actor and critic train on one each, so that iterations overlap."""
+    both, left, right = on(0, 1), on(0), on(1)
+    nodes = (
+        call("generate", "policy", "generate", both),
+        call("actor_train", "actor", "train_step", left, after=("generate",)),
+        SaveNode(name="save_actor", role="actor", placement=left, after=("actor_train",)),
+        call("critic_train", "critic", "train_step", right, after=("generate",)),
+        SaveNode(name="save_critic", role="critic", placement=right, after=("critic_train",)),
+    )
+    return plan_of(nodes, {"actor": left, "critic": right}, 2)

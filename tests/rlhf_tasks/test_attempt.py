@@ -1,0 +1,128 @@
+"""The runtime without Prefect, on a real cluster of two ranks with real collectives: order, overlap,
+faults, leases."""
+
+import asyncio
+import json
+from itertools import pairwise
+
+import pytest
+
+from flows.cluster import local_cluster
+from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished, GaveUp
+from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
+from tests.rlhf_tasks.plans import small_plan
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with local_cluster(2, {}, folder=tmp_path_factory.mktemp("dask")) as cluster:
+        yield cluster
+
+
+def states_after(iterations):
+    state = 0
+    for iteration in range(iterations):
+        state = 3 * state + iteration + 1
+    return {"actor": state, "critic": state}
+
+
+def saved(folder, step):
+    return json.loads((folder / f"step-{step}.json").read_text())
+
+
+def of_type(events, kind):
+    return [event for _, event in events if isinstance(event, kind)]
+
+
+def test_nodes_run_in_plan_order_and_iterations_overlap(cluster, tmp_path):
+    plan = small_plan()
+    slow_critic = {"sleep_s": {"generate": 0.1, "critic_train": 0.4}}
+    # The critic of t trains on rank 1 while rank 0, done with its share, is free for iteration t + 1.
+    plan = plan.model_copy(
+        update={
+            "nodes": (
+                plan.nodes[0].model_copy(update={"assignment": plan.nodes[1].assignment}),
+                *plan.nodes[1:],
+            )
+        }
+    )
+    events = asyncio.run(follow(cluster, run_spec(cluster, plan, tmp_path, config=slow_critic)))
+    committed = of_type(events, Committed)
+    assert [event.iteration for event in committed] == list(range(5))
+    assert isinstance(events[-1][1], Finished)
+    assert events[-1][1].step == 5
+    assert saved(tmp_path, 5)["roles"] == states_after(5)
+    for device in (0, 1):
+        ran = [
+            (result.started_s, result.ended_s, event.iteration, node.name)
+            for event in committed
+            for node in plan.on(device)
+            for result in event.results[node.name]
+            if result.rank == device
+        ]
+        assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(ran)), ran
+    for now, after in pairwise(committed):
+        assert after.results["generate"][0].started_s < now.results["critic_train"][0].ended_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "node", "within_s", "words"),
+    [
+        ("raise", "actor_train", 5, "rank 0, call actor_train, iteration 2: ValueError: told to fail"),
+        ("kill", "generate", 5, "rank 0, call generate, iteration 2: lost"),
+        ("stop", "generate", 8, "call generate, iteration 2: not finished 3 s after"),
+    ],
+)
+def test_fault_names_rank_and_call_and_the_run_goes_on_to_the_same_result(
+    cluster, tmp_path, kind, node, within_s, words
+):
+    fault = {"kind": kind, "node": node, "iteration": 2, "rank": 0}
+    config = {"sleep_s": 0.05, "fault": fault}
+    spec = run_spec(cluster, small_plan(), tmp_path, config=config, deadline_floor_s=3.0)
+    events = asyncio.run(follow(cluster, spec))
+    (faulted,) = of_type(events, Faulted)
+    assert words in faulted.cause
+    when = next(seconds for seconds, event in events if event is faulted)
+    before = max(seconds for seconds, event in events if isinstance(event, Committed) and seconds < when)
+    assert when - before < within_s
+    assert 2 in {event.iteration for event in of_type(events, Aborted)} <= {1, 2, 3}
+    assert all(faulted.cause == event.cause for event in of_type(events, Aborted))
+    assert [event.iteration for event in of_type(events, Committed)] == list(range(5))
+    assert saved(tmp_path, 5)["roles"] == states_after(5)
+
+
+def test_a_fault_without_end_stops_the_run(cluster, tmp_path):
+    config = {"fault": {"kind": "raise", "node": "generate", "iteration": 1, "rank": 1, "always": True}}
+    events = asyncio.run(
+        follow(cluster, run_spec(cluster, small_plan(), tmp_path, config=config, max_rebuilds=1))
+    )
+    last = events[-1][1]
+    assert isinstance(last, GaveUp)
+    assert "rank 1, call generate, iteration 1: ValueError: told to fail" in last.reason
+    assert last.committed_step == 1
+
+
+def test_a_second_run_is_refused_with_the_holders_name_until_the_first_has_left(cluster, tmp_path):
+    async def two_runs():
+        first = await open_lease(cluster, run_spec(cluster, small_plan(), tmp_path, run="first"))
+        await asyncio.sleep(0.3)
+        second_spec = run_spec(cluster, small_plan(), tmp_path, run="second", iterations=2)
+        refused = await follow(cluster, second_spec)
+        first.abort()  # as when its process is killed
+        await asyncio.sleep(1.0)
+        return refused, await follow(cluster, second_spec)
+
+    refused, served = asyncio.run(two_runs())
+    assert isinstance(refused[-1][1], GaveUp)
+    assert "held by run 'first', attempt 1" in refused[-1][1].reason
+    assert isinstance(served[-1][1], Finished)
+
+
+def test_a_later_attempt_goes_on_from_the_last_commit(cluster, tmp_path):
+    asyncio.run(follow(cluster, run_spec(cluster, small_plan(), tmp_path, iterations=2)))
+    events = asyncio.run(follow(cluster, run_spec(cluster, small_plan(), tmp_path, iterations=5, attempt=2)))
+    assert [event.iteration for event in of_type(events, Committed)] == [2, 3, 4]
+    assert saved(tmp_path, 5)["roles"] == states_after(5)
+    assert saved(tmp_path, 5)["cursor"] == 5 * small_plan().n_seqs
