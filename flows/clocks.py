@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from rlhf_tasks.spec import ExecutionPlan, NodeResult
+from rlhf_tasks.spec import ExecutionPlan
 
 # A span or a predecessor is named by iteration and node.
 Key = tuple[int, str]
@@ -25,11 +26,13 @@ class Span:
     ended_s: float
 
 
-def spans_of(plan: ExecutionPlan, results: Iterable[NodeResult]) -> list[Span]:
-    """The spans of node results, in order of their start."""
+def spans_of(plan: ExecutionPlan, lineage: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """The spans in rows of a run's lineage, in order of their start."""
     kinds = {node.name: node.call.kind if node.kind == "call" else node.kind for node in plan.nodes}
     spans = [
-        Span(r.rank, r.key.iteration, r.key.node, kinds[r.key.node], r.started_s, r.ended_s) for r in results
+        Span(int(rank), row["iteration"], row["node"], kinds[row["node"]], started_s, ended_s)
+        for row in lineage
+        for rank, (started_s, ended_s) in row["clocks"].items()
     ]
     return sorted(spans, key=lambda span: (span.started_s, span.rank))
 

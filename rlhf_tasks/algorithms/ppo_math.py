@@ -121,7 +121,8 @@ def value_loss(
 
     Returns (loss, clipped), both [T]; clipped is True where the bounded value's error is the larger.
     """
-    near = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    # Not old + clamp(values - old): that rounds, and a value inside the bounds would count as clipped.
+    near = values.clamp(old_values - cliprange, old_values + cliprange)
     free, bounded = (values - returns).square(), (near - returns).square()
     return torch.maximum(free, bounded) / 2, bounded > free
 

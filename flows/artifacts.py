@@ -1,0 +1,93 @@
+"""What a run shows in the Prefect UI beside its graph: plan, curves, timeline, completions, progress.
+
+Pictures travel as base64 PNG in markdown, which both versions of the UI draw; inline SVG is drawn by neither.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    acreate_table_artifact,
+    aupdate_progress_artifact,
+)
+
+from flows.clocks import Span
+from flows.pictures import curves, timeline
+from planner.render import plan_mermaid, plan_table
+from rlhf_tasks.spec import ExecutionPlan
+
+# Panels of the curves, by the names of facts that every algorithm may report; absent ones are not drawn.
+PANELS = (
+    ("reward", ("reward", "objective/scores")),
+    ("KL to the reference", ("kl",)),
+    ("loss", ("loss", "policy_loss", "value_loss")),
+    ("accuracy", ("accuracy", "rewards/exact/mean")),
+)
+
+
+def picture(png: bytes, caption: str) -> str:
+    """Markdown of a PNG as a data URI."""
+    return f"![{caption}](data:image/png;base64,{base64.b64encode(png).decode()})"
+
+
+async def show_plan(plan: ExecutionPlan) -> None:
+    """The plan as a table and as a graph."""
+    markdown = (
+        f"# Execution plan: {plan.algorithm}\n\n```text\n{plan_table(plan)}\n```\n\n"
+        f"```mermaid\n{plan_mermaid(plan)}\n```\n"
+    )
+    await acreate_markdown_artifact(markdown, key="execution-plan", description="Placement of each call.")
+
+
+async def show_curves(metrics: Sequence[Mapping[str, float]]) -> None:
+    """Reward, KL, losses over the committed iterations."""
+    if metrics:
+        png = curves(metrics, PANELS)
+        await acreate_markdown_artifact(
+            f"# After {len(metrics)} iterations\n\n{picture(png, 'curves')}\n",
+            key="curves",
+            description="Reward, KL and losses.",
+        )
+
+
+async def show_timeline(spans: Sequence[Span]) -> None:
+    """The last iterations on the ranks' own clocks."""
+    if spans:
+        shown = sorted({span.iteration for span in spans})
+        title = f"iterations {shown[0]} to {shown[-1]}"
+        await acreate_markdown_artifact(
+            f"# Devices over time\n\n{picture(timeline(spans, title), title)}\n",
+            key="device-timeline",
+            description="What each rank ran when, by its own clock.",
+        )
+
+
+async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
+    """A few prompts with what the policy answered and its scores."""
+    if samples:
+        table = [{name: _short(value) for name, value in sample.items()} for sample in samples]
+        await acreate_table_artifact(table, key="completions", description="Samples with their scores.")
+
+
+async def start_progress(total: int) -> UUID:
+    """A progress bar over `total` iterations; gives the id for `show_progress`."""
+    artifact = await acreate_progress_artifact(
+        0.0, key="progress", description=f"Committed of {total} iterations."
+    )
+    assert isinstance(artifact, UUID)
+    return artifact
+
+
+async def show_progress(artifact: UUID, done: int, total: int) -> None:
+    await aupdate_progress_artifact(
+        artifact, 100.0 * done / total, description=f"{done} of {total} iterations committed."
+    )
+
+
+def _short(value: Any, longest: int = 400) -> Any:
+    text = value if isinstance(value, str) else None
+    return value if text is None or len(text) <= longest else text[: longest - 1] + "…"

@@ -1,0 +1,79 @@
+"""Run folders: one per run, taken by a lock while the run lives.
+
+runs/NAME/config.json      the configuration of the run, for --resume
+          plan.json        the execution plan
+          step-00000042/   commits
+          metrics.jsonl    one row per committed iteration
+          nodes.jsonl      what each rank did when, by its own clock
+          summary.json     figures of the finished run
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from rlhf_tasks.config import RUN_CONFIG, AnyConfig, ConfigError
+
+
+def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
+    """Make the folder of a new run and write its configuration; gives its path.
+
+    A configuration without a name gets a fresh one from its type and the time (UTC). Raises ConfigError when
+    the name is in use.
+    """
+    base = Path(config.output_dir)
+    if config.name is not None:
+        folder = base / config.name
+        if folder.exists():
+            raise ConfigError(
+                f"name={config.name!r} is in use: {folder} exists. Choose another name, or go on with that run "
+                f"by --resume {folder}."
+            )
+        folder.mkdir(parents=True)
+    else:
+        folder = _fresh(base, f"{config.type.replace('_', '-')}-{now or datetime.now(UTC):%Y%m%d-%H%M%S}")
+    text = config.model_dump_json(indent=2)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder.resolve()
+
+
+def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
+    """A run folder to go on with, and its configuration. Raises ConfigError when it is none."""
+    folder = Path(path)
+    try:
+        document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no run folder: {error}. Name one that a run has written.") from None
+    return folder.resolve(), RUN_CONFIG.validate_python(document)
+
+
+@contextmanager
+def taken(folder: Path) -> Iterator[None]:
+    """Hold a run folder while a run writes to it. Raises ConfigError when another process does."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"{folder} is in use by a run that goes on. Wait for it or choose another name."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _fresh(base: Path, stem: str) -> Path:
+    base.mkdir(parents=True, exist_ok=True)
+    for number in range(1000):
+        folder = base / (stem if number == 0 else f"{stem}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise ConfigError(f"{base} holds a thousand runs of this second. Choose a name.")

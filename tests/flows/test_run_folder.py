@@ -1,0 +1,45 @@
+"""Run folders: a name is used once, fresh names never clash, one process writes at a time."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from flows.run_folder import existing_run_folder, new_run_folder, taken
+from rlhf_tasks.config import RUN_CONFIG, ConfigError
+
+
+def config(tmp_path, **more):
+    fields = {
+        "type": "sft",
+        "models": {"actor": "m"},
+        "data": {"train": "d.jsonl"},
+        "total_iterations": 1,
+        "output_dir": str(tmp_path / "runs"),
+    }
+    return RUN_CONFIG.validate_python({**fields, **more})
+
+
+def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
+    folder = new_run_folder(config(tmp_path, name="a"))
+    with pytest.raises(ConfigError, match=r"name='a' is in use.*--resume"):
+        new_run_folder(config(tmp_path, name="a"))
+    assert existing_run_folder(folder) == (folder, config(tmp_path, name="a"))
+
+
+def test_runs_without_a_name_get_fresh_folders_even_in_one_second(tmp_path):
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    folders = [new_run_folder(config(tmp_path), now) for _ in range(3)]
+    assert [f.name for f in folders] == [f"sft-20260102-030405{end}" for end in ("", "-1", "-2")]
+
+
+def test_a_folder_that_no_run_wrote_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no run folder"):
+        existing_run_folder(tmp_path)
+
+
+def test_only_one_run_holds_a_folder(tmp_path):
+    folder = new_run_folder(config(tmp_path))
+    with taken(folder), pytest.raises(ConfigError, match="in use by a run"), taken(folder):
+        pass
+    with taken(folder):
+        pass

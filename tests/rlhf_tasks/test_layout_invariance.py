@@ -1,0 +1,139 @@
+"""Any plan gives the same losses: three iterations of PPO, all six calls, under plans that differ in everything.
+
+The ranks run the product's own executor; only the runtime around it is replaced by a loop in plan order.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flows.prepare import prepare
+from rlhf_tasks.executor import Executor
+from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.transport import GenerationSpec
+from tests.tiny_runs import ppo_config
+
+ALONE = {"devices": [0]}
+CALLS = (
+    "actor_generate",
+    "reward_inference",
+    "ref_inference",
+    "critic_inference",
+    "actor_train",
+    "critic_train",
+)
+PLANS = {
+    "one rank": (1, dict.fromkeys(CALLS, ALONE)),
+    "calls on meshes and strategies of their own": (
+        4,
+        {
+            "actor_generate": {"devices": [0, 1], "tp": 2},
+            "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
+            "reward_inference": {"devices": [2]},
+            "critic_inference": {"devices": [3]},
+            "actor_train": {"devices": [0, 1], "dp": 2},
+            "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
+        },
+    ),
+    "overlapping meshes, balanced by tokens": (
+        4,
+        {
+            "actor_generate": {"devices": [0, 1, 2, 3], "pp": 2, "tp": 2},
+            "ref_inference": {"devices": [2, 3], "dp": 2, "balance": "tokens"},
+            "reward_inference": {"devices": [0, 1, 2, 3], "dp": 4},
+            "critic_inference": {"devices": [0, 1], "tp": 2, "micro_batches": 3},
+            "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "balance": "tokens"},
+            "critic_train": {"devices": [0, 1, 2, 3], "dp": 4, "micro_batches": 2},
+        },
+    ),
+}
+
+
+def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str, port: int) -> list[dict]:
+    """Metrics of three iterations as one rank saw them, node by node."""
+    dist.destroy_process_group()
+    plan = ExecutionPlan.model_validate_json(plan_json)
+    executor = Executor(rank, lambda part: None)
+    executor.load(
+        GenerationSpec(
+            run="test",
+            attempt=0,
+            generation=0,
+            rank=rank,
+            n_ranks=world,
+            plan=plan,
+            config=config,
+            run_folder=folder,
+            restore_step=None,
+            iterations=3,
+            snapshot_every=3,
+            store_host="127.0.0.1",
+            store_port=port,
+            store_prefix=f"invariance-{Path(folder).name}",
+            timeout_s=60,
+        )
+    )
+    seen = []
+    sequencer = Sequencer(plan, "test", 0)
+    for iteration in range(3):
+        metrics: dict[str, float] = {}
+        for request in sequencer.requests(iteration).get(rank, ()):
+            result = executor.execute(request, plan.node(request.key.node))
+            metrics.update({f"{request.key.node}/{name}": value for name, value in result.metrics.items()})
+        seen.append(metrics)
+    executor.close()
+    return seen
+
+
+def trajectory(ranks, tmp_path: Path, name: str) -> list[dict[str, float]]:
+    n_ranks, assignments = PLANS[name]
+    config = ppo_config(
+        tmp_path,
+        dtype="float64",
+        plan=assignments,
+        cluster={"devices_per_host": n_ranks},
+    )
+    plan = prepare(config).plan
+    folder = tmp_path / f"run-{n_ranks}-{len(name)}"
+    folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    per_rank = ranks.run(
+        n_ranks,
+        run_iterations,
+        plan.model_dump_json(),
+        json.loads(config.model_dump_json()),
+        str(folder),
+        store.port,
+        timeout=120,
+    )
+    merged = []
+    for iteration in range(3):
+        metrics: dict[str, float] = {}
+        for seen in per_rank:
+            for metric, value in seen[iteration].items():
+                assert metrics.setdefault(metric, value) == value, f"ranks disagree on {metric}"
+        merged.append({m: v for m, v in metrics.items() if "time" not in m and "per_s" not in m})
+    return merged
+
+
+def differences(reference: list[dict[str, float]], other: list[dict[str, float]]) -> list[str]:
+    """Every metric that is not equal to a relative 1e-9, with both values."""
+    return [
+        f"iteration {t} {name}: {expected!r} and {found.get(name)!r}"
+        for t, (wanted, found) in enumerate(zip(reference, other, strict=True))
+        for name, expected in wanted.items()
+        if found.get(name) != pytest.approx(expected, rel=1e-9, abs=1e-11)
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
+    reference = trajectory(ranks, tmp_path, "one rank")
+    assert reference[2]["actor_train/loss/policy"] != reference[0]["actor_train/loss/policy"]
+    for name in list(PLANS)[1:]:
+        found = differences(reference, trajectory(ranks, tmp_path, name))
+        assert not found, f"{name}:\n" + "\n".join(found)

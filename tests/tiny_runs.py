@@ -1,0 +1,93 @@
+"""Whole runs at the smallest size: model folders, prompts and configurations. Import as `tests.tiny_runs`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+
+from rlhf_tasks.config import PPOConfig, make_config
+
+EOS = "<eos>"
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token per byte and an end token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS])
+    return tokenizer
+
+
+def write_model(folder: Path, head: str = "lm", seed: int = 1, **changes: Any) -> Path:
+    """A tiny Llama with weights and tokenizer in Hugging Face's format."""
+    tokenizer = byte_tokenizer()
+    eos = tokenizer.token_to_id(EOS)
+    config = LlamaConfig(
+        **{**SIZES, "vocab_size": 260, "tie_word_embeddings": True, "eos_token_id": eos, **changes}
+    )
+    config.num_labels = 1
+    set_seed(seed)
+    kind = LlamaForCausalLM if head == "lm" else LlamaForSequenceClassification
+    model = kind(config)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.12)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = json.dumps({"eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"})
+    (folder / "tokenizer_config.json").write_text(text)
+    return folder
+
+
+def write_prompts(path: Path, n: int = 64) -> Path:
+    """Prompts of different lengths with a column for rewards."""
+    rows = [{"prompt": f"{i:x} says " + "ab" * (i % 5), "answer": str(i % 7)} for i in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def length_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """A reward that depends on text and columns, cheap and deterministic."""
+    return [
+        len(completion) / 16 - (answer in completion)
+        for completion, answer in zip(completions, columns["answer"], strict=True)
+    ]
+
+
+def ppo_config(folder: Path, **changes: Any) -> PPOConfig:
+    """PPO with all six calls on models and data below `folder`, which are made where they are not there yet."""
+    if not (folder / "actor").exists():
+        write_model(folder / "actor")
+        write_model(folder / "reward", head="scalar", seed=2)
+        write_prompts(folder / "prompts.jsonl")
+    document = {
+        "type": "ppo",
+        "models": {"actor": str(folder / "actor"), "reward": str(folder / "reward")},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "output_dir": str(folder / "runs"),
+        "sampling": {"max_completion_length": 12},
+        "rewards": [{"function": f"{Path(__file__)}:length_reward"}],
+        "batch_size": 16,
+        "num_mini_batches": 2,
+        "num_ppo_epochs": 2,
+        "total_iterations": 3,
+        "normalize_values": True,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    config = make_config({**document, **changes})
+    assert isinstance(config, PPOConfig)
+    return config
