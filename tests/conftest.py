@@ -28,7 +28,7 @@ class RankPool:
         self._ranks: list[tuple[subprocess.Popen, Connection]] = []
         self._runs = 0
 
-    def run(self, n: int, function: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, n: int, function: Callable, *args: Any, timeout: float = 100.0) -> list[Any]:
         """Call `function(rank, world, *args)` on n ranks and return their results in rank order.
 
         The default process group is set up afresh for each call. The function's own module travels by value
@@ -103,7 +103,7 @@ class RankPool:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """`ranks.run(n, function, *args, timeout=60.0)`; see RankPool.run."""
+    """`ranks.run(n, function, *args, timeout=100.0)`; see RankPool.run."""
     pool = RankPool()
     yield pool
     pool.close()
