@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
+START_S = 90.0  # to import torch on a busy machine; not counted in a run's timeout
 GRACE_S = 5.0  # for the peers of a rank that failed to notice it
 
 
@@ -59,12 +60,18 @@ class RankPool:
         root = Path(__file__).parents[1]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root)}
         script = str(Path(__file__).with_name("rank_process.py"))
+        started = range(len(self._ranks), n)
         while len(self._ranks) < n:
             ours, theirs = Pipe()
             command = [sys.executable, script, str(theirs.fileno()), str(self._store.port)]
             process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
             theirs.close()
             self._ranks.append((process, ours))
+        for rank in started:
+            if not self._ranks[rank][1].poll(START_S):
+                self.close()
+                raise TimeoutError(f"rank process {rank} did not start within {START_S} s")
+            assert self._ranks[rank][1].recv_bytes() == b"ready"
 
     def _collect(self, n: int, timeout: float) -> list[Any]:
         waiting = {self._ranks[rank][1]: rank for rank in range(n)}
