@@ -43,7 +43,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """On the engine thread: drop samples, copies, groups and background writes. Then `Inbox.cleared(key)`."""
+    """On the engine thread: drop samples, copies, groups and queued writes. Then `Inbox.cleared(key)`."""
 
     key: NodeKey
 
