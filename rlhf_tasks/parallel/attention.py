@@ -5,6 +5,7 @@ The layers are called with a batch dim of 1 around all tokens of a micro-batch; 
 is known from the micro-batch, which travels to here as a keyword argument.
 """
 
+from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -18,6 +19,10 @@ from rlhf_tasks.parallel.micro_batch import MicroBatch
 
 PACKED = "rlhf_packed"
 """Name under which transformers finds `packed_attention`."""
+
+
+# Where varlen_attn has no such argument it takes fewer KV heads than query heads without being told.
+_GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class Cache(Protocol):
@@ -133,7 +138,7 @@ def _varlen(
         longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
+        **_GQA,  # pyright: ignore[reportArgumentType]
     )
     assert isinstance(output, Tensor)
     return output[None]

@@ -72,7 +72,7 @@ def check_model(config: PreTrainedConfig) -> None:
     if not config.base_model_tp_plan:
         raise ValueError(f"{family} declares no base_model_tp_plan, so it is unknown how to split it.")
     for pattern, style in config.base_model_tp_plan.items():
-        if style not in _STYLES:
+        if pattern.startswith("layers.") and style not in _STYLES:
             raise ValueError(
                 f"{family}: the tensor-parallel plan says {style!r} for {pattern!r}. "
                 f"Known: {', '.join(_STYLES)}."
