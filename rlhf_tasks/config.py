@@ -38,10 +38,13 @@ class SFTConfig(TrainingConfig):
 
     type: Literal["sft"] = "sft"
     models: ActorOnly
+    random_init: bool = Field(
+        default=False, description="Start from random weights: models.actor needs only its configuration."
+    )
 
     def roles(self) -> dict[str, Role]:
         """The one role that trains."""
-        return {"actor": Role(self.models.actor, "lm", self.optimizer)}
+        return {"actor": Role(self.models.actor, "lm", self.optimizer, self.random_init)}
 
 
 class RewardModelConfig(TrainingConfig):

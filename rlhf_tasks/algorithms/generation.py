@@ -7,6 +7,7 @@ import torch
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.config import PPOConfig, RolloutConfig
 from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.generation import generate as draw
 from rlhf_tasks.parallel.samples import SampleBatch
 from rlhf_tasks.parallel.sampling import SamplingParams
 
@@ -28,7 +29,7 @@ def generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOu
         stop_ids=context.tokenizer.stop_ids,
     )
     started = time.perf_counter()
-    answered = engine.generate(batch, sampling, config.seed)
+    answered = draw(engine, batch, sampling, config.seed, context.iteration)
     elapsed_s = time.perf_counter() - started
     mine = torch.zeros(4, dtype=torch.float64)
     if answered is not None:

@@ -43,7 +43,7 @@ def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -
 
 def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBatch:
     """The key `scores`, one per sample, in the run's precision."""
-    dtype = torch.float64 if engine.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if engine.stage.dtype == torch.float64 else torch.float32
     scores = scored.scores.to(engine.device, dtype)
     return SampleBatch(batch.ids, {"scores": Packed(scores, (1,) * len(batch))})
 
