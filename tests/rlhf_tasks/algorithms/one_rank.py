@@ -1,4 +1,4 @@
-"""Runs an algorithm's graph on one rank, without planner, Prefect and Dask: what the functions compute, alone."""
+"""Runs an algorithm's graph on one rank, without plan, Prefect and Dask: the functions alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
