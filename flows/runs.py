@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from flows.prepare import Prepared, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, taken
 from flows.server import prefect_server
 from flows.summary import read_jsonl, run_figures
-from flows.training import TrainingControl, run_training
+from flows.training import run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import AnyConfig, ConfigError
@@ -105,7 +105,7 @@ class RunView:
         await artifacts.show_plan(self._prepared.plan)
         self._progress = await artifacts.start_progress(self._prepared.iterations)
 
-    async def on_commit(self, committed: Committed, control: TrainingControl) -> None:
+    async def on_commit(self, committed: Committed, stop_after: Callable[[int], None]) -> None:
         """After each commit: a line and the bar; curves and timeline every so often."""
         now = time.monotonic()
         metrics = read_jsonl(self._folder / METRICS)
