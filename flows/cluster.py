@@ -19,7 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 import dask
-from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed import Client, Nanny, Scheduler, Security, SpecCluster
 
 from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
 
@@ -59,12 +59,21 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
+    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit.
+
+    own  True when it was made here: its workers have the Prefect server's address in their environment
+    """
 
     scheduler_address: str
     ranks: tuple[Member, ...]
     controller: Member
-    connection_args: Mapping[str, Any]
+    security: Security
+    own: bool
+
+    @property
+    def connection_args(self) -> dict[str, Any]:
+        """What a connection to a worker needs: certificates, where TLS is used."""
+        return self.security.get_connection_args("client")
 
 
 @contextmanager
@@ -118,7 +127,7 @@ def local_cluster(
             SpecCluster(workers, scheduler, name="prefect-rlhf", silence_logs=logging.ERROR) as cluster,
             Client(cluster, set_as_default=False) as client,
         ):
-            yield form_cluster(client, n_ranks)
+            yield form_cluster(client, n_ranks, own=True)
 
 
 @contextmanager
@@ -129,10 +138,10 @@ def found_cluster(address: str, n_ranks: int, **client_options: Any) -> Iterator
     """
     with Client(address, set_as_default=False, timeout=30, **client_options) as client:
         refuse_unsafe(client)
-        yield form_cluster(client, n_ranks)
+        yield form_cluster(client, n_ranks, own=False)
 
 
-def form_cluster(client: Client, n_ranks: int, deadline_s: float = START_DEADLINE_S) -> Cluster:
+def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float = START_DEADLINE_S) -> Cluster:
     """Choose ranks and controller among a cluster's workers, and make them what they are.
 
     Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks`
@@ -153,7 +162,8 @@ def form_cluster(client: Client, n_ranks: int, deadline_s: float = START_DEADLIN
         client.scheduler.address,
         tuple(ranks[:n_ranks]),
         controllers[0],
-        client.security.get_connection_args("client"),
+        client.security,
+        own,
     )
 
 

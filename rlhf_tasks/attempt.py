@@ -32,6 +32,7 @@ from rlhf_tasks.transport import (
     Finished,
     GaveUp,
     GenerationSpec,
+    NotEntered,
     Reset,
     Restore,
     RunSpec,
@@ -100,7 +101,9 @@ class Attempt:
             do.Fault: self._faulted,
             do.Finished: lambda i: tell(Finished(step=i.step)),
             do.GiveUp: lambda i: tell(GaveUp(reason=i.reason, committed_step=i.committed_step)),
-            do.RefuseEntry: lambda i: logger.info("iteration %d not entered: %s", i.iteration, i.reason),
+            do.RefuseEntry: lambda i: tell(
+                NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
+            ),
             do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
             do.NodeDone: lambda i: None,  # watchers look at the account
             do.IterationDone: lambda i: None,

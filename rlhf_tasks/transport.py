@@ -179,6 +179,15 @@ class Enterable(Frozen):
     generation: int
 
 
+class NotEntered(Frozen):
+    """The iteration was not entered after all: a fault, or the end of the run, came first."""
+
+    kind: Literal["not_entered"] = "not_entered"
+    iteration: int
+    generation: int
+    reason: str
+
+
 class Committed(Frozen):
     """The iteration is part of a written commit. results: node -> one result per rank."""
 
@@ -224,7 +233,9 @@ class GaveUp(Frozen):
 RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
 News = Annotated[Told | Done | Failed | SavedPart, Field(discriminator="kind")]
 FlowMessage = Annotated[Enter | StopAfter, Field(discriminator="kind")]
-Event = Annotated[Enterable | Committed | Aborted | Faulted | Finished | GaveUp, Field(discriminator="kind")]
+Event = Annotated[
+    Enterable | NotEntered | Committed | Aborted | Faulted | Finished | GaveUp, Field(discriminator="kind")
+]
 
 RANK_MESSAGE: TypeAdapter[Any] = TypeAdapter(RankMessage)
 NEWS: TypeAdapter[Any] = TypeAdapter(News)

@@ -24,7 +24,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult, SaveNode
 
 REMEMBERED = 8
-"""Commits for which results stay, for watchers that lag (Prefect backs off for seconds)."""
+"""Committed iterations whose results stay, for watchers that lag (Prefect backs off for seconds)."""
 
 
 class Account:
@@ -174,11 +174,11 @@ class Account:
         )
 
     def committed(self, step: int) -> list[LedgerInstruction]:
-        """A commit is written. What is older than watchers can ask for is forgotten."""
+        """A commit is written. What is REMEMBERED iterations older than what it covers is forgotten."""
         covered = self.commits.written(step)
         for iteration in covered:
             self._iterations[iteration].committed = True
-        oldest = step - REMEMBERED
+        oldest = covered.start - REMEMBERED
         self._iterations = {i: p for i, p in self._iterations.items() if i >= oldest and i != SETUP}
         self._aborted = {name: cause for name, cause in self._aborted.items() if name[0] >= oldest}
         return [IterationCommitted(i) for i in covered if i != SETUP]

@@ -1,38 +1,45 @@
 """What is known of the iterations in flight: who entered, who answered, what is on the disk, what is late."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_tasks.protocol.instructions import Cause
 from rlhf_tasks.spec import NodeRequest, NodeResult
 
 
-@dataclass(slots=True)
 class NodeProgress:
-    """One node of one iteration. deadline: when it is overdue; None until its last rank has entered."""
+    """One node of one iteration.
 
-    ranks: tuple[int, ...]
-    deadline_s: float
-    entered: set[int] = field(default_factory=set)
-    results: dict[int, NodeResult] = field(default_factory=dict)
-    deadline: float | None = None
+    unfinished  the ranks that have not answered
+    deadline    when it is overdue; None until its last rank has entered
+    """
+
+    __slots__ = ("_outside", "deadline", "deadline_s", "results", "unfinished")
+
+    def __init__(self, ranks: Iterable[int], deadline_s: float) -> None:
+        self.unfinished = set(ranks)
+        self._outside = set(self.unfinished)
+        self.deadline_s = deadline_s
+        self.results: dict[int, NodeResult] = {}
+        self.deadline: float | None = None
 
     @property
     def done(self) -> bool:
         """True when every rank has answered."""
-        return len(self.results) == len(self.ranks)
-
-    @property
-    def unfinished(self) -> tuple[int, ...]:
-        """The ranks that have not answered."""
-        return tuple(rank for rank in self.ranks if rank not in self.results)
+        return not self.unfinished
 
     def enter(self, rank: int, now: float) -> None:
         """A rank has entered; with the last one the deadline starts."""
-        self.entered.add(rank)
-        if self.deadline is None and len(self.entered) == len(self.ranks):
+        self._outside.discard(rank)
+        if self.deadline is None and not self._outside:
             self.deadline = now + self.deadline_s
+
+    def answer(self, rank: int, result: NodeResult, now: float) -> None:
+        """A rank has answered, for the first time."""
+        assert rank in self.unfinished, f"rank {rank} answered for {result.key}, which is not its work"
+        self.enter(rank, now)
+        self.unfinished.remove(rank)
+        self.results[rank] = result
 
 
 class IterationProgress:
@@ -62,9 +69,7 @@ class IterationProgress:
         progress = self.nodes[node]
         if rank in progress.results:
             return False
-        assert rank in progress.ranks, f"rank {rank} answered for {node}, which runs on {progress.ranks}"
-        progress.enter(rank, now)
-        progress.results[rank] = result
+        progress.answer(rank, result, now)
         self._nodes_left -= progress.done
         return progress.done
 
@@ -98,7 +103,7 @@ class IterationProgress:
         for name, node in self.nodes.items():
             if node.deadline is not None and not node.done and now > node.deadline:
                 error = f"not finished {node.deadline_s:g} s after the last rank entered"
-                return Cause(error, node.unfinished, name, self.iteration)
+                return Cause(error, tuple(sorted(node.unfinished)), name, self.iteration)
         for (name, rank), deadline in self.part_deadlines.items():
             if now > deadline:
                 return Cause("the saved part did not become durable in time", (rank,), name, self.iteration)

@@ -1,5 +1,6 @@
 """Bringing all ranks to a new generation: reset each, restart those that do not answer, then restore all."""
 
+from collections import Counter
 from collections.abc import Collection
 from enum import Enum
 
@@ -30,6 +31,7 @@ class Rebuild:
         self.generation = generation
         self.timeouts = timeouts
         self.states = {r: RankState.DOWN if r in down else RankState.RESETTING for r in range(n_ranks)}
+        self._count = Counter(self.states.values())
         self._restarts_until = now + timeouts.reset_s + timeouts.restart_s
         self._reset_until = dict.fromkeys(self.states, now + timeouts.reset_s)
         self._restore_until: float | None = None
@@ -49,47 +51,48 @@ class Rebuild:
     @property
     def all_clean(self) -> bool:
         """True when every rank has reset: the groups can be joined."""
-        return all(state is RankState.CLEAN for state in self.states.values())
+        return self._count[RankState.CLEAN] == len(self.states)
 
     @property
     def all_restored(self) -> bool:
         """True when every rank holds the commit."""
-        return all(state is RankState.RESTORED for state in self.states.values())
+        return self._count[RankState.RESTORED] == len(self.states)
 
     def lost(self, rank: int) -> list[LedgerInstruction]:
         """A rank's process is gone while ranks reset."""
         if self.states[rank] is RankState.DOWN:
             return []
-        self.states[rank] = RankState.DOWN
+        self._set(rank, RankState.DOWN)
         return [RestartRank(rank, lost=True)]
 
     def stuck(self, rank: int) -> list[LedgerInstruction]:
         """A rank cannot reset: replace its process."""
-        self.states[rank] = RankState.DOWN
+        self._set(rank, RankState.DOWN)
         return [RestartRank(rank, lost=False)]
 
     def started(self, rank: int, now: float) -> list[LedgerInstruction]:
         """A rank has a new process."""
-        self.states[rank] = RankState.RESETTING
+        self._set(rank, RankState.RESETTING)
         self._reset_until[rank] = now + self.timeouts.reset_s
         return [ResetRank(rank, self.generation)]
 
     def reset(self, rank: int) -> None:
         """A rank is clean. Late news from a process that is being replaced is ignored."""
         if self.states[rank] is RankState.RESETTING:
-            self.states[rank] = RankState.CLEAN
+            self._set(rank, RankState.CLEAN)
 
     def restore(self, step: int | None, now: float) -> list[LedgerInstruction]:
         """Every rank is clean: have all join the groups and load the step."""
         assert self.all_clean, f"restore before every rank is clean: {self.states}"
-        self.states = dict.fromkeys(self.states, RankState.RESTORING)
+        for rank in self.states:
+            self._set(rank, RankState.RESTORING)
         self._restore_until = now + self.timeouts.restore_s
         return [RestoreRank(rank, self.generation, step) for rank in self.states]
 
     def restored(self, rank: int) -> None:
         """A rank holds the step."""
         if self.states[rank] is RankState.RESTORING:
-            self.states[rank] = RankState.RESTORED
+            self._set(rank, RankState.RESTORED)
 
     def tick(self, now: float) -> list[LedgerInstruction]:
         """Restart the ranks that have not reset within the grace."""
@@ -107,3 +110,8 @@ class Rebuild:
         if late and now > self._restore_until:
             return Cause(f"did not restore within {self.timeouts.restore_s:g} s", late)
         return None
+
+    def _set(self, rank: int, state: RankState) -> None:
+        self._count[self.states[rank]] -= 1
+        self._count[state] += 1
+        self.states[rank] = state

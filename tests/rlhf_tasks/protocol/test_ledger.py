@@ -201,6 +201,17 @@ def test_fewer_snapshots_count_complete_iterations_and_commit_several_at_once():
     assert books.commit_done(3, 0) == [do.IterationCommitted(t) for t in (0, 1, 2)]
 
 
+def test_the_results_of_all_that_a_commit_makes_final_are_there_when_it_is_written():
+    books = running(snapshot_every=20, total_iterations=20)
+    for iteration in range(20):
+        books.enter(iteration, 0, 0)
+        do_nodes(books, iteration)
+    do_parts(books, 19)
+    final = [i.iteration for i in books.commit_done(20, 0) if isinstance(i, do.IterationCommitted)]
+    assert final == list(range(20))
+    assert all(len(books.account.results(iteration, "train")) == 2 for iteration in final)
+
+
 # --- watchers -------------------------------------------------------------------------------------------
 
 
@@ -234,7 +245,7 @@ def test_memory_stays_bounded_over_many_iterations():
         do_nodes(books, iteration)
         do_parts(books, iteration)
         books.commit_done(iteration + 1, 0)
-        assert len(books.account._iterations) <= 10
+        assert len(books.account._iterations) <= 11
     assert books.account.node_state(3, 0, "train") is State.DONE
     assert books.account.results(3, "train") == {}
 
@@ -356,6 +367,14 @@ def test_a_rank_lost_while_others_reset_is_awaited_in_the_same_generation():
     assert kinds(books.rank_reset(1, 0, 5)) == [do.RestoreRank, do.RestoreRank]
 
 
+def test_a_rank_that_is_still_away_when_a_rebuild_fails_is_awaited_by_the_next_one():
+    books = ledger(timeouts=Timeouts(reset_s=20, restart_s=120))
+    books.start(0)
+    books.rank_lost(1, "killed", 1)
+    books.rank_reset(0, 0, 2)
+    assert books.tick(140.1)[1:] == [do.ResetRank(0, 1), do.RestartRank(1, lost=True)]
+
+
 def test_a_rank_that_cannot_reset_gets_a_new_process():
     books = ledger()
     books.start(0)
@@ -413,8 +432,9 @@ def test_three_rebuilds_without_a_commit_then_a_clear_stop():
     )
 
 
-def test_a_commit_in_between_gives_three_more_rebuilds_also_when_it_ends_during_one():
-    books = running(max_rebuilds=1)
+@pytest.mark.parametrize("max_rebuilds", [0, 1])
+def test_a_commit_in_between_allows_further_rebuilds_also_when_it_ends_during_one(max_rebuilds):
+    books = running(max_rebuilds=max_rebuilds)
     for generation in range(6):
         books.enter(generation, generation, 0)
         do_nodes(books, generation)

@@ -1,0 +1,291 @@
+"""The part that all algorithms' flows share: the parent's loop, and one subflow per iteration whose tasks
+are the plan.
+
+The loop enters an iteration as soon as the controller says that it may be entered (t + 1 while t runs, t +
+2 when t is committed): it tells the controller, which delivers, and starts the subflow, which watches.
+Whatever Prefect does or does not do meanwhile, the ranks go on.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed.comm import CommClosedError
+from distributed.core import connect
+from prefect import Flow, flow
+from prefect.states import Cancelled
+
+from flows.cluster import Cluster
+from flows.task_runner import ControllerTaskRunner
+from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.tasks import run_node
+from rlhf_tasks.transport import (
+    EVENT,
+    Aborted,
+    Committed,
+    Enter,
+    Enterable,
+    Faulted,
+    Finished,
+    GaveUp,
+    NotEntered,
+    RunSpec,
+    StopAfter,
+    Writer,
+)
+
+logger = logging.getLogger(__name__)
+VIEW_LAG_S = 60.0  # what Prefect's view of an iteration may need after the iteration has ended
+RETIRE_S = 10.0  # what subflows get to report their end when the run ends early
+
+
+class RunFailed(RuntimeError):
+    """The run has ended without its last commit. The message has the cause, and where to go on from."""
+
+
+class IterationAborted(RuntimeError):
+    """An iteration was given up; the message is the cause: rank, call, iteration, error, traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a run ended.
+
+    committed_step  number of committed iterations
+    iterations      those of this attempt, in order, with every node's results
+    faults          the causes of the rebuilds
+    """
+
+    committed_step: int
+    iterations: tuple[Committed, ...]
+    faults: tuple[str, ...]
+
+
+OnCommit = Callable[[Committed, Callable[[int], None]], Awaitable[None]]
+"""(committed, stop_after): `stop_after(iteration)` makes that the last; delivered ones are completed."""
+
+
+async def run_training(
+    plan: ExecutionPlan,
+    config: dict[str, Any],
+    cluster: Cluster,
+    *,
+    run: str,
+    run_folder: Path,
+    iterations: int,
+    on_commit: OnCommit | None = None,
+    dispatch_ahead: bool = True,
+    **options: Any,
+) -> TrainingResult:
+    """Run a plan to its last iteration, from the last commit in the run folder if there is one. Call it in
+    a flow.
+
+    config          JSON-able; what the executor and the snapshots parse
+    on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged
+    dispatch_ahead  False: an iteration is entered only when the one before is committed
+    options         further fields of `RunSpec`
+    Raises RunFailed with the cause. Cancelling the caller ends the run: the cluster is free again within
+    seconds.
+    """
+    spec = RunSpec(
+        run=run,
+        attempt=next_attempt(run_folder),
+        ranks=tuple(member.name for member in cluster.ranks[: plan.n_devices]),
+        plan=plan,
+        config=config,
+        run_folder=str(run_folder),
+        iterations=iterations,
+        **options,
+    )
+    return await Training(spec, cluster, on_commit, dispatch_ahead).run()
+
+
+def next_attempt(run_folder: Path) -> int:
+    """The number of a new attempt: 1, 2, ... Attempts at the same moment get different ones."""
+    attempts = run_folder / "attempts"
+    attempts.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name) for path in attempts.iterdir()), default=0)
+    while True:
+        try:
+            os.close(os.open(attempts / str(number), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            number += 1
+        else:
+            return number
+
+
+class Training:
+    """One attempt, seen from its flow.
+
+    Prefect pickles a subflow with its tasks; this object stays behind (`__reduce__`), since a task needs
+    nothing of it.
+    """
+
+    def __init__(
+        self, spec: RunSpec, cluster: Cluster, on_commit: OnCommit | None, dispatch_ahead: bool
+    ) -> None:
+        self.spec = spec
+        self.cluster = cluster
+        self._on_commit = on_commit
+        self._dispatch_ahead = dispatch_ahead
+        self._ends: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        self._subflows: set[asyncio.Task[Any]] = set()
+        self._held: Enterable | None = None
+        self._committed: list[Committed] = []
+        self._faults: list[str] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object, ()
+
+    async def run(self) -> TrainingResult:
+        """Hold the lease, follow the events, and leave nothing running."""
+        comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
+        await comm.write({"op": "rlhf_lease", "spec": self.spec.model_dump_json().encode()})
+        writer = Writer(comm)
+        commits: asyncio.Queue[Committed | None] = asyncio.Queue()
+        hooks = asyncio.create_task(self._run_hooks(commits, writer))
+        try:
+            step = await self._follow(comm, writer, commits)
+            commits.put_nowait(None)
+            await hooks
+            await self._wait_subflows(VIEW_LAG_S)
+        except CommClosedError:
+            raise RunFailed(
+                f"the controller of run {self.spec.run} is gone; resume to go on from the last commit."
+            ) from None
+        finally:
+            writer.close()
+            hooks.cancel()
+            for end in self._ends.values():
+                if not end.done():
+                    end.set_result(Aborted(iteration=-1, generation=-1, cause="the run has ended."))
+            await self._wait_subflows(RETIRE_S)
+        return TrainingResult(step, tuple(self._committed), tuple(self._faults))
+
+    async def _follow(self, comm: Any, writer: Writer, commits: asyncio.Queue[Committed | None]) -> int:
+        """Act on the controller's events until the last commit; its step."""
+        while True:
+            match EVENT.validate_json(await comm.read()):
+                case Enterable() as place:
+                    self._enter(place, writer)
+                case Committed() as committed:
+                    self._committed.append(committed)
+                    commits.put_nowait(committed)
+                    self._end(committed.iteration, None, committed)
+                    if self._held is not None:
+                        self._enter(self._held, writer)
+                case Aborted() | NotEntered() as end:
+                    self._end(end.iteration, end.generation, end)
+                case Faulted(cause=cause, generation=generation):
+                    self._faults.append(cause)
+                    logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
+                case Finished(step=step):
+                    return step
+                case GaveUp(reason=reason, committed_step=step):
+                    where = (
+                        ""
+                        if step is None
+                        else f" {step} iterations are committed; resume to go on from there."
+                    )
+                    raise RunFailed(f"{reason}{where}")
+
+    def _enter(self, place: Enterable, writer: Writer) -> None:
+        """Deliver an iteration, and start the subflow that watches it."""
+        in_flight = [end for end in self._ends.values() if not end.done()]
+        if in_flight and not self._dispatch_ahead:
+            self._held = place
+            return
+        self._held = None
+        iteration, generation = place.iteration, place.generation
+        self._ends[iteration, generation] = asyncio.get_running_loop().create_future()
+        writer.put(Enter(iteration=iteration, generation=generation))
+        subflow = asyncio.create_task(iteration_flow(self, iteration, generation)())
+        self._subflows.add(subflow)
+        subflow.add_done_callback(self._subflow_ended)
+
+    def _end(self, iteration: int, generation: int | None, end: Any) -> None:
+        """An iteration has ended, under a generation or (committed) whichever it was entered under last."""
+        for place, future in self._ends.items():
+            if place[0] == iteration and generation in (None, place[1]) and not future.done():
+                future.set_result(end)
+
+    def _subflow_ended(self, subflow: asyncio.Task[Any]) -> None:
+        self._subflows.discard(subflow)
+        if not subflow.cancelled() and (error := subflow.exception()) is not None:
+            logger.info("a subflow has ended: %s", error)
+
+    async def _wait_subflows(self, seconds: float) -> None:
+        """Let the subflows report their ends; those that cannot are cancelled."""
+        if self._subflows:
+            _, late = await asyncio.wait(self._subflows, timeout=seconds)
+            for subflow in late:
+                subflow.cancel()
+
+    async def _run_hooks(self, commits: asyncio.Queue[Committed | None], writer: Writer) -> None:
+        def stop_after(iteration: int) -> None:
+            writer.put(StopAfter(iteration=iteration))
+
+        while (committed := await commits.get()) is not None:
+            if self._on_commit is None:
+                continue
+            try:
+                await self._on_commit(committed, stop_after)
+            except Exception:
+                logger.exception("the hook of iteration %d failed; training goes on", committed.iteration)
+
+    async def watch(self, iteration: int, generation: int) -> Any:
+        """The body of a subflow: one task per plan node, with the plan's edges; ends as the iteration does.
+
+        Raises IterationAborted with the cause.
+        """
+        tasks: dict[str, Any] = {}
+        for node in self.spec.plan.nodes:
+            task = run_node.with_options(name=node.name, task_run_name=f"{node.name}-it{iteration}")
+            tasks[node.name] = task.submit(
+                self.spec.run, iteration, generation, node.name, wait_for=[tasks[name] for name in node.after]
+            )
+        end = await self._ends[iteration, generation]
+        finished = await asyncio.to_thread(_wait_all, list(tasks.values()), VIEW_LAG_S)
+        if isinstance(end, Aborted):
+            raise IterationAborted(f"{end.cause}\n{end.traceback}".rstrip())
+        if isinstance(end, NotEntered):
+            return Cancelled(message=end.reason)
+        if not finished:
+            logger.warning("iteration %d is committed; Prefect's view of it is not complete", iteration)
+        return None
+
+
+def iteration_flow(training: Training, iteration: int, generation: int) -> Flow[[], Any]:
+    """The subflow of one iteration: flow `ppo-iteration`, run `it-00042`, after a rebuild `it-00042-r1`."""
+    rebuilt = f"-r{generation}" if generation else ""
+    cluster = training.cluster
+
+    @flow(
+        name=f"{training.spec.plan.algorithm}-iteration",
+        flow_run_name=f"it-{iteration:05d}{rebuilt}",
+        task_runner=ControllerTaskRunner(
+            cluster.scheduler_address,
+            cluster.controller.address,
+            ship_settings=not cluster.own,
+            client_kwargs={"security": cluster.security},
+        ),
+        persist_result=False,
+        retries=0,
+    )
+    async def watch() -> Any:
+        return await training.watch(iteration, generation)
+
+    return watch
+
+
+def _wait_all(futures: list[Any], seconds: float) -> bool:
+    """Wait for Prefect futures, on a thread; True when all have ended in time."""
+    deadline = time.monotonic() + seconds
+    for future in futures:
+        future.wait(max(0.0, deadline - time.monotonic()))
+    return all(future.wrapped_future.done() for future in futures)

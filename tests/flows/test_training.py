@@ -1,0 +1,169 @@
+"""A run through Prefect and Dask on two ranks: the graph is the plan, faults are named, cancelling frees."""
+
+import asyncio
+import json
+
+import cloudpickle
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
+
+from flows.task_runner import PlainSubmit
+from flows.training import RunFailed, run_training
+from tests.rlhf_tasks.plans import small_plan
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(300),
+    # Prefect leaves the sockets of its clients to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+FAKES = {
+    "executor": "tests.rlhf_tasks.fake_rank:make_executor",
+    "snapshots": "tests.rlhf_tasks.fake_rank:make_snapshots",
+}
+
+
+def train(cluster, folder, *, plan=None, config=None, iterations=3, **options):
+    """Run a parent flow; (result or exception, its flow run id)."""
+    ids = []
+
+    @flow(name="rlhf-fake", persist_result=False)
+    async def parent():
+        from prefect.runtime import flow_run
+
+        ids.append(flow_run.id)
+        return await run_training(
+            plan or small_plan(),
+            config or {},
+            cluster,
+            run="fake",
+            run_folder=folder,
+            iterations=iterations,
+            **FAKES,
+            **options,
+        )
+
+    try:
+        return asyncio.run(parent()), ids[0]
+    except RunFailed as error:
+        return error, ids[0]
+
+
+async def read_runs(parent_id):
+    """Subflow runs of a parent, by name, each with its task runs by name."""
+    async with get_client() as client:
+        children = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[parent_id]))
+        )
+        return {
+            child.name: (
+                child,
+                {
+                    task.name: task
+                    for task in await client.read_task_runs(
+                        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[child.id]))
+                    )
+                },
+            )
+            for child in children
+        }
+
+
+def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
+    commits = []
+
+    async def on_commit(committed, stop_after):
+        commits.append(committed.iteration)
+
+    result, parent = train(cluster, tmp_path, on_commit=on_commit)
+    assert result.committed_step == 3
+    assert commits == [0, 1, 2]
+    assert [c.iteration for c in result.iterations] == [0, 1, 2]
+    runs = asyncio.run(read_runs(parent))
+    assert sorted(runs) == ["it-00000", "it-00001", "it-00002"]
+    plan = small_plan()
+    for iteration in range(3):
+        run, tasks = runs[f"it-{iteration:05d}"]
+        assert run.state_name == "Completed"
+        assert sorted(tasks) == sorted(f"{node.name}-it{iteration}" for node in plan.nodes)
+        names = {task.id: name for name, task in tasks.items()}
+        for node in plan.nodes:
+            task = tasks[f"{node.name}-it{iteration}"]
+            assert task.state_name == "Completed"
+            upstream = {names[source.id] for source in task.task_inputs.get("wait_for", [])}
+            assert upstream == {f"{name}-it{iteration}" for name in node.after}
+
+
+def test_a_killed_rank_fails_its_subflow_by_name_and_the_run_goes_on(cluster, tmp_path):
+    fault = {"kind": "kill", "node": "critic_train", "iteration": 1, "rank": 1}
+    result, parent = train(cluster, tmp_path, config={"sleep_s": 0.05, "fault": fault})
+    assert result.committed_step == 3
+    assert "rank 1, call critic_train, iteration 1: lost" in result.faults[0]
+    runs = asyncio.run(read_runs(parent))
+    failed, _ = runs["it-00001"]
+    assert failed.state_name == "Failed"
+    assert "rank 1, call critic_train, iteration 1: lost" in failed.state.message
+    assert runs["it-00001-r1"][0].state_name == "Completed"
+    assert json.loads((tmp_path / "step-3.json").read_text())["roles"] == {"actor": 18, "critic": 18}
+
+
+def test_a_run_that_cannot_go_on_says_why_and_where_from(cluster, tmp_path):
+    fault = {"kind": "raise", "node": "generate", "iteration": 1, "rank": 0, "always": True}
+    error, _ = train(cluster, tmp_path, config={"fault": fault}, max_rebuilds=1)
+    assert isinstance(error, RunFailed)
+    assert "rank 0, call generate, iteration 1: ValueError: told to fail" in str(error)
+    assert "1 iterations are committed" in str(error)
+
+
+def test_a_hook_can_stop_the_run_early(cluster, tmp_path):
+    async def on_commit(committed, stop_after):
+        stop_after(2)
+
+    result, _ = train(cluster, tmp_path, iterations=50, config={"sleep_s": 0.05}, on_commit=on_commit)
+    assert 3 <= result.committed_step <= 6
+
+
+def test_task_payloads_do_not_grow_with_tokens(cluster, tmp_path, monkeypatch):
+    sizes = []
+    submit = PlainSubmit.submit
+
+    def measured(self, func, *args, **kwargs):
+        sizes.append(len(cloudpickle.dumps((func, args, kwargs["parameters"], kwargs["context"]))))
+        return submit(self, func, *args, **kwargs)
+
+    monkeypatch.setattr(PlainSubmit, "submit", measured)
+    largest = []
+    for tokens in (10, 200_000):
+        sizes.clear()
+        train(cluster, tmp_path / str(tokens), config={"payload": list(range(tokens))}, iterations=1)
+        largest.append(max(sizes))
+    assert largest[0] > 1000, "nothing was measured"
+    assert abs(largest[1] - largest[0]) < 100
+
+
+def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):
+    async def cancelled():
+        @flow(name="rlhf-fake", persist_result=False)
+        async def parent():
+            await run_training(
+                small_plan(),
+                {"sleep_s": 0.2},
+                cluster,
+                run="fake",
+                run_folder=tmp_path / "a",
+                iterations=100,
+                **FAKES,
+            )
+
+        running = asyncio.create_task(parent())
+        await asyncio.sleep(4)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    result, _ = train(cluster, tmp_path / "b", iterations=1)
+    assert result.committed_step == 1

@@ -1,0 +1,30 @@
+"""The controller's work per iteration is linear in the ranks, up to 1,024 of them, and blind to tokens."""
+
+import sys
+
+from bench.protocol import Drive, ppo_plan
+
+
+def python_calls(n_ranks: int, n_seqs: int, iterations: int) -> int:
+    """Python functions called, and generators resumed, by a run: a clock that a busy machine cannot shake."""
+    drive = Drive(ppo_plan(n_ranks, n_seqs), iterations)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        drive.run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_building_and_running_1024_ranks_costs_eight_times_what_128_cost():
+    assert python_calls(1024, 4096, 2) <= 8.2 * python_calls(128, 4096, 2)
+
+
+def test_the_number_of_sequences_costs_nothing():
+    assert python_calls(16, 64, 2) == python_calls(16, 64_000, 2)
