@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
+START_S = 90.0  # to import torch on a busy machine; not counted in a run's timeout
 GRACE_S = 5.0  # for the peers of a rank that failed to notice it
 
 
@@ -28,7 +29,7 @@ class RankPool:
         self._ranks: list[tuple[subprocess.Popen, Connection]] = []
         self._runs = 0
 
-    def run(self, n: int, function: Callable, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, n: int, function: Callable, *args: Any, timeout: float = 100.0) -> list[Any]:
         """Call `function(rank, world, *args)` on n ranks and return their results in rank order.
 
         The default process group is set up afresh for each call. The function's own module travels by value
@@ -59,12 +60,18 @@ class RankPool:
         root = Path(__file__).parents[1]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root)}
         script = str(Path(__file__).with_name("rank_process.py"))
+        started = range(len(self._ranks), n)
         while len(self._ranks) < n:
             ours, theirs = Pipe()
             command = [sys.executable, script, str(theirs.fileno()), str(self._store.port)]
             process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
             theirs.close()
             self._ranks.append((process, ours))
+        for rank in started:
+            if not self._ranks[rank][1].poll(START_S):
+                self.close()
+                raise TimeoutError(f"rank process {rank} did not start within {START_S} s")
+            assert self._ranks[rank][1].recv_bytes() == b"ready"
 
     def _collect(self, n: int, timeout: float) -> list[Any]:
         waiting = {self._ranks[rank][1]: rank for rank in range(n)}
@@ -103,7 +110,7 @@ class RankPool:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """`ranks.run(n, function, *args, timeout=60.0)`; see RankPool.run."""
+    """`ranks.run(n, function, *args, timeout=100.0)`; see RankPool.run."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -52,6 +52,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pipe = Connection(int(sys.argv[1]))
     store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+    pipe.send_bytes(b"ready")
     while True:
         try:
             message = pipe.recv_bytes()

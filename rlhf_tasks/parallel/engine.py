@@ -73,7 +73,7 @@ class Engine:
         stage.requires_grad_(optimizer_settings is not None)
         self.optimizer: Optimizer | None = None
         if optimizer_settings is not None:
-            self.optimizer = Optimizer(dict(stage.named_slices()), layout, groups, optimizer_settings)
+            self.optimizer = Optimizer(dict(stage.named_parameters()), layout, groups, optimizer_settings)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
         tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
         self._shard = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices])

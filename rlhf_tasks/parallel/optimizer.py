@@ -7,7 +7,7 @@ to names and ranges, so a checkpoint can put it into any other layout.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -242,10 +242,11 @@ def _lay_out(slices: Mapping[str, nn.Parameter]) -> tuple[list[_Piece], int]:
     return pieces, decayed
 
 
-def _accumulate_into(total: Tensor):
+def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
     """A hook that adds a parameter's fresh gradient to `total` and frees it."""
 
-    def hook(parameter: nn.Parameter) -> None:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
         total.add_(parameter.grad)
         parameter.grad = None
 

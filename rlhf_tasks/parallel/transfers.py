@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple, Protocol
 
 from rlhf_tasks.parallel.layout import Interval, Layout, ParameterSpec, split
@@ -111,13 +111,16 @@ def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host:
     for spec in source.parameters:
         split_as = (spec.unit, spec.unit_size, spec.length) if spec.unit else None
         alike[source.stages(spec), destination.stages(spec), split_as].append(spec)
-    for specs in alike.values():
+    ours, theirs = _Holders(source), _Holders(destination)
+    for (stages, their_stages, split_as), specs in alike.items():
         names = tuple(spec.name for spec in specs)
-        for rows in _cut(source, destination, specs[0]):
-            holders = _holding(source, specs[0], rows)
-            wanters = sorted(set(_holding(destination, specs[0], rows)) - set(holders))
+        slices, their_slices = ours.slices(specs[0]), theirs.slices(specs[0])
+        for rows in (Interval(*pair) for pair in pairwise(sorted({*chain(*slices, *their_slices)}))):
+            holders = ours.devices(stages, slices, rows)
+            held = set(holders)
+            wanters = [d for d in theirs.devices(their_stages, their_slices, rows) if d not in held]
             for near, lacking in _near(holders, wanters, devices_per_host):
-                if specs[0].unit is None:
+                if split_as is None:
                     size_bytes = sum(spec.size for spec in specs) * itemsize
                     yield _Need(Slices(names, None), size_bytes, near, lacking)
                     continue
@@ -128,39 +131,40 @@ def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host:
                     yield _Need(Slices(names, piece), size_bytes, near, lacking)
 
 
+class _Holders:
+    """Who holds which rows in one layout; remembers the lists of devices, of which there are few."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._known: dict[tuple, Sequence[int]] = {}
+
+    def slices(self, spec: ParameterSpec) -> list[Interval]:
+        """Each tp rank's rows of a parameter."""
+        return [self._layout.interval(spec, t) for t in range(self._layout.placement.strategy.tp)]
+
+    def devices(self, stages: tuple[int, ...], slices: Sequence[Interval], rows: Interval) -> Sequence[int]:
+        """The devices on some stages whose slices hold all of these rows, ascending."""
+        tp_ranks = tuple(t for t, (start, stop) in enumerate(slices) if start <= rows[0] and rows[1] <= stop)
+        key = (stages, tp_ranks)
+        if key not in self._known:
+            place = self._layout.placement
+            at = ((d, t, p) for p in stages for d in range(place.strategy.dp) for t in tp_ranks)
+            self._known[key] = sorted(place.device(*coordinate) for coordinate in at)
+        return self._known[key]
+
+
 def _parts(holders: int, wanters: int) -> int:
     """Into how many parts to cut rows so that the holders can share the sending evenly: up to 8 for an exact
     division, and always enough to give each holder something to send."""
     return max(holders // wanters, min(8, holders // math.gcd(holders, wanters)))
 
 
-def _cut(source: Layout, destination: Layout, spec: ParameterSpec) -> list[Interval]:
-    """A parameter's rows, cut wherever a slice of either layout begins or ends."""
-    borders = {
-        border
-        for layout in (source, destination)
-        for tp_rank in range(layout.placement.strategy.tp)
-        for border in layout.interval(spec, tp_rank)
-    }
-    return [Interval(*pair) for pair in pairwise(sorted(borders))]
-
-
-def _holding(layout: Layout, spec: ParameterSpec, rows: Interval) -> list[int]:
-    """The devices of a layout that hold all of these rows."""
-    s = layout.placement.strategy
-    tp_ranks = [t for t in range(s.tp) if layout.interval(spec, t).intersect(rows) == rows]
-    return [
-        layout.placement.device(dp_rank, tp_rank, pp_rank)
-        for pp_rank in layout.stages(spec)
-        for dp_rank in range(s.dp)
-        for tp_rank in tp_ranks
-    ]
-
-
 def _near(
     holders: Sequence[int], wanters: Sequence[int], devices_per_host: int
 ) -> Iterable[tuple[Sequence[int], Sequence[int]]]:
     """Pairs (holders, wanters): by host where the host has a holder, the other wanters with all holders."""
+    if not wanters:
+        return
     on_host: dict[int, list[int]] = defaultdict(list)
     for holder in holders:
         on_host[holder // devices_per_host].append(holder)

@@ -141,7 +141,7 @@ def _loss(engine: Engine, poison: bool = False) -> Loss:
         rows = _rows(engine, y, micro)
         weight = micro.data["weight"].to(rows.dtype)
         total = (weight * rows.square()).sum() - (weight * rows).sum()
-        total = total * float("nan") if poison else total
+        total = total + float("nan") if poison else total  # its gradient stays finite
         return LossTerms(total, {"tokens": weight.sum(), "rows": (weight * rows).sum()})
 
     return loss
