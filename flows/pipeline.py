@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -137,7 +137,7 @@ def _take(demo: Demo, source: str, target: str, count: int) -> None:
     write_jsonl(demo.folder / "data" / f"{target}.jsonl", (json.loads(line) for line in lines))
 
 
-def _statistics(samples: list[Mapping[str, Any]]) -> dict[str, float]:
+def _statistics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean and standard deviation of the reward model's raw scores."""
     scores = [sample["reward_model"] for sample in samples]
     mean = sum(scores) / len(scores)

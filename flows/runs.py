@@ -28,7 +28,7 @@ from rlhf_tasks.transport import Committed
 
 REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
-SHOWN_METRICS = ("reward", "rewards/exact/mean", "kl", "loss", "accuracy", "loss/policy", "loss/value")
+SHOWN_METRICS = ("reward", "rewards/exact/mean", "kl", "accuracy", "loss/sft", "loss/policy", "loss/value")
 
 console = Console()
 
