@@ -22,9 +22,9 @@ from rlhf_tasks.spec import ExecutionPlan
 
 # Panels of the curves, by the names of facts that every algorithm may report; absent ones are not drawn.
 PANELS = (
-    ("reward", ("reward", "objective/scores")),
+    ("reward", ("reward",)),
     ("KL to the reference", ("kl",)),
-    ("loss", ("loss", "policy_loss", "value_loss")),
+    ("loss", ("loss/sft", "loss/reward_model", "loss/policy", "loss/value")),
     ("accuracy", ("accuracy", "rewards/exact/mean")),
 )
 

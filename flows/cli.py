@@ -1,5 +1,6 @@
 """The command line: `prefect-rlhf COMMAND`. Each command's module is loaded when the command runs."""
 
+import os
 import sys
 
 from cyclopts import App
@@ -25,6 +26,9 @@ app.command(config_app)
 def main() -> None:
     """Entry point. A user's mistake ends with one sentence and status 2, Ctrl-C with status 130."""
     _refuse_shadowing()
+    # The terminal shows our own lines; Prefect's logs are in the UI. Workers inherit this.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
     try:
         app(exit_on_error=True)
     except ValueError as error:

@@ -6,15 +6,22 @@ right: that gap is what reinforcement learning closes here.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from statistics import fmean, stdev
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SIZES = {"test": 500, "dev": 200, "demonstrations": 1500, "preferences": 1200, "prompts": 6000}
 """Words in each set."""
+
+CALIBRATION = 512
+"""Of the prompts, so many are answered by the SFT model to find the reward model's mean and std."""
+
+PAIRS = 400
+"""Preference pairs, at most."""
 
 SLOPPINESS = 0.6
 """Probability that a demonstration's last two letters are swapped."""
@@ -50,8 +57,8 @@ MODEL: Mapping[str, Any] = {
 def write_demo_data(folder: Path, seed: int) -> None:
     """Write `<set>.jsonl` for each set, and the model folder `base` (configuration, tokenizer, no weights).
 
-    test, dev, preferences, prompts: {prompt, answer}; demonstrations: {prompt, completion}. The same seed
-    gives the same bytes.
+    test, dev, preferences, prompts and calibration (the first of the prompts): {prompt, answer};
+    demonstrations: {prompt, completion}. The same seed gives the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw = Random(f"demo/{seed}")
@@ -61,6 +68,8 @@ def write_demo_data(folder: Path, seed: int) -> None:
         if name == "demonstrations":
             taken = [{"prompt": e["prompt"], "completion": sloppy(e["answer"], draw)} for e in taken]
         write_jsonl(folder / f"{name}.jsonl", taken)
+        if name == "prompts":
+            write_jsonl(folder / "calibration.jsonl", taken[:CALIBRATION])
     write_model_folder(folder / "base")
 
 
@@ -124,6 +133,17 @@ def preference_pairs(samples: Iterable[Mapping[str, Any]], n_pairs: int, seed: i
     pairs = [*near, *far[: n_pairs - len(near)]]
     draw.shuffle(pairs)
     return pairs
+
+
+def accuracy(samples: Sequence[Mapping[str, Any]]) -> float:
+    """Share of samples that the verifier calls right."""
+    return fmean(sample["rewards"]["exact"] for sample in samples)
+
+
+def score_statistics(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Mean and standard deviation of the reward model's raw scores, which PPO normalises them by."""
+    scores = [sample["reward_model"] for sample in samples]
+    return fmean(scores), stdev(scores)
 
 
 def near_miss(right: str, wrong: str) -> bool:

@@ -4,6 +4,8 @@ import io
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from flows.clocks import Span
 
@@ -39,7 +41,7 @@ def curves(metrics: Sequence[Mapping[str, float]], panels: Sequence[tuple[str, S
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("iteration", fontsize=9)
         axes.tick_params(labelsize=8)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(names) > 1:
             axes.legend(fontsize=8)
@@ -73,7 +75,7 @@ def timeline(spans: Sequence[Span], title: str) -> bytes:
     axes.set_xlabel("seconds", fontsize=9)
     axes.set_title(title, fontsize=11)
     kinds = [kind for kind in COLOURS if any(span.kind == kind for span in spans)]
-    handles = [axes.barh(0, 0, color=COLOURS[kind]) for kind in kinds]
+    handles = [Patch(color=COLOURS[kind]) for kind in kinds]
     figure.legend(handles, kinds, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False)
     return _png(figure)
 

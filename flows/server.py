@@ -19,7 +19,12 @@ from inspect import isawaitable
 from pathlib import Path
 
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    get_current_settings,
+    temporary_settings,
+)
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 START_DEADLINE_S = 120.0  # 10-17 s on two quiet cores the first time; shared machines are slower
@@ -61,7 +66,7 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
     """
     configured = PREFECT_API_URL.value()
     if configured:
-        auth = PREFECT_API_AUTH_STRING.value()
+        auth = get_current_settings().api.auth_string
         yield PrefectServer(configured, auth.get_secret_value() if auth else "", own=False)
         return
     with own_server(folder) as server:

@@ -38,10 +38,13 @@ class SFTConfig(TrainingConfig):
 
     type: Literal["sft"] = "sft"
     models: ActorOnly
+    random_init: bool = Field(
+        default=False, description="Start from random weights: models.actor needs only its configuration."
+    )
 
     def roles(self) -> dict[str, Role]:
         """The one role that trains."""
-        return {"actor": Role(self.models.actor, "lm", self.optimizer)}
+        return {"actor": Role(self.models.actor, "lm", self.optimizer, self.random_init)}
 
 
 class RewardModelConfig(TrainingConfig):
@@ -210,17 +213,17 @@ CONFIG_TYPES: dict[str, type[AnyConfig]] = {
 }
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> AnyConfig:
     """Read a run configuration from YAML, apply overrides and make its relative paths absolute.
 
     overrides  `key.sub=value`, the value being YAML; a number addresses a list: `rewards.0.weight=2`
-    Relative paths mean the current folder, as everywhere on a command line.
+    base       what relative paths mean; by default the current folder, as everywhere on a command line
     Raises ConfigError for a missing or malformed file and for every fault in a field.
     """
     document = _read_yaml(Path(path))
     for override in overrides:
         _apply_override(document, override)
-    return resolve_paths(make_config(document), Path.cwd())
+    return resolve_paths(make_config(document), base or Path.cwd())
 
 
 def make_config(document: Mapping[str, Any]) -> AnyConfig:

@@ -177,12 +177,14 @@ Assignments = dict[str, ManualAssignment]
 class Role(NamedTuple):
     """What the engine must know of a role: where its weights start, its head, and whether it trains.
 
-    optimizer  None for a frozen role
+    optimizer    None for a frozen role
+    random_init  the folder has only the model's configuration; its weights are drawn from the run's seed
     """
 
     folder: str
     head: Head
     optimizer: OptimizerConfig | None
+    random_init: bool = False
 
 
 def _plan_form(value: Any) -> str:

@@ -41,7 +41,9 @@ def lineage_lines(iteration: int, results: IterationResults) -> Iterator[str]:
                 "node": node,
                 "attempt": first.key.attempt,
                 "generation": first.key.generation,
-                "ranks": sorted(ranks),
+                "clocks": {
+                    rank: (result.started_s, result.ended_s) for rank, result in sorted(ranks.items())
+                },
                 "started_s": min(result.started_s for result in ranks.values()),
                 "ended_s": max(result.ended_s for result in ranks.values()),
                 "versions": {k: v for result in ranks.values() for k, v in result.versions.items()},

@@ -1,7 +1,6 @@
 """The engines that one rank holds: its roles on their placements, residents and copies."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from rlhf_tasks.parallel.reallocation import Reallocated, reallocate
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.topology import Placement
-from rlhf_tasks.parallel.weights import INDEX, SINGLE, initialise, load, load_config
+from rlhf_tasks.parallel.weights import initialise, load, load_config
 from rlhf_tasks.spec import ExecutionPlan, ReallocateNode
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -42,7 +41,7 @@ class RoleEngines:
             for placement in residents:
                 if groups.rank in placement.devices:
                     stage = self._stage(parts, placement)
-                    _fill(stage, Path(parts.folder), self._seed)
+                    _fill(stage, parts, self._seed)
                     settings = optimizer_settings(parts.optimizer) if parts.optimizer else None
                     self._engines[role, placement] = Engine(stage, stage.layout, groups, settings)
 
@@ -128,12 +127,11 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
     )
 
 
-def _fill(stage: Stage, folder: Path, seed: int) -> None:
-    """The folder's weights; a random start where the folder describes a model without weights."""
-    if (folder / SINGLE).exists() or (folder / INDEX).exists():
-        load(stage, folder, seed)
-    else:
+def _fill(stage: Stage, parts: Role, seed: int) -> None:
+    if parts.random_init:
         initialise(stage, seed)
+    else:
+        load(stage, parts.folder, seed)
 
 
 def _replace(stage: Stage, slices: dict[str, Tensor]) -> None:

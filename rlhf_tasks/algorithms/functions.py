@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rlhf_tasks.algorithms import fetch, generation, ppo, reward_model, rollout, scoring, sft
+from rlhf_tasks.algorithms import fetch, generation, ppo, reward_model, rollout, sft
 from rlhf_tasks.algorithms.context import CallFunction
 from rlhf_tasks.config import AnyConfig
 from rlhf_tasks.dataset import Rows
@@ -12,7 +12,7 @@ from rlhf_tasks.tokenizer import Tokenizer
 FUNCTIONS: Mapping[str, Mapping[str, CallFunction]] = {
     "ppo": {
         "actor_generate": generation.generate,
-        "reward_inference": scoring.reward_inference,
+        "reward_inference": rollout.reward_inference_of_ppo,
         "ref_inference": ppo.ref_inference,
         "critic_inference": ppo.critic_inference,
         "actor_train": ppo.actor_train,

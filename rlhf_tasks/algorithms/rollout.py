@@ -1,4 +1,4 @@
-"""Rollout: generate, score, and write what came out as JSONL, one part file per head and iteration."""
+"""The reward call: score, and write samples as JSONL: a rollout all of them, PPO a few for the eye."""
 
 import json
 import os
@@ -14,26 +14,41 @@ from rlhf_tasks.parallel.samples import SampleBatch
 FOLDER = "samples"
 
 
+EXAMPLES = 8
+"""Samples per iteration that PPO writes."""
+
+
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `scores`, and writes this head's samples into the run folder."""
+    """Gives `scores`, and writes this head's samples into the run folder. Metrics: see `reward_metrics`."""
+    return _scored(engine, batch, context, len(batch))
+
+
+def reward_inference_of_ppo(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Gives `scores`, and writes a few samples of the first dp rank. Metrics: see `reward_metrics`."""
+    return _scored(engine, batch, context, EXAMPLES if engine.coordinate.dp == 0 else 0)
+
+
+def _scored(engine: Engine, batch: SampleBatch, context: CallContext, written: int) -> CallOutput:
     scored = score(engine, batch, context)
     metrics = reward_metrics(engine, scored, context)
     if scored is None:
         return CallOutput(None, metrics)
-    part = f"{context.iteration:08d}-{engine.coordinate.dp:04d}.jsonl"
-    write_samples(context.run_folder / FOLDER / part, batch, scored)
+    if written:
+        part = f"{context.iteration:08d}-{engine.coordinate.dp:04d}.jsonl"
+        write_samples(context.run_folder / FOLDER / part, batch, scored, written)
     return CallOutput(scores_batch(batch, scored, engine), metrics)
 
 
-def write_samples(path: Path, batch: SampleBatch, scored: Scored) -> None:
-    """One line per sample: id, prompt, completion, score, rewards, reward_model, truncated, columns.
+def write_samples(path: Path, batch: SampleBatch, scored: Scored, count: int) -> None:
+    """One line for each of the first `count` samples: id, prompt, completion, score, rewards, reward_model,
+    truncated, columns.
 
     The file appears whole or not at all, so that a repeated call leaves the same as one call.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = scored.answers
     with open(path.with_suffix(".tmp"), "w", encoding="utf-8") as file:
-        for place, sample in enumerate(batch.ids):
+        for place, sample in enumerate(batch.ids[:count]):
             line = {
                 "id": sample,
                 "prompt": answers.prompts[place],

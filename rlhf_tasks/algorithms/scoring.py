@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.config import PPOConfig, RolloutConfig
 from rlhf_tasks.config_parts import RewardModelScore
 from rlhf_tasks.parallel.engine import Engine
@@ -30,15 +30,6 @@ class Scored:
     rewards: Mapping[str, Values]
     reward_model: Tensor | None
     answers: Answers
-
-
-def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `scores`. Metrics: see `reward_metrics`."""
-    scored = score(engine, batch, context)
-    metrics = reward_metrics(engine, scored, context)
-    if scored is None:
-        return CallOutput(None, metrics)
-    return CallOutput(scores_batch(batch, scored, engine), metrics)
 
 
 def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBatch:

@@ -1,0 +1,64 @@
+"""`prefect-rlhf ui` and `prefect-rlhf export`: what to do with a run's folder afterwards."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from flows.run_folder import existing_run_folder
+from flows.server import own_server
+from rlhf_tasks.checkpoint import latest_commit
+from rlhf_tasks.config import ConfigError
+
+console = Console()
+
+
+def ui(run: Path, /) -> None:
+    """Open the Prefect UI of a run that has ended, until Ctrl-C.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    """
+    if not (run / "prefect").is_dir():
+        raise ConfigError(f"{run} has no Prefect server of its own: the run reported to PREFECT_API_URL.")
+    with own_server(run) as server:
+        console.print(f"Prefect UI: {server.ui_url}   login: {server.auth}   (Ctrl-C ends it)")
+        while True:
+            time.sleep(3600)
+
+
+def export(
+    run: Path,
+    folder: Path,
+    /,
+    *,
+    role: Annotated[str | None, Parameter("--role")] = None,
+) -> None:
+    """Write a trained model of a run's last commit as a Hugging Face folder.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    folder
+        Where to write; must not exist yet.
+    role
+        A trained role; default: the only one, or the actor.
+    """
+    run_folder, config = existing_run_folder(run)
+    commit, refused = latest_commit(run_folder)
+    for error in refused:
+        console.print(f"refused: {error}")
+    if commit is None:
+        raise ConfigError(f"{run} has no commit that can be used.")
+    from rlhf_tasks.export import export_commit  # torch takes seconds to import
+
+    chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already. Remove it or name another folder.")
+    export_commit(commit.folder, config, chosen, folder)
+    console.print(f"{chosen} after {commit.step} iterations: {folder}")

@@ -1,0 +1,69 @@
+"""`prefect-rlhf run` and `prefect-rlhf demo`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from flows.prepare import prepare
+from flows.run_folder import existing_run_folder, new_run_folder
+from rlhf_tasks.config import ConfigError, load_config
+
+console = Console()
+
+
+def run(
+    algorithm: str,
+    /,
+    *overrides: str,
+    config: Annotated[Path | None, Parameter("--config")] = None,
+    resume: Annotated[Path | None, Parameter("--resume")] = None,
+) -> None:
+    """Run a training: prefect-rlhf run ppo --config FILE [key.sub=value ...].
+
+    Parameters
+    ----------
+    algorithm
+        ppo, sft, reward-model or rollout.
+    overrides
+        `key.sub=value`, the value being YAML.
+    config
+        The run's configuration, a YAML file.
+    resume
+        A run folder: go on with that run from its last commit.
+    """
+    if (config is None) == (resume is None):
+        raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to go on with one.")
+    if resume is not None:
+        folder, settings = existing_run_folder(resume)
+    else:
+        assert config is not None
+        settings, folder = load_config(config, overrides), None
+    if settings.type != algorithm.replace("-", "_"):
+        raise ConfigError(f"{config or resume} is of type {settings.type!r}, not {algorithm!r}.")
+    prepare(settings)
+    folder = folder or new_run_folder(settings)
+    # Prefect takes seconds to import: a faulty configuration was refused before that.
+    from flows.session import run_here
+
+    run_here(algorithm.replace("-", "_"), settings, folder)
+
+
+def demo(
+    *,
+    folder: Path = Path("runs/demo"),
+    seed: int = 0,
+) -> None:
+    """Train a tiny model on 4 CPU ranks by SFT, reward modelling and PPO, watched in the Prefect UI.
+
+    Parameters
+    ----------
+    folder
+        Where everything goes; a demo that was interrupted there goes on.
+    seed
+        Of data, weights and sampling.
+    """
+    from flows.session import demo_here
+
+    demo_here(folder, seed)

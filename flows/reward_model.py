@@ -1,0 +1,19 @@
+"""Flow `reward-model`."""
+
+from typing import Any
+
+from prefect import flow
+
+from flows.runs import carry_out, flow_run_name
+from rlhf_tasks.config import RewardModelConfig
+
+
+@flow(name="reward-model", flow_run_name=flow_run_name, persist_result=False)
+async def reward_model(config: RewardModelConfig, run_folder: str | None = None) -> dict[str, Any]:
+    """A reward model from preference pairs.
+
+    config      the run's configuration
+    run_folder  an existing run folder to go on in; its configuration counts then
+    Returns the run's summary.
+    """
+    return await carry_out(config, run_folder)

@@ -1,0 +1,192 @@
+"""One run from its configuration to its summary: what every algorithm's flow does."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.runtime import flow_run
+from rich.console import Console
+
+from flows import artifacts
+from flows.clocks import spans_of
+from flows.cluster import Cluster, found_cluster, local_cluster
+from flows.prepare import Prepared, prepare
+from flows.run_folder import existing_run_folder, new_run_folder, taken
+from flows.server import prefect_server
+from flows.summary import read_jsonl, run_figures
+from flows.training import run_training
+from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
+from rlhf_tasks.checkpoint import latest_commit
+from rlhf_tasks.config import AnyConfig, ConfigError
+from rlhf_tasks.journals import LINEAGE, METRICS
+from rlhf_tasks.transport import Committed
+
+REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
+TIMELINE_ITERATIONS = 3  # more would be too fine to read
+SHOWN_METRICS = ("reward", "rewards/exact/mean", "kl", "accuracy", "loss/sft", "loss/policy", "loss/value")
+
+console = Console()
+
+
+async def carry_out(config: AnyConfig, run_folder: str | None = None) -> dict[str, Any]:
+    """Run a configuration to its end, or go on from the last commit in `run_folder`; gives the summary.
+
+    Called inside a flow. Raises ValueError for what the user can mend, RunFailed for what happened on the way.
+    """
+    folder, config = open_run(config, run_folder)
+    prepared = prepare(config)
+    with (
+        taken(folder),
+        prefect_server(folder) as server,
+        cluster_of(config, folder, server.environment) as cluster,
+    ):
+        _keep_identity(folder, prepared)
+        view = RunView(prepared, folder)
+        await view.begin()
+        await run_training(
+            prepared.plan,
+            config.model_dump(mode="json"),
+            cluster,
+            run=folder.name,
+            run_folder=folder,
+            iterations=prepared.iterations,
+            on_commit=view.on_commit,
+            snapshot_every=config.snapshot_every,
+            deadline_factor=config.runtime.deadline_factor,
+            deadline_floor_s=config.runtime.deadline_floor_s,
+            max_rebuilds=config.runtime.max_restarts,
+        )
+        await view.end()
+        summary = await asyncio.to_thread(_finish, folder, prepared)
+    return summary
+
+
+def open_run(config: AnyConfig, run_folder: str | None) -> tuple[Path, AnyConfig]:
+    """The folder of a run and its configuration: the one named, the one to resume, or a new one."""
+    if run_folder is not None:
+        return existing_run_folder(run_folder)
+    if config.resume not in ("never", "auto"):
+        return existing_run_folder(config.resume)
+    if config.resume == "auto" and config.name is not None:
+        named = Path(config.output_dir) / config.name
+        if (named / "config.json").exists():
+            return existing_run_folder(named)
+    return new_run_folder(config), config
+
+
+@contextmanager
+def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
+    """The cluster that a configuration names, or one of our own on this machine."""
+    n_devices = config.cluster.n_devices
+    if config.cluster.address is not None:
+        with found_cluster(config.cluster.address, n_devices) as cluster:
+            yield cluster
+    else:
+        with local_cluster(n_devices, environment, gpus=_has_gpus(), folder=folder / "scratch") as cluster:
+            yield cluster
+
+
+class RunView:
+    """What a person sees of a run: lines in the terminal, artifacts in the UI."""
+
+    def __init__(self, prepared: Prepared, folder: Path) -> None:
+        self._prepared, self._folder = prepared, folder
+        self._progress: UUID | None = None
+        self._drawn_s = 0.0
+        self._last_s = time.monotonic()
+
+    async def begin(self) -> None:
+        """Show the plan and an empty progress bar."""
+        await artifacts.show_plan(self._prepared.plan)
+        self._progress = await artifacts.start_progress(self._prepared.iterations)
+
+    async def on_commit(self, committed: Committed, stop_after: Callable[[int], None]) -> None:
+        """After each commit: a line and the bar; curves and timeline every so often."""
+        now = time.monotonic()
+        metrics = read_jsonl(self._folder / METRICS)
+        done = committed.iteration + 1
+        figures = [
+            f"{name} {metrics[-1][name]:.3f}" for name in SHOWN_METRICS if metrics and name in metrics[-1]
+        ]
+        console.print(
+            f"{self._folder.name}: iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
+            + "".join(f", {figure}" for figure in figures),
+            highlight=False,
+        )
+        self._last_s = now
+        assert self._progress is not None
+        await artifacts.show_progress(self._progress, done, self._prepared.iterations)
+        if now - self._drawn_s > REFRESH_S:
+            self._drawn_s = now
+            await self._draw()
+
+    async def end(self) -> None:
+        """Show everything in its final state."""
+        await self._draw()
+
+    async def _draw(self) -> None:
+        spans = spans_of(self._prepared.plan, read_jsonl(self._folder / LINEAGE))
+        newest = max((span.iteration for span in spans), default=0)
+        await artifacts.show_curves(read_jsonl(self._folder / METRICS))
+        await artifacts.show_timeline([s for s in spans if s.iteration > newest - TIMELINE_ITERATIONS])
+        await artifacts.show_completions(latest_samples(self._folder))
+
+
+def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
+    """A few of the samples that the last iteration wrote."""
+    files = sorted((folder / SAMPLES).glob("*.jsonl"))
+    if not files:
+        return []
+    shown = ("prompt", "completion", "score", "rewards", "reward_model", "truncated")
+    return [{name: row[name] for name in shown} for row in read_jsonl(files[-1])[:count]]
+
+
+def _finish(folder: Path, prepared: Prepared) -> dict[str, Any]:
+    """Export the trained model and write `summary.json`."""
+    metrics = read_jsonl(folder / METRICS)
+    summary = run_figures(prepared.plan, read_jsonl(folder / LINEAGE))
+    summary["run"] = folder.name
+    summary["metrics"] = metrics[-1] if metrics else {}
+    trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]
+    if trained:
+        from rlhf_tasks.export import export_commit  # torch, which a flow process needs for nothing else
+
+        commit, _ = latest_commit(folder)
+        assert commit is not None, "a finished run has a commit"
+        model = folder / "model"
+        if not model.exists():
+            export_commit(
+                commit.folder, prepared.config, "actor" if "actor" in trained else trained[0], model
+            )
+        summary["model"] = str(model)
+    text = json.dumps(summary, indent=2)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    return summary
+
+
+def _keep_identity(folder: Path, prepared: Prepared) -> None:
+    """Write the plan and the data's digest down; a resumed run must find its data unchanged."""
+    identity = folder / "data.sha256"
+    if identity.exists() and identity.read_text() != prepared.data_digest:
+        raise ConfigError(
+            f"{prepared.config.data.train} has changed since {folder} began. Put the data back, or start a new run."
+        )
+    identity.write_text(prepared.data_digest)
+    (folder / "plan.json").write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
+
+
+def _has_gpus() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def flow_run_name() -> str:
+    """`ppo/<run>`, from the parameters of the flow run that asks."""
+    parameters = flow_run.parameters or {}
+    config, folder = parameters.get("config"), parameters.get("run_folder")
+    name = Path(folder).name if folder else getattr(config, "name", None) or flow_run.id[:8]
+    return f"{flow_run.flow_name.removeprefix('rlhf-')}/{name}"

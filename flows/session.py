@@ -1,0 +1,65 @@
+"""A flow run from the command line: with its Prefect server, its address on the screen, and a clean end."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from flows.pipeline import rlhf_pipeline
+from flows.ppo import rlhf_ppo
+from flows.reward_model import reward_model
+from flows.rollout import rollout
+from flows.server import prefect_server
+from flows.sft import sft
+from flows.training import RunFailed
+from rlhf_tasks.config import AnyConfig
+
+FLOWS = {"ppo": rlhf_ppo, "sft": sft, "reward_model": reward_model, "rollout": rollout}
+
+console = Console()
+
+
+def run_here(algorithm: str, config: AnyConfig, folder: Path) -> None:
+    """Run an algorithm's flow in this process; ends with status 1 and the way to go on when the run fails."""
+    again = f"prefect-rlhf run {algorithm.replace('_', '-')} --resume {folder}"
+    summary = _watched(folder, again, lambda: FLOWS[algorithm](config, str(folder)))
+    console.print(
+        f"done: {summary['iterations']} iterations in {summary['seconds']:.0f} s; {folder / 'summary.json'}"
+    )
+
+
+def demo_here(folder: Path, seed: int) -> None:
+    """Run the demo in this process and tell what it reached."""
+    folder.mkdir(parents=True, exist_ok=True)
+    again = f"prefect-rlhf demo --folder {folder} --seed {seed}"
+    summary = _watched(folder, again, lambda: rlhf_pipeline(str(folder), seed))
+    console.print(
+        f"exact-match accuracy on held-out words: {summary['accuracy_before']:.3f} after SFT, "
+        f"{summary['accuracy_after']:.3f} after PPO ({summary['seconds']:.0f} s in all).\n"
+        "The demonstrations were sloppy on purpose (60% have their last two letters swapped), the verifier is always "
+        f"right.\n{folder / 'summary.json'}; the UI again: prefect-rlhf ui {folder}",
+        highlight=False,
+    )
+
+
+def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
+    with prefect_server(folder) as server:
+        login = f"   login: {server.auth.replace(':', '  password: ')}" if server.auth else ""
+        console.print(f"Prefect UI: {server.ui_url}{login}", highlight=False, soft_wrap=True)
+        try:
+            summary = asyncio.run(_await(run))
+        except KeyboardInterrupt:
+            console.print(f"\nstopped. To go on: {again}", highlight=False, soft_wrap=True)
+            raise
+        except RunFailed as failure:
+            console.print(f"[bold red]failed:[/] {escape(str(failure))}\nTo go on: {again}", soft_wrap=True)
+            raise SystemExit(1) from None
+    return json.loads(json.dumps(summary))
+
+
+async def _await(run: Callable[[], Awaitable[Any]]) -> Any:
+    return await run()

@@ -1,0 +1,124 @@
+"""Runs an algorithm's graph on one rank, without plan, Prefect and Dask: the functions alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.config import AnyConfig
+from rlhf_tasks.config_parts import Role
+from rlhf_tasks.examples import load_and_check
+from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout import Layout, ModelShape
+from rlhf_tasks.parallel.optimizer import OptimizerSettings
+from rlhf_tasks.parallel.samples import SampleBatch, SampleStore
+from rlhf_tasks.parallel.stage import Stage
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.reward_process import RewardProcess
+from rlhf_tasks.spec import ModelFunctionCall
+
+CPU = torch.device("cpu")
+PLACEMENT = Placement((0,), ParallelStrategy())
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """A world of this process alone, where there is none yet."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32) -> Engine:
+    """A role's engine, its weights read from its folder or drawn."""
+    config = AutoConfig.from_pretrained(role.folder)
+    layout = Layout(ModelShape.from_folder(role.folder), role.head, PLACEMENT)
+    stage = Stage(config, layout, PLACEMENT.coordinate(0), None, device=CPU, dtype=dtype)
+    stored = {} if role.random_init else load_file(Path(role.folder) / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in stage.named_slices().items():
+            if name in stored:
+                parameter.copy_(stored[name])
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, config.initializer_range, generator=generator)
+    groups = ProcessGroups(device_sets(PLACEMENT), 60.0, CPU)
+    o = role.optimizer
+    settings = o and OptimizerSettings(o.adam_betas, o.adam_epsilon, o.weight_decay, o.max_grad_norm)
+    return Engine(stage, layout, groups, settings)
+
+
+class OneRank:
+    """A run's engines and samples on this process; all of a role's calls share one engine."""
+
+    def __init__(self, config: AnyConfig, run_folder: Path) -> None:
+        self.config, self.run_folder = config, run_folder
+        self.rows, self.tokenizer = load_and_check(config)
+        dtype = getattr(torch, config.dtype)
+        self.engines = {name: engine_of(role, config.seed, dtype) for name, role in config.roles().items()}
+        self.rewards = RewardProcess(config)
+        self.calls = GRAPHS[config.type].calls(config)
+
+    def iterate(self, iteration: int) -> tuple[dict[str, float], SampleStore]:
+        """All calls of one iteration in the graph's order; their metrics, and the samples they left."""
+        n = self.config.batch_size
+        ids = range(iteration * n, (iteration + 1) * n)
+        store, metrics = SampleStore(), {}
+        store.put(FETCH[self.config.type](self.rows, self.tokenizer, self.config, ids))
+        for call in self.calls:
+            metrics |= self.call(call, iteration, store, ids)
+        return metrics, store
+
+    def call(
+        self, call: ModelFunctionCall, iteration: int, store: SampleStore, ids: range
+    ) -> dict[str, float]:
+        context = CallContext(
+            config=self.config,
+            iteration=iteration,
+            first_sample=ids.start,
+            n_seqs=len(ids),
+            micro_batches=4 if call.kind != "generate" else 1,
+            tokenizer=self.tokenizer,
+            rewards=self.rewards,
+            run_folder=self.run_folder,
+        )
+        batch = _renamed(store.get(list(ids), call.inputs), call.remap)
+        output = FUNCTIONS[self.config.type][call.name](self.engines[call.role], batch, context)
+        if output.batch is not None:
+            store.put(_renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()}))
+        return dict(output.metrics)
+
+    def save(self, role: str, folder: Path) -> None:
+        """The role's weights as a Hugging Face folder, beside copies of its other files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        source = Path(self.config.roles()[role].folder)
+        for file in source.iterdir():
+            if file.suffix != ".safetensors":
+                (folder / file.name).write_bytes(file.read_bytes())
+        slices = {
+            name: value.detach().clone() for name, value in self.engines[role].stage.named_slices().items()
+        }
+        save_file(slices, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def close(self) -> None:
+        self.rewards.close()
+
+
+def _renamed(batch: SampleBatch, names: dict[str, Any]) -> SampleBatch:
+    return SampleBatch(batch.ids, {names.get(key, key): packed for key, packed in batch.data.items()})

@@ -1,0 +1,74 @@
+"""Dataset keys by sample id."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.demo_data import write_model_folder
+from rlhf_tasks.algorithms.functions import FETCH
+from rlhf_tasks.config import make_config
+from rlhf_tasks.examples import load_and_check
+from rlhf_tasks.parallel.samples import SampleBatch
+
+ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "chosen": "y", "rejected": "n", "k": i} for i in range(5)]
+BY_TYPE: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "sampling": {"max_completion_length": 4},
+        "rewards": [{"function": "m:f"}],
+        "total_iterations": 1,
+    },
+    "rollout": {"sampling": {"max_completion_length": 4}, "num_generations": 2},
+    "sft": {"total_iterations": 1},
+    "reward_model": {"total_iterations": 1},
+}
+
+
+@pytest.fixture
+def fetch(tmp_path: Path) -> Any:
+    write_model_folder(tmp_path / "model")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def run(kind: str, ids: list[int]) -> tuple[SampleBatch, Any]:
+        document = {"type": kind, "models": {"actor": str(tmp_path / "model")}, "data": {"train": str(data)}}
+        config = make_config({**document, **BY_TYPE[kind]})
+        rows, tokenizer = load_and_check(config)
+        return FETCH[kind](rows, tokenizer, config, ids), tokenizer
+
+    return run
+
+
+def texts(batch: SampleBatch, key: str, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(part.tolist()) for part in batch[key].split()]
+
+
+def test_prompts_come_with_their_columns_in_an_order_of_each_epoch(fetch: Any):
+    batch, tokenizer = fetch("ppo", list(range(10)))
+    prompts = texts(batch, "prompt_ids", tokenizer)
+    assert sorted(prompts[:5]) == sorted(prompts[5:]) == [f"p{i}" for i in range(5)]
+    assert [json.loads(text)["prompt"] for text in batch["columns"].texts()] == prompts
+    alone, _ = fetch("ppo", [7])
+    assert texts(alone, "prompt_ids", tokenizer) == [prompts[7]]
+
+
+def test_rollouts_read_in_file_order_with_all_samples_of_a_prompt_together(fetch: Any):
+    batch, tokenizer = fetch("rollout", list(range(12)))
+    assert texts(batch, "prompt_ids", tokenizer) == [f"p{i}" for i in (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0, 0)]
+
+
+def test_completions_come_with_a_mask_of_what_is_learned(fetch: Any):
+    batch, tokenizer = fetch("sft", [0, 1, 2])
+    for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True):
+        assert mask.tolist() == [False, False, True, True, True]
+        assert ids[-1] == tokenizer.eos_id
+        assert tokenizer.decode(ids[mask].tolist())[0] == "c"
+
+
+def test_pairs_have_both_answers_behind_the_prompt(fetch: Any):
+    batch, tokenizer = fetch("reward_model", [3])
+    (chosen,), (rejected,) = (texts(batch, key, tokenizer) for key in ("chosen_ids", "rejected_ids"))
+    assert chosen[0] == "p"
+    assert (chosen[2:], rejected[2:]) == ("y", "n")
+    assert chosen[:2] == rejected[:2]

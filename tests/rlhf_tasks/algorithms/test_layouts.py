@@ -1,0 +1,177 @@
+"""Every train and inference function gives the same on 2 and 4 ranks as on one, decisions included."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.functions import FUNCTIONS
+from rlhf_tasks.config import AnyConfig, make_config
+from rlhf_tasks.parallel.engine import Engine, share_batch
+from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout import Head, Layout
+from rlhf_tasks.parallel.optimizer import OptimizerSettings
+from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.stage import Stage
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.transfers import partition
+from tests.tiny_models import shape_of, tiny_config, tiny_model
+
+pytestmark = pytest.mark.dist
+
+N_SEQS = 8
+STRATEGIES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1)]
+OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 2, "max_grad_norm": 0.5}
+
+
+def config_of(kind: str) -> AnyConfig:
+    document: dict[str, Any] = {
+        "type": kind,
+        "models": {"actor": "a"},
+        "data": {"train": "d"},
+        "dtype": "float64",
+        "batch_size": N_SEQS,
+        "num_mini_batches": 2,
+        "total_iterations": 3,
+        "optimizer": OPTIMIZER,
+        "seed": 5,
+    }
+    if kind == "ppo":
+        document |= {
+            "sampling": {"max_completion_length": 8, "temperature": 0.8},
+            "rewards": [{"function": "m:f"}],
+            "num_ppo_epochs": 2,
+            "kl_target": 0.5,
+            "kl_horizon": 50,
+            "normalize_values": True,
+            "score_clip": 1.0,
+            "early_stop_ratio": 1.02,
+        }
+    return make_config(document)
+
+
+def samples(kind: str) -> SampleBatch:
+    """An iteration's samples with all keys that its calls read."""
+    draw = torch.Generator().manual_seed(11)
+
+    def tokens(length: int) -> Tensor:
+        return torch.randint(3, 61, (length,), generator=draw)
+
+    def numbers(length: int, scale: float) -> Tensor:
+        return scale * torch.randn(length, generator=draw, dtype=torch.float64)
+
+    lengths = [4 + (3 * i) % 7 for i in range(N_SEQS)]
+    masks = [torch.arange(length) >= 2 for length in lengths]
+    if kind == "reward_model":
+        parts = {key: [tokens(n) for n in order] for key, order in _pairs(lengths).items()}
+    else:
+        parts = {"input_ids": [tokens(n) for n in lengths], "response_mask": masks}
+    if kind == "ppo":
+        for key, offset, scale in (
+            ("old_logprobs", -4.2, 0.3),
+            ("ref_logprobs", -4.2, 0.3),
+            ("values", 0, 1.0),
+        ):
+            parts[key] = [torch.where(m, offset + numbers(len(m), scale), 0.0) for m in masks]
+        parts["scores"] = [numbers(1, 2.0) for _ in masks]
+    return SampleBatch(tuple(range(N_SEQS)), {key: Packed.of(values) for key, values in parts.items()})
+
+
+def _pairs(lengths: list[int]) -> dict[str, list[int]]:
+    return {"chosen_ids": lengths, "rejected_ids": lengths[::-1]}
+
+
+def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
+    config = tiny_config("llama")
+    placement = Placement(tuple(range(ParallelStrategy(*strategy).size)), ParallelStrategy(*strategy))
+    layout = Layout(shape_of(config), head, placement)
+    groups = ProcessGroups(device_sets(placement), 60.0, torch.device("cpu"))
+    stage = Stage(
+        config,
+        layout,
+        placement.coordinate(rank),
+        groups[placement.tp_group(rank)],
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    whole = tiny_model(config, head, torch.float64).state_dict()
+    with torch.no_grad():
+        for name, rows in layout.held(rank).items():
+            spec = layout.specs[name]
+            stage.named_slices()[name].copy_(whole[name].narrow(spec.dim, rows.start, rows.size))
+    return Engine(stage, layout, groups, OptimizerSettings(max_grad_norm=0.5))
+
+
+def run_calls(
+    rank: int, world: int, strategy: tuple[int, int, int], kind: str, calls: tuple[str, ...], head: Head
+):
+    """Two iterations of some calls on one engine: metrics, rows of the outputs, weights' sums, state."""
+    torch.set_num_threads(1)
+    engine = engine_on(rank, strategy, head)
+    config, whole = config_of(kind), samples(kind)
+    metrics, rows = [], {}
+    for iteration in range(2):
+        shifted = SampleBatch(tuple(N_SEQS * iteration + i for i in whole.ids), whole.data)
+        mine = partition(shifted.ids, strategy[0], "count", config.num_mini_batches)[engine.coordinate.dp]
+        batch = share_batch(
+            shifted.select(mine) if engine.is_head else None, engine.placement, engine.groups, rank
+        )
+        for name in calls:
+            nothing: Any = SimpleNamespace()
+            context = CallContext(config, iteration, N_SEQS * iteration, N_SEQS, 2, nothing, nothing, Path())
+            output: CallOutput = FUNCTIONS[kind][name](engine, batch, context)
+            metrics.append(dict(output.metrics))
+            for key, packed in output.batch.data.items() if output.batch else ():
+                rows |= {
+                    (key, i): part.tolist() for i, part in zip(output.batch.ids, packed.split(), strict=True)
+                }
+    return metrics, rows, dict(engine.state)
+
+
+CASES = [
+    ("ppo", ("ref_inference", "actor_train"), "lm"),
+    ("ppo", ("critic_inference", "critic_train"), "scalar"),
+    ("sft", ("actor_train",), "lm"),
+    ("reward_model", ("reward_train",), "scalar"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "head"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
+def test_functions_do_not_depend_on_the_layout(ranks: Any, kind: str, calls: tuple[str, ...], head: Head):
+    metrics, rows, state = ranks.run(1, run_calls, (1, 1, 1), kind, calls, head)[0]
+    for strategy in STRATEGIES:
+        size = ParallelStrategy(*strategy).size
+        results = ranks.run(size, run_calls, strategy, kind, calls, head)
+        found = {}
+        for rank_metrics, rank_rows, rank_state in results:
+            for one, other in zip(metrics, rank_metrics, strict=True):
+                assert other == pytest.approx(one, rel=1e-9, abs=1e-12), strategy
+            assert flat(rank_state) == pytest.approx(flat(state), rel=1e-12), strategy
+            found |= rank_rows
+        assert found.keys() == rows.keys()
+        for key, values in rows.items():
+            assert found[key] == pytest.approx(values, rel=1e-9, abs=1e-12), (strategy, key)
+
+
+def flat(state: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{key}.{k}": v
+        for key, value in state.items()
+        for k, v in (value if isinstance(value, dict) else {"": value}).items()
+    }
+
+
+def test_the_cases_reach_what_they_should(ranks: Any):
+    """Early stopping, the adaptive coefficient and value normalisation really happen in them."""
+    metrics, _, state = ranks.run(1, run_calls, (1, 1, 1), *CASES[0])[0]
+    assert min(m["policy/steps"] for m in metrics if "policy/steps" in m) < 4
+    assert state["kl_coef"] != 0.05
+    _, _, state = ranks.run(1, run_calls, (1, 1, 1), *CASES[1])[0]
+    assert state["value_norm"]["weight"] > 0
+    assert state["kl_coef"] != 0.05

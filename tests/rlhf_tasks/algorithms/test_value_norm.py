@@ -1,0 +1,51 @@
+"""The running mean and standard deviation of returns."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from rlhf_tasks.algorithms.value_norm import DECAY, VARIANCE_FLOOR, ValueNorm
+
+
+def test_a_fresh_one_changes_nothing():
+    values = torch.tensor([1.0, -2.0])
+    assert ValueNorm.of({}).normalize(values).tolist() == values.tolist()
+    assert ValueNorm.of({}).denormalize(values).tolist() == values.tolist()
+
+
+def test_the_first_iteration_is_taken_as_it_is():
+    norm = ValueNorm().updated(mean=5.0, square=29.0)
+    assert norm.mean == pytest.approx(5.0)
+    assert norm.std == pytest.approx(2.0)
+
+
+def test_averages_are_exponential_and_debiased():
+    draw = random.Random(0)
+    seen = [(draw.random(), 2 + draw.random()) for _ in range(9)]
+    norm = ValueNorm()
+    for mean, square in seen:
+        norm = norm.updated(mean, square)
+    weights = [DECAY ** (len(seen) - 1 - i) for i in range(len(seen))]
+    mean = sum(w * m for w, (m, _) in zip(weights, seen, strict=True)) / sum(weights)
+    square = sum(w * s for w, (_, s) in zip(weights, seen, strict=True)) / sum(weights)
+    assert norm.mean == pytest.approx(mean)
+    assert norm.std == pytest.approx((square - mean**2) ** 0.5)
+
+
+def test_normalising_there_and_back():
+    norm = ValueNorm().updated(3.0, 25.0)
+    values = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(norm.denormalize(norm.normalize(values)), values)
+
+
+def test_returns_that_are_all_alike_do_not_divide_by_zero():
+    assert ValueNorm().updated(2.0, 4.0).std == VARIANCE_FLOOR**0.5
+
+
+def test_its_state_survives_json_bit_by_bit():
+    state: dict = {}
+    norm = ValueNorm().updated(0.1, 0.7).updated(1 / 3, 0.9)
+    norm.put(state)
+    assert ValueNorm.of(json.loads(json.dumps(state))) == norm
