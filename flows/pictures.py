@@ -21,6 +21,9 @@ COLOURS = {
     "save": "#E69F00",
 }
 
+CALL_KINDS = ("generate", "inference", "train_step")
+LETTER_WIDTH = 1 / 200  # of a label, as a share of the timeline's width
+
 
 def curves(metrics: Sequence[Mapping[str, float]], panels: Sequence[tuple[str, Sequence[str]]]) -> bytes:
     """Small line charts over iterations, one panel each.
@@ -49,7 +52,8 @@ def curves(metrics: Sequence[Mapping[str, float]], panels: Sequence[tuple[str, S
 
 
 def timeline(spans: Sequence[Span], title: str) -> bytes:
-    """Gantt chart of ranks over time; bars are coloured by kind of node, boundaries of iterations by a label.
+    """Gantt chart of ranks over time; bars are coloured by kind of node, every other iteration is paler, and calls
+    are named where the name fits.
 
     Nodes shorter than a thousandth of the picture are drawn as a hairline, so that none is invisible.
     """
@@ -66,9 +70,9 @@ def timeline(spans: Sequence[Span], title: str) -> bytes:
         row = ranks.index(span.rank)
         colour = COLOURS[span.kind]
         axes.barh(row, length, left=span.started_s - start, height=0.7, color=colour, alpha=shade)
-        if length > width / 14:
+        label = f"{span.node}\nit {span.iteration}"
+        if span.kind in CALL_KINDS and length > width * LETTER_WIDTH * max(map(len, label.split("\n"))):
             centre = span.started_s - start + length / 2
-            label = f"{span.node}\nit {span.iteration}"
             axes.text(centre, row, label, ha="center", va="center", fontsize=6.5, color="black")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from prefect import Flow, flow
+from prefect.runtime import flow_run
 
 from flows.cluster import local_cluster
 from flows.demo_data import SIZES, preference_pairs, write_demo_data, write_jsonl
@@ -55,7 +56,11 @@ class Demo:
         return await stage_flow(config, begun)
 
 
-@flow(name="rlhf-pipeline", flow_run_name="demo/{folder}", persist_result=False)
+def _run_name() -> str:
+    return f"pipeline/{Path(flow_run.parameters['folder']).name}"
+
+
+@flow(name="rlhf-pipeline", flow_run_name=_run_name, persist_result=False)
 async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, Any]:
     """Supervised fine-tuning on sloppy demonstrations, a reward model, then PPO; accuracy before and after.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from rich.console import Console
 
@@ -113,11 +114,10 @@ class RunView:
         figures = [
             f"{name} {metrics[-1][name]:.3f}" for name in SHOWN_METRICS if metrics and name in metrics[-1]
         ]
-        console.print(
-            f"{self._folder.name}: iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
-            + "".join(f", {figure}" for figure in figures),
-            highlight=False,
-        )
+        head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
+        line = ", ".join([head, *figures])
+        get_run_logger().info(line)
+        console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
         self._last_s = now
         assert self._progress is not None
         await artifacts.show_progress(self._progress, done, self._prepared.iterations)

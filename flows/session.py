@@ -43,6 +43,7 @@ def demo_here(folder: Path, seed: int) -> None:
         "The demonstrations were sloppy on purpose (60% have their last two letters swapped), the verifier is always "
         f"right.\n{folder / 'summary.json'}; the UI again: prefect-rlhf ui {folder}",
         highlight=False,
+        soft_wrap=True,
     )
 
 
