@@ -131,14 +131,26 @@ def local_cluster(
 
 
 @contextmanager
-def found_cluster(address: str, n_ranks: int, **client_options: Any) -> Iterator[Cluster]:
+def found_cluster(
+    address: str,
+    n_ranks: int,
+    *,
+    folder: Path,
+    security: Security | None = None,
+    deadline_s: float = START_DEADLINE_S,
+) -> Iterator[Cluster]:
     """A cluster that runs already, by its scheduler's address; it is left as it was found.
 
+    folder      the run folder: every host must see it
+    security    certificates for a tls:// address
+    deadline_s  how long to wait for enough workers
     Raises ClusterError naming the setting, the version or the number of workers to change.
     """
-    with Client(address, set_as_default=False, timeout=30, **client_options) as client:
+    with Client(address, set_as_default=False, timeout=30, security=security) as client:
         refuse_unsafe(client)
-        yield form_cluster(client, n_ranks, own=False)
+        cluster = form_cluster(client, n_ranks, own=False, deadline_s=deadline_s)
+        _refuse_private_folder(client, cluster, folder)
+        yield cluster
 
 
 def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float = START_DEADLINE_S) -> Cluster:
@@ -150,7 +162,7 @@ def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float =
     """
     deadline = time.monotonic() + deadline_s
     while True:
-        ranks, controllers = _members(client.scheduler_info()["workers"])
+        ranks, controllers = members(client.scheduler_info()["workers"])
         if len(ranks) >= n_ranks and controllers:
             break
         if time.monotonic() > deadline:
@@ -165,24 +177,6 @@ def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float =
         client.security,
         own,
     )
-
-
-def check_shared_folder(client: Client, cluster: Cluster, folder: Path) -> None:
-    """Every member must see the run folder: each reads back a token. Raises ClusterError naming a host that
-    does not."""
-    members = (*cluster.ranks, cluster.controller)
-    token = folder / f"token-{uuid4().hex}"
-    token.touch()
-    try:
-        seen = client.run(_exists, str(token), workers=[member.address for member in members])
-    finally:
-        token.unlink()
-    for member in members:
-        if not seen[member.address]:
-            raise ClusterError(
-                f"worker {member.name} on host {member.host} does not see the run folder {folder}. "
-                "Choose a folder that all hosts share."
-            )
 
 
 def refuse_unsafe(client: Client) -> None:
@@ -210,7 +204,7 @@ def refuse_unsafe(client: Client) -> None:
         )
 
 
-def _members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
+def members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
     """(ranks, controllers) among the workers that a scheduler describes, each by host, then name."""
     ranks, controllers = [], []
     for address, worker in workers.items():
@@ -250,6 +244,23 @@ def _too_few(address: str, n_ranks: int, found: int, controllers: int) -> str:
     )
 
 
+def _refuse_private_folder(client: Client, cluster: Cluster, folder: Path) -> None:
+    """Every member must find a token file in the run folder. Raises ClusterError naming a host that does not."""
+    members = (*cluster.ranks, cluster.controller)
+    token = folder / f"token-{uuid4().hex}"
+    token.touch()
+    try:
+        seen = client.run(os.path.exists, str(token), workers=[member.address for member in members])
+    finally:
+        token.unlink()
+    for member in members:
+        if not seen[member.address]:
+            raise ClusterError(
+                f"worker {member.name} on host {member.host} does not see the run folder {folder}. "
+                "Choose a folder that all hosts share."
+            )
+
+
 def _refuse_other_versions(client: Client, members: list[Member]) -> None:
     """Raises ClusterError for a worker that runs other versions than this process."""
     here = _versions()
@@ -271,10 +282,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "none"
     return found
-
-
-def _exists(path: str) -> bool:
-    return os.path.exists(path)
 
 
 def _scheduler_settings(dask_scheduler: Scheduler) -> dict[str, Any]:

@@ -7,9 +7,9 @@ Whatever Prefect does or does not do meanwhile, the ranks go on.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,7 +250,7 @@ class Training:
                 self.spec.run, iteration, generation, node.name, wait_for=[tasks[name] for name in node.after]
             )
         end = await self._ends[iteration, generation]
-        finished = await asyncio.to_thread(_wait_all, list(tasks.values()), VIEW_LAG_S)
+        finished = await _all_done(list(tasks.values()), VIEW_LAG_S)
         if isinstance(end, Aborted):
             raise IterationAborted(f"{end.cause}\n{end.traceback}".rstrip())
         if isinstance(end, NotEntered):
@@ -283,9 +283,21 @@ def iteration_flow(training: Training, iteration: int, generation: int) -> Flow[
     return watch
 
 
-def _wait_all(futures: list[Any], seconds: float) -> bool:
-    """Wait for Prefect futures, on a thread; True when all have ended in time."""
-    deadline = time.monotonic() + seconds
-    for future in futures:
-        future.wait(max(0.0, deadline - time.monotonic()))
-    return all(future.wrapped_future.done() for future in futures)
+async def _all_done(futures: list[Any], seconds: float) -> bool:
+    """Wait for Prefect futures on Dask; True when all have ended in time. One that never does holds no thread."""
+    loop = asyncio.get_running_loop()
+    ends = [loop.create_future() for _ in futures]
+
+    def end(position: int) -> None:
+        if not ends[position].done():
+            ends[position].set_result(None)
+
+    for position, future in enumerate(futures):
+        # Dask calls back on a thread of its own, if need be after this loop has ended.
+        def call_back(_: Any, position: int = position) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(end, position)
+
+        future.wrapped_future.add_done_callback(call_back)
+    _, late = await asyncio.wait(ends, timeout=seconds)
+    return not late

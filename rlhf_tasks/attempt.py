@@ -82,7 +82,7 @@ class Attempt:
         self._tell = tell
         self._client = uuid4().hex
         self._rendezvous = Rendezvous(worker.ip)
-        self._snapshots: Snapshots = resolve_name(spec.snapshots)(spec)
+        self._snapshots: Snapshots | None = None
         self._save_nodes = {node.role: node.name for node in spec.plan.nodes if isinstance(node, SaveNode)}
         self._links: list[RankLink] = []
         self._ledger: Ledger | None = None
@@ -122,9 +122,13 @@ class Attempt:
     # --- life -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Find the last commit, connect to all ranks, and begin generation 0. Raises RankMissing."""
+        """Find the last commit, connect to all ranks, and begin generation 0.
+
+        Raises RankMissing, and whatever the snapshots raise when no commit can be trusted.
+        """
         spec = self.spec
-        latest = await asyncio.to_thread(self._snapshots.latest)
+        self._snapshots = snapshots = resolve_name(spec.snapshots)(spec)
+        latest = await asyncio.to_thread(snapshots.latest)
         step, cursor = latest if latest is not None else (None, 0)
         news = (self._receive, self._lost, self._started)
         self._links = [
@@ -225,12 +229,13 @@ class Attempt:
         self._feed(self.ledger.rank_started, rank)
 
     def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
-        """Tell the ledger something, and do what it asks. A broken invariant ends the attempt, loudly."""
+        """Tell the ledger something, and do what it asks. A mistake of ours ends the attempt, loudly."""
         try:
             self._apply(stimulus(*facts, time.monotonic()))
-        except AssertionError as error:
-            logger.exception("the ledger of run %s is broken", self.spec.run)
-            self._tell(GaveUp(reason=f"internal error: {error}", committed_step=self.ledger.committed_step))
+        except Exception as error:
+            logger.exception("run %s: the ledger or what it asked for has failed", self.spec.run)
+            reason = f"internal error: {type(error).__name__}: {error}"
+            self._tell(GaveUp(reason=reason, committed_step=self.ledger.committed_step))
 
     # --- instructions of the ledger ---------------------------------------------------------------------
 
@@ -310,9 +315,11 @@ class Attempt:
             iteration: {node.name: account.results(iteration, node.name) for node in self.spec.plan.nodes}
             for iteration in order.iterations
         }
+        assert self._snapshots is not None
         try:
             await asyncio.to_thread(self._snapshots.commit, order, results)
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            logger.exception("step %d could not be committed", order.step)
             self._feed(self.ledger.commit_failed, order.step, f"{type(error).__name__}: {error}")
         else:
             self._feed(self.ledger.commit_done, order.step)

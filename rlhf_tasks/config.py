@@ -187,6 +187,11 @@ class PPOConfig(TrainingConfig):
             raise ValueError(
                 "sampling.temperature=0 is greedy, and PPO must explore. Choose 1.0, for example."
             )
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0:
+            raise ValueError(
+                f"sampling.top_p={self.sampling.top_p} and top_k={self.sampling.top_k} leave out tokens, whose "
+                "probability under the trained policy then has no counterpart. Set top_p to 1 and top_k to 0."
+            )
         if self.critic_warmup_iterations >= self.total_iterations:
             raise ValueError(
                 f"critic_warmup_iterations={self.critic_warmup_iterations} leaves no iteration for the actor "

@@ -88,8 +88,11 @@ class Controller:
 
 
 async def _start(attempt: Attempt, writer: Writer) -> None:
-    """A rank that is not there ends the attempt before it has begun."""
+    """What keeps an attempt from starting is told to the flow."""
     try:
         await attempt.start()
     except RankMissing as error:
         writer.put(GaveUp(reason=str(error)))
+    except Exception as error:
+        logger.exception("run %s cannot start", attempt.spec.run)
+        writer.put(GaveUp(reason=f"the run cannot start: {type(error).__name__}: {error}"))

@@ -21,7 +21,7 @@ GREETING_S = 60.0  # and greets within this: it imports torch and transformers f
 KILL_S = 1.5  # what a nanny leaves a worker to end by itself before it kills it
 
 
-class RankMissing(TimeoutError):
+class RankMissing(RuntimeError):
     """A rank's worker cannot be reached."""
 
 
@@ -144,8 +144,9 @@ class RankLink:
         )
 
     async def _connect(self) -> tuple[RankProcess, Comm]:
-        """One try. Raises LookupError when the scheduler knows no such worker, OSError when it does not
-        answer."""
+        """One try. Raises RankMissing when it is of no use to go on trying, LookupError when the scheduler knows no
+        such worker yet, OSError when something does not answer.
+        """
         known = await self._worker.scheduler.identity()
         workers = known["workers"].items()
         mine = [(at, worker) for at, worker in workers if self.name in (worker["name"], worker["nanny"])]
@@ -158,8 +159,10 @@ class RankLink:
         try:
             await comm.write({"op": "rlhf_link", "client": self._client, "executor": self._executor})
             hello = await asyncio.wait_for(comm.read(), GREETING_S)
-            if hello is None or "boot" not in hello:
+            if hello is None:
                 raise LookupError(f"worker {self.name} is up but not a rank yet")
+            if "boot" not in hello:
+                raise RankMissing(f"worker {self.name} cannot serve: {hello['exception_text']}")
         except BaseException:
             comm.abort()
             raise

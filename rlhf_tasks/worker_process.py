@@ -8,6 +8,8 @@ is, by the controller's first request.
 Torch-free: `tasks` and the flows import this module, a worker loads what it needs in `setup`.
 """
 
+import signal
+import threading
 from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
@@ -36,6 +38,9 @@ class ProcessPlugin(WorkerPlugin):
         global process  # the exception that this module is for
         kind = offered(worker.state.total_resources)
         if kind is not None:
+            if worker.nanny and threading.current_thread() is threading.main_thread():
+                # Ctrl-C in a terminal reaches every process; the flow decides, and ends us through the nanny.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             process = resolve_name(CLASSES[kind])(worker)
             worker.handlers.update(process.handlers)
 

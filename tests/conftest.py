@@ -34,7 +34,8 @@ class RankPool:
 
         The default process group is set up afresh for each call. The function's own module travels by value
         (so a test file's functions work); what it imports must be importable.
-        Raises RuntimeError with the first failing rank's traceback, TimeoutError after `timeout` seconds.
+        Raises RuntimeError with the failing ranks' tracebacks, the first to fail first; TimeoutError after
+        `timeout` seconds.
         """
         assert 1 <= n <= SIZE, f"{n} ranks; the pool has {SIZE}"
         self._start(n)
@@ -76,29 +77,29 @@ class RankPool:
     def _collect(self, n: int, timeout: float) -> list[Any]:
         waiting = {self._ranks[rank][1]: rank for rank in range(n)}
         results: list[Any] = [None] * n
-        failure = ""
+        failures: list[str] = []
         deadline = time.monotonic() + timeout
         while waiting and (remaining := deadline - time.monotonic()) > 0:
             for pipe in wait(list(waiting), remaining):
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:
                     done, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     done, value = False, "the process died"
                     deadline = 0.0  # its place must be filled anew
                     waiting[pipe] = rank  # type: ignore[index]
                 results[rank] = value
-                if not done and not failure:
-                    failure = f"rank {rank} of {n}: {value}"
+                if not done:
+                    failures.append(f"rank {rank} of {n}: {value}")
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if waiting:
             stuck = sorted(waiting.values())
             self._dump_stacks(stuck)
             self.close()
-            if not failure:
+            if not failures:
                 raise TimeoutError(f"ranks {stuck} of {n} gave no result in {timeout} s (stacks on stderr)")
-        if failure:
-            raise RuntimeError(failure)
+        if failures:
+            raise RuntimeError("\n".join(failures))
         return results
 
     def _dump_stacks(self, stuck: list[int]) -> None:

@@ -40,9 +40,6 @@ def _run(store: dist.Store, message: bytes) -> tuple[bool, object]:
         return True, function(rank, world, *args)
     except BaseException:  # noqa: BLE001  pytest's own outcomes are BaseExceptions; the parent raises it again
         return False, traceback.format_exc()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def main() -> None:
@@ -59,6 +56,8 @@ def main() -> None:
         except EOFError:
             return
         pipe.send_bytes(pickle.dumps(_run(store, message)))
+        if dist.is_initialized():  # only now: a peer that fails because we leave must not be heard first
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

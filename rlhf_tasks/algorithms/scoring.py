@@ -1,7 +1,6 @@
 """The reward call that PPO and rollouts share: Python rewards and the reward model, summed with weights."""
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -47,15 +46,13 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
     """
     config = context.config
     assert isinstance(config, PPOConfig | RolloutConfig), f"{config.type} runs do not score"
-    pending: Future[dict[str, Values]] | None = None
-    if engine.is_head:
-        answers = read_answers(batch, context)
-        pending = context.rewards.submit(answers)
+    answers = read_answers(batch, context) if engine.is_head else None
+    pending = None if answers is None else context.rewards.submit(answers)
     raw = None
     if config.models.reward is not None:
         rows = engine.inference(batch, last_value, context.micro_batches)
         raw = None if rows is None else rows.values.double().cpu()
-    if pending is None:
+    if answers is None or pending is None:
         return None
     rewards = pending.result()
     total = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()

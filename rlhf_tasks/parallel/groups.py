@@ -71,7 +71,7 @@ class ProcessGroups:
 
     def _warm_up(self) -> None:
         for devices, group in self._groups.items():
-            for place in {self.device, torch.device("cpu")}:
+            for place in dict.fromkeys([torch.device("cpu"), self.device]):  # the same order on every rank
                 ones = all_reduce(torch.ones(1, device=place), group)
                 assert int(ones) == len(devices), f"group {devices} counted {int(ones)} ranks"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server import own_server, prefect_server
 
@@ -83,10 +83,10 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
     pytest.fail("the server outlived its parent by 10 s")
 
 
-def test_configured_server_is_used(tmp_path):
-    with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        prefect_server(tmp_path) as server,
-    ):
-        assert (server.api_url, server.own) == ("http://127.0.0.1:9/api", False)
+@pytest.mark.parametrize("auth", ["", "admin:secret"])
+def test_configured_server_is_used(tmp_path, auth):
+    configured = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_API_AUTH_STRING: auth or None}
+    with temporary_settings(configured), prefect_server(tmp_path) as server:
+        assert (server.api_url, server.auth, server.own) == ("http://127.0.0.1:9/api", auth, False)
+        assert server.environment.get("PREFECT_API_AUTH_STRING", "") == auth
     assert not (tmp_path / "prefect").exists()

@@ -150,6 +150,10 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"rewards": [{"function": "no_colon"}]}, "rewards.0.function: string should match pattern"),
         ({"rewards": [{"function": "a:f"}, {"function": "b:f"}]}, "two rewards share a name: f, f."),
         ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "PPO must explore"),
+        (
+            {"sampling": {"max_completion_length": 8, "top_p": 0.9}},
+            "sampling.top_p=0.9 and top_k=0 leave out",
+        ),
         ({"critic_warmup_iterations": 3}, "critic_warmup_iterations=3 leaves no iteration for the actor"),
         (
             {"plan": {"actor_train": {"devices": [0, 1], "dp": 3}}, "cluster": {"devices_per_host": 2}},

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
@@ -17,12 +15,14 @@ from rlhf_tasks.config import AnyConfig
 from rlhf_tasks.config_parts import Role
 from rlhf_tasks.examples import load_and_check
 from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.export import export
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout import Layout, ModelShape
 from rlhf_tasks.parallel.optimizer import OptimizerSettings
 from rlhf_tasks.parallel.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.weights import initialise, load, load_config
 from rlhf_tasks.reward_process import RewardProcess
 from rlhf_tasks.spec import ModelFunctionCall
 
@@ -45,19 +45,13 @@ def world_of_one() -> Iterator[None]:
 
 def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32) -> Engine:
     """A role's engine, its weights read from its folder or drawn."""
-    config = AutoConfig.from_pretrained(role.folder)
     layout = Layout(ModelShape.from_folder(role.folder), role.head, PLACEMENT)
-    stage = Stage(config, layout, PLACEMENT.coordinate(0), None, device=CPU, dtype=dtype)
-    stored = {} if role.random_init else load_file(Path(role.folder) / "model.safetensors")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in stage.named_slices().items():
-            if name in stored:
-                parameter.copy_(stored[name])
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, config.initializer_range, generator=generator)
+    model = load_config(role.folder)
+    stage = Stage(model, layout, PLACEMENT.coordinate(0), None, device=CPU, dtype=dtype)
+    if role.random_init:
+        initialise(stage, seed)
+    else:
+        load(stage, role.folder, seed)
     groups = ProcessGroups(device_sets(PLACEMENT), 60.0, CPU)
     o = role.optimizer
     settings = o and OptimizerSettings(o.adam_betas, o.adam_epsilon, o.weight_decay, o.max_grad_norm)
@@ -105,16 +99,9 @@ class OneRank:
         return dict(output.metrics)
 
     def save(self, role: str, folder: Path) -> None:
-        """The role's weights as a Hugging Face folder, beside copies of its other files."""
-        folder.mkdir(parents=True, exist_ok=True)
-        source = Path(self.config.roles()[role].folder)
-        for file in source.iterdir():
-            if file.suffix != ".safetensors":
-                (folder / file.name).write_bytes(file.read_bytes())
-        slices = {
-            name: value.detach().clone() for name, value in self.engines[role].stage.named_slices().items()
-        }
-        save_file(slices, folder / "model.safetensors", metadata={"format": "pt"})
+        """The role's weights as a Hugging Face folder."""
+        engine = self.engines[role]
+        export(engine.stage, engine.groups, folder, Path(self.config.roles()[role].folder))
 
     def close(self) -> None:
         self.rewards.close()

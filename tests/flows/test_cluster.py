@@ -1,0 +1,145 @@
+"""Clusters found by address: ranks and controller among foreign workers; what is refused, by name."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from distributed import Client
+from prefect import flow
+
+from flows.cluster import ClusterError, found_cluster, members
+from flows.training import run_training
+from tests.rlhf_tasks.plans import small_plan
+
+ROOT = Path(__file__).parents[2]
+SAFE = {
+    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+    "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10 minutes",
+}
+
+
+def worker(name, host, **resources):
+    return {"name": name, "host": host, "resources": resources, "nanny": f"tcp://{host}:1"}
+
+
+def test_ranks_are_grouped_by_host_and_numbers_in_names_count_as_numbers():
+    workers = {
+        "tcp://b:1": worker("rank-0", "b", slot=1),
+        "tcp://a:1": worker("rank-10", "a", GPU=1),
+        "tcp://a:2": worker("rank-9", "a", GPU=1),
+        "tcp://a:3": worker("tcp://a:3", "a", slot=1),
+        "tcp://c:1": worker("boss", "c", controller=1),
+        "tcp://c:2": worker("other", "c"),
+    }
+    ranks, controllers = members(workers)
+    assert [rank.name for rank in ranks] == ["rank-9", "rank-10", "tcp://a:1", "rank-0"]
+    assert [controller.name for controller in controllers] == ["boss"]
+
+
+def test_a_worker_with_several_devices_is_refused():
+    with pytest.raises(ClusterError, match=r"worker w offers GPU=4: a rank drives one device"):
+        members({"tcp://a:1": worker("w", "a", GPU=4)})
+
+
+@contextmanager
+def dask_command(*arguments, **environment):
+    """A `dask` command as a user types it."""
+    command = [sys.executable, "-m", "dask", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def dask_scheduler(folder, **environment):
+    """A scheduler started by command; its address."""
+    file = folder / "scheduler.json"
+    options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
+    with dask_command("scheduler", *options, **environment):
+        deadline = time.monotonic() + 60
+        while not file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        with Client(scheduler_file=str(file), set_as_default=False, timeout=30) as client:
+            yield client.scheduler.address
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({**SAFE, "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "3"}, "allowed-failures is 3"),
+        ({**SAFE, "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30s"}, "worker-ttl is 30 s"),
+    ],
+)
+def test_an_unsafe_setting_of_a_found_cluster_is_refused_by_name(tmp_path, environment, words):
+    with (
+        dask_scheduler(tmp_path, **environment) as address,
+        pytest.raises(ClusterError, match=words),
+        found_cluster(address, 1, folder=tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_cluster_of_dask_commands_serves(prefect, tmp_path):
+    with dask_scheduler(tmp_path, **SAFE) as address:
+        with (
+            pytest.raises(ClusterError, match="has no controller"),
+            found_cluster(address, 2, folder=tmp_path, deadline_s=1),
+        ):
+            pass
+        common = [
+            "worker",
+            address,
+            "--no-dashboard",
+            "--memory-limit",
+            "0",
+            "--local-directory",
+            str(tmp_path),
+        ]
+        control = ["--nthreads", "16", "--resources", "controller=1", "--name", "boss"]
+        rank = ["--nthreads", "1", "--resources", "slot=1"]
+        with dask_command(*common, *control), dask_command(*common, *rank):
+            with Client(address, set_as_default=False) as client:
+                client.wait_for_workers(2, timeout=60)
+            with (
+                pytest.raises(
+                    ClusterError, match=r"needs 2 ranks; the cluster at \S+ offers 1 .*Start 1 more"
+                ),
+                found_cluster(address, 2, folder=tmp_path, deadline_s=1),
+            ):
+                pass
+            with dask_command(*common, *rank), found_cluster(address, 2, folder=tmp_path) as cluster:
+
+                @flow(name="rlhf-fake", persist_result=False)
+                async def parent():
+                    return await run_training(
+                        small_plan(),
+                        {"fault": {"kind": "kill", "node": "generate", "iteration": 1, "rank": 0}},
+                        cluster,
+                        run="foreign",
+                        run_folder=tmp_path,
+                        iterations=3,
+                        executor="tests.rlhf_tasks.fake_rank:make_executor",
+                        snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+                    )
+
+                result = asyncio.run(parent())
+    assert result.committed_step == 3
+    assert len(result.faults) == 1

@@ -1,0 +1,287 @@
+"""Whole iterations on one rank, from rows to weights: real engine, generator and reward process."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flows.demo_data import MODEL, write_model_folder
+from rlhf_tasks.algorithms.ppo_math import kl_divergence, last_response_tokens
+from rlhf_tasks.algorithms.rollout import read_samples
+from rlhf_tasks.algorithms.scoring import reward_model_part
+from rlhf_tasks.config import make_config
+from rlhf_tasks.config_parts import RewardModelScore
+from rlhf_tasks.parallel.samples import SampleStore
+from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
+
+N_SEQS = 8
+REWARD = """
+def letters(prompts, completions, answer, **columns):
+    return [len(c) / 8 if a != "none" else None for c, a in zip(completions, answer)]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two spinning threads on a busy machine are ten times slower than one
+    with world_of_one():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with weights, rows of every kind, and a reward."""
+    folder = tmp_path_factory.mktemp("run")
+    write_model_folder(folder / "base")
+    small = {**MODEL, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    (folder / "base" / "config.json").write_text(json.dumps({**small, "initializer_range": 0.2}))
+    rows = [
+        {"prompt": f"{'ab' * i}>", "completion": "ba", "chosen": "ba", "rejected": "ab", "answer": "ba"}
+        for i in range(1, 8)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
+    run = OneRank(make_config(document("sft", folder, "base", random_init=True)), folder)
+    run.save("actor", folder / "actor")
+    run.close()
+    return folder
+
+
+def document(kind: str, folder: Path, actor: str = "actor", **changes: Any) -> dict[str, Any]:
+    common = {
+        "type": kind,
+        "models": {"actor": str(folder / actor)},
+        "data": {"train": str(folder / "rows.jsonl")},
+        "batch_size": N_SEQS,
+        "seed": 1,
+    }
+    training = {"total_iterations": 4, "num_mini_batches": 2, "optimizer": {"learning_rate": 1e-3}}
+    scoring = {
+        "sampling": {"max_completion_length": 8},
+        "rewards": [{"function": f"{folder}/rewards.py:letters", "weight": 2.0}],
+        "missing_eos_penalty": 0.5,
+    }
+    by_kind = {"sft": training, "reward_model": training, "rollout": scoring, "ppo": training | scoring}
+    return {**common, **by_kind[kind], **changes}
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path) -> Iterator[Any]:
+    runs: list[OneRank] = []
+
+    def make(kind: str, **changes: Any) -> OneRank:
+        runs.append(OneRank(make_config(document(kind, folder, **changes)), tmp_path))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def weights(run: OneRank, role: str) -> dict[str, torch.Tensor]:
+    return {name: w.detach().clone() for name, w in run.engines[role].stage.named_slices().items()}
+
+
+def changed(run: OneRank, role: str, before: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.equal(w, before[name]) for name, w in weights(run, role).items())
+
+
+def whole(store: SampleStore, *keys: str) -> Any:
+    return store.get(list(range(N_SEQS)), keys)
+
+
+def test_ppo_gives_every_key_and_trains_actor_and_critic_only(start: Any):
+    run = start("ppo", num_ppo_epochs=2)
+    before = {role: weights(run, role) for role in run.engines}
+    metrics, store = run.iterate(0)
+    assert {role: changed(run, role, before[role]) for role in before} == {
+        "actor": True,
+        "critic": True,
+        "ref": False,
+    }
+    expected = {
+        "reward",
+        "reward_std",
+        "rewards/letters/mean",
+        "kl",
+        "entropy",
+        "clip_ratio",
+        "completions/mean_length",
+    }
+    assert expected | {"throughput/tokens_per_s", "loss/policy", "loss/value"} <= metrics.keys()
+    assert metrics["policy/steps"] == 4
+    assert all(engine.version == 0 for engine in run.engines.values())  # the executor's to advance
+    batch = whole(store, "input_ids", "response_mask", "old_logprobs", "ref_logprobs", "values", "scores")
+    outside = ~batch["response_mask"].values
+    for key in ("old_logprobs", "ref_logprobs", "values"):
+        assert batch[key].lengths == batch["input_ids"].lengths
+        assert not batch[key].values[outside].any()
+    assert batch["scores"].lengths == (1,) * N_SEQS
+
+
+def test_before_the_first_step_actor_and_reference_agree(start: Any):
+    metrics, store = start("ppo").iterate(0)
+    assert metrics["policy/mismatch"] < 1e-5
+    assert metrics["kl"] == pytest.approx(0, abs=1e-4)
+    batch = whole(store, "old_logprobs", "ref_logprobs")
+    torch.testing.assert_close(
+        batch["old_logprobs"].values, batch["ref_logprobs"].values, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_scores_are_the_weighted_sum_less_the_penalty_for_a_missing_end(start: Any):
+    _, store = start("ppo").iterate(0)
+    batch = whole(store, "input_ids", "response_mask", "truncated", "scores")
+    run = start("ppo")
+    for ids, mask, truncated, score in zip(*(batch[key].split() for key in batch.data), strict=True):
+        text = run.tokenizer.decode(ids[mask].tolist())
+        assert score.item() == pytest.approx(2.0 * len(text) / 8 - 0.5 * truncated.item())
+
+
+def test_the_reward_models_score_is_normalised_clipped_and_weighted(start: Any, folder: Path):
+    settings = {"weight": 0.3, "mean": 0.1, "std": 0.5, "clip": 1.0}
+    models = {"actor": str(folder / "actor"), "reward": str(folder / "actor")}
+    run = start("ppo", models=models, reward_model=settings, rewards=[], missing_eos_penalty=0.0)
+    metrics, store = run.iterate(0)
+    batch = whole(store, "input_ids", "scores")
+    values = run.engines["reward"].inference(batch, lambda y, micro: y, 1)
+    raw = torch.stack([part[-1] for part in values.split()]).double()
+    expected = 0.3 * ((raw - 0.1) / 0.5).clamp(-1, 1)
+    torch.testing.assert_close(batch["scores"].values.double(), expected)
+    assert metrics["rewards/reward_model/mean"] == pytest.approx(raw.mean().item())
+    assert metrics["reward_std"] == pytest.approx(expected.std().item(), rel=1e-5)
+
+
+def test_a_score_without_clipping_is_only_shifted_and_scaled():
+    raw = torch.tensor([1.0, 100.0])
+    assert reward_model_part(raw, RewardModelScore(weight=2, mean=1, std=2)).tolist() == [0.0, 99.0]
+
+
+def test_a_reward_without_an_opinion_counts_neither_in_score_nor_in_mean(start: Any, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "ab>", "answer": "none"}\n{"prompt": "ba>", "answer": "ab"}\n')
+    metrics, store = start("ppo", data={"train": str(rows)}, missing_eos_penalty=0.0).iterate(0)
+    scores = whole(store, "scores")["scores"].values
+    assert (scores == 0).sum() >= N_SEQS / 2
+    assert metrics["rewards/letters/mean"] == pytest.approx(scores.sum().item() / 2.0 / (N_SEQS / 2))
+
+
+def test_the_same_seed_repeats_an_iteration_bit_by_bit_and_another_does_not(start: Any):
+    def trace(seed: int) -> tuple:
+        run = start("ppo", seed=seed)
+        metrics, store = run.iterate(0)
+        metrics.pop("throughput/tokens_per_s")
+        return metrics, whole(store, "input_ids")["input_ids"].values.tolist()
+
+    first = trace(1)
+    assert trace(1) == first
+    assert trace(2) != first
+
+
+def test_the_actor_waits_for_the_critics_warm_up(start: Any):
+    run = start("ppo", critic_warmup_iterations=1, kl_target=1.0)
+    actor, critic = weights(run, "actor"), weights(run, "critic")
+    metrics, _ = run.iterate(0)
+    assert not changed(run, "actor", actor)
+    assert changed(run, "critic", critic)
+    assert metrics["policy/steps"] == 0
+    assert run.engines["actor"].state["kl_coef"] == run.engines["critic"].state["kl_coef"] < 0.05
+    run.iterate(1)
+    assert changed(run, "actor", actor)
+
+
+def test_a_ratio_out_of_bounds_ends_the_actors_steps_and_not_the_critics(start: Any):
+    optimizer = {"learning_rate": 0.05, "max_grad_norm": 100.0}
+    metrics, _ = start("ppo", num_ppo_epochs=8, early_stop_ratio=1.0001, optimizer=optimizer).iterate(0)
+    assert 1 <= metrics["policy/steps"] < 16
+    metrics, _ = start("ppo", num_ppo_epochs=8, optimizer=optimizer).iterate(0)
+    assert metrics["policy/steps"] == 16
+
+
+def test_the_adaptive_coefficient_follows_the_measured_kl(start: Any, folder: Path):
+    run = start("ppo", kl_target=1e-6, kl_horizon=80, kl_coef=0.1, optimizer={"learning_rate": 0.01})
+    run.iterate(0)  # the policy is still the reference: below the target, or above by rounding
+    start_coef = run.engines["actor"].state["kl_coef"]
+    assert start_coef == pytest.approx(0.1, rel=0.021)
+    metrics, store = run.iterate(1)
+    batch = store.get(list(range(N_SEQS, 2 * N_SEQS)), ["old_logprobs", "ref_logprobs"])
+    kl = kl_divergence(batch["old_logprobs"].values, batch["ref_logprobs"].values, "k1").sum() / N_SEQS
+    assert metrics["kl"] == pytest.approx(kl.item(), rel=1e-5)
+    assert metrics["kl_coef"] == start_coef
+    step = 1.02 if kl > 0 else 0.98
+    assert run.engines["actor"].state["kl_coef"] == pytest.approx(start_coef * step)
+    assert run.engines["actor"].state == {"kl_coef": run.engines["critic"].state["kl_coef"]}
+
+
+def test_normalised_values_come_out_in_reward_units(start: Any):
+    run = start("ppo", normalize_values=True)
+    _, store = run.iterate(0)
+    critic = next(call for call in run.calls if call.name == "critic_inference")
+    state = run.engines["critic"].state.pop("value_norm")
+    run.call(critic, 0, store, range(N_SEQS))
+    raw = whole(store, "values", "response_mask")
+    run.engines["critic"].state["value_norm"] = state
+    run.call(critic, 0, store, range(N_SEQS))
+    mean = state["mean_sum"] / state["weight"]
+    std = (state["square_sum"] / state["weight"] - mean**2) ** 0.5
+    expected = torch.where(raw["response_mask"].values, raw["values"].values * std + mean, 0.0)
+    torch.testing.assert_close(whole(store, "values")["values"].values, expected)
+
+
+def test_sft_lowers_its_loss(start: Any):
+    run = start("sft", optimizer={"learning_rate": 1e-2})
+    losses = [run.iterate(i)[0]["loss/sft"] for i in range(4)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_reward_modelling_learns_which_answer_is_chosen(start: Any):
+    run = start("reward_model", optimizer={"learning_rate": 1e-2})
+    metrics = [run.iterate(i)[0] for i in range(4)]
+    assert metrics[0]["loss/reward_model"] > metrics[-1]["loss/reward_model"]
+    assert metrics[-1]["accuracy"] == 1.0
+    assert metrics[-1]["reward/margin"] > 1.0
+
+
+def test_rollouts_write_each_sample_once_in_file_order(start: Any, tmp_path: Path):
+    run = start("rollout", num_generations=2, sampling={"max_completion_length": 8, "temperature": 0.9})
+    for iteration in (0, 1, 0):  # an iteration that is repeated leaves the same files
+        run.iterate(iteration)
+    samples = list(read_samples(tmp_path, 14))
+    assert [sample["id"] for sample in samples] == list(range(14))
+    assert [sample["prompt"] for sample in samples] == [f"{'ab' * (i // 2 + 1)}>" for i in range(14)]
+    for sample in samples:
+        assert sample["columns"]["answer"] == "ba"
+        assert sample["rewards"] == {"letters": len(sample["completion"]) / 8}
+        penalty = 0.5 * sample["truncated"]
+        assert sample["score"] == pytest.approx(2 * sample["rewards"]["letters"] - penalty)
+    assert len(list(read_samples(tmp_path, 5))) == 5
+
+
+def test_greedy_rollouts_take_the_likeliest_tokens(start: Any, tmp_path: Path):
+    run = start("rollout", sampling={"max_completion_length": 8, "temperature": 0})
+    _, store = run.iterate(0)
+    batch = whole(store, "input_ids", "response_mask")
+    engine = run.engines["actor"]
+    logits = engine.inference(batch, lambda y, micro: y, 1)
+    for ids, mask, rows in zip(
+        batch["input_ids"].split(), batch["response_mask"].split(), logits.split(), strict=True
+    ):
+        places = mask.nonzero().squeeze(1)
+        assert ids[places].tolist() == rows[places - 1].argmax(-1).tolist()
+
+
+def test_responses_end_with_an_end_token_or_are_truncated(start: Any):
+    run = start("ppo")
+    metrics, store = run.iterate(0)
+    batch = whole(store, "input_ids", "response_mask", "truncated")
+    last = last_response_tokens(batch["response_mask"].values, batch["input_ids"].lengths)
+    ended = batch["input_ids"].values[last] == run.tokenizer.eos_id
+    assert (ended == ~batch["truncated"].values.bool()).all()
+    lengths = torch.stack([mask.sum() for mask in batch["response_mask"].split()]).double()
+    assert metrics["completions/mean_length"] == pytest.approx(lengths.mean().item())
+    assert metrics["completions/clipped_ratio"] == pytest.approx((~ended).double().mean().item())
