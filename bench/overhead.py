@@ -1,0 +1,175 @@
+"""What orchestration costs: a planned iteration whose nodes only sleep, through Prefect and Dask.
+
+    python -m bench.overhead [--iteration-s 10] [--iterations 6] [--rounds 2] [--json FILE]
+
+The demo's plan runs on four ranks that do no work: a node sleeps its share of the iteration, then meets its mesh
+in one real collective. Overhead is what docs/architecture.md says: per rank, the time in which no node runs although
+all predecessors of its next node have ended. Dispatch ahead is on and off in turn. Beside it: CPU seconds per
+iteration of the workers, of this process (flow, scheduler, nannies) and of the Prefect server. The first two
+iterations of each run are left out. For ledger and inboxes alone at 1,024 ranks, see bench/protocol.py.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import tempfile
+import time
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from prefect import flow
+
+from flows.clocks import Span, idle_while_ready_s, predecessors_of
+from flows.cluster import Cluster, local_cluster
+from flows.server import own_server
+from flows.training import run_training
+from planner.graph import DataflowGraph
+from planner.mesh import Cluster as Devices
+from planner.plan import build_plan
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.config import make_config, manual_assignments
+from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.transport import Committed
+
+RANKS = 4
+WARM_UP = 2
+SHARES = {
+    "actor_generate": 0.3,
+    "ref_inference": 0.1,
+    "reward_inference": 0.1,
+    "critic_inference": 0.1,
+    "actor_train": 0.5,
+    "critic_train": 0.55,
+}
+"""Seconds of a call as a share of the iteration, so that the longest path is about the whole."""
+
+
+def demo_plan() -> ExecutionPlan:
+    """The plan of deployments/demo_plan.yaml."""
+    config = make_config(
+        {
+            "type": "ppo",
+            "models": {"actor": "none", "reward": "none"},
+            "data": {"train": "none"},
+            "sampling": {"max_completion_length": 1},
+            "batch_size": 256,
+            "total_iterations": 1,
+            "cluster": {"devices_per_host": RANKS},
+            "plan": str(files("deployments") / "demo_plan.yaml"),
+        }
+    )
+    assignments = manual_assignments(config)
+    assert assignments is not None
+    registered = GRAPHS["ppo"]
+    graph = DataflowGraph(registered.calls(config), registered.dataset_keys, name="ppo")
+    return build_plan(graph, assignments, Devices(1, RANKS))
+
+
+def run_once(
+    cluster: Cluster, plan: ExecutionPlan, iterations: int, iteration_s: float, ahead: bool
+) -> tuple[Committed, ...]:
+    """One run; its iterations with every node's results."""
+    config = {"sleep_s": {name: share * iteration_s for name, share in SHARES.items()}}
+
+    @flow(name="bench-overhead", persist_result=False)
+    async def parent() -> tuple[Committed, ...]:
+        with tempfile.TemporaryDirectory() as folder:
+            result = await run_training(
+                plan,
+                config,
+                cluster,
+                run="bench",
+                run_folder=Path(folder),
+                iterations=iterations,
+                dispatch_ahead=ahead,
+                executor="tests.rlhf_tasks.fake_rank:make_executor",
+                snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+            )
+        return result.iterations
+
+    return asyncio.run(parent())
+
+
+def overhead(plan: ExecutionPlan, committed: tuple[Committed, ...]) -> dict[str, float]:
+    """Seconds per iteration after the warm-up: wall clock, and orchestration overhead as mean and worst of ranks."""
+    kept = [c for c in committed if c.iteration >= WARM_UP]
+    spans = [
+        Span(r.rank, c.iteration, node, "", r.started_s, r.ended_s)
+        for c in kept
+        for node, results in c.results.items()
+        for r in results
+    ]
+    idle = idle_while_ready_s(spans, predecessors_of(plan, [c.iteration for c in kept]))
+    wall_s = max(s.ended_s for s in spans) - min(s.started_s for s in spans)
+    return {
+        "iteration_s": wall_s / len(kept),
+        "overhead_s": sum(idle.values()) / len(idle) / len(kept),
+        "overhead_worst_rank_s": max(idle.values()) / len(kept),
+    }
+
+
+def cpu_s() -> dict[str, float]:
+    """CPU seconds so far: this process, the Prefect server, the controller's worker."""
+    seconds = {"flow": sum(psutil.Process().cpu_times()[:2]), "server": 0.0, "workers": 0.0}
+    for child in psutil.Process().children(recursive=True):
+        kind = "server" if "server_process.py" in " ".join(child.cmdline()) else "workers"
+        seconds[kind] += sum(child.cpu_times()[:2])
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--iteration-s", type=float, default=10.0)
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    plan = demo_plan()
+    rows: dict[str, list[dict[str, float]]] = {"ahead": [], "one by one": []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        own_server(Path(folder)) as server,
+        local_cluster(RANKS, server.environment, folder=Path(folder)) as cluster,
+    ):
+        for _ in range(arguments.rounds):
+            for mode in rows:
+                before = cpu_s()
+                committed = run_once(
+                    cluster, plan, arguments.iterations, arguments.iteration_s, mode == "ahead"
+                )
+                after = cpu_s()
+                used = {f"cpu_{k}_s": (after[k] - before[k]) / arguments.iterations for k in before}
+                rows[mode].append({**overhead(plan, committed), **used})
+    report(rows, arguments.json)
+
+
+def report(rows: dict[str, list[dict[str, float]]], path: Path | None) -> None:
+    """Print medians over the rounds with their spread."""
+    figures: dict[str, Any] = {}
+    for mode, runs in rows.items():
+        print(f"dispatch {mode}")
+        figures[mode] = {}
+        for name in runs[0]:
+            values = sorted(run[name] for run in runs)
+            figures[mode][name] = {"median": median(values), "least": values[0], "most": values[-1]}
+            print(f"  {name:24} {median(values):8.4f}   ({values[0]:.4f} to {values[-1]:.4f})")
+        share = figures[mode]["overhead_s"]["median"] / figures[mode]["iteration_s"]["median"]
+        figures[mode]["overhead_share"] = share
+        print(f"  overhead                 {share:8.2%} of an iteration")
+    if path is not None:
+        figures["machine"] = {
+            "platform": platform.platform(),
+            "cpus": psutil.cpu_count(),
+            "date": time.strftime("%F"),
+        }
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
