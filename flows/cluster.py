@@ -96,7 +96,7 @@ def local_cluster(
         "dashboard": False,
         "silence_logs": logging.ERROR,
     }
-    with dask.config.set(SETTINGS):
+    with _environment(environment), dask.config.set(SETTINGS):
         workers = {
             f"rank-{rank}": {
                 "cls": Nanny,
@@ -105,7 +105,6 @@ def local_cluster(
                     "nthreads": 1,
                     "resources": {"GPU" if gpus else "slot": 1},
                     "env": {
-                        **environment,
                         "OMP_NUM_THREADS": str(threads),
                         **({"CUDA_VISIBLE_DEVICES": str(rank)} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}),
                     },
@@ -119,7 +118,7 @@ def local_cluster(
                 **common,
                 "nthreads": CONTROLLER_THREADS,
                 "resources": {CONTROLLER_RESOURCE: 1},
-                "env": {**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                "env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             },
         }
         scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard": False}}
@@ -128,6 +127,25 @@ def local_cluster(
             Client(cluster, set_as_default=False) as client,
         ):
             yield form_cluster(client, n_ranks, own=True)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables that worker processes inherit from this one, now and when a nanny replaces one.
+
+    A nanny's own `env` comes too late: a spawned process first imports the main module of its parent, and if
+    that imports Prefect, Prefect has read its settings.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
