@@ -121,7 +121,10 @@ def local_cluster(
                 "env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             },
         }
-        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard": False}}
+        scheduler = {
+            "cls": Scheduler,
+            "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"},
+        }
         with (
             SpecCluster(workers, scheduler, name="prefect-rlhf", silence_logs=logging.ERROR) as cluster,
             Client(cluster, set_as_default=False) as client,

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +13,16 @@ from prefect import Flow, flow
 from prefect.runtime import flow_run
 
 from flows.cluster import local_cluster
-from flows.demo_data import SIZES, preference_pairs, write_demo_data, write_jsonl
+from flows.demo_data import (
+    CALIBRATION,
+    PAIRS,
+    SIZES,
+    accuracy,
+    preference_pairs,
+    score_statistics,
+    write_demo_data,
+    write_jsonl,
+)
 from flows.ppo import rlhf_ppo
 from flows.reward_model import reward_model
 from flows.rollout import rollout
@@ -23,8 +31,6 @@ from flows.sft import sft
 from rlhf_tasks.algorithms.rollout import read_samples
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config, resolve_paths
 
-N_PAIRS = 400
-N_CALIBRATION = 512
 RANKS = 4
 
 
@@ -77,9 +83,9 @@ async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, A
     ):
         demo = Demo(place, seed, cluster.scheduler_address)
         policy = await make_models(demo)
-        before = await accuracy(demo, policy.models.actor, "before")
+        before = await measure(demo, policy.models.actor, "before")
         trained = await demo.run(rlhf_ppo, policy)
-        after = await accuracy(demo, trained["model"], "after")
+        after = await measure(demo, trained["model"], "after")
     summary = {
         **trained,
         "ppo_seconds": trained["seconds"],
@@ -102,20 +108,22 @@ async def make_models(demo: Demo) -> Any:
     await asyncio.to_thread(_write_pairs, demo, pairs)
     scorer = await demo.run(reward_model, demo.config("reward_model", "reward-model", models=actor))
     both = {**actor, "reward": scorer["model"]}
-    _take(demo, "prompts", "calibration", N_CALIBRATION)
     await demo.run(rollout, demo.config("calibration", "calibration", models=both))
-    weight = demo.config("ppo", "ppo", models=both).model_dump()["reward_model"]
-    statistics = _statistics(_samples(demo, "calibration", N_CALIBRATION))
+    mean, std = score_statistics(_samples(demo, "calibration", CALIBRATION))
+    scoring = {
+        **demo.config("ppo", "ppo", models=both).model_dump()["reward_model"],
+        "mean": mean,
+        "std": std,
+    }
     plan = str(files("deployments") / "demo_plan.yaml")
-    return demo.config("ppo", "ppo", models=both, plan=plan, reward_model={**weight, **statistics})
+    return demo.config("ppo", "ppo", models=both, plan=plan, reward_model=scoring)
 
 
-async def accuracy(demo: Demo, model: str, when: str) -> float:
+async def measure(demo: Demo, model: str, when: str) -> float:
     """Exact-match accuracy of a model's greedy answers on held-out words."""
     name = f"accuracy-{when}"
     await demo.run(rollout, demo.config("evaluation", name, models={"actor": model}))
-    samples = _samples(demo, name, SIZES["test"])
-    return sum(sample["rewards"]["exact"] for sample in samples) / len(samples)
+    return accuracy(_samples(demo, name, SIZES["test"]))
 
 
 def _samples(demo: Demo, stage: str, count: int) -> list[dict[str, Any]]:
@@ -127,23 +135,10 @@ def _samples(demo: Demo, stage: str, count: int) -> list[dict[str, Any]]:
 def _write_pairs(demo: Demo, config: AnyConfig) -> None:
     assert config.type == "rollout"
     samples = _samples(demo, "pairs", SIZES["preferences"] * config.num_generations)
-    pairs = preference_pairs(samples, N_PAIRS, demo.seed)
-    if len(pairs) < N_PAIRS // 2:
+    pairs = preference_pairs(samples, PAIRS, demo.seed)
+    if len(pairs) < PAIRS // 2:
         raise ConfigError(
             f"the SFT model's samples gave {len(pairs)} pairs of a right and a wrong answer, too few for a reward "
             f"model. Choose another seed than {demo.seed}."
         )
     write_jsonl(demo.folder / "data" / "pairs.jsonl", pairs)
-
-
-def _take(demo: Demo, source: str, target: str, count: int) -> None:
-    """The first rows of a data set as another one."""
-    lines = (demo.folder / "data" / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
-    write_jsonl(demo.folder / "data" / f"{target}.jsonl", (json.loads(line) for line in lines))
-
-
-def _statistics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean and standard deviation of the reward model's raw scores."""
-    scores = [sample["reward_model"] for sample in samples]
-    mean = sum(scores) / len(scores)
-    return {"mean": mean, "std": (sum((s - mean) ** 2 for s in scores) / (len(scores) - 1)) ** 0.5}

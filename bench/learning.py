@@ -1,0 +1,152 @@
+"""What the demo's PPO reaches, beside honest rows that cost the same CPU seconds.
+
+    python -m bench.learning [--seeds 0 1 2] [--folder runs/learning] [--json FILE]
+
+All rows start from the same SFT model, and end with greedy exact-match accuracy on 500 held-out words:
+
+    ppo                  verifier and reward model, six calls (the demo)
+    continued sft        SFT continued on the same sloppy demonstrations
+    rejection sampling   SFT on the policy's own samples that the verifier calls right
+    reward model alone   PPO without the verifier
+
+The three rows below PPO get PPO's CPU seconds of the ranks, sampling included. A bench that was interrupted goes on.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from distributed import Client
+from prefect import flow
+
+from flows.cluster import local_cluster
+from flows.demo_data import write_jsonl
+from flows.pipeline import RANKS, Demo, make_models, measure
+from flows.ppo import rlhf_ppo
+from flows.rollout import rollout
+from flows.server import own_server
+from flows.sft import sft
+from rlhf_tasks.algorithms.rollout import read_samples
+
+SAMPLES_PER_PROMPT = 2
+
+
+class CpuClock:
+    """CPU seconds of the ranks."""
+
+    def __init__(self, scheduler: str) -> None:
+        with Client(scheduler, set_as_default=False) as client:
+            pids = client.run(os.getpid)
+            names = {a: w["name"] for a, w in client.scheduler_info()["workers"].items()}
+        self._ranks = [psutil.Process(pid) for a, pid in pids.items() if str(names[a]).startswith("rank")]
+
+    def now(self) -> float:
+        return sum(sum(rank.cpu_times()[:2]) for rank in self._ranks)
+
+
+async def run_seed(demo: Demo, clock: CpuClock) -> dict[str, Any]:
+    """All rows of one seed."""
+    policy = await make_models(demo)
+    start = policy.models.actor
+    row: dict[str, Any] = {"seed": demo.seed, "sft": await measure(demo, start, "before")}
+    before_s = clock.now()
+    trained = await demo.run(rlhf_ppo, policy)
+    budget_s = clock.now() - before_s
+    row["ppo"] = await measure(demo, trained["model"], "after")
+    row["cpu_s"] = budget_s
+    row["continued sft"], row["continued sft cpu_s"] = await continued(demo, clock, start, budget_s)
+    row["rejection sampling"], row["rejection sampling cpu_s"] = await rejection(demo, clock, start, budget_s)
+    alone = policy.model_dump()
+    alone |= {"name": "alone", "rewards": (), "reward_model": {**alone["reward_model"], "weight": 1.0}}
+    before_s = clock.now()
+    trained = await demo.run(rlhf_ppo, type(policy).model_validate(alone))
+    row["reward model alone"] = await measure(demo, trained["model"], "alone")
+    row["reward model alone cpu_s"] = clock.now() - before_s
+    return row
+
+
+async def continued(demo: Demo, clock: CpuClock, start: str, budget_s: float) -> tuple[float, float]:
+    """Accuracy and CPU seconds of SFT continued on the same demonstrations."""
+    return await tune(demo, clock, start, "demonstrations", "continued", budget_s)
+
+
+async def rejection(demo: Demo, clock: CpuClock, start: str, budget_s: float) -> tuple[float, float]:
+    """Accuracy and CPU seconds of SFT on verified samples: one round of sampling from the SFT model, then SFT."""
+    before_s = clock.now()
+    changes = {"data": {"train": "data/prompts.jsonl", "max_prompt_tokens": 16}, "models": {"actor": start}}
+    config = demo.config(
+        "pairs", "own-samples", num_generations=SAMPLES_PER_PROMPT, batch_size=2000, **changes
+    )
+    await demo.run(rollout, config)
+    samples = read_samples(demo.folder / "stages" / "own-samples", 6000 * SAMPLES_PER_PROMPT)
+    right = {(s["prompt"], s["completion"]) for s in samples if s["rewards"]["exact"] == 1}
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in sorted(right)]
+    write_jsonl(demo.folder / "data" / "verified.jsonl", rows)
+    left_s = budget_s - (clock.now() - before_s)
+    reached, used_s = await tune(demo, clock, start, "verified", "rejection", left_s)
+    return reached, used_s + budget_s - left_s
+
+
+async def tune(
+    demo: Demo, clock: CpuClock, start: str, data: str, name: str, budget_s: float
+) -> tuple[float, float]:
+    """SFT from a model on a data set for about so many CPU seconds: one iteration is timed, the rest follows."""
+    changes = {
+        "models": {"actor": start},
+        "random_init": False,
+        "data": {"train": f"data/{data}.jsonl", "max_prompt_tokens": 32},
+        "batch_size": 640,
+        "num_mini_batches": 10,
+    }
+    before_s = clock.now()
+    await demo.run(sft, demo.config("sft", f"{name}-probe", total_iterations=1, **changes))
+    each_s = clock.now() - before_s
+    iterations = max(1, round(budget_s / each_s))
+    trained = await demo.run(sft, demo.config("sft", name, total_iterations=iterations, **changes))
+    used_s = clock.now() - before_s - each_s
+    return await measure(demo, trained["model"], name), used_s
+
+
+def seed_flow(demo: Demo, clock: CpuClock) -> Any:
+    """A flow without parameters: Prefect would copy them."""
+
+    @flow(name="bench-learning", persist_result=False)
+    async def one_seed() -> dict[str, Any]:
+        return await run_seed(demo, clock)
+
+    return one_seed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for seed in arguments.seeds:
+        folder = (arguments.folder / f"seed-{seed}").resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            own_server(folder) as server,
+            local_cluster(RANKS, server.environment, folder=folder / "scratch") as cluster,
+        ):
+            demo = Demo(folder, seed, cluster.scheduler_address)
+            rows.append(asyncio.run(seed_flow(demo, CpuClock(cluster.scheduler_address))()))
+        print(yaml.safe_dump(rows[-1], sort_keys=False), flush=True)
+    if arguments.json is not None:
+        machine = {"platform": platform.platform(), "cpus": psutil.cpu_count(), "date": time.strftime("%F")}
+        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
