@@ -8,6 +8,7 @@ do, which sequences have finished and which shapes come next: nothing else is ev
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from rlhf_tasks.parallel.decode_graph import DecodeGraphs
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.kv_cache import KVCache, vacate
 from rlhf_tasks.parallel.micro_batch import MicroBatch, balance, micro_batch
+from rlhf_tasks.parallel.packed_weights import PackedWeights, can_pack
 from rlhf_tasks.parallel.relay import Relay
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.sampling import SamplingParams, sample, uniform
 
+PACK_FROM_STEPS = 12  # packing the weights takes about as long as it saves in 5 steps
 CUDA_CHECK_EVERY = 16  # steps between looks at who has finished: each look waits for the device
 CUDA_SPAN_MULTIPLE = 256  # columns of the cache
 
@@ -48,10 +51,30 @@ def generate(
     and None on other ranks. Tokens depend on layout and batch by rounding only: they differ where a uniform
     number falls within rounding error of the border between two tokens.
     """
+    with _multiplication(engine, params):
+        groups = _decode(engine, batch, params, (seed, purpose, iteration), groups_in_flight)
+    return _assemble(batch, groups, engine.stage.dtype) if engine.is_head else None
+
+
+def _multiplication(engine: Engine, params: SamplingParams) -> AbstractContextManager:
+    """How weights are multiplied: packed where that is possible and there are steps enough to earn it back."""
+    stage = engine.stage
+    pays = params.max_new_tokens >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
+    return PackedWeights() if pays else nullcontext()
+
+
+def _decode(
+    engine: Engine,
+    batch: SampleBatch,
+    params: SamplingParams,
+    randomness: tuple[int, str, int],
+    groups_in_flight: int | None,
+) -> list["_Group"]:
+    """The decode loop: all groups, until every one is done."""
     prompts = SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"].to(engine.device)})
     parts = balance(prompts["input_ids"].lengths, groups_in_flight or engine.placement.strategy.pp)
     shares = [prompts.select([batch.ids[i] for i in part]) for part in parts]
-    groups = [_Group(engine, share, params, (seed, purpose, iteration)) for share in shares]
+    groups = [_Group(engine, share, params, randomness) for share in shares]
     active = groups
     for step in range(params.max_new_tokens):
         for group in active:
@@ -62,7 +85,7 @@ def generate(
         active = [group for group in active if not group.done]
     for group in active:
         group.settle()
-    return _assemble(batch, groups, engine.stage.dtype) if engine.is_head else None
+    return groups
 
 
 class _Group:
