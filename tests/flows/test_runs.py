@@ -1,0 +1,105 @@
+"""PPO from a configuration to its summary, as the demo runs it: the demo's own plan on four ranks, all six calls."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from prefect.client.orchestration import get_client
+from transformers import AutoModelForCausalLM
+
+import deployments
+from flows.cluster import local_cluster
+from flows.ppo import rlhf_ppo
+from flows.rollout import rollout
+from flows.summary import read_jsonl
+from rlhf_tasks.algorithms.rollout import read_samples
+from rlhf_tasks.config import make_config
+from rlhf_tasks.tokenizer import Tokenizer
+from tests.tiny_runs import ppo_config, write_prompts
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    # Prefect leaves the sockets of its clients to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+ITERATIONS = 4
+PLAN = Path(deployments.__file__).with_name("demo_plan.yaml")
+
+
+@pytest.fixture(scope="module")
+def finished(prefect, tmp_path_factory):
+    """(summary, run folder, completions of the trained model by the engine)."""
+    base = tmp_path_factory.mktemp("run")
+    with local_cluster(4, prefect.environment, folder=base / "scratch") as cluster:
+        place = {"address": cluster.scheduler_address, "devices_per_host": 4}
+        config = ppo_config(
+            base, name="tiny", plan=str(PLAN), total_iterations=ITERATIONS, cluster=place, batch_size=64
+        )
+        summary = asyncio.run(rlhf_ppo(config))
+        write_prompts(base / "held-out.jsonl", 8)
+        greedy = make_config(
+            {
+                "type": "rollout",
+                "name": "greedy",
+                "models": {"actor": summary["model"]},
+                "data": {"train": str(base / "held-out.jsonl")},
+                "output_dir": str(base / "runs"),
+                "sampling": {"max_completion_length": 8, "temperature": 0},
+                "batch_size": 8,
+                "cluster": place,
+            }
+        )
+        asyncio.run(rollout(greedy))
+    return summary, base / "runs" / "tiny", list(read_samples(base / "runs" / "greedy", 8))
+
+
+def test_the_summary_tells_what_each_call_did(finished):
+    summary, folder, _ = finished
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert summary["iterations"] == ITERATIONS
+    assert set(summary["calls"]) == {
+        "actor_generate",
+        "reward_inference",
+        "ref_inference",
+        "critic_inference",
+        "actor_train",
+        "critic_train",
+    }
+    assert summary["calls"]["actor_train"]["dp"] == 2
+    assert summary["calls"]["actor_generate"]["tp"] == 2
+    assert summary["bytes_reallocated"] > 0
+    assert summary["bytes_redistributed"] > 0
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    assert [row["iteration"] for row in metrics] == list(range(ITERATIONS))
+    assert metrics[-1]["policy/mismatch"] < 1e-5  # generation and training layouts score alike
+
+
+def test_calls_and_iterations_overlap_in_the_ranks_clocks(finished):
+    overlaps = finished[0]["overlaps_s"]
+    assert overlaps["actor_train and critic_train"] > 0
+    assert overlaps["critic_train and actor_generate of the next iteration"] > 0
+
+
+def test_plain_transformers_answers_as_the_engine_does(finished):
+    summary, _, samples = finished
+    model = AutoModelForCausalLM.from_pretrained(summary["model"])
+    tokenizer = Tokenizer.from_folder(summary["model"])
+    for sample in samples:
+        prompt = torch.tensor([tokenizer.encode(sample["prompt"])])
+        answer = model.generate(
+            prompt, max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_id, pad_token_id=0
+        )
+        assert tokenizer.decode(answer[0, prompt.shape[1] :].tolist()) == sample["completion"]
+
+
+def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, prefect):
+    async def keys():
+        async with get_client() as client:
+            return {artifact.key for artifact in await client.read_artifacts()}
+
+    shown = asyncio.run(keys())
+    assert {"execution-plan", "curves", "device-timeline", "completions", "progress"} <= shown
