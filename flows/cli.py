@@ -3,8 +3,9 @@
 import os
 import sys
 
-from cyclopts import App
+from cyclopts import App, CycloptsError
 from rich.console import Console
+from rich.markup import escape
 
 app = App(
     name="prefect-rlhf",
@@ -22,25 +23,38 @@ config_app.command("flows.commands.configs:show")
 config_app.command("flows.commands.configs:validate")
 app.command(config_app)
 
+USER_ERROR = 2  # exit status of a command that the user must mend
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
 
 def main() -> None:
-    """Entry point. A user's mistake ends with one sentence and status 2, Ctrl-C with status 130."""
-    _refuse_shadowing()
+    """Entry point of the process."""
     # The terminal shows our own lines; Prefect's logs are in the UI. Workers inherit this.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    _refuse_shadowing()
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run one command; gives its exit status. A user's mistake is told in one sentence.
+
+    Only `ConfigError` and its kin are mistakes of the user. Any other error, ValueErrors of a library among
+    them, is ours and keeps its traceback.
+    """
+    from rlhf_tasks.config import ConfigError
+
     try:
-        app(exit_on_error=True)
-    except ValueError as error:
-        # Faults of a configuration, data set, plan or cluster are ValueErrors with one clear sentence.
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
+        app(arguments, exit_on_error=False, result_action="return_value")
+    except CycloptsError:  # its sentence is printed already
+        return USER_ERROR
+    except ConfigError as error:
+        message = escape(str(error)).replace("\n", " ")
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {message}", soft_wrap=True)
+        return USER_ERROR
     except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+        return INTERRUPTED
+    return 0
 
 
 def _refuse_shadowing() -> None:
@@ -52,7 +66,7 @@ def _refuse_shadowing() -> None:
     if ours != theirs:
         message = f"error: {theirs}/planner hides prefect-rlhf's own package in {ours}. Rename that folder."
         print(message, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import dask
 from distributed import Client, Nanny, Scheduler, Security, SpecCluster
 
+from rlhf_tasks.config import ConfigError
 from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
 
 SETTINGS = {
@@ -39,7 +40,7 @@ CONTROLLER_THREADS = 64  # Prefect tasks wait in them: two iterations of a plan 
 SAME_VERSIONS = ("distributed", "prefect", "prefect-dask", "torch", "transformers")
 
 
-class ClusterError(ValueError):
+class ClusterError(ConfigError):
     """A cluster that cannot serve the run; the message names what to change."""
 
 
@@ -126,7 +127,9 @@ def local_cluster(
             "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"},
         }
         with (
-            SpecCluster(workers, scheduler, name="prefect-rlhf", silence_logs=logging.ERROR) as cluster,
+            SpecCluster(
+                workers, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR)
+            ) as cluster,
             Client(cluster, set_as_default=False) as client,
         ):
             yield form_cluster(client, n_ranks, own=True)
@@ -187,12 +190,12 @@ def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float =
         if len(ranks) >= n_ranks and controllers:
             break
         if time.monotonic() > deadline:
-            raise ClusterError(_too_few(client.scheduler.address, n_ranks, len(ranks), len(controllers)))
+            raise ClusterError(_too_few(_address(client), n_ranks, len(ranks), len(controllers)))
         time.sleep(0.1)
     _refuse_other_versions(client, ranks[:n_ranks] + controllers[:1])
     client.register_plugin(ProcessPlugin())
     return Cluster(
-        client.scheduler.address,
+        _address(client),
         tuple(ranks[:n_ranks]),
         controllers[0],
         client.security,
@@ -203,14 +206,14 @@ def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float =
 def refuse_unsafe(client: Client) -> None:
     """Raises ClusterError for a scheduler whose settings make a run unsafe, naming the setting and the safe
     value."""
-    address = client.scheduler.address
+    address = _address(client)
     host = address.split("://")[-1].rsplit(":", 1)[0]
     if not address.startswith("tls://") and host not in ("127.0.0.1", "localhost", "[::1]"):
         raise ClusterError(
             f"the scheduler {address} is not on loopback and does not use TLS: whoever reaches it can run "
             "code. Start scheduler and workers with certificates (tls://)."
         )
-    settings = client.run_on_scheduler(_scheduler_settings)
+    settings = cast(dict[str, Any], client.run_on_scheduler(_scheduler_settings))
     if settings["allowed_failures"] != 0:
         raise ClusterError(
             f"distributed.scheduler.allowed-failures is {settings['allowed_failures']} on {address}: the "
@@ -271,7 +274,8 @@ def _refuse_private_folder(client: Client, cluster: Cluster, folder: Path) -> No
     token = folder / f"token-{uuid4().hex}"
     token.touch()
     try:
-        seen = client.run(os.path.exists, str(token), workers=[member.address for member in members])
+        workers = [member.address for member in members]
+        seen = cast(dict[str, bool], client.run(os.path.exists, str(token), workers=workers))
     finally:
         token.unlink()
     for member in members:
@@ -285,7 +289,10 @@ def _refuse_private_folder(client: Client, cluster: Cluster, folder: Path) -> No
 def _refuse_other_versions(client: Client, members: list[Member]) -> None:
     """Raises ClusterError for a worker that runs other versions than this process."""
     here = _versions()
-    for address, there in client.run(_versions, workers=[m.address for m in members]).items():
+    found = cast(
+        dict[str, dict[str, str]], client.run(_versions, workers=[member.address for member in members])
+    )
+    for address, there in found.items():
         for package, ours in here.items():
             if there[package] != ours:
                 raise ClusterError(
@@ -303,6 +310,11 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "none"
     return found
+
+
+def _address(client: Client) -> str:
+    assert client.scheduler is not None, "the client is connected"
+    return str(client.scheduler.address)
 
 
 def _scheduler_settings(dask_scheduler: Scheduler) -> dict[str, Any]:

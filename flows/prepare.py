@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from flows.find_rewards import check_rewards
 from planner.graph import DataflowGraph
 from planner.heuristic import Limits, heuristic
 from planner.mesh import Cluster
 from planner.plan import build_plan
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config import AnyConfig, ConfigError, manual_assignments
+from rlhf_tasks.config import AnyConfig, ConfigError, PPOConfig, RolloutConfig, manual_assignments
 from rlhf_tasks.examples import load_and_check
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.spec import ExecutionPlan
@@ -33,8 +34,21 @@ class Prepared:
 def prepare(config: AnyConfig) -> Prepared:
     """Check everything that can be checked before a process starts, and make the plan.
 
-    Raises ValueError (ConfigError, DataError, PlanError and their kin) with one sentence that says what to change.
+    Raises ConfigError with one sentence that says what to change, whichever part found the fault.
     """
+    try:
+        return _prepare(config)
+    except ConfigError:
+        raise
+    except (
+        ValueError
+    ) as error:  # what models, tokenizer, data, graph, meshes and plan raise for a user's fault
+        raise ConfigError(str(error)) from error
+
+
+def _prepare(config: AnyConfig) -> Prepared:
+    if isinstance(config, PPOConfig | RolloutConfig):
+        check_rewards(config.rewards)
     shapes = {role: _shape(role, parts.folder) for role, parts in config.roles().items()}
     rows, tokenizer = load_and_check(config)
     vocabulary = min(shape.vocab for shape in shapes.values())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.config import RUN_CONFIG, AnyConfig, ConfigError
+from rlhf_tasks.config import AnyConfig, ConfigError, make_config
 
 
 def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
@@ -48,7 +48,7 @@ def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
         document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no run folder: {error}. Name one that a run has written.") from None
-    return folder.resolve(), RUN_CONFIG.validate_python(document)
+    return folder.resolve(), make_config(document)
 
 
 @contextmanager

@@ -247,7 +247,12 @@ class Training:
         for node in self.spec.plan.nodes:
             task = run_node.with_options(name=node.name, task_run_name=f"{node.name}-it{iteration}")
             tasks[node.name] = task.submit(
-                self.spec.run, iteration, generation, node.name, wait_for=[tasks[name] for name in node.after]
+                self.spec.run,
+                iteration,
+                generation,
+                node.name,
+                return_state=False,
+                wait_for=[tasks[name] for name in node.after],
             )
         end = await self._ends[iteration, generation]
         finished = await _all_done(list(tasks.values()), VIEW_LAG_S)
@@ -264,16 +269,17 @@ def iteration_flow(training: Training, iteration: int, generation: int) -> Flow[
     """The subflow of one iteration: flow `ppo-iteration`, run `it-00042`, after a rebuild `it-00042-r1`."""
     rebuilt = f"-r{generation}" if generation else ""
     cluster = training.cluster
+    runner: Any = ControllerTaskRunner(  # Prefect's annotation admits no runner with futures of its own
+        cluster.scheduler_address,
+        cluster.controller.address,
+        ship_settings=not cluster.own,
+        client_kwargs={"security": cluster.security},
+    )
 
     @flow(
         name=f"{training.spec.plan.algorithm}-iteration",
         flow_run_name=f"it-{iteration:05d}{rebuilt}",
-        task_runner=ControllerTaskRunner(
-            cluster.scheduler_address,
-            cluster.controller.address,
-            ship_settings=not cluster.own,
-            client_kwargs={"security": cluster.security},
-        ),
+        task_runner=runner,
         persist_result=False,
         retries=0,
     )

@@ -46,7 +46,7 @@ class Controller:
         starting = asyncio.create_task(_start(attempt, writer))
         try:
             while True:
-                message = FLOW_MESSAGE.validate_json(await comm.read())
+                message = FLOW_MESSAGE.validate_json(await comm.read())  # pyright: ignore[reportArgumentType]  declared as None
                 if isinstance(message, Enter):
                     attempt.enter(message.iteration, message.generation)
                 else:

@@ -147,7 +147,7 @@ class EngineHost:
         writer = Writer(comm)
         try:
             while True:
-                message = RANK_MESSAGE.validate_json(await comm.read())
+                message = RANK_MESSAGE.validate_json(await comm.read())  # pyright: ignore[reportArgumentType]  declared as None
                 self._receive(message, client, make_executor, writer)
         except CommClosedError:
             pass
@@ -187,9 +187,10 @@ class EngineHost:
             self._take(request.rank, make_executor)
             names = (request.run, request.attempt, request.generation)
             instructions = self._inbox.reset(*names, client, now)
-            if any(isinstance(instruction, do.Refuse) for instruction in instructions):
-                self._refuse(instructions[0], writer)
-                return
+            for instruction in instructions:
+                if isinstance(instruction, do.Refuse):
+                    self._refuse(instruction, writer)
+                    return
             self._holder = writer
         elif isinstance(request, Restore):
             spec = request.spec

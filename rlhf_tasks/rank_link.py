@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from distributed import Worker
 from distributed.comm import Comm, CommClosedError
@@ -147,7 +147,7 @@ class RankLink:
         """One try. Raises RankMissing when it is of no use to go on trying, LookupError when the scheduler knows no
         such worker yet, OSError when something does not answer.
         """
-        known = await self._worker.scheduler.identity()
+        known = cast(dict[str, Any], await self._worker.scheduler.identity())
         workers = known["workers"].items()
         mine = [(at, worker) for at, worker in workers if self.name in (worker["name"], worker["nanny"])]
         if not mine:
@@ -158,7 +158,7 @@ class RankLink:
         )
         try:
             await comm.write({"op": "rlhf_link", "client": self._client, "executor": self._executor})
-            hello = await asyncio.wait_for(comm.read(), GREETING_S)
+            hello = await asyncio.wait_for(cast(Awaitable[Any], comm.read()), GREETING_S)
             if hello is None:
                 raise LookupError(f"worker {self.name} is up but not a rank yet")
             if "boot" not in hello:
@@ -172,7 +172,8 @@ class RankLink:
         """Read news until the link breaks: the process is gone."""
         try:
             while True:
-                self._on_news(NEWS.validate_json(await comm.read()))
+                news = NEWS.validate_json(await comm.read())  # pyright: ignore[reportArgumentType]  declared as None
+                self._on_news(news)
         except CommClosedError:
             pass
         assert self.process is not None

@@ -18,9 +18,10 @@ def schema(type_: str = "ppo", /) -> None:
     type_
         ppo, sft, reward_model or rollout.
     """
-    if type_ not in CONFIG_TYPES:
-        raise ConfigError(f"There is no configuration type {type_!r}; there are {', '.join(CONFIG_TYPES)}.")
-    print(json.dumps(CONFIG_TYPES[type_].model_json_schema(), indent=2))
+    name = type_.replace("-", "_")
+    if name not in CONFIG_TYPES:
+        raise ConfigError(f"there is no configuration type {type_!r}; there are {', '.join(CONFIG_TYPES)}.")
+    print(json.dumps(CONFIG_TYPES[name].model_json_schema(), indent=2))
 
 
 def show(config: Path, *overrides: str) -> None:

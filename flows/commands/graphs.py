@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from planner.render import algorithm_graph, dataflow_mermaid, dataflow_table
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.config import ConfigError
 
 
 def graph(
@@ -19,5 +21,8 @@ def graph(
     form
         A table for the terminal, or Mermaid for documents.
     """
-    drawn = algorithm_graph(algorithm)
+    name = algorithm.replace("-", "_")
+    if name not in GRAPHS:
+        raise ConfigError(f"there is no algorithm {algorithm!r}; registered are {', '.join(GRAPHS)}.")
+    drawn = algorithm_graph(name)
     print(dataflow_table(drawn) if form == "table" else dataflow_mermaid(drawn))
