@@ -14,7 +14,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 import torch.distributed as dist
+
+torch.set_num_threads(1)  # tiny tensors: more threads only cost, and change the last digits
 
 SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
 START_S = 90.0  # to import torch on a busy machine; not counted in a run's timeout
