@@ -90,11 +90,15 @@ def local_cluster(
     All processes are gone when the context ends. Raises TimeoutError when they are not up in time.
     """
     threads = max(1, (os.cpu_count() or 1) // n_ranks)
+    no_dashboard = {
+        "dashboard": False,
+        "dashboard_address": "127.0.0.1:0",
+    }  # their HTTP servers start all the same
     common = {
         "host": "127.0.0.1",
         "memory_limit": 0,
         "local_directory": str(folder),
-        "dashboard": False,
+        **no_dashboard,
         "silence_logs": logging.ERROR,
     }
     with _environment(environment), dask.config.set(SETTINGS):
@@ -122,10 +126,7 @@ def local_cluster(
                 "env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             },
         }
-        scheduler = {
-            "cls": Scheduler,
-            "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"},
-        }
+        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **no_dashboard}}
         with (
             SpecCluster(
                 workers, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR)
