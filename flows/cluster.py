@@ -81,8 +81,7 @@ class Cluster:
 def local_cluster(
     n_ranks: int, environment: Mapping[str, str], *, gpus: bool = False, folder: Path
 ) -> Iterator[Cluster]:
-    """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on
-    loopback.
+    """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
 
     environment  for all workers: the Prefect server's address and login
     gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it offers `slot`
@@ -90,11 +89,13 @@ def local_cluster(
     All processes are gone when the context ends. Raises TimeoutError when they are not up in time.
     """
     threads = max(1, (os.cpu_count() or 1) // n_ranks)
+    # An HTTP server starts all the same: not on port 8787 of every interface, its default.
+    no_dashboard = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
     common = {
         "host": "127.0.0.1",
         "memory_limit": 0,
         "local_directory": str(folder),
-        "dashboard": False,
+        **no_dashboard,
         "silence_logs": logging.ERROR,
     }
     with _environment(environment), dask.config.set(SETTINGS):
@@ -122,10 +123,7 @@ def local_cluster(
                 "env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             },
         }
-        scheduler = {
-            "cls": Scheduler,
-            "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"},
-        }
+        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **no_dashboard}}
         with (
             SpecCluster(
                 workers, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR)

@@ -1,0 +1,47 @@
+"""A whole run as a process: python fake_run.py FOLDER ITERATIONS [FAULT]; prints READY at each commit."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from prefect import flow
+
+from flows.cluster import local_cluster
+from flows.server import prefect_server
+from flows.training import run_training
+from tests.rlhf_tasks.plans import small_plan
+
+
+def main(folder: Path, iterations: int, fault: str) -> None:
+    config = {"sleep_s": 0.3}
+    if fault:
+        config["fault"] = {"kind": fault, "node": "generate", "iteration": 1, "rank": 0, "always": True}
+
+    async def on_commit(committed, stop_after):
+        print("READY", flush=True)
+
+    with (
+        prefect_server(folder) as server,
+        local_cluster(2, server.environment, folder=folder / "dask") as cluster,
+    ):
+
+        @flow(name="rlhf-fake", persist_result=False)
+        async def parent():
+            return await run_training(
+                small_plan(),
+                config,
+                cluster,
+                run="fake",
+                run_folder=folder,
+                iterations=iterations,
+                on_commit=on_commit,
+                executor="tests.rlhf_tasks.fake_rank:make_executor",
+                snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+                max_rebuilds=1,
+            )
+
+        asyncio.run(parent())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")

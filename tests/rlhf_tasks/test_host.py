@@ -1,0 +1,165 @@
+"""Engine hosts on a real cluster, with the test as their controller: requests out of order, repeated, refused."""
+
+import asyncio
+import random
+import time
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+import pytest
+from distributed.core import connect, rpc
+
+from flows.cluster import local_cluster
+from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rendezvous import Rendezvous
+from rlhf_tasks.transport import NEWS, Deliver, Done, Failed, GenerationSpec, Reset, Restore, Told
+from tests.rlhf_tasks.plans import call, on, plan_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+N_RANKS = 3
+EXECUTOR = "tests.rlhf_tasks.fake_rank:make_executor"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with local_cluster(N_RANKS, {}, folder=tmp_path_factory.mktemp("dask")) as cluster:
+        yield cluster
+
+
+def random_plan(seed, n_nodes=60):
+    """Calls on random overlapping meshes, without any edge: nothing but the total order keeps them apart."""
+    rng = random.Random(seed)
+    meshes = [rng.sample(range(N_RANKS), rng.randint(1, N_RANKS)) for _ in range(n_nodes)]
+    nodes = tuple(call(f"call{i}", "frozen", "inference", on(*sorted(mesh))) for i, mesh in enumerate(meshes))
+    return plan_of(nodes, {}, N_RANKS)
+
+
+@asynccontextmanager
+async def links(cluster):
+    """A link to each rank."""
+    client = uuid4().hex
+    comms = []
+    try:
+        for member in cluster.ranks:
+            comm = await connect(member.address, **cluster.connection_args)
+            comms.append(comm)
+            await comm.write({"op": "rlhf_link", "client": client, "executor": EXECUTOR})
+            assert "boot" in await comm.read()
+        yield comms
+    finally:
+        for comm in comms:
+            comm.abort()
+
+
+async def send(comm, message):
+    await comm.write(message.model_dump_json().encode())
+
+
+async def read(comm):
+    return NEWS.validate_json(await asyncio.wait_for(comm.read(), 60))
+
+
+async def load(comms, plan, folder, store, config, generation=0):
+    """Bring every rank to a generation."""
+    prefix = uuid4().hex
+    for rank, comm in enumerate(comms):
+        await send(comm, Reset(run="fake", attempt=1, generation=generation, rank=rank))
+    for comm in comms:
+        assert (await read(comm)).kind == "reset"
+    for rank, comm in enumerate(comms):
+        spec = GenerationSpec(
+            run="fake",
+            attempt=1,
+            generation=generation,
+            rank=rank,
+            n_ranks=N_RANKS,
+            plan=plan,
+            config=config,
+            run_folder=str(folder),
+            restore_step=None,
+            iterations=1,
+            snapshot_every=1,
+            store_host=store.host,
+            store_port=store.port,
+            store_prefix=prefix,
+            timeout_s=60.0,
+        )
+        await send(comm, Restore(spec=spec))
+    for comm in comms:
+        assert (await read(comm)).kind == "restored"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_on_overlapping_meshes_survive_shuffled_and_repeated_requests(cluster, tmp_path, seed):
+    plan = random_plan(seed)
+    requests = Sequencer(plan, "fake", 1).requests(0)
+
+    async def drive(comm, mine, rng):
+        """Send a rank its requests one by one, shuffled, each twice; its results by number."""
+        messages = [*mine, *mine]
+        rng.shuffle(messages)
+
+        async def deliver():
+            for request in messages:
+                await send(comm, Deliver(requests=(request,)))
+                await asyncio.sleep(rng.random() * 0.003)
+
+        delivering = asyncio.create_task(deliver())
+        results = {}
+        while len(results) < len(mine):
+            news = await read(comm)
+            assert not isinstance(news, Failed), news
+            if isinstance(news, Done):
+                assert results.setdefault(news.result.key, news.result) == news.result
+        await delivering
+        return results
+
+    async def run():
+        store = Rendezvous("127.0.0.1")
+        async with links(cluster) as comms:
+            await load(comms, plan, tmp_path, store, {"sleep_s": 0.002})
+            work = [
+                drive(comm, requests[rank], random.Random(f"{seed} {rank}"))
+                for rank, comm in enumerate(comms)
+            ]
+            return await asyncio.gather(*work)
+
+    results = asyncio.run(run())
+    for rank, mine in requests.items():
+        ran = sorted(results[rank].values(), key=lambda result: result.started_s)
+        assert [result.key for result in ran] == [request.key for request in mine]
+    assert sum(map(len, results)) == sum(len(node.devices) for node in plan.nodes)
+
+
+def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):
+    plan = random_plan(0, n_nodes=1)
+    requests = Sequencer(plan, "fake", 1).requests(0)
+    busy = min(requests)
+
+    async def run():
+        store = Rendezvous("127.0.0.1")
+        async with links(cluster) as comms, links(cluster) as others:
+            await load(comms, plan, tmp_path, store, {"sleep_s": 2.0})
+            for rank, mine in requests.items():
+                await send(comms[rank], Deliver(requests=mine))
+            entered = await read(comms[busy])
+            start = time.monotonic()
+            async with rpc(cluster.ranks[busy].address) as rank:
+                status = await rank.rlhf_status()
+            await send(others[busy], Reset(run="other", attempt=1, generation=0, rank=busy))
+            refused = await read(others[busy])
+            old = requests[busy][0].model_copy(update={"key": requests[busy][0].key._replace(generation=7)})
+            await send(comms[busy], Deliver(requests=(old,)))
+            stale = await read(comms[busy])
+            return entered, status, refused, stale, time.monotonic() - start, await read(comms[busy])
+
+    entered, status, refused, stale, seconds, done = asyncio.run(run())
+    assert isinstance(entered, Told)
+    assert entered.kind == "entered"
+    assert status["job"] == "call0-it0"
+    assert refused.kind == "refused"
+    assert "held by run 'fake', attempt 1" in refused.reason
+    assert stale.kind == "refused"
+    assert "generation 0" in stale.reason
+    assert seconds < 1.5, "the answers waited for the call"
+    assert isinstance(done, Done)
