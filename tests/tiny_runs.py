@@ -60,14 +60,6 @@ def write_prompts(path: Path, n: int = 64) -> Path:
     return path
 
 
-def length_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that depends on text and columns, cheap and deterministic."""
-    return [
-        len(completion) / 16 - (answer in completion)
-        for completion, answer in zip(completions, columns["answer"], strict=True)
-    ]
-
-
 def ppo_config(folder: Path, **changes: Any) -> PPOConfig:
     """PPO with all six calls on models and data below `folder`, which are made where they are not there yet."""
     if not (folder / "actor").exists():
@@ -80,7 +72,7 @@ def ppo_config(folder: Path, **changes: Any) -> PPOConfig:
         "data": {"train": str(folder / "prompts.jsonl")},
         "output_dir": str(folder / "runs"),
         "sampling": {"max_completion_length": 12},
-        "rewards": [{"function": f"{Path(__file__)}:length_reward"}],
+        "rewards": [{"function": f"{Path(__file__).with_name('tiny_reward.py')}:length_reward"}],
         "batch_size": 16,
         "num_mini_batches": 2,
         "num_ppo_epochs": 2,

@@ -29,13 +29,13 @@ async def open_lease(cluster, spec: RunSpec):
     return comm
 
 
-async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp)):
-    """Events up to the first of `until`, each with its time since the lease was taken."""
+async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: float = 60):
+    """Events up to the first of `until`, each with its time since the lease was taken; a longer silence fails."""
     comm = await open_lease(cluster, spec)
     start, events = time.monotonic(), []
     try:
         while not events or not isinstance(events[-1][1], until):
-            event = EVENT.validate_json(await asyncio.wait_for(comm.read(), 60))
+            event = EVENT.validate_json(await asyncio.wait_for(comm.read(), patience_s))
             events.append((time.monotonic() - start, event))
             if isinstance(event, Enterable):
                 enter = Enter(iteration=event.iteration, generation=event.generation)

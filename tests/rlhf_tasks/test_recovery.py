@@ -1,0 +1,213 @@
+"""Whatever dies, a run of PPO goes on from its last commit to the very bits of an undisturbed run.
+
+The product's own executor and snapshots on a real cluster of four ranks: all six calls, on meshes and strategies of
+their own, so that there are reallocations, redistributions and overlapping iterations to be interrupted. Only
+Prefect is left out (tests/flows/test_training.py).
+"""
+
+import asyncio
+import json
+import time
+
+import pytest
+from safetensors import safe_open
+
+from flows.cluster import local_cluster
+from flows.prepare import prepare
+from rlhf_tasks.checkpoint import step_folder
+from rlhf_tasks.manifest import verify
+from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished
+from tests.rlhf_tasks.fake_flow import follow, run_spec
+from tests.rlhf_tasks.faulty_rank import FIRED, STOP, Fault
+from tests.tiny_runs import ppo_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+N_RANKS = 4
+ITERATIONS = 4
+PATIENCE_S = 150.0
+PLAN = {
+    "actor_generate": {"devices": [0, 1], "tp": 2},
+    "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
+    "reward_inference": {"devices": [2]},
+    "critic_inference": {"devices": [3]},
+    "actor_train": {"devices": [0, 1], "dp": 2},
+    "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with local_cluster(N_RANKS, {}, folder=tmp_path_factory.mktemp("dask")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Config and plan of all runs; the roles have state of their own: value normalisation and an adaptive KL."""
+    config = ppo_config(
+        tmp_path_factory.mktemp("job"),
+        plan=PLAN,
+        cluster={"devices_per_host": N_RANKS},
+        total_iterations=ITERATIONS,
+        kl_target=0.1,
+        kl_horizon=64,
+    )
+    return prepare(config)
+
+
+def spec_of(cluster, job, folder, **options):
+    """A run of the job in its own folder."""
+    options = {
+        "run": folder.name,
+        "config": job.config.model_dump(mode="json"),
+        "iterations": ITERATIONS,
+        "executor": "tests.rlhf_tasks.faulty_rank:make_executor",
+        "snapshots": "rlhf_tasks.checkpoint:run_snapshots",
+        **options,
+    }
+    return run_spec(cluster, job.plan, folder, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, job, tmp_path_factory):
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
+    assert not of_type(events, Faulted)
+    assert isinstance(events[-1][1], Finished)
+    return folder
+
+
+def attend(cluster, spec, **options):
+    """The events of a run, whose ranks may have to import torch on a busy machine."""
+    return follow(cluster, spec, patience_s=PATIENCE_S, **options)
+
+
+def of_type(events, kind):
+    return [event for _, event in events if isinstance(event, kind)]
+
+
+def committed(events):
+    return [event.iteration for event in of_type(events, Committed)]
+
+
+def state_at(folder, step=ITERATIONS):
+    """Everything that a commit says of the run: (role, rank, tensor) -> bytes; what stands in the manifest."""
+    manifest = verify(step_folder(folder, step))
+    tensors = {}
+    for stored in manifest.files:
+        with safe_open(step_folder(folder, step) / stored.file, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is not a mapping
+                tensor = file.get_tensor(name)
+                rank = stored.file.split(".")[1]
+                tensors[stored.role, rank, name] = (str(tensor.dtype), tensor.numpy().tobytes())
+    return tensors, (manifest.cursor, manifest.versions, manifest.roles)
+
+
+def metrics_of(folder):
+    """The lines of metrics.jsonl, without what clocks say."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines]
+
+
+def moves_of(folder):
+    """What lineage.jsonl says of each node, without clocks and generations."""
+    lines = [json.loads(line) for line in (folder / "lineage.jsonl").read_text().splitlines()]
+    return [[line[k] for k in ("iteration", "node", "versions", "bytes_sent", "digest")] for line in lines]
+
+
+def assert_same_run(folder, undisturbed):
+    """Weights, moments, versions, role states, cursor, metrics and digests are those of the undisturbed run."""
+    assert state_at(folder) == state_at(undisturbed)
+    assert metrics_of(folder) == metrics_of(undisturbed)
+    assert moves_of(folder) == moves_of(undisturbed)
+    assert not list(folder.glob("*.tmp-*")), "unfinished commits are left"
+
+
+def generations_of(folder):
+    """Iteration -> (attempt, generation) that made its committed result."""
+    lines = [json.loads(line) for line in (folder / "lineage.jsonl").read_text().splitlines()]
+    return {line["iteration"]: (line["attempt"], line["generation"]) for line in lines}
+
+
+def test_an_undisturbed_run_changes_every_tensor_and_state(undisturbed):
+    tensors, (cursor, versions, roles) = state_at(undisturbed)
+    before, _ = state_at(undisturbed, ITERATIONS - 1)
+    assert cursor == 64
+    assert versions == {"actor": ITERATIONS, "critic": ITERATIONS}
+    assert len({metrics["kl_coef"] for metrics in metrics_of(undisturbed)}) == ITERATIONS
+    assert all(record.state for record in roles.values())
+    assert all(tensors[key] != before[key] for key in tensors)
+
+
+FAULTS = {
+    "in generation": (
+        Fault(1, 2, "actor_generate", inside_s=0.04),
+        "rank 1, call actor_generate, iteration 2: lost",
+    ),
+    "in a transfer": (
+        Fault(3, 2, "transfer_actor_generate_to_critic_train"),
+        "rank 3, call transfer_actor_generate_to_critic_train, iteration 2: lost",
+    ),
+    "in a reallocation": (
+        Fault(0, 2, "reallocate_actor_to_actor_generate"),
+        "rank 0, call reallocate_actor_to_actor_generate, iteration 2: lost",
+    ),
+    "in a train_step while the next iteration generates": (
+        Fault(3, 1, "critic_train", inside_s=0.04, meanwhile=(2, "actor_generate")),
+        "rank 3, call critic_train, iteration 1: lost",
+    ),
+    "between a save and its commit": (Fault(2, 2, "save_critic"), "rank 2"),
+}
+
+
+LONG = {"in a reallocation"}  # beside a transfer: for the long suite
+
+
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[pytest.mark.slow] if place in LONG else []) for place in FAULTS]
+)
+def test_a_killed_rank_is_named_and_the_run_ends_in_the_same_bits(cluster, job, undisturbed, tmp_path, place):
+    fault, words = FAULTS[place]
+    folder = tmp_path / "run"
+    fault.write(folder)
+    start_s = time.time()
+    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
+    (faulted,) = of_type(events, Faulted)
+    assert words in faulted.cause
+    noticed_s = start_s + next(s for s, event in events if event is faulted)
+    assert noticed_s - float((folder / FIRED).read_text()) < 5
+    aborted = {event.iteration for event in of_type(events, Aborted)}
+    assert fault.iteration in aborted
+    assert fault.meanwhile is None or fault.meanwhile[0] in aborted
+    assert committed(events) == list(range(ITERATIONS))
+    assert min(aborted) >= 1, "it did not go on from a snapshot, it began anew"
+    lived = {i: (1, 0 if i < min(aborted) else 1) for i in range(ITERATIONS)}
+    assert generations_of(folder) == lived
+    assert_same_run(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_is_noticed_by_its_deadline(cluster, job, undisturbed, tmp_path):
+    folder, deadline_s = tmp_path / "run", 12.0
+    Fault(1, 2, "actor_generate", inside_s=0.04, signal=STOP).write(folder)
+    start_s = time.time()
+    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder, deadline_floor_s=deadline_s)))
+    (faulted,) = of_type(events, Faulted)
+    assert "call actor_generate, iteration 2: not finished 12 s after" in faulted.cause
+    noticed_s = start_s + next(s for s, event in events if event is faulted)
+    assert noticed_s - float((folder / FIRED).read_text()) < deadline_s + 5
+    assert committed(events) == list(range(ITERATIONS))
+    assert_same_run(folder, undisturbed)
+
+
+def test_a_run_whose_flow_left_is_resumed(cluster, job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder), until=Committed))
+    assert committed(events) == [0]  # iteration 1 is running
+    resumed = asyncio.run(attend(cluster, spec_of(cluster, job, folder, attempt=2)))
+    assert committed(resumed)[0] >= 1
+    assert committed(resumed) == list(range(committed(resumed)[0], ITERATIONS))
+    assert generations_of(folder)[ITERATIONS - 1] == (2, 0)
+    assert_same_run(folder, undisturbed)
