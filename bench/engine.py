@@ -7,8 +7,8 @@ rows alike; a row's figure is its median over the rounds, in useful tokens (no p
 CPU time, summed over the ranks that take part. Waiting ranks sleep, so idle time does not count: the figures
 show the work that a layout adds, not how fast it is on two machines.
 
-    generation   fixed   16 prompts of 32 tokens, 64 new ones each
-                 varied  16 prompts of 8 to 56 tokens, responses end by a stop id (1 token in 64) or after 96
+    generation   fixed   16 prompts of 32 tokens, 48 new ones each
+                 varied  16 prompts of 8 to 56 tokens, responses end by a stop id (1 token in 64) or after 80
     training     padded  16 sequences of 16 to 128 tokens: transformers pads to 128, the engine packs
                  full    16 sequences of 128 tokens: nothing to gain from packing
 
@@ -78,9 +78,9 @@ class GenerationWork:
 
 def generation_works() -> Mapping[str, GenerationWork]:
     return {
-        "fixed": GenerationWork(_tokens([32] * SEQUENCES), SamplingParams(max_new_tokens=64)),
+        "fixed": GenerationWork(_tokens([32] * SEQUENCES), SamplingParams(max_new_tokens=48)),
         "varied": GenerationWork(
-            _tokens(_spread(8, 56)), SamplingParams(max_new_tokens=96, min_new_tokens=1, stop_ids=STOPS)
+            _tokens(_spread(8, 56)), SamplingParams(max_new_tokens=80, min_new_tokens=1, stop_ids=STOPS)
         ),
     }
 
@@ -204,7 +204,7 @@ def engine_training(engine: Engine, sequences: list[Tensor]) -> Row:
 
 
 def measure(rank: int, rounds: int, only: str, store: str, results: str) -> None:
-    """One rank process: run every row `rounds` times after one warm-up; rank 0 writes the figures."""
+    """One rank process: run every row `rounds` times after one warm-up; rank 0 prints and writes the figures."""
     torch.set_num_threads(1)
     join_world(dist.FileStore(store, RANKS), rank, RANKS, timeout_s=600.0, device=CPU)
     placements = [Placement(tuple(range(s.size)), s) for s in STRATEGIES]
@@ -223,8 +223,9 @@ def measure(rank: int, rounds: int, only: str, store: str, results: str) -> None
             dist.all_reduce(total)
             if round_number > 0:
                 figures[name].append(float(total[0] / total[1]))
-    if rank == 0:
-        Path(results).write_text(json.dumps(figures))
+        if rank == 0 and round_number > 0:
+            Path(results).write_text(json.dumps(figures))
+            print(f"round {round_number} of {rounds}\n{report(figures)}\n", flush=True)
     leave_world()
 
 
@@ -277,7 +278,6 @@ def main() -> None:
         store, results = f"{folder}/store", f"{folder}/results.json"
         mp.spawn(measure, (arguments.rounds, arguments.only, store, results), nprocs=RANKS)
         figures = json.loads(Path(results).read_text())
-    print(report(figures))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=1))
 

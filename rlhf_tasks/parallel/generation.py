@@ -49,8 +49,11 @@ def generate(
         old_logprobs   [L] float32 (float64 in float64 runs): of the distribution drawn from; 0 on the prompt
         truncated      [1] bool: the response ended by length
     and None on other ranks. Tokens depend on layout and batch by rounding only: they differ where a uniform
-    number falls within rounding error of the border between two tokens.
+    number falls within rounding error of the border between two tokens. Raises ValueError for an empty prompt.
     """
+    empty = [i for i, n in zip(batch.ids, batch["prompt_ids"].lengths, strict=True) if n == 0]
+    if empty:
+        raise ValueError(f"samples {empty[:4]} have empty prompts: there is nothing to predict from.")
     with _multiplication(engine, params):
         groups = _decode(engine, batch, params, (seed, purpose, iteration), groups_in_flight)
     return _assemble(batch, groups, engine.stage.dtype) if engine.is_head else None

@@ -25,6 +25,9 @@ class KVCache:
     span_multiple   reads start and end at multiples of this many columns; 1 reads no column in vain, more
                     means fewer different shapes (one CUDA graph each)
 
+    rows  sequences in the cache
+    span  the columns start .. stop - 1 that a read spans
+
     It is first in the prefill phase, in which attention writes whole prompts, packed in micro-batches
     (`prefill` names the sequences of the next one); the first `advance` begins decoding, one token for every
     sequence per step. Where the next token goes is a device tensor, so that a captured CUDA graph follows it.
@@ -43,6 +46,7 @@ class KVCache:
         self._device_starts = self._starts.to(device)
         self._column = self._prompt_columns - 1
         self._device_column = torch.tensor([self._column], device=device)
+        self.span = self._find_span()
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, kv heads, columns, head_dim] twice
         self._places: tuple[Tensor, Tensor] | None = None
         self._masks: dict[int | None, Tensor] = {}
@@ -85,13 +89,6 @@ class KVCache:
 
     # For the decode loop
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """The columns start .. stop - 1 that a read spans."""
-        multiple = self._span_multiple
-        start = int(self._starts.min()) // multiple * multiple
-        return start, (self._column // multiple + 1) * multiple
-
     def prefill(self, rows: Sequence[int]) -> None:
         """The next micro-batch holds the whole prompts of these rows, in this order."""
         assert not self.decoding
@@ -105,6 +102,7 @@ class KVCache:
         self._column += 1
         assert self._column < self._columns, f"the cache has {self._columns} columns only"
         self._device_column += 1
+        self.span = self._find_span()
         self.forget_masks()
 
     def forget_masks(self) -> None:
@@ -122,7 +120,13 @@ class KVCache:
         self._starts = self._starts[list(rows)]
         self._device_starts = self._starts.to(self._device)
         self.rows = len(rows)
+        self.span = self._find_span()
         self.forget_masks()
+
+    def _find_span(self) -> tuple[int, int]:
+        start, stop = int(self._starts.min()), self._column + 1
+        multiple = self._span_multiple
+        return start // multiple * multiple, -(-stop // multiple) * multiple
 
 
 def vacate(finished: Sequence[bool], size: int) -> list[int]:

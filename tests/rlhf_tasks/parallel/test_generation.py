@@ -189,6 +189,12 @@ def test_one_new_token_and_no_samples():
     }
 
 
+def test_an_empty_prompt_is_refused_by_its_sample():
+    batch = prompts((3, 0, 2))
+    with pytest.raises(ValueError, match="11"):
+        draw(build("llama", torch.float32), batch, max_new_tokens=2)
+
+
 def test_finished_sequences_leave_the_batch():
     engine, seen = build("llama", torch.float32), []
     forward = engine.stage.forward
