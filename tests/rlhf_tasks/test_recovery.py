@@ -7,12 +7,16 @@ Prefect is left out (tests/flows/test_training.py).
 
 import asyncio
 import json
+import os
+import signal
 import time
 
 import pytest
+from distributed import Client
+from distributed.comm import CommClosedError
 from safetensors import safe_open
 
-from flows.cluster import local_cluster
+from flows.cluster import found_cluster, local_cluster
 from flows.prepare import prepare
 from rlhf_tasks.checkpoint import step_folder
 from rlhf_tasks.manifest import verify
@@ -63,7 +67,7 @@ def spec_of(cluster, job, folder, **options):
         "config": job.config.model_dump(mode="json"),
         "iterations": ITERATIONS,
         "executor": "tests.rlhf_tasks.faulty_rank:make_executor",
-        "snapshots": "rlhf_tasks.checkpoint:run_snapshots",
+        "snapshots": "tests.rlhf_tasks.faulty_rank:make_snapshots",
         **options,
     }
     return run_spec(cluster, job.plan, folder, **options)
@@ -211,3 +215,57 @@ def test_a_run_whose_flow_left_is_resumed(cluster, job, undisturbed, tmp_path):
     assert committed(resumed) == list(range(committed(resumed)[0], ITERATIONS))
     assert generations_of(folder)[ITERATIONS - 1] == (2, 0)
     assert_same_run(folder, undisturbed)
+
+
+def test_a_run_whose_controller_died_before_the_rename_is_resumed(cluster, job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "die_at_step").write_text("3")
+    with pytest.raises(CommClosedError):
+        asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
+    assert len(metrics_of(folder)) == 3, "the journals are ahead of the commits"
+    assert not step_folder(folder, 3).exists()
+    events = resume(cluster, job, folder, gone={cluster.controller.address})
+    assert committed(events) == [2, 3]
+    assert_same_run(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_of_which_every_process_was_killed_is_resumed(cluster, job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        pids = client.run(os.getpid)
+
+    async def kill_all_after_a_commit():
+        while not step_folder(folder, 1).exists():
+            await asyncio.sleep(0.01)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+
+    async def run(now):
+        await asyncio.gather(attend(now, spec_of(now, job, folder)), kill_all_after_a_commit())
+
+    with found(cluster, folder) as now, pytest.raises(CommClosedError):
+        asyncio.run(run(now))
+    events = resume(cluster, job, folder, gone=set(pids))
+    assert committed(events)[0] >= 1
+    assert_same_run(folder, undisturbed)
+
+
+def found(cluster, folder):
+    """The cluster as it is now: a controller that died has another address."""
+    return found_cluster(cluster.scheduler_address, N_RANKS, folder=folder)
+
+
+def resume(cluster, job, folder, gone):
+    """Attempt 2, once the workers of the addresses `gone` are known to be dead: its events."""
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        while not gone.isdisjoint(client.run_on_scheduler(_workers)):
+            time.sleep(0.05)
+    with found(cluster, folder) as now:
+        return asyncio.run(attend(now, spec_of(now, job, folder, attempt=2)))
+
+
+def _workers(dask_scheduler):
+    return list(dask_scheduler.workers)
