@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The environment is rebuilt when one of these changes.
 STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)
 
-.PHONY: demo test test-slow lint venv lock wheel clean
+.PHONY: demo test test-slow lint venv lock wheel wheel-check clean
 
 $(STAMP):
 	$(PYTHON) -c 'import sys; sys.exit("prefect-rlhf needs Python 3.11 or newer, this is %d.%d: set PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
@@ -36,6 +36,9 @@ lint: $(STAMP)
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --no-isolation
+
+wheel-check: wheel  ## the wheel in a second environment, used outside the checkout
+	PYTHON=$(abspath $(BIN)/python) sh tests/check_wheel.sh "$$(ls -t $(CURDIR)/dist/*.whl | head -1)"
 
 lock:  ## needs uv; torch stays out: its CPU and CUDA builds differ in hash and dependencies
 	echo 'torch ; python_version < "3"' > .lock-override

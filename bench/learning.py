@@ -27,8 +27,8 @@ from distributed import Client
 from prefect import flow
 
 from flows.cluster import local_cluster
+from flows.demo import RANKS, Demo, make_models, measure
 from flows.demo_data import write_jsonl
-from flows.pipeline import RANKS, Demo, make_models, measure
 from flows.ppo import rlhf_ppo
 from flows.rollout import rollout
 from flows.server import own_server

@@ -1,19 +1,29 @@
 """Flow `rlhf-ppo`."""
 
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
 
+from flows.demo import demo_at, make_models
 from flows.runs import carry_out, flow_run_name
 from rlhf_tasks.config import PPOConfig
 
+RUNS = Path("runs")  # in the folder that the flow runs in
+
 
 @flow(name="rlhf-ppo", flow_run_name=flow_run_name, persist_result=False)
-async def rlhf_ppo(config: PPOConfig, run_folder: str | None = None) -> dict[str, Any]:
+async def rlhf_ppo(config: PPOConfig | None = None, run_folder: str | None = None) -> dict[str, Any]:
     """Proximal policy optimisation: six model function calls per iteration.
 
-    config      the run's configuration
+    config      the run's configuration; without one the demo's, on the models of runs/demo, which are trained
+                first where they are not there yet
     run_folder  an existing run folder to go on in; its configuration counts then
     Returns the run's summary.
     """
-    return await carry_out(config, run_folder)
+    if config is not None or run_folder is not None:
+        return await carry_out(config, run_folder)
+    with demo_at(RUNS / "demo", seed=0) as demo:
+        policy = await make_models(demo)
+        fresh = policy.model_copy(update={"name": None, "output_dir": str(RUNS.resolve())})
+        return await carry_out(fresh)

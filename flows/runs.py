@@ -23,7 +23,7 @@ from flows.summary import read_jsonl, run_figures
 from flows.training import run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
-from rlhf_tasks.config import AnyConfig, ConfigError
+from rlhf_tasks.config import AnyConfig, ConfigError, resolve_paths
 from rlhf_tasks.journals import LINEAGE, METRICS
 from rlhf_tasks.transport import Committed
 
@@ -34,10 +34,11 @@ SHOWN_METRICS = ("reward", "rewards/exact/mean", "kl", "accuracy", "loss/sft", "
 console = Console()
 
 
-async def carry_out(config: AnyConfig, run_folder: str | None = None) -> dict[str, Any]:
+async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> dict[str, Any]:
     """Run a configuration to its end, or go on from the last commit in `run_folder`; gives the summary.
 
-    Called inside a flow. Raises ValueError for what the user can mend, RunFailed for what happened on the way.
+    Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can mend,
+    RunFailed for what happened on the way.
     """
     folder, config = open_run(config, run_folder)
     prepared = prepare(config)
@@ -67,10 +68,12 @@ async def carry_out(config: AnyConfig, run_folder: str | None = None) -> dict[st
     return summary
 
 
-def open_run(config: AnyConfig, run_folder: str | None) -> tuple[Path, AnyConfig]:
+def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path, AnyConfig]:
     """The folder of a run and its configuration: the one named, the one to resume, or a new one."""
     if run_folder is not None:
         return existing_run_folder(run_folder)
+    assert config is not None, "a run has a configuration or a folder to go on in"
+    config = resolve_paths(config, Path.cwd())
     if config.resume not in ("never", "auto"):
         return existing_run_folder(config.resume)
     if config.resume == "auto" and config.name is not None:

@@ -1,0 +1,30 @@
+# Install one wheel into a new virtual environment and use it outside the checkout.
+# Usage: PYTHON=an-environment-with-the-dependencies/bin/python sh check_wheel.sh WHEEL
+set -eu
+wheel=$1
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
+"$PYTHON" -m venv "$place/venv"
+# The dependencies are those of the first environment: only our own package is under test here.
+"$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+    >"$("$place/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+"$place/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed "$wheel"
+cd "$place"
+"$place/venv/bin/prefect-rlhf" graph ppo | grep actor_generate
+"$place/venv/bin/prefect-rlhf" config schema >schema.json
+"$place/venv/bin/python" - <<'PYTHON'
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import flows
+
+root = Path(flows.__file__).parents[1]
+assert root.is_relative_to(Path.cwd().resolve()), f"the checkout's own package was used: {root}"
+assert json.loads(Path("schema.json").read_text())["title"] == "PPOConfig"
+here = {str(path.relative_to(root / "deployments")) for path in (root / "deployments").rglob("*.yaml")}
+assert {"prefect.yaml", "demo_plan.yaml", "demo/ppo.yaml", "examples/ppo.yaml"} <= here, here
+assert (files("deployments") / "demo" / "sft.yaml").is_file()
+assert not (root / "tests").exists() and not (root / "bench").exists(), "the wheel holds tests or benches"
+print("the wheel works")
+PYTHON
