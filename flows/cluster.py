@@ -22,7 +22,7 @@ import dask
 from distributed import Client, Nanny, Scheduler, Security, SpecCluster
 
 from rlhf_tasks.config import ConfigError
-from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
+from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin, report_to
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,  # a task whose worker died is not run again behind our back
@@ -60,16 +60,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit.
-
-    own  True when it was made here: its workers have the Prefect server's address in their environment
-    """
+    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
 
     scheduler_address: str
     ranks: tuple[Member, ...]
     controller: Member
     security: Security
-    own: bool
 
     @property
     def connection_args(self) -> dict[str, Any]:
@@ -130,7 +126,7 @@ def local_cluster(
             ) as cluster,
             Client(cluster, set_as_default=False) as client,
         ):
-            yield form_cluster(client, n_ranks, own=True)
+            yield form_cluster(client, n_ranks)
 
 
 @contextmanager
@@ -158,24 +154,28 @@ def found_cluster(
     n_ranks: int,
     *,
     folder: Path,
+    environment: Mapping[str, str] | None = None,
     security: Security | None = None,
     deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[Cluster]:
     """A cluster that runs already, by its scheduler's address; it is left as it was found.
 
-    folder      the run folder: every host must see it
-    security    certificates for a tls:// address
-    deadline_s  how long to wait for enough workers
+    folder       the run folder: every host must see it
+    environment  the Prefect server's address and login, which the controller reports to
+    security     certificates for a tls:// address
+    deadline_s   how long to wait for enough workers
     Raises ClusterError naming the setting, the version or the number of workers to change.
     """
     with Client(address, set_as_default=False, timeout=30, security=security) as client:
         refuse_unsafe(client)
-        cluster = form_cluster(client, n_ranks, own=False, deadline_s=deadline_s)
+        cluster = form_cluster(client, n_ranks, deadline_s)
         _refuse_private_folder(client, cluster, folder)
+        if environment is not None:
+            client.run(report_to, dict(environment), workers=[cluster.controller.address])
         yield cluster
 
 
-def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float = START_DEADLINE_S) -> Cluster:
+def form_cluster(client: Client, n_ranks: int, deadline_s: float = START_DEADLINE_S) -> Cluster:
     """Choose ranks and controller among a cluster's workers, and make them what they are.
 
     Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks`
@@ -197,7 +197,6 @@ def form_cluster(client: Client, n_ranks: int, *, own: bool, deadline_s: float =
         tuple(ranks[:n_ranks]),
         controllers[0],
         client.security,
-        own,
     )
 
 

@@ -88,7 +88,8 @@ def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> 
     """The cluster that a configuration names, or one of our own on this machine."""
     n_devices = config.cluster.n_devices
     if config.cluster.address is not None:
-        with found_cluster(config.cluster.address, n_devices, folder=folder) as cluster:
+        address = config.cluster.address
+        with found_cluster(address, n_devices, folder=folder, environment=environment) as cluster:
             yield cluster
     else:
         with local_cluster(n_devices, environment, gpus=_has_gpus(), folder=folder / "scratch") as cluster:

@@ -272,7 +272,6 @@ def iteration_flow(training: Training, iteration: int, generation: int) -> Flow[
     runner: Any = ControllerTaskRunner(  # Prefect's annotation admits no runner with futures of its own
         cluster.scheduler_address,
         cluster.controller.address,
-        ship_settings=not cluster.own,
         client_kwargs={"security": cluster.security},
     )
 

@@ -8,7 +8,9 @@ is, by the controller's first request.
 Torch-free: `tasks` and the flows import this module, a worker loads what it needs in `setup`.
 """
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from pkgutil import resolve_name
@@ -52,3 +54,16 @@ class ProcessPlugin(WorkerPlugin):
 def offered(resources: Mapping[str, float]) -> str | None:
     """The first resource of CLASSES that a worker offers; None when it offers none."""
     return next((name for name in CLASSES if resources.get(name, 0) > 0), None)
+
+
+def report_to(environment: Mapping[str, str]) -> None:
+    """Make a Prefect server this process' own, as if it had been started with these variables.
+
+    Without PREFECT_API_URL Prefect's background threads would start a server of their own beside the first task.
+    """
+    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    prefect_context = sys.modules.get("prefect.context")
+    if prefect_context is not None:
+        prefect_context.refresh_global_settings_context()

@@ -125,7 +125,10 @@ def test_a_cluster_of_dask_commands_serves(prefect, tmp_path):
                 found_cluster(address, 2, folder=tmp_path, deadline_s=1),
             ):
                 pass
-            with dask_command(*common, *rank), found_cluster(address, 2, folder=tmp_path) as cluster:
+            with (
+                dask_command(*common, *rank),
+                found_cluster(address, 2, folder=tmp_path, environment=prefect.environment) as cluster,
+            ):
 
                 @flow(name="rlhf-fake", persist_result=False)
                 async def parent():
