@@ -1,10 +1,11 @@
 """From assignments to an execution plan: checks, inserted nodes, one total order, and the edges that it
 implies."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import networkx as nx
 
+from planner.call_order import Serving, phased_order
 from planner.graph import DataflowGraph
 from planner.insertion import Draft, draft, role_placements
 from planner.mesh import Cluster, DeviceMesh, MeshError
@@ -13,10 +14,12 @@ from rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     ExecutionPlan,
+    FetchNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    TransferNode,
 )
 
 
@@ -43,17 +46,26 @@ def build_plan(
     assignments: Mapping[str, CallAssignment],
     cluster: Cluster,
     duration_s: Callable[[PlanNode], float] = rough_duration_s,
+    call_order: Sequence[str] | None = None,
 ) -> ExecutionPlan:
     """The execution plan of a graph under assignments (call -> placement, micro-batches, balance).
 
     duration_s  seconds of a node; decides only which of two nodes on a shared device comes first
+    call_order  all calls in a topological order of the graph: then this order decides, and the inserted nodes
+                stand where planner.call_order puts them; None: planner.order finds an order for `duration_s`
 
     Raises PlanError when an assignment is missing, names an unknown call, uses devices that are no device
     mesh of the cluster, or has more dp ranks than a mini-batch has sequences.
     """
     _check(graph, assignments, cluster)
     made = draft(graph, assignments)
-    order = _order(made, duration_s)
+    moving = {n: node for n, node in made.nodes.items() if not isinstance(node, ReleaseNode | SaveNode)}
+    if call_order is None:
+        order = total_order(_order_problem(made, moving, duration_s))
+    else:
+        _check_order(graph, call_order)
+        order = _given_order(graph, made, moving, tuple(call_order))
+    order = _with_trailing(made, order)
     edges = _edges(made, order)
     nodes = tuple(
         made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})
@@ -96,21 +108,59 @@ def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], clus
             )
 
 
-def _order(made: Draft, duration_s: Callable[[PlanNode], float]) -> list[str]:
-    """The total order. A release directly follows the last reader, a save its train_step: nothing comes
-    between."""
-    trailing = {name for name, node in made.nodes.items() if isinstance(node, ReleaseNode | SaveNode)}
-    moving = {name: node for name, node in made.nodes.items() if name not in trailing}
-    problem = OrderProblem(
+def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
+    """Raises PlanError when the order is not one of all calls, each after the calls that it waits for."""
+    names = [call.name for call in graph.calls]
+    if sorted(call_order) != sorted(names):
+        raise PlanError(
+            f"The order {', '.join(call_order)} does not name each call of {graph.name} once: {', '.join(names)}."
+        )
+    place = {name: i for i, name in enumerate(call_order)}
+    for a, b in graph.digraph.edges:
+        if place[a] > place[b]:
+            raise PlanError(
+                f"In the order {', '.join(call_order)}, {b!r} stands before {a!r}, which it needs."
+            )
+
+
+def _order_problem(
+    made: Draft, moving: Mapping[str, PlanNode], duration_s: Callable[[PlanNode], float]
+) -> OrderProblem:
+    """What planner.order needs to know of the nodes that it orders."""
+    return OrderProblem(
         after={name: frozenset(made.after[name]) for name in moving},
-        across={name: frozenset(made.across[name] - trailing) for name in moving},
+        across={name: frozenset(made.across[name] & moving.keys()) for name in moving},
         devices={name: frozenset(node.devices) for name, node in moving.items()},
         duration_s={name: duration_s(node) for name, node in moving.items()},
         late=frozenset(name for name, node in moving.items() if isinstance(node, ReallocateNode)),
     )
+
+
+def _given_order(
+    graph: DataflowGraph, made: Draft, moving: Mapping[str, PlanNode], calls: tuple[str, ...]
+) -> list[str]:
+    """The order of the nodes that follows from an order of the calls."""
+    serving = {}
+    for name, node in moving.items():
+        match node:
+            case FetchNode():
+                serving[name] = Serving("fetch", node.call)
+            case TransferNode():
+                serving[name] = Serving("transfer", node.consumer)
+            case ReallocateNode():
+                readers = (call.name for call in graph.calls if name in made.after[call.name])
+                serving[name] = Serving("reallocate", next(readers))
+            case _:
+                serving[name] = Serving("call", name)
+    return phased_order(graph, calls, serving, {name: frozenset(made.after[name]) for name in moving})
+
+
+def _with_trailing(made: Draft, moving: list[str]) -> list[str]:
+    """The order with releases and saves. A release directly follows the last reader, a save its train_step:
+    nothing comes between."""
     order: list[str] = []
-    waiting = {name: set(made.after[name]) for name in made.nodes if name in trailing}
-    for name in total_order(problem):
+    waiting = {name: set(made.after[name]) for name in made.nodes if name not in set(moving)}
+    for name in moving:
         order.append(name)
         for trailer in list(waiting):
             waiting[trailer].discard(name)

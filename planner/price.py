@@ -193,11 +193,11 @@ def shortfall(price: PlanPrice, model: CostModel) -> str | None:
     largest, size_bytes = max(peak.parts.items(), key=lambda item: item[1])
     return (
         f"Device {device} lacks {missing:.0f} bytes: it needs {peak.total_bytes:.0f} during {peak.node} "
-        f"and has {model.device.memory_bytes}. Most of it, {size_bytes:.0f}, is {largest}. {_remedy(largest)}"
+        f"and has {model.device.memory_bytes}. Most of it, {size_bytes:.0f}, is {largest}. {remedy(largest)}"
     )
 
 
-def _remedy(part: str) -> str:
+def remedy(part: str) -> str:
     """Which fields would lower a part."""
     if part.endswith("activations"):
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."

@@ -1,0 +1,211 @@
+"""All options of every call: device mesh, strategy and micro-batches, with seconds and bytes.
+
+The class of options, which is the class that proofs of the search speak of:
+- meshes: aligned parts of a host, or whole consecutive hosts. On at most 16 hosts all of them; on more, a mesh of
+  several hosts begins and ends at a cut point of `cut_points`, and a part of a host lies on a host that a
+  cut point starts;
+- strategies: dp tp pp = size of the mesh; tp divides the devices of a host or is a multiple of them, and is at
+  most the problem's limit and what the model's heads allow; pp at most the layers; dp at most the
+  sequences of a mini-batch;
+- micro-batches: 1, 2, 4, ... and pp times these, and the share of a dp rank itself, within that share.
+
+Options that do not fit a device's memory even alone are left out. Of options on one mesh under one strategy, one that
+is neither faster nor smaller than another is left out too: they differ in nothing else, so no plan gets worse.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.mesh import Cluster, DeviceMesh, meshes
+from planner.price import remedy
+from planner.problem import Problem, ProblemError
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+
+ALL_CUTS = 16
+"""On clusters of at most this many hosts, every host is a cut point."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a call.
+
+    first, size    its device mesh: devices first .. first + size - 1
+    strategy       (dp, tp, pp) with dp tp pp = size
+    seconds        the call's duration
+    resident       bytes per stage that a device holds all the time: a trained role's parameters, gradients and
+                   optimizer at its train_step, a frozen role's parameters; zeros for a reader of a trained role
+    copy           bytes per stage of a read-only copy of the parameters
+    active         bytes per stage beyond these while the call runs
+    """
+
+    first: int
+    size: int
+    strategy: ParallelStrategy
+    micro_batches: int
+    seconds: float
+    resident: tuple[float, ...]
+    copy: tuple[float, ...]
+    active: tuple[float, ...]
+
+    @cached_property
+    def assignment(self) -> CallAssignment:
+        devices = tuple(range(self.first, self.first + self.size))
+        return CallAssignment(placement=Placement(devices, self.strategy), micro_batches=self.micro_batches)
+
+    @property
+    def static_bytes(self) -> float:
+        """The most that a device holds all the time."""
+        return max(self.resident)
+
+    @property
+    def active_bytes(self) -> float:
+        """The most that a device holds besides while the call runs."""
+        return max(self.active)
+
+    def overlaps(self, other: "Option") -> bool:
+        """Whether the meshes share a device."""
+        return self.first < other.first + other.size and other.first < self.first + self.size
+
+
+def cut_points(n_hosts: int) -> tuple[int, ...]:
+    """Numbers of hosts at which meshes of several hosts may begin and end.
+
+    Every number up to 16 hosts; else sixteenths of the cluster, and powers of two counted from both ends, so
+    that small models find small meshes and no host need stay idle.
+    """
+    if n_hosts <= ALL_CUTS:
+        return tuple(range(n_hosts + 1))
+    cuts = {i * n_hosts // ALL_CUTS for i in range(ALL_CUTS + 1)}
+    power = 1
+    while power <= n_hosts:
+        cuts |= {power, n_hosts - power}
+        power *= 2
+    return tuple(sorted(cuts))
+
+
+def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
+    """The meshes of the class above, smallest first."""
+    if cluster.n_hosts <= ALL_CUTS:
+        yield from meshes(cluster)
+        return
+    cuts, per_host = cut_points(cluster.n_hosts), cluster.devices_per_host
+    for size in (size for size in range(1, per_host + 1) if per_host % size == 0):
+        for host in cuts[:-1]:
+            for first in range(0, per_host, size):
+                yield DeviceMesh(cluster, host * per_host + first, size)
+    ranges = sorted((b - a, a) for a in cuts for b in cuts if b - a >= 2)
+    yield from (DeviceMesh(cluster, a * per_host, n * per_host) for n, a in ranges)
+
+
+def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator[ParallelStrategy]:
+    """The strategies of a call on a mesh of some size."""
+    shape = problem.model.models[call.role].shape
+    per_host = problem.cluster.devices_per_host
+    most_tp = min(problem.tp_limit, size, shape.query_heads, shape.intermediate, shape.vocab)
+    for tp in range(1, most_tp + 1):
+        if size % tp or (per_host % tp and tp % per_host):
+            continue
+        for pp in range(1, min(shape.layers, size // tp) + 1):
+            dp = size // (tp * pp)
+            if size == dp * tp * pp and dp <= call.n_seqs // call.mini_batches:
+                yield ParallelStrategy(dp, tp, pp)
+
+
+def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> list[int]:
+    """Into how many micro-batches a dp rank may cut its share; generation has groups in flight instead."""
+    if call.kind == "generate":
+        return [1]
+    share = call.n_seqs // (call.mini_batches * strategy.dp)
+    counts, count = {share}, 1
+    while count <= share:
+        counts |= {count, min(share, count * strategy.pp)}
+        count *= 2
+    return sorted(counts)
+
+
+def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...]:
+    """All options of a call, sorted by mesh and strategy.
+
+    Raises ProblemError when none fits, with the least shortfall and the fields that would lower it.
+    """
+    memory = problem.model.device.memory_bytes
+    priced: dict[int, list[Option]] = {}
+    shortfalls: list[tuple[float, Option]] = []
+    found = []
+    for mesh in candidate_meshes(problem.cluster):
+        if mesh.size not in priced:
+            fitting: list[Option] = []
+            for strategy in strategies(problem, call, mesh.size):
+                alike = [_price(problem, call, strategy, n) for n in micro_batch_counts(call, strategy)]
+                shortfalls += [(_needs(option) - memory, option) for option in alike]
+                fitting += _pareto(option for option in alike if _needs(option) <= memory)
+            priced[mesh.size] = fitting
+        found += [_moved(option, mesh.first) for option in priced[mesh.size]]
+    if not found:
+        raise ProblemError(_none_fits(problem, call, shortfalls))
+    return tuple(found)
+
+
+def _price(
+    problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy, micro_batches: int
+) -> Option:
+    """The option on the mesh at the cluster's start. Prices do not depend on where a mesh begins."""
+    model = problem.model
+    placement = Placement(tuple(range(strategy.size)), strategy)
+    cost = model.call(call, CallAssignment(placement=placement, micro_batches=micro_batches))
+    copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
+    trainer = problem.graph.trainer(call.role)
+    if trainer is None:
+        resident = copy
+    elif trainer.name == call.name:
+        resident = model.training_bytes(call.role, placement)
+    else:
+        resident = (0.0,) * strategy.pp
+    return Option(0, strategy.size, strategy, micro_batches, cost.seconds, resident, copy, cost.active_bytes)
+
+
+def _moved(option: Option, first: int) -> Option:
+    return Option(
+        first,
+        option.size,
+        option.strategy,
+        option.micro_batches,
+        option.seconds,
+        option.resident,
+        option.copy,
+        option.active,
+    )
+
+
+def _needs(option: Option) -> float:
+    """Bytes of the fullest device while the call runs, if nothing else were there."""
+    held = (max(pair) for pair in zip(option.resident, option.copy, strict=True))
+    return max(h + a for h, a in zip(held, option.active, strict=True))
+
+
+def _pareto(options: Iterable[Option]) -> list[Option]:
+    """Options without those that another one matches in time and on every stage in memory."""
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.seconds, o.active_bytes, o.micro_batches)):
+        if not any(all(a <= b for a, b in zip(k.active, option.active, strict=True)) for k in kept):
+            kept.append(option)
+    return kept
+
+
+def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple[float, Option]]) -> str:
+    if not shortfalls:
+        return (
+            f"Call {call.name!r} has no strategy on a cluster of {problem.cluster} with tp up to "
+            f"{problem.tp_limit}: {call.n_seqs} sequences in {call.mini_batches} mini-batches. "
+            "Enlarge the batch or the cluster."
+        )
+    missing, option = min(shortfalls, key=lambda pair: (pair[0], pair[1].size))
+    held = max(max(option.resident), max(option.copy))
+    largest = f"{call.name}: activations" if option.active_bytes > held else f"{call.role}: optimizer"
+    return (
+        f"Call {call.name!r} fits no mesh of a cluster of {problem.cluster}: at best, on {option.size} devices with "
+        f"{option.strategy} and {option.micro_batches} micro-batches, a device lacks {missing:.0f} of "
+        f"{missing + problem.model.device.memory_bytes:.0f} bytes. {remedy(largest)}"
+    )

@@ -1,0 +1,73 @@
+"""The tables of a plan search: all options of all calls, and what a choice among them costs."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from planner.call_order import call_orders
+from planner.options import Option, call_options
+from planner.plan import build_plan
+from planner.price import price_plan
+from planner.problem import Problem
+from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+
+
+class Value(NamedTuple):
+    """What a choice costs.
+
+    time_s        steady-state seconds per iteration
+    excess_bytes  what the fullest device lacks of memory; the plan fits if it is 0
+    order         number of the order of calls in Tables.orders under which this holds: of least excess, of
+                  these of least time, of these the first
+    """
+
+    time_s: float
+    excess_bytes: float
+    order: int
+
+
+class Tables:
+    """Options of every call and the price of every choice.
+
+    calls    names of the calls, in the graph's order
+    options  call number -> its options
+    orders   the orders of calls that are tried (planner.call_order)
+    A choice is one option number per call, in the order of `calls`.
+    Raises ProblemError when a call has no option that fits.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.calls: tuple[str, ...] = tuple(call.name for call in problem.graph.calls)
+        self.options: tuple[tuple[Option, ...], ...] = tuple(
+            call_options(problem, call) for call in problem.graph.calls
+        )
+        self.orders = call_orders(problem.graph)
+
+    def evaluate(self, choice: Sequence[int]) -> Value:
+        """The price of a choice under the best order of calls."""
+        memory = self.problem.model.device.memory_bytes
+        values = []
+        for number in range(len(self.orders)):
+            price = price_plan(self._plan(choice, number), self.problem.model)
+            peak = max(peak.total_bytes for peak in price.peaks.values())
+            values.append(Value(price.iteration_time_s, max(0.0, peak - memory), number))
+        return min(values, key=lambda value: (value.excess_bytes, value.time_s, value.order))
+
+    def assignments(self, choice: Sequence[int]) -> dict[str, CallAssignment]:
+        """The assignment of every call."""
+        return {
+            name: options[number].assignment
+            for name, options, number in zip(self.calls, self.options, choice, strict=True)
+        }
+
+    def plan(self, choice: Sequence[int]) -> ExecutionPlan:
+        """The execution plan of a choice, under the order that `evaluate` found best."""
+        return self._plan(choice, self.evaluate(choice).order)
+
+    def _plan(self, choice: Sequence[int], order: int) -> ExecutionPlan:
+        return build_plan(
+            self.problem.graph,
+            self.assignments(choice),
+            self.problem.cluster,
+            call_order=self.orders[order],
+        )
