@@ -86,7 +86,9 @@ def _ordered(graph: DataflowGraph) -> nx.DiGraph:
     trainers = {trainer.name for role in graph.roles if (trainer := graph.trainer(role)) is not None}
     ordered = nx.DiGraph()
     ordered.add_nodes_from(graph.digraph)
-    ordered.add_edges_from((a, b) for a, b, data in graph.digraph.edges(data=True) if data["keys"] or a in trainers)
+    ordered.add_edges_from(
+        (a, b) for a, b, data in graph.digraph.edges(data=True) if data["keys"] or a in trainers
+    )
     return ordered
 
 
@@ -204,9 +206,7 @@ def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: flo
 
 
 @njit(cache=True)
-def _allowance(
-    call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float
-) -> float:
+def _allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> float:
     """The most seconds that the cycles leave a call when all others take `time`."""
     allowed = np.inf
     for cycle in range(len(delays)):

@@ -42,7 +42,7 @@ class _Disjoint:
         if sizes not in self.best:
             self.best[sizes] = self._settle(sizes)
         found = self.best[sizes]
-        return found[0] if found else (float("inf"),) * 3
+        return found[0] if found else (float("inf"), 0.0, 0.0)
 
     def _settle(self, sizes: Sizes) -> tuple[Rank, list[int]] | None:
         """The best option of one call after the other, until none gets better."""

@@ -60,5 +60,3 @@ def test_root_bound_is_the_smallest_period(options, n_devices):
     bound = root_bound(fronts, Cycles(members, delays), n_devices)
     assert bound <= best * (1 + 1e-12)
     assert bound == pytest.approx(best, rel=2 * PRECISION)
-
-
