@@ -1,0 +1,118 @@
+"""Plans by rule that fit the memory of their devices: what a search has to beat."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from planner.cost import CostModel
+from planner.graph import DataflowGraph
+from planner.heuristic import Limits, heuristic, symmetric
+from planner.mesh import Cluster
+from planner.plan import PlanError, build_plan
+from planner.price import MemoryPeak, PlanPrice, price_plan, shortfall
+from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, PlanNode
+
+Assignments = Mapping[str, CallAssignment]
+Rule = Callable[[DataflowGraph, Cluster, Mapping[str, Limits]], Assignments]
+
+
+class Priced(NamedTuple):
+    """A plan and what it costs."""
+
+    plan: ExecutionPlan
+    price: PlanPrice
+
+
+def heuristic_plan(graph: DataflowGraph, model: CostModel) -> Priced:
+    """Every call on the whole cluster, with the smallest replica of its role that fits memory."""
+    return _fit(graph, model, heuristic)
+
+
+def symmetric_plan(graph: DataflowGraph, model: CostModel) -> Priced:
+    """All calls alike on the whole cluster, with the smallest replica under which everything fits memory."""
+    return _fit(graph, model, symmetric)
+
+
+def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
+    """The plan of given assignments. Raises PlanError, with device, bytes and remedy, when it does not fit
+    memory, and when a strategy does not suit its model."""
+    for call in graph.calls:
+        if call.name in assignments:
+            try:
+                model.call(call, assignments[call.name])
+            except ValueError as error:
+                raise PlanError(f"Call {call.name!r}: {error}") from None
+    priced = _price(graph, model, assignments)
+    missing = shortfall(priced.price, model)
+    if missing is not None:
+        raise PlanError(missing)
+    return priced
+
+
+def _price(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
+    """Plan and price; which of two nodes on a device comes first is decided by what calls cost."""
+
+    def duration_s(node: PlanNode) -> float:
+        seconds = model.call(node.call, node.assignment).seconds if isinstance(node, CallNode) else 0.0
+        return seconds + model.device.dispatch_s
+
+    plan = build_plan(graph, assignments, model.cluster, duration_s)
+    return Priced(plan, price_plan(plan, model))
+
+
+def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
+    """Follow a rule with growing replicas and micro-batches until the plan fits memory.
+
+    Where it does not fit, the largest part of what the fullest device holds gives way: a role's replica
+    doubles; a call's micro-batches double while a dp rank's share has enough sequences.
+    Raises PlanError, with the shortfall of the last plan, when the rule finds no larger replica.
+    """
+    replicas = dict.fromkeys(graph.roles, 1)
+    cuts = {call.name: 1 for call in graph.calls}
+    missing = None
+    while True:
+        try:
+            found = rule(graph, model.cluster, _limits(model, replicas))
+        except PlanError:
+            if missing is None:
+                raise
+            raise PlanError(missing) from None
+        found = {name: _cut(given, cuts[name]) for name, given in found.items()}
+        priced = _price(graph, model, found)
+        missing = shortfall(priced.price, model)
+        if missing is None:
+            return priced
+        fullest = max(priced.price.peaks.values(), key=lambda peak: peak.total_bytes)
+        _give_way(fullest, graph, found, replicas, cuts)
+
+
+def _limits(model: CostModel, replicas: Mapping[str, int]) -> dict[str, Limits]:
+    shapes = {role: model.models[role].shape for role in replicas}
+    return {
+        role: Limits(replica_devices, shapes[role].query_heads, shapes[role].layers)
+        for role, replica_devices in replicas.items()
+    }
+
+
+def _cut(given: CallAssignment, factor: int) -> CallAssignment:
+    return given.model_copy(update={"micro_batches": given.micro_batches * factor})
+
+
+def _give_way(
+    peak: MemoryPeak,
+    graph: DataflowGraph,
+    found: Assignments,
+    replicas: dict[str, int],
+    cuts: dict[str, int],
+) -> None:
+    """Double the micro-batches of a call, or the replica of a role, by the largest part of a peak."""
+    part = max(peak.parts, key=lambda name: peak.parts[name])
+    owner = part.split(":")[0]
+    if owner in replicas:
+        replicas[owner] *= 2
+        return
+    call, given = graph.call(owner), found[owner]
+    share = call.n_seqs // (call.mini_batches * given.placement.strategy.dp)
+    if call.kind != "generate" and 2 * given.micro_batches <= share:
+        cuts[owner] *= 2
+    else:
+        replicas[call.role] *= 2

@@ -1,0 +1,180 @@
+"""One interface to all ways of finding a plan, and what each result says about itself."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
+from planner.bound import call_cycles, front, root_bound
+from planner.disjoint import disjoint_choice
+from planner.plan import PlanError
+from planner.price import PlanPrice, price_plan, shortfall
+from planner.problem import Problem
+from planner.tables import Tables
+from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+
+ROUNDING = 1e-9  # relative; a gap below it is none
+
+
+class TracePoint(NamedTuple):
+    """The best plan's seconds per iteration and the lower bound, `seconds` after the search began."""
+
+    seconds: float
+    time_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A plan, what it costs, and how far from the best it may be.
+
+    price          from the transfer lists that the executors run; iteration_time_s is its steady state
+    lower_bound_s  no plan of the class takes less
+    gap            by how much the plan exceeds the lower bound, as a share of the plan's time
+    proof_class    the plans for which the lower bound holds, in one sentence
+    mode           how it was found: a key of MODES
+    seconds        that the search took; evaluations: plans that it priced
+    trace          how the best plan and the bound came closer
+    """
+
+    plan: ExecutionPlan
+    price: PlanPrice
+    iteration_time_s: float
+    lower_bound_s: float
+    gap: float
+    proven_optimal: bool
+    proof_class: str
+    mode: str
+    seconds: float
+    evaluations: int
+    trace: tuple[TracePoint, ...]
+
+
+class Found(NamedTuple):
+    """What a mode has found: a plan, the best lower bound it knows, the plans it priced, and its trace."""
+
+    priced: Priced
+    lower_bound_s: float
+    evaluations: int = 1
+    trace: tuple[TracePoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a mode is asked. `started` is time.monotonic() at the beginning."""
+
+    problem: Problem
+    tables: Tables
+    lower_bound_s: float
+    time_limit_s: float
+    seed: int
+    evaluate: Mapping[str, CallAssignment] | None
+    started: float
+
+
+def find_plan(
+    problem: Problem,
+    mode: str = "search",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    evaluate: Mapping[str, CallAssignment] | None = None,
+) -> SearchResult:
+    """A plan for a problem.
+
+    mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
+                  symmetric (all calls alike), disjoint (every role on its own devices), manual
+    time_limit_s  of search and mcmc; with less time they give the best plan so far, as they do on Ctrl-C
+    seed          equal seeds give equal plans where the time limit does not cut
+    evaluate      the assignments that mode manual prices
+
+    Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that
+    would help, for an unknown mode, and for mode manual without assignments; ProblemError when a call
+    has no option that fits.
+    """
+    if mode not in MODES:
+        raise PlanError(f"There is no mode {mode!r}; known are {', '.join(MODES)}.")
+    if not time_limit_s > 0:
+        raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
+    started = time.monotonic()
+    tables = Tables(problem)
+    request = Request(problem, tables, bound_of(tables), time_limit_s, seed, evaluate, started)
+    found = MODES[mode](request)
+    time_s = found.priced.price.iteration_time_s
+    in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
+    lower_bound_s = min(found.lower_bound_s, time_s)
+    gap = 1 - lower_bound_s / time_s
+    return SearchResult(
+        plan=found.priced.plan,
+        price=found.priced.price,
+        iteration_time_s=time_s,
+        lower_bound_s=lower_bound_s,
+        gap=gap,
+        proven_optimal=in_class and gap <= ROUNDING,
+        proof_class=proof_class(problem),
+        mode=mode,
+        seconds=time.monotonic() - started,
+        evaluations=found.evaluations,
+        trace=found.trace or (TracePoint(time.monotonic() - started, time_s, lower_bound_s),),
+    )
+
+
+def bound_of(tables: Tables) -> float:
+    """The root bound of a problem's options (planner/bound.py)."""
+    fronts = [front([o.seconds for o in options], [o.size for o in options]) for options in tables.options]
+    return root_bound(fronts, call_cycles(tables.problem.graph), tables.problem.cluster.n_devices)
+
+
+def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
+    """The plan of a choice, priced from its transfer lists. Raises PlanError when it does not fit memory."""
+    plan = tables.plan(choice)
+    price = price_plan(plan, tables.problem.model)
+    missing = shortfall(price, tables.problem.model)
+    if missing is not None:
+        raise PlanError(missing)
+    return Priced(plan, price)
+
+
+def proof_class(problem: Problem) -> str:
+    """The plans for which bounds and proofs hold, in one sentence."""
+    return (
+        f"Plans on {problem.cluster} whose calls have the meshes, strategies (tp up to {problem.tp_limit}) and "
+        "micro-batch counts of planner/options.py, contiguous stages, calls on a device in one order of the graph, "
+        "the same in every iteration, inserted nodes placed by rule beside them, frozen models resident, and at "
+        "most two iterations in flight; with times and memory as the cost model gives them."
+    )
+
+
+def _heuristic(request: Request) -> Found:
+    return Found(heuristic_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
+
+
+def _symmetric(request: Request) -> Found:
+    return Found(symmetric_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
+
+
+def _disjoint(request: Request) -> Found:
+    choice, evaluations = disjoint_choice(request.tables)
+    return Found(priced_choice(request.tables, choice), request.lower_bound_s, evaluations)
+
+
+def _manual(request: Request) -> Found:
+    if request.evaluate is None:
+        raise PlanError("Mode 'manual' prices given assignments; give one for each call.")
+    problem = request.problem
+    return Found(manual_plan(problem.graph, problem.model, request.evaluate), request.lower_bound_s)
+
+
+def _search(request: Request) -> Found:
+    """The better of the rules' plans."""
+    found = [_heuristic(request), _symmetric(request)]
+    return min(found, key=lambda one: one.priced.price.iteration_time_s)
+
+
+MODES: dict[str, Callable[[Request], Found]] = {
+    "search": _search,
+    "heuristic": _heuristic,
+    "symmetric": _symmetric,
+    "disjoint": _disjoint,
+    "manual": _manual,
+}

@@ -1,0 +1,103 @@
+"""What every mode owes its caller: a plan that fits, an honest price, a bound below it."""
+
+import pytest
+
+from planner.alternatives import nearest_choice, rejected_alternatives
+from planner.mesh import Cluster
+from planner.plan import PlanError
+from planner.price import price_plan
+from planner.problem import Problem
+from planner.profile import preset
+from planner.search import MODES, find_plan
+from planner.tables import Tables
+
+
+@pytest.fixture
+def problem(make_graph, ppo_cost, llama) -> Problem:
+    """PPO with a model of 0.1 billion parameters on 1x2 A100s."""
+    shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+    return Problem(make_graph(n_seqs=64), ppo_cost(Cluster(1, 2), shape))
+
+
+def assignments_of(result, problem):
+    return {call.name: result.plan.node(call.name).assignment for call in problem.graph.calls}
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("manual", "disjoint")])
+def test_the_price_is_that_of_the_transfer_lists_and_above_the_bound(problem, mode):
+    result = find_plan(problem, mode)
+    assert result.mode == mode
+    assert result.iteration_time_s == price_plan(result.plan, problem.model).iteration_time_s
+    assert 0 < result.lower_bound_s <= result.iteration_time_s
+    assert result.gap == pytest.approx(1 - result.lower_bound_s / result.iteration_time_s)
+    assert result.trace[-1].time_s == result.iteration_time_s
+
+
+def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama):
+    shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+    problem = Problem(make_graph(n_seqs=64), ppo_cost(Cluster(1, 4), shape))
+    found = assignments_of(find_plan(problem, "disjoint"), problem)
+    devices = {
+        role: {
+            d for call in problem.graph.calls if call.role == role for d in found[call.name].placement.devices
+        }
+        for role in problem.graph.roles
+    }
+    assert sum(map(len, devices.values())) == len(set.union(*devices.values())) == 4
+
+
+def test_disjoint_needs_a_device_per_role(problem):
+    with pytest.raises(PlanError, match="devices of their own"):
+        find_plan(problem, "disjoint")
+
+
+def test_manual_prices_what_it_is_given(problem):
+    heuristic = find_plan(problem, "heuristic")
+    given = assignments_of(heuristic, problem)
+    manual = find_plan(problem, "manual", evaluate=given)
+    assert assignments_of(manual, problem) == given
+    assert manual.iteration_time_s == heuristic.iteration_time_s
+    with pytest.raises(PlanError, match="give one for each call"):
+        find_plan(problem, "manual")
+
+
+@pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
+def test_replicas_and_micro_batches_grow_until_memory_suffices(make_graph, ppo_cost, mode):
+    """Two trained and two frozen 7B models on eight A100s: one device alone cannot hold a replica."""
+    problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8)))
+    result = find_plan(problem, mode)
+    strategy = assignments_of(result, problem)["actor_train"].placement.strategy
+    assert strategy.tp * strategy.pp > 1
+    assert max(peak.total_bytes for peak in result.price.peaks.values()) <= 80e9
+
+
+@pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
+def test_what_fits_nowhere_is_refused_with_device_bytes_and_field(make_graph, ppo_cost, mode):
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9})
+    problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
+    with pytest.raises(PlanError, match=r"Device \d lacks \d+ bytes: .* would lower it\."):
+        find_plan(problem, mode)
+
+
+def test_bad_requests(problem):
+    with pytest.raises(PlanError, match="There is no mode 'best'; known are"):
+        find_plan(problem, "best")
+    with pytest.raises(PlanError, match="time limit of 0 s"):
+        find_plan(problem, time_limit_s=0)
+
+
+def test_alternatives_have_another_mesh_and_a_reason(problem):
+    result = find_plan(problem, "heuristic")
+    rows = rejected_alternatives(problem, result)
+    assert [row.call for row in rows] == [call.name for call in problem.graph.calls]
+    for row in rows:
+        chosen = result.plan.node(row.call).assignment.placement
+        assert set(row.assignment.placement.devices) != set(chosen.devices)
+        assert row.loses_s == pytest.approx(row.time_s - result.iteration_time_s)
+        assert row.reason
+
+
+def test_nearest_choice_finds_the_option_itself(problem):
+    tables = Tables(problem)
+    choice = [len(options) // 2 for options in tables.options]
+    assert nearest_choice(tables, tables.assignments(choice)) == choice
