@@ -1,19 +1,31 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from flows.find_rewards import check_rewards
-from planner.graph import DataflowGraph
+from flows.planning import graph_of, hardware_of, problem_of, shapes_of
 from planner.heuristic import Limits, heuristic
 from planner.mesh import Cluster
 from planner.plan import build_plan
-from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config import AnyConfig, ConfigError, PPOConfig, RolloutConfig, manual_assignments
+from planner.search import find_plan
+from rlhf_tasks.config import (
+    AnyConfig,
+    ConfigError,
+    GRPOConfig,
+    PPOConfig,
+    RolloutConfig,
+    manual_assignments,
+)
+from rlhf_tasks.config_parts import InlineModel
 from rlhf_tasks.examples import load_and_check
 from rlhf_tasks.parallel.shape import ModelShape
-from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.spec import CallNode, ExecutionPlan
+
+PLAN = "plan.json"
+"""A run's plan, in its folder: `plan: auto` plans once, and a resumed run goes on under that plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +43,14 @@ class Prepared:
     n_rows: int
 
 
-def prepare(config: AnyConfig) -> Prepared:
+def prepare(config: AnyConfig, folder: Path | None = None) -> Prepared:
     """Check everything that can be checked before a process starts, and make the plan.
 
+    folder  of a run that has its plan already
     Raises ConfigError with one sentence that says what to change, whichever part found the fault.
     """
     try:
-        return _prepare(config)
+        return _prepare(config, folder)
     except ConfigError:
         raise
     except (
@@ -46,10 +59,11 @@ def prepare(config: AnyConfig) -> Prepared:
         raise ConfigError(str(error)) from error
 
 
-def _prepare(config: AnyConfig) -> Prepared:
+def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
+    _refuse_what_only_plans(config)
     if isinstance(config, PPOConfig | RolloutConfig):
         check_rewards(config.rewards)
-    shapes = {role: _shape(role, parts.folder) for role, parts in config.roles().items()}
+    shapes = shapes_of(config)
     rows, tokenizer = load_and_check(config)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:
@@ -59,17 +73,29 @@ def _prepare(config: AnyConfig) -> Prepared:
         )
     return Prepared(
         config=config,
-        plan=make_plan(config, shapes),
+        plan=make_plan(config, shapes, folder),
         iterations=iterations_of(config, len(rows)),
         data_digest=rows.digest,
         n_rows=len(rows),
     )
 
 
-def make_plan(config: AnyConfig, shapes: dict[str, ModelShape]) -> ExecutionPlan:
-    """The execution plan of a configuration: by hand where it names assignments, else by the heuristic."""
+def make_plan(config: AnyConfig, shapes: dict[str, ModelShape], folder: Path | None = None) -> ExecutionPlan:
+    """The execution plan of a configuration: by hand where it names assignments, searched, or by the heuristic.
+
+    A search is made once in a run's life: where `folder` has its plan, that is it.
+    """
     graph = graph_of(config, shapes)
     cluster = Cluster(config.cluster.n_hosts, config.cluster.devices_per_host)
+    if config.plan == "auto":
+        if folder is not None and (folder / PLAN).exists():
+            return _kept_plan(folder / PLAN, [call.name for call in graph.calls], cluster, graph.n_seqs)
+        found = find_plan(
+            problem_of(config, hardware_of(config)),
+            time_limit_s=config.planning.time_limit_s,
+            seed=config.seed,
+        )
+        return found.plan
     assignments = manual_assignments(config)
     if assignments is None:
         limits = {
@@ -79,12 +105,36 @@ def make_plan(config: AnyConfig, shapes: dict[str, ModelShape]) -> ExecutionPlan
     return build_plan(graph, assignments, cluster)
 
 
-def graph_of(config: AnyConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
-    """The dataflow graph that a configuration describes."""
-    registered = GRAPHS[config.type]
-    return DataflowGraph(
-        registered.calls(config), registered.dataset_keys, name=config.type, architectures=shapes
-    )
+def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> ExecutionPlan:
+    """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
+    try:
+        plan = ExecutionPlan.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        raise ConfigError(f"{path} is no execution plan. Remove it, and the run is planned anew.") from None
+    planned = [node.name for node in plan.nodes if isinstance(node, CallNode)]
+    if sorted(planned) != sorted(calls) or plan.n_seqs != n_seqs:
+        raise ConfigError(
+            f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: "
+            f"{', '.join(planned)}). Remove it, and the run is planned anew."
+        )
+    if (plan.n_devices, plan.devices_per_host) != (cluster.n_devices, cluster.devices_per_host):
+        raise ConfigError(
+            f"{path} is a plan for {plan.n_devices} devices, {plan.devices_per_host} to a host; the cluster "
+            f"is {cluster}. Remove it, and the run is planned anew."
+        )
+    return plan
+
+
+def _refuse_what_only_plans(config: AnyConfig) -> None:
+    """Raises ConfigError for a configuration that is enough to plan with but not to run."""
+    if isinstance(config, GRPOConfig):
+        raise ConfigError("type: grpo can be drawn and planned; its training comes with a later version.")
+    for role in type(config.models).model_fields:
+        if isinstance(getattr(config.models, role), InlineModel):
+            raise ConfigError(
+                f"models.{role} is an inline config, which has no weights: enough to plan, not to run. "
+                "Name a Hugging Face model folder."
+            )
 
 
 def iterations_of(config: AnyConfig, n_rows: int) -> int:
@@ -93,12 +143,3 @@ def iterations_of(config: AnyConfig, n_rows: int) -> int:
         per_iteration = config.batch_size // config.num_generations
         return -(-n_rows // per_iteration)
     return config.total_iterations
-
-
-@cache
-def _shape(role: str, folder: str) -> ModelShape:
-    if not Path(folder).is_dir():
-        raise ConfigError(
-            f"the folder of role {role!r}, {folder}, is not there. Name a Hugging Face model folder."
-        )
-    return ModelShape.from_folder(folder)

@@ -16,7 +16,7 @@ from rich.console import Console
 from flows import artifacts
 from flows.clocks import spans_of
 from flows.cluster import Cluster, found_cluster, local_cluster
-from flows.prepare import Prepared, prepare
+from flows.prepare import PLAN, Prepared, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, taken
 from flows.server import prefect_server
 from flows.summary import read_jsonl, run_figures
@@ -41,7 +41,7 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
     RunFailed for what happened on the way.
     """
     folder, config = open_run(config, run_folder)
-    prepared = prepare(config)
+    prepared = prepare(config, folder)
     with (
         taken(folder),
         prefect_server(folder) as server,
@@ -181,7 +181,7 @@ def _keep_identity(folder: Path, prepared: Prepared) -> None:
             f"{prepared.config.data.train} has changed since {folder} began. Put the data back, or start a new run."
         )
     identity.write_text(prepared.data_digest)
-    (folder / "plan.json").write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
+    (folder / PLAN).write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
 
 
 def _has_gpus() -> bool:

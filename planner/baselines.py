@@ -34,18 +34,24 @@ def symmetric_plan(graph: DataflowGraph, model: CostModel) -> Priced:
 
 def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
     """The plan of given assignments. Raises PlanError, with device, bytes and remedy, when it does not fit
-    memory, and when a strategy does not suit its model."""
+    memory, and for what `priced_plan` refuses."""
+    priced = priced_plan(graph, model, assignments)
+    missing = shortfall(priced.price, model)
+    if missing is not None:
+        raise PlanError(missing)
+    return priced
+
+
+def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
+    """The plan of given assignments, whether it fits memory or not. Raises PlanError when they are for another
+    graph or cluster, and when a strategy does not suit its model."""
     for call in graph.calls:
         if call.name in assignments:
             try:
                 model.call(call, assignments[call.name])
             except ValueError as error:
                 raise PlanError(f"Call {call.name!r}: {error}") from None
-    priced = _price(graph, model, assignments)
-    missing = shortfall(priced.price, model)
-    if missing is not None:
-        raise PlanError(missing)
-    return priced
+    return _price(graph, model, assignments)
 
 
 def _price(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:

@@ -1,22 +1,22 @@
-"""Run configuration: one YAML file, a discriminated union on `type` (ppo, sft, reward_model, rollout).
+"""Run configuration: one YAML file, a discriminated union on `type` (ppo, grpo, sft, reward_model, rollout).
 
 Torch-free and fast to import. Every configuration is frozen and refuses unknown keys; field names are those
 that users of TRL know. `load_config` reads a file with overrides and turns every fault into one sentence.
 """
 
-import difflib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
+from rlhf_tasks.config_files import ConfigError, first_fault, parse_yaml, read_yaml
 from rlhf_tasks.config_parts import (
     ActorOnly,
     Assignments,
     BaseConfig,
+    GRPOModels,
     ModelsConfig,
     OptimizerConfig,
     RewardFunction,
@@ -26,11 +26,7 @@ from rlhf_tasks.config_parts import (
     SamplingConfig,
     TrainingConfig,
 )
-from rlhf_tasks.spec import CallAssignment, Frozen
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used: one sentence naming the field, the value and what to change."""
+from rlhf_tasks.spec import CallAssignment
 
 
 class SFTConfig(TrainingConfig):
@@ -44,7 +40,9 @@ class SFTConfig(TrainingConfig):
 
     def roles(self) -> dict[str, Role]:
         """The one role that trains."""
-        return {"actor": Role(self.models.actor, "lm", self.optimizer, self.random_init)}
+        return {
+            "actor": Role.of(self.models.actor, "lm", self.optimizer)._replace(random_init=self.random_init)
+        }
 
 
 class RewardModelConfig(TrainingConfig):
@@ -58,7 +56,7 @@ class RewardModelConfig(TrainingConfig):
 
     def roles(self) -> dict[str, Role]:
         """The one role that trains: a decoder with a scalar head."""
-        return {"reward": Role(self.models.actor, "scalar", self.optimizer)}
+        return {"reward": Role.of(self.models.actor, "scalar", self.optimizer)}
 
 
 class RolloutConfig(BaseConfig):
@@ -88,18 +86,14 @@ class RolloutConfig(BaseConfig):
 
     def roles(self) -> dict[str, Role]:
         """The frozen roles."""
-        roles = {"actor": Role(self.models.actor, "lm", None)}
+        roles = {"actor": Role.of(self.models.actor, "lm")}
         if self.models.reward is not None:
-            roles["reward"] = Role(self.models.reward, "scalar", None)
+            roles["reward"] = Role.of(self.models.reward, "scalar")
         return roles
 
     @model_validator(mode="after")
     def _batch_holds_whole_prompts(self) -> Self:
-        if self.batch_size % self.num_generations:
-            raise ValueError(
-                f"num_generations={self.num_generations} does not divide batch_size={self.batch_size}. "
-                "Make batch_size a multiple of num_generations."
-            )
+        _check_groups(self.num_generations, self.batch_size)
         _refuse_equal_names(self.rewards)
         return self
 
@@ -168,12 +162,12 @@ class PPOConfig(TrainingConfig):
         models = self.models
         critic = models.critic or models.reward or models.actor
         roles = {
-            "actor": Role(models.actor, "lm", self.optimizer),
-            "critic": Role(critic, "scalar", self.critic_optimizer or self.optimizer),
-            "ref": Role(models.ref or models.actor, "lm", None),
+            "actor": Role.of(models.actor, "lm", self.optimizer),
+            "critic": Role.of(critic, "scalar", self.critic_optimizer or self.optimizer),
+            "ref": Role.of(models.ref or models.actor, "lm"),
         }
         if models.reward is not None:
-            roles["reward"] = Role(models.reward, "scalar", None)
+            roles["reward"] = Role.of(models.reward, "scalar")
         return roles
 
     @model_validator(mode="after")
@@ -200,22 +194,69 @@ class PPOConfig(TrainingConfig):
         return self
 
 
+class GRPOConfig(TrainingConfig):
+    """Group-relative policy optimisation (arXiv:2402.03300): what its graph and its plan depend on."""
+
+    type: Literal["grpo"] = "grpo"
+    models: GRPOModels
+    sampling: SamplingConfig
+    rewards: tuple[RewardFunction, ...] = Field(
+        default=(), description="Python rewards, summed with weights."
+    )
+    num_generations: int = Field(default=8, gt=1, description="Samples per prompt, which form a group.")
+
+    @property
+    def scoring_role(self) -> str:
+        """The role whose mesh scores: the reward model, or the reference where only functions score."""
+        return "ref" if self.models.reward is None else "reward"
+
+    def roles(self) -> dict[str, Role]:
+        """Actor, ref, and reward where there is a reward model."""
+        models = self.models
+        roles = {
+            "actor": Role.of(models.actor, "lm", self.optimizer),
+            "ref": Role.of(models.ref or models.actor, "lm"),
+        }
+        if models.reward is not None:
+            roles["reward"] = Role.of(models.reward, "scalar")
+        return roles
+
+    @model_validator(mode="after")
+    def _batch_holds_whole_groups(self) -> Self:
+        _check_groups(self.num_generations, self.batch_size)
+        return self
+
+
+def _check_groups(num_generations: int, batch_size: int) -> None:
+    if batch_size % num_generations:
+        raise ValueError(
+            f"num_generations={num_generations} does not divide batch_size={batch_size}. "
+            "Make batch_size a multiple of num_generations."
+        )
+
+
 def _refuse_equal_names(rewards: Sequence[RewardFunction]) -> None:
     names = [reward.name for reward in rewards]
     if len(set(names)) != len(names):
         raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")
 
 
-AnyConfig = PPOConfig | SFTConfig | RewardModelConfig | RolloutConfig
+AnyConfig = PPOConfig | GRPOConfig | SFTConfig | RewardModelConfig | RolloutConfig
 RunConfig = Annotated[AnyConfig, Field(discriminator="type")]
 RUN_CONFIG: TypeAdapter[AnyConfig] = TypeAdapter(RunConfig)
 ASSIGNMENTS: TypeAdapter[Assignments] = TypeAdapter(Assignments)
 CONFIG_TYPES: dict[str, type[AnyConfig]] = {
     "ppo": PPOConfig,
+    "grpo": GRPOConfig,
     "sft": SFTConfig,
     "reward_model": RewardModelConfig,
     "rollout": RolloutConfig,
 }
+MADE_PLANS = ("heuristic", "auto")
+"""What `plan` says where the plan is not given by hand."""
+
+FIGURES = (".yaml", ".yml")
+"""How a device ends that is a file with figures and no preset."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> AnyConfig:
@@ -225,7 +266,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     base       what relative paths mean; by default the current folder, as everywhere on a command line
     Raises ConfigError for a missing or malformed file and for every fault in a field.
     """
-    document = _read_yaml(Path(path))
+    document = read_yaml(Path(path))
     for override in overrides:
         _apply_override(document, override)
     return resolve_paths(make_config(document), base or Path.cwd())
@@ -233,26 +274,32 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
 
 def make_config(document: Mapping[str, Any]) -> AnyConfig:
     """Validate a parsed configuration. Raises ConfigError with one sentence for the first fault."""
+    kind = document.get("type")
+    if not isinstance(kind, str) or kind not in CONFIG_TYPES:
+        raise ConfigError(f"type: must be one of {', '.join(CONFIG_TYPES)}, found {kind!r}.")
     try:
         return RUN_CONFIG.validate_python(dict(document))
     except ValidationError as error:
-        raise ConfigError(_sentence(error.errors(), document)) from None
+        raise ConfigError(first_fault(error, CONFIG_TYPES[kind], kind)) from None
 
 
 def manual_assignments(config: AnyConfig) -> dict[str, CallAssignment] | None:
-    """The plan given by hand (inline, or in the YAML file that `plan` names); None means the heuristic.
+    """The plan given by hand (inline, or in the YAML file that `plan` names); None: it has to be made.
 
     Raises ConfigError when the file is missing or malformed.
     """
     plan = config.plan
-    if plan == "heuristic":
-        return None
     if isinstance(plan, str):
-        document = _read_yaml(Path(plan))
-        try:
-            plan = ASSIGNMENTS.validate_python(document)
-        except ValidationError as error:
-            raise ConfigError(f"{config.plan}: {_sentence(error.errors(), document)}") from None
+        return None if plan in MADE_PLANS else read_assignments(Path(plan))
+    return {call: manual.assignment() for call, manual in plan.items()}
+
+
+def read_assignments(path: Path) -> dict[str, CallAssignment]:
+    """The assignments in a YAML file: {call: {devices, dp, tp, pp, ...}}. Raises ConfigError naming the file."""
+    try:
+        plan = ASSIGNMENTS.validate_python(read_yaml(path))
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_fault(error)}") from None
     return {call: manual.assignment() for call, manual in plan.items()}
 
 
@@ -265,51 +312,21 @@ def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir)
     document["data"]["train"] = absolute(config.data.train)
-    document["models"] = {role: folder and absolute(folder) for role, folder in document["models"].items()}
+    document["models"] = {
+        role: absolute(source) if isinstance(source, str) else source
+        for role, source in document["models"].items()
+    }
+    if config.planning.device.endswith(FIGURES):
+        document["planning"]["device"] = absolute(config.planning.device)
     if config.resume not in ("never", "auto"):
         document["resume"] = absolute(config.resume)
-    if isinstance(config.plan, str) and config.plan != "heuristic":
+    if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan)
     for reward in document.get("rewards", ()):
         location, _, function = reward["function"].rpartition(":")
         if location.endswith(".py"):
             reward["function"] = f"{absolute(location)}:{function}"
     return RUN_CONFIG.validate_python(document)
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which also refuses a key that stands twice in one mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: list[Any] = []
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark
-                )
-            seen.append(key)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping. Raises ConfigError naming file and line."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a UTF-8 text file ({error}).") from None
-    try:
-        document = yaml.load(text, _UniqueKeyLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}.") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(document).__name__}.")
-    return document
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -319,7 +336,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r} is not of the form key.sub=value.")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value.") from None
     target: Any = document
@@ -335,40 +352,3 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         elif isinstance(target, dict) and target.get(place) is None:
             target[place] = {}
         target = target[place]
-
-
-def _sentence(errors: Sequence[ErrorDetails], document: Mapping[str, Any]) -> str:
-    """One sentence for the first of pydantic's errors."""
-    error = errors[0]
-    kind = document.get("type")
-    path = [str(part) for part in error["loc"] if part not in (kind, "inline", "path")]
-    field = ".".join(path)
-    message = error["msg"].removeprefix("Value error, ").rstrip(".")
-    match error["type"]:
-        case "union_tag_not_found" | "union_tag_invalid":
-            return f"type: must be one of {', '.join(CONFIG_TYPES)}, found {kind!r}."
-        case "extra_forbidden":
-            return f"{field}: unknown key{_suggestion(path, kind)}"
-        case "missing":
-            return f"{field}: required, but not given."
-        case "value_error":
-            return f"{field}: {message}." if field else f"{message}."
-    return f"{field}: {message[0].lower()}{message[1:]}, found {error['input']!r}."
-
-
-def _suggestion(path: Sequence[str], kind: Any) -> str:
-    """Ends the sentence about an unknown key: the key that is spelt alike, or else those there are."""
-    model: Any = CONFIG_TYPES.get(str(kind))
-    for key in path[:-1]:
-        field = model.model_fields.get(key) if model else None
-        model = _submodel(field.annotation) if field else model if key.isdecimal() else None
-    if model is None:
-        return "."
-    near = difflib.get_close_matches(path[-1], model.model_fields, n=1)
-    return f", did you mean {near[0]!r}?" if near else f" (known here: {', '.join(model.model_fields)})."
-
-
-def _submodel(annotation: Any) -> type[Frozen] | None:
-    """The configuration model inside `Model`, `Model | None` or `tuple[Model, ...]`."""
-    candidates = (annotation, *getattr(annotation, "__args__", ()))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Frozen)), None)

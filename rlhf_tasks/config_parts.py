@@ -3,9 +3,19 @@
 Torch-free. Each field has bounds and a description, which `config schema` and the blocks show.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, Frozen
@@ -19,32 +29,61 @@ class Settings(Frozen):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class ModelsConfig(Settings):
-    """Hugging Face folders of the roles."""
+class InlineModel(Settings):
+    """A model that exists as a configuration only: enough to plan with, not to run."""
 
-    actor: str = Field(description="Folder of the model to train; its tokenizer serves the whole run.")
-    critic: str | None = Field(
-        default=None,
-        description="Folder the critic starts from; default: the reward model, or else the actor.",
-    )
-    ref: str | None = Field(default=None, description="Folder of the frozen reference; default: the actor.")
-    reward: str | None = Field(
-        default=None,
-        description="Folder of the reward model; default: none, only `rewards` score.",
-    )
+    config: dict[str, Any] = Field(description="What a Hugging Face config.json says, as a mapping.")
+
+
+def _form(value: Any) -> str:
+    return "path" if isinstance(value, str) else "inline"
+
+
+ModelSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[InlineModel, Tag("inline")], Discriminator(_form)
+]
 
 
 class ActorOnly(Settings):
-    """Hugging Face folder of the one role of SFT and reward modelling."""
+    """Hugging Face folder of the one role of SFT and reward modelling; to plan, `{config: {...}}` is enough."""
 
-    actor: str = Field(description="Folder the training starts from; its tokenizer serves the whole run.")
+    actor: ModelSource = Field(
+        description="Folder the training starts from; its tokenizer serves the whole run."
+    )
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder whose tokenizer serves the run. Raises ValueError where the actor has no folder."""
+        if isinstance(self.actor, InlineModel):
+            raise ValueError(
+                "models.actor is an inline config, which has no tokenizer. Name a model folder, or to plan "
+                "give planning.prompt_tokens."
+            )
+        return self.actor
 
 
 class RolloutModels(ActorOnly):
     """Hugging Face folders of a rollout."""
 
-    reward: str | None = Field(
+    reward: ModelSource | None = Field(
         default=None, description="Folder of a reward model that scores too; default: none."
+    )
+
+
+class GRPOModels(RolloutModels):
+    """Hugging Face folders of the roles of GRPO, which has no critic."""
+
+    ref: ModelSource | None = Field(
+        default=None, description="Folder of the frozen reference; default: the actor."
+    )
+
+
+class ModelsConfig(GRPOModels):
+    """Hugging Face folders of the roles of PPO."""
+
+    critic: ModelSource | None = Field(
+        default=None,
+        description="Folder the critic starts from; default: the reward model, or else the actor.",
     )
 
 
@@ -179,21 +218,62 @@ class Role(NamedTuple):
 
     optimizer    None for a frozen role
     random_init  the folder has only the model's configuration; its weights are drawn from the run's seed
+    config       of an inline model, which has no folder; None where there is one
     """
 
     folder: str
     head: Head
     optimizer: OptimizerConfig | None
     random_init: bool = False
+    config: Mapping[str, Any] | None = None
 
-
-def _plan_form(value: Any) -> str:
-    return "path" if isinstance(value, str) else "inline"
+    @staticmethod
+    def of(source: ModelSource, head: Head, optimizer: OptimizerConfig | None = None) -> "Role":
+        """The role of a model given by folder or inline."""
+        if isinstance(source, InlineModel):
+            return Role("", head, optimizer, config=source.config)
+        return Role(source, head, optimizer)
 
 
 PlanSource = Annotated[
-    Annotated[str, Tag("path")] | Annotated[Assignments, Tag("inline")], Discriminator(_plan_form)
+    Annotated[str, Tag("path")] | Annotated[Assignments, Tag("inline")], Discriminator(_form)
 ]
+
+
+def _as_distribution(value: Any) -> Any:
+    return {value: 1.0} if isinstance(value, int | str) else value
+
+
+class PlanningConfig(Settings):
+    """What only the planner reads: sizes that a run shows by itself, and the device."""
+
+    prompt_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens of a prompt (SFT, reward model: of a row); default: the data's.",
+    )
+    new_tokens: (
+        Annotated[
+            dict[Annotated[int, Field(gt=0)], Annotated[float, Field(ge=0, le=1)]],
+            BeforeValidator(_as_distribution),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Generated tokens: a number or {number: share}; default: sampling.max_completion_length.",
+    )
+    device: str = Field(
+        default="cpu-slot",
+        description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures.",
+    )
+    time_limit_s: float = Field(default=10.0, gt=0, description="Seconds that a search may take.")
+
+    @field_validator("new_tokens")
+    @classmethod
+    def _shares_add_up(cls, value: dict[int, float] | None) -> dict[int, float] | None:
+        if value is not None and abs(sum(value.values()) - 1) > 1e-6:
+            raise ValueError(f"the shares add up to {sum(value.values()):g}, not to 1")
+        return value
 
 
 class BaseConfig(Settings):
@@ -217,8 +297,9 @@ class BaseConfig(Settings):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
         default="heuristic",
-        description="heuristic, a YAML file, or {call: {devices, dp, tp, pp, ...}}.",
+        description="heuristic, auto (searched), a YAML file, or {call: {devices, dp, tp, pp, ...}}.",
     )
+    planning: PlanningConfig = Field(default=PlanningConfig(), description="What only the planner reads.")
     runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
 
     @model_validator(mode="after")
@@ -242,6 +323,10 @@ class TrainingConfig(BaseConfig):
     total_iterations: int = Field(gt=0, description="Iterations of the run.")
     num_mini_batches: int = Field(default=1, gt=0, description="Optimizer steps per pass over the batch.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Recompute a layer's activations in its backward pass: less memory, more time.",
+    )
 
     @field_validator("num_mini_batches")
     @classmethod

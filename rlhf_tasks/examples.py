@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rlhf_tasks.config import AnyConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.config import AnyConfig, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.dataset import DataError, Row, Rows, load_rows
 from rlhf_tasks.tokenizer import Tokenizer, TokenizerError
 
@@ -87,14 +87,26 @@ def load_and_check(config: AnyConfig) -> tuple[Rows, Tokenizer]:
 
     Raises DataError (naming file:line) or TokenizerError.
     """
-    tokenizer = Tokenizer.from_folder(config.models.actor)
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)
-    context = _context_tokens(Path(config.models.actor))
+    context = _context_tokens(Path(config.models.tokenizer))
     for index in range(len(rows)):
         example = read_example(READERS[config.type], rows, index, tokenizer)
         tokens = max(len(part) for part in example if isinstance(part, list))
         _check_length(config, tokens, context, rows.where(index))
     return rows, tokenizer
+
+
+def mean_prompt_tokens(config: AnyConfig, most: int = 1000) -> float:
+    """Mean tokens of a prompt (SFT: of a row; reward model: of both answers), over at most `most` of the rows.
+
+    Raises DataError, TokenizerError, or ValueError where there is no tokenizer to count with.
+    """
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    rows = load_rows(config.data)
+    looked_at = range(0, len(rows), -(-len(rows) // most))
+    examples = (read_example(READERS[config.type], rows, index, tokenizer) for index in looked_at)
+    return sum(len(ids) for e in examples for ids in e if isinstance(ids, list)) / len(looked_at)
 
 
 def read_example(
@@ -115,7 +127,11 @@ def _check_length(config: AnyConfig, tokens: int, context: int | None, place: st
             f"{place}: has {tokens} tokens, but data.max_prompt_tokens is {config.data.max_prompt_tokens}. "
             "Shorten or remove the row, or raise the limit."
         )
-    answer = config.sampling.max_completion_length if isinstance(config, PPOConfig | RolloutConfig) else 0
+    answer = (
+        config.sampling.max_completion_length
+        if isinstance(config, PPOConfig | GRPOConfig | RolloutConfig)
+        else 0
+    )
     if context is not None and tokens + answer > context:
         raise DataError(
             f"{place}: has {tokens} tokens{f' and an answer up to {answer} more' if answer else ''}, but the "
@@ -195,6 +211,7 @@ def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 READERS: dict[str, Callable[[Row, Tokenizer], tuple]] = {
     "ppo": prompt_example,
+    "grpo": prompt_example,
     "rollout": prompt_example,
     "sft": completion_example,
     "reward_model": pair_example,

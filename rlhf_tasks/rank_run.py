@@ -57,7 +57,7 @@ class RankRun:
         self._config = RUN_CONFIG.validate_python(spec.config)
         self._groups = ProcessGroups(plan_device_sets(spec.plan), spec.timeout_s, device)
         self._rows = load_rows(self._config.data)
-        self._tokenizer = Tokenizer.from_folder(self._config.models.actor)
+        self._tokenizer = Tokenizer.from_folder(self._config.models.tokenizer)
         self._rewards = RewardProcess(self._config)
         self._samples = SampleStore()
         self._engines = RoleEngines(spec.plan, self._config, self._groups)

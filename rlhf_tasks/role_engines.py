@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config import AnyConfig
-from rlhf_tasks.config_parts import OptimizerConfig, Role
+from rlhf_tasks.config_parts import OptimizerConfig, Role, TrainingConfig
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.layout import Layout
@@ -33,6 +33,7 @@ class RoleEngines:
         self._roles = config.roles()
         self._dtype = DTYPES[config.dtype]
         self._seed = config.seed
+        self._recompute = isinstance(config, TrainingConfig) and config.gradient_checkpointing
         self._engines: dict[tuple[str, Placement], Engine] = {}
         self._absent: set[tuple[str, Placement]] = set()
         for role, parts in self._roles.items():
@@ -114,6 +115,7 @@ class RoleEngines:
             self._groups[placement.tp_group(rank)],
             device=self._groups.device,
             dtype=self._dtype,
+            recompute=self._recompute,
         )
 
 

@@ -13,13 +13,9 @@ CallKind = Literal["generate", "inference", "train_step"]
 
 
 class Frozen(BaseModel):
-    """Base of all specifications: immutable, and an unknown field is an error.
+    """Base of all specifications: immutable, and an unknown field is an error."""
 
-    In JSON a number that is not finite stands as NaN or Infinity: the metrics of a skipped step have some, and
-    pydantic's null could not be read back.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelFunctionCall(Frozen):

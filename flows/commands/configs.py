@@ -16,7 +16,7 @@ def schema(type_: str = "ppo", /) -> None:
     Parameters
     ----------
     type_
-        ppo, sft, reward_model or rollout.
+        ppo, grpo, sft, reward_model or rollout.
     """
     name = type_.replace("-", "_")
     if name not in CONFIG_TYPES:

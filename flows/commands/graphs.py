@@ -17,7 +17,7 @@ def graph(
     Parameters
     ----------
     algorithm
-        A registered algorithm: ppo, sft, reward_model, rollout.
+        A registered algorithm: ppo, grpo, sft, reward_model, rollout.
     form
         A table for the terminal, or Mermaid for documents.
     """

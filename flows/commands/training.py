@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from flows.prepare import prepare
+from flows.prepare import PLAN, prepare
 from flows.run_folder import existing_run_folder, new_run_folder
 from rlhf_tasks.config import ConfigError, load_config
 
@@ -42,8 +42,10 @@ def run(
         settings, folder = load_config(config, overrides), None
     if settings.type != algorithm.replace("-", "_"):
         raise ConfigError(f"{config or resume} is of type {settings.type!r}, not {algorithm!r}.")
-    prepare(settings)
+    prepared = prepare(settings, folder)
     folder = folder or new_run_folder(settings)
+    if settings.plan == "auto":  # the flow takes up what was planned here
+        (folder / PLAN).write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
     # Prefect takes seconds to import: a faulty configuration was refused before that.
     from flows.session import run_here
 

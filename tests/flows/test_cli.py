@@ -111,7 +111,7 @@ def test_an_override_is_part_of_the_configuration(call):
     assert shown["optimizer"]["adam_betas"] == [0.9, 0.95]
 
 
-@pytest.mark.parametrize("kind", ["ppo", "sft", "reward-model", "rollout"])
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "sft", "reward-model", "rollout"])
 def test_every_type_has_a_schema_and_a_graph(call, kind):
     status, out, _ = call("config", "schema", kind)
     assert status == 0
@@ -140,7 +140,7 @@ def test_every_type_has_a_schema_and_a_graph(call, kind):
             ("2 ", "2 mini-batches"),
         ),
         ({"plan": {"actor_train": PLACE}}, ("actor_generate",)),
-        ({"type": "grpo"}, ("type: must be one of ppo", "'grpo'")),
+        ({"type": "dpo"}, ("type: must be one of ppo", "'dpo'")),
         ({"num_mini_batches": 3}, ("num_mini_batches: 3 does not divide batch_size=8",)),
         ({"name": "../x"}, ("name: ", "'../x'")),
     ],
@@ -252,7 +252,7 @@ def test_a_reward_may_be_bound_in_any_way(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["run", "ppo", "--config"], ["graph", "grpo"], ["demo", "--seed", "x"]]
+    "arguments", [["nonsense"], ["run", "ppo", "--config"], ["graph", "dpo"], ["demo", "--seed", "x"]]
 )
 def test_a_malformed_command_line_has_status_2(arguments, capsys):
     assert run_command(arguments) == 2

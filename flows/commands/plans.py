@@ -1,0 +1,107 @@
+"""`prefect-rlhf plan`: where each call of an algorithm should run, how certain that is, and what it costs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from cyclopts import Parameter
+from rich.console import Console
+
+from flows.plan_view import show_alternatives, show_calls, show_comparison, show_proof, show_timeline
+from flows.planning import compare, hardware_of, plan_for, price_manual, problem_of
+from planner.alternatives import rejected_alternatives
+from planner.price import shortfall
+from planner.report import plan_document, result_document
+from planner.search import SearchResult
+from rlhf_tasks.config import ConfigError, load_config, read_assignments
+
+SHORT_S = 5.0  # of a search that is made only to compare
+
+console = Console()
+warnings = Console(stderr=True, highlight=False)
+
+
+def plan(
+    *overrides: str,
+    config: Path,
+    cluster: Path | None = None,
+    mode: Literal["search", "mcmc", "heuristic", "symmetric", "disjoint"] = "search",
+    evaluate: Path | None = None,
+    time_limit: float | None = None,
+    seed: int | None = None,
+    iterations: int | None = None,
+    json_file: Annotated[Path | None, Parameter("--json")] = None,
+    out: Path | None = None,
+    comparison: Annotated[bool, Parameter("--compare")] = True,
+) -> None:
+    """Plan a run without running it: prefect-rlhf plan --config FILE [key.sub=value ...].
+
+    Needs no GPU, no cluster and no weights: models may be folders or inline Hugging Face configurations.
+
+    Parameters
+    ----------
+    overrides
+        `key.sub=value`, the value being YAML.
+    config
+        The run's configuration, a YAML file.
+    cluster
+        A YAML file with n_hosts, devices_per_host and device; default: what the configuration says.
+    mode
+        How to find the plan.
+    evaluate
+        A plan as YAML to price instead: {call: {devices, dp, tp, pp, micro_batches}}.
+    time_limit
+        Seconds that a search may take; default: planning.time_limit_s.
+    seed
+        Of the search; default: the configuration's.
+    iterations
+        For the hours that these take; default: the configuration's.
+    json_file
+        Where to write all figures.
+    out
+        Where to write the plan as YAML, which `plan:` in a run's configuration accepts.
+    comparison
+        Whether to find the plans of the other modes too, and why each call is not elsewhere.
+    """
+    settings = load_config(config, overrides)
+    hardware = hardware_of(settings, cluster)
+    for warning in hardware.warnings:
+        warnings.print(f"[bold yellow]warning:[/] {warning}", soft_wrap=True)
+    problem = problem_of(settings, hardware)
+    limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
+    chosen_seed = settings.seed if seed is None else seed
+    if evaluate is not None:
+        manual = read_assignments(evaluate)
+        priced = price_manual(problem, manual)
+        missing = shortfall(priced.price, problem.model)
+        if missing is not None:
+            show_calls(console, priced.plan, priced.price, problem.model)
+            raise ConfigError(f"{evaluate} does not fit. {missing}")
+        result = plan_for(problem, "manual", limit_s, chosen_seed, manual)
+    else:
+        with console.status(f"{mode}, up to {limit_s:g} s ..."):
+            result = plan_for(problem, mode, limit_s, chosen_seed)
+    _write(result, json_file, out)
+    show_calls(console, result.plan, result.price, problem.model)
+    show_timeline(console, result.plan, result.price)
+    show_proof(console, result)
+    if comparison:
+        show_alternatives(console, rejected_alternatives(problem, result))
+        with console.status("the other modes ..."):
+            found = compare(problem, result, min(limit_s, SHORT_S), chosen_seed)
+        show_comparison(console, found, iterations or getattr(settings, "total_iterations", 1))
+
+
+def _write(result: SearchResult, json_file: Path | None, out: Path | None) -> None:
+    """Write the figures and the plan where they are wanted. Raises ConfigError naming the file."""
+    texts = {
+        json_file: lambda: json.dumps(result_document(result), indent=2) + "\n",
+        out: lambda: yaml.safe_dump(plan_document(result.plan), sort_keys=False, default_flow_style=None),
+    }
+    for path, text in texts.items():
+        if path is not None:
+            try:
+                path.write_text(text(), encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written ({error.strerror}).") from None

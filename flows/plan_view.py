@@ -1,0 +1,113 @@
+"""A priced plan in the terminal: calls, timeline, rejected alternatives, proof, hours."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from planner.alternatives import Alternative
+from planner.bars import draw_bars, steady_bars
+from planner.cost import CostModel
+from planner.price import PlanPrice
+from planner.render import format_devices
+from planner.search import SearchResult
+from rlhf_tasks.spec import CallNode, ExecutionPlan
+
+STYLES = {
+    "generate": "black on bright_blue",
+    "inference": "black on cyan",
+    "train_step": "black on yellow",
+    "fetch": "black on white",
+    "transfer": "black on green",
+    "reallocate": "black on magenta",
+    "release": "black on magenta",
+    "save": "black on bright_yellow",
+}
+"""Colours of the bars by kind of node, where the terminal has colours."""
+
+
+def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> None:
+    """A row for each call: where, how, how long, and the fullest of its devices."""
+    table = Table("call", "devices", "dp", "tp", "pp", "micro-batches", "seconds", "memory GB", box=None)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    capacity = model.device.memory_bytes
+    for node in plan.nodes:
+        if not isinstance(node, CallNode):
+            continue
+        s, fullest = node.placement.strategy, max(price.peaks[device].total_bytes for device in node.devices)
+        table.add_row(
+            node.name,
+            format_devices(node.devices),
+            str(s.dp),
+            str(s.tp),
+            str(s.pp),
+            str(node.assignment.micro_batches),
+            f"{price.duration_s[node.name]:.3g}",
+            f"{fullest / 1e9:.3g}" + (" [red]too much[/]" if fullest > capacity else ""),
+        )
+    console.print(
+        f"[bold]Calls[/] on {model.cluster} {model.device.name}; memory: peak of the fullest device"
+    )
+    console.print(table)
+    moves = {name: price.duration_s[name] for name in price.moved_bytes}
+    console.print(
+        f"{len(moves)} transfers and reallocations move {sum(price.moved_bytes.values()) / 1e9:.3g} GB in "
+        f"{sum(moves.values()):.3g} s per iteration.\n",
+        highlight=False,
+    )
+
+
+def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> None:
+    """One iteration of the steady state, a row of bars for each group of devices."""
+    console.print("[bold]One iteration of the steady state[/], by devices")
+    width = max(40, min(console.width, 160) - 30)
+    for line in draw_bars(steady_bars(plan, price), price.iteration_time_s, width):
+        text = Text(no_wrap=True, overflow="crop")
+        for piece, kind in line:
+            text.append(piece, STYLES.get(kind, ""))
+        console.print(text)
+    console.print(f"What limits it: {' → '.join(price.steady.cycle)}\n", highlight=False, soft_wrap=True)
+
+
+def show_proof(console: Console, result: SearchResult) -> None:
+    """Seconds per iteration, the bound, the gap, and for which plans they hold."""
+    certain = "proved optimal" if result.proven_optimal else f"at most {result.gap:.1%} from the optimum"
+    bound = f"lower bound {result.lower_bound_s:.4g} s: {certain}"
+    console.print(
+        f"[bold]{result.iteration_time_s:.4g} s[/] per iteration, {bound} "
+        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s).\n"
+        f"The bound holds for: {result.proof_class}\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
+    """For each call the best other place that was found, and why it loses."""
+    table = Table("call", "best other place", "dp", "tp", "pp", "s per iteration", "why not", box=None)
+    for other in rejected:
+        placement = other.assignment.placement
+        s = placement.strategy
+        devices = format_devices(placement.devices)
+        time_s = f"{other.time_s:.4g}"
+        table.add_row(other.call, devices, str(s.dp), str(s.tp), str(s.pp), time_s, other.reason)
+    if rejected:
+        console.print("[bold]Rejected alternatives[/]: one call elsewhere, the others as planned")
+        console.print(table, "")
+
+
+def show_comparison(console: Console, found: Mapping[str, SearchResult | str], iterations: int) -> None:
+    """The hours that some iterations take under each mode's plan."""
+    console.print(f"[bold]{iterations} iterations[/] under the plan of each mode")
+    table = Table("mode", "s per iteration", "hours", "against the best", box=None)
+    best = min((r.iteration_time_s for r in found.values() if not isinstance(r, str)), default=0.0)
+    for mode, result in found.items():
+        if isinstance(result, str):
+            table.add_row(mode, "-", "-", result)
+        else:
+            time_s = result.iteration_time_s
+            ratio = "" if time_s == best else f"+{time_s / best - 1:.1%}"
+            table.add_row(mode, f"{time_s:.4g}", f"{time_s * iterations / 3600:.3g}", ratio)
+    console.print(table)

@@ -1,0 +1,161 @@
+"""From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from planner.baselines import Priced, priced_plan
+from planner.cluster_file import Hardware, read_cluster, read_device
+from planner.cost import CostModel
+from planner.graph import DataflowGraph
+from planner.mesh import Cluster
+from planner.plan import PlanError
+from planner.problem import Problem, ProblemError
+from planner.search import SearchResult, find_plan
+from planner.workload import Lengths, RoleModel, Workload
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.config import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.config_parts import Role, TrainingConfig
+from rlhf_tasks.examples import mean_prompt_tokens
+from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.spec import CallAssignment
+
+COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
+"""The modes of the planner that find a plan by themselves."""
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def problem_of(config: AnyConfig, hardware: Hardware) -> Problem:
+    """What a configuration asks of the planner on some hardware.
+
+    Raises ConfigError with one sentence for models, lengths and graphs that cannot be.
+    """
+    try:
+        return _problem(config, hardware)
+    except ConfigError:
+        raise
+    except ValueError as error:  # what models, data and graph raise for a user's fault
+        raise ConfigError(str(error)) from error
+
+
+def _problem(config: AnyConfig, hardware: Hardware) -> Problem:
+    shapes = shapes_of(config)
+    models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
+    workload = workload_of(config)
+    _check_context(shapes, workload)
+    model = CostModel(hardware.cluster, hardware.device, models, workload)
+    return Problem(graph_of(config, shapes), model)
+
+
+def shapes_of(config: AnyConfig) -> dict[str, ModelShape]:
+    """Role -> its model's shape, read from its folder or its inline configuration."""
+    return {role: _shape(role, parts) for role, parts in config.roles().items()}
+
+
+def graph_of(config: AnyConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
+    """The dataflow graph that a configuration describes."""
+    registered = GRAPHS[config.type]
+    return DataflowGraph(
+        registered.calls(config), registered.dataset_keys, name=config.type, architectures=shapes
+    )
+
+
+def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware:
+    """The cluster in a file, or the one that the configuration names. Raises ConfigError."""
+    if cluster_file is not None:
+        return read_cluster(cluster_file)
+    stated = config.cluster
+    return Hardware(Cluster(stated.n_hosts, stated.devices_per_host), read_device(config.planning.device))
+
+
+def workload_of(config: AnyConfig) -> Workload:
+    """Lengths and number formats of an iteration; the data are read only where `planning` names no lengths."""
+    planning = config.planning
+    prompt = planning.prompt_tokens or round(mean_prompt_tokens(config)) or 1
+    longest = None
+    if isinstance(config, PPOConfig | GRPOConfig | RolloutConfig):
+        longest = config.sampling.max_completion_length
+        shares = planning.new_tokens or {longest: 1.0}
+        if max(shares) > longest:
+            raise ConfigError(
+                f"planning.new_tokens has {max(shares)} tokens, but sampling.max_completion_length is {longest}. "
+                "Shorten the one or raise the other."
+            )
+    else:  # nothing is generated: a row's last token stands for the new one
+        prompt, shares = max(1, prompt - 1), {1: 1.0}
+    return Workload(
+        prompt_tokens=prompt,
+        new_tokens=Lengths(points=tuple(sorted(shares.items()))),
+        max_new_tokens=longest,
+        epochs=config.num_ppo_epochs if isinstance(config, PPOConfig) else 1,
+        itemsize=ITEMSIZES[config.dtype],
+        recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
+    )
+
+
+def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:
+    for role, shape in shapes.items():
+        if workload.cache_tokens > shape.context:
+            raise ConfigError(
+                f"a prompt of {workload.prompt_tokens} tokens and an answer up to "
+                f"{workload.cache_tokens - workload.prompt_tokens} more exceed the {shape.context} positions of "
+                f"role {role!r}. Shorten them or choose another model."
+            )
+
+
+def _shape(role: str, parts: Role) -> ModelShape:
+    if parts.config is not None:
+        return ModelShape.from_config(parts.config, source=f"inline config of {role}")
+    if not Path(parts.folder).is_dir():
+        raise ConfigError(
+            f"the folder of role {role!r}, {parts.folder}, is not there. Name a Hugging Face model folder."
+        )
+    return _shape_of_folder(parts.folder)
+
+
+@cache
+def _shape_of_folder(folder: str) -> ModelShape:
+    return ModelShape.from_folder(folder)
+
+
+def plan_for(
+    problem: Problem,
+    mode: str,
+    time_limit_s: float,
+    seed: int,
+    evaluate: Mapping[str, CallAssignment] | None = None,
+) -> SearchResult:
+    """A plan in a mode of the planner. Raises ConfigError with the planner's sentence where there is none."""
+    try:
+        return find_plan(problem, mode, time_limit_s, seed, evaluate)
+    except (PlanError, ProblemError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def price_manual(problem: Problem, assignments: Mapping[str, CallAssignment]) -> Priced:
+    """A plan that a user wrote and what it costs, whether it fits memory or not.
+
+    Raises ConfigError when it is for another graph or cluster, or a strategy does not suit its model.
+    """
+    try:
+        return priced_plan(problem.graph, problem.model, assignments)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+
+
+def compare(
+    problem: Problem, known: SearchResult, time_limit_s: float, seed: int
+) -> dict[str, SearchResult | str]:
+    """What each mode finds, by its name; a sentence where it finds nothing that fits.
+
+    known         is taken as it is for its mode
+    time_limit_s  of search and mcmc each
+    """
+    found: dict[str, SearchResult | str] = {}
+    for mode in COMPARED:
+        try:
+            found[mode] = known if known.mode == mode else find_plan(problem, mode, time_limit_s, seed)
+        except (PlanError, ProblemError) as error:
+            found[mode] = str(error)
+    return found

@@ -1,0 +1,76 @@
+"""A priced plan as data: the JSON of `prefect-rlhf plan`, and the YAML that a run's `plan:` accepts."""
+
+from typing import Any
+
+from planner.mesh import Cluster
+from planner.price import PlanPrice
+from planner.search import SearchResult
+from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNode
+
+
+def result_document(result: SearchResult) -> dict[str, Any]:
+    """All figures of a result, JSON-able: seconds, bytes, and devices and hosts (`nodes`) by number."""
+    return {
+        "iteration_time_s": result.iteration_time_s,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "proven_optimal": result.proven_optimal,
+        "proof_class": result.proof_class,
+        "assignments": _assignments(result.plan, result.price),
+        "transfers": _transfers(result.plan, result.price),
+        "peak_memory_bytes": {
+            str(device): round(peak.total_bytes) for device, peak in sorted(result.price.peaks.items())
+        },
+        "search": {"mode": result.mode, "seconds": result.seconds, "evaluations": result.evaluations},
+    }
+
+
+def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
+    """{call: {devices, dp, tp, pp, micro_batches, balance}}: what a run's `plan:` accepts."""
+    document = {}
+    for node in plan.nodes:
+        if isinstance(node, CallNode):
+            given, s = node.assignment, node.placement.strategy
+            document[node.name] = {
+                "devices": list(node.placement.devices),
+                "dp": s.dp,
+                "tp": s.tp,
+                "pp": s.pp,
+                "micro_batches": given.micro_batches,
+                "balance": given.balance,
+            }
+    return document
+
+
+def _assignments(plan: ExecutionPlan, price: PlanPrice) -> dict[str, dict[str, Any]]:
+    cluster = Cluster(-(-plan.n_devices // plan.devices_per_host), plan.devices_per_host)
+    return {
+        call: {
+            "nodes": sorted({cluster.host(device) for device in given["devices"]}),
+            **{key: given[key] for key in ("devices", "dp", "tp", "pp", "micro_batches")},
+            "time_s": price.duration_s[call],
+        }
+        for call, given in plan_document(plan).items()
+    }
+
+
+def _transfers(plan: ExecutionPlan, price: PlanPrice) -> list[dict[str, Any]]:
+    found = []
+    for node in plan.nodes:
+        if isinstance(node, TransferNode):
+            source, destination, what = node.source.placement, node.destination.placement, list(node.keys)
+        elif isinstance(node, ReallocateNode):
+            source, destination, what = node.source, node.destination, [f"parameters of {node.role}"]
+        else:
+            continue
+        found.append(
+            {
+                "name": node.name,
+                "what": what,
+                "source": list(source.devices),
+                "destination": list(destination.devices),
+                "bytes": round(price.moved_bytes[node.name]),
+                "time_s": price.duration_s[node.name],
+            }
+        )
+    return found

@@ -1,0 +1,320 @@
+"""`prefect-rlhf plan`: what it prints and writes, and one sentence with status 2 for every mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.cli import run_command
+from rlhf_tasks.config import make_config, manual_assignments
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+CALLS = {
+    "actor_generate",
+    "reward_inference",
+    "ref_inference",
+    "critic_inference",
+    "actor_train",
+    "critic_train",
+}
+KEYS = {
+    "iteration_time_s",
+    "lower_bound_s",
+    "gap",
+    "proven_optimal",
+    "proof_class",
+    "assignments",
+    "transfers",
+    "peak_memory_bytes",
+    "search",
+}
+DISJOINT = {
+    "actor_generate": {"devices": [0]},
+    "reward_inference": {"devices": [1]},
+    "ref_inference": {"devices": [0]},
+    "critic_inference": {"devices": [1]},
+    "actor_train": {"devices": [0]},
+    "critic_train": {"devices": [1], "micro_batches": 2},
+}
+
+
+def ppo(**changes: Any) -> dict[str, Any]:
+    """A sound configuration for planning on 1x2 that names no file that exists."""
+    document = {
+        "type": "ppo",
+        "models": {"actor": {"config": LLAMA}, "reward": {"config": LLAMA}},
+        "data": {"train": "nowhere.jsonl"},
+        "sampling": {"max_completion_length": 16},
+        "batch_size": 8,
+        "num_mini_batches": 2,
+        "total_iterations": 100,
+        "cluster": {"devices_per_host": 2},
+        "planning": {"prompt_tokens": 16},
+    }
+    return {**document, **changes}
+
+
+@pytest.fixture
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Run `plan` on a document; gives (status, standard output, standard error)."""
+    monkeypatch.setattr("flows.commands.plans.console.width", 140)
+
+    def run(document: dict[str, Any], *arguments: str) -> tuple[int, str, str]:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+        status = run_command(["plan", "--config", str(tmp_path / "run.yaml"), *arguments])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write a document as YAML; gives its path as text."""
+
+    def make(document: Any, name: str = "file.yaml") -> str:
+        (tmp_path / name).write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+        return str(tmp_path / name)
+
+    return make
+
+
+def refused(outcome: tuple[int, str, str], *parts: str) -> None:
+    status, out, err = outcome
+    assert status == 2, (out, err)
+    assert err.count("\n") == 1, err
+    assert err.startswith("error: ")
+    for part in parts:
+        assert part in err, err
+
+
+@pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
+def test_a_plan_is_shown_and_its_figures_are_written(call, tmp_path, mode):
+    figures = tmp_path / "figures.json"
+    status, out, err = call(
+        ppo(), "--mode", mode, "--no-compare", "--time-limit", "2", "--json", str(figures)
+    )
+    assert status == 0, err
+    assert all(name in out for name in CALLS)
+    found = json.loads(figures.read_text())
+    assert set(found) == KEYS
+    assert set(found["assignments"]) == CALLS
+    assert 0 < found["lower_bound_s"] <= found["iteration_time_s"]
+    assert found["gap"] == pytest.approx(1 - found["lower_bound_s"] / found["iteration_time_s"])
+    assert found["search"]["mode"] == mode
+    assert set(found["search"]) == {"mode", "seconds", "evaluations"}
+    for given in found["assignments"].values():
+        assert set(given) == {"nodes", "devices", "dp", "tp", "pp", "micro_batches", "time_s"}
+        assert given["dp"] * given["tp"] * given["pp"] == len(given["devices"])
+        assert given["nodes"] == [0]
+    assert found["peak_memory_bytes"].keys() == {"0", "1"}
+    assert all(0 < size < 4e9 for size in found["peak_memory_bytes"].values())
+
+
+def test_a_found_plan_is_what_a_run_accepts_and_is_priced_alike(call, tmp_path):
+    plan, first, second = (str(tmp_path / name) for name in ("plan.yaml", "first.json", "second.json"))
+    status, _, err = call(ppo(), "--mode", "symmetric", "--no-compare", "--json", first, "--out", plan)
+    assert status == 0, err
+    config = make_config(ppo(plan=plan))
+    read = manual_assignments(config)
+    assert read is not None
+    status, _, err = call(ppo(), "--evaluate", plan, "--no-compare", "--json", second)
+    assert status == 0, err
+    before, after = (json.loads(Path(path).read_text()) for path in (first, second))
+    assert after["search"]["mode"] == "manual"
+    for key in ("assignments", "iteration_time_s", "peak_memory_bytes", "transfers"):
+        assert before[key] == after[key]
+    for name, given in before["assignments"].items():
+        assert list(read[name].placement.devices) == given["devices"]
+        assert read[name].micro_batches == given["micro_batches"]
+
+
+def test_a_manual_plan_has_its_price_and_its_transfers(call, write, tmp_path):
+    figures = tmp_path / "figures.json"
+    status, _, err = call(ppo(), "--evaluate", write(DISJOINT), "--no-compare", "--json", str(figures))
+    assert status == 0, err
+    found = json.loads(figures.read_text())
+    assert found["assignments"]["critic_train"]["devices"] == [1]
+    assert found["assignments"]["critic_train"]["micro_batches"] == 2
+    moved = {move["name"]: move for move in found["transfers"]}
+    to_reward = moved["transfer_actor_generate_to_reward_inference"]
+    assert to_reward["source"] == [0]
+    assert to_reward["destination"] == [1]
+    # 8 sequences of 32 tokens: input_ids of 8 bytes and the mask of 1; truncated; columns with the prompt
+    assert to_reward["bytes"] >= 8 * 32 * 9
+
+
+def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(call, write):
+    small = {"n_hosts": 1, "devices_per_host": 2, "device": {"like": "cpu-slot", "memory_bytes": 2_000_000}}
+    status, out, err = call(
+        ppo(), "--evaluate", write(DISJOINT, "plan.yaml"), "--cluster", write(small, "cluster.yaml")
+    )
+    assert "critic_train" in out, "the price is shown nevertheless"
+    refused((status, out, err), "plan.yaml does not fit", "Device ", " lacks ", " bytes", "would lower it")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"actor_trains": {"devices": [0]}}, ("actor_trains", "the calls of ppo are actor_generate")),
+        ({"actor_train": {"devices": [0, 1], "dp": 4}}, ("actor_train", "dp=4", "4 devices", "file.yaml")),
+        ({"actor_train": {"devices": [2]}}, ("actor_train", "devices 0 to 1")),
+        ({"actor_train": {"devices": [0], "tpp": 1}}, ("actor_train.tpp: unknown key",)),
+        ({"actor_train": {"devices": [0, 1], "pp": 2}, "critic_train": {"devices": []}}, ("critic_train",)),
+    ],
+)
+def test_a_plan_for_another_graph_or_cluster_is_refused(call, write, change, parts):
+    refused(call(ppo(), "--evaluate", write({**DISJOINT, **change})), *parts)
+
+
+def test_a_plan_that_leaves_a_call_out_is_refused(call, write):
+    part = {name: place for name, place in DISJOINT.items() if name != "ref_inference"}
+    refused(call(ppo(), "--evaluate", write(part)), "says nothing about ref_inference")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "parts"),
+    [
+        ({"n_hosts": 0}, ("n_hosts", "greater than 0", "0")),
+        ({"devices_per_host": -2}, ("devices_per_host", "-2")),
+        ({"device": "h9000"}, ("'h9000'", "a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot")),
+        ({"device": {"like": "h100-sxm", "memory_bytes": 0}}, ("memory_bytes", "greater than 0")),
+        (
+            {"device": {"like": "h100-sxm", "flops": 1e15}},
+            ("flops: unknown key, did you mean 'flops_per_s'?",),
+        ),
+        ({"device": {"name": "mine"}}, ("flops_per_s: required",)),
+        ({"between_hosts": {"bytes_per_s": -1}}, ("between_hosts.bytes_per_s", "-1")),
+        ({"between_hosts": {"bandwidth": 1}}, ("between_hosts.bandwidth: unknown key",)),
+        ({"hosts": 3}, ("hosts: unknown key, did you mean 'n_hosts'?",)),
+        ("n_hosts: 1\n  devices: [", ("file.yaml:2: not valid YAML",)),
+    ],
+)
+def test_a_faulty_cluster_file_is_refused(call, write, cluster, parts):
+    sound = {"n_hosts": 1, "devices_per_host": 2, "device": "cpu-slot"}
+    document = cluster if isinstance(cluster, str) else {**sound, **cluster}
+    refused(call(ppo(), "--cluster", write(document)), *parts)
+
+
+def test_a_figure_in_the_wrong_unit_is_warned_about(call, write):
+    cluster = {
+        "n_hosts": 1,
+        "devices_per_host": 2,
+        "device": "cpu-slot",
+        "between_hosts": {"bytes_per_s": 25},
+    }
+    status, _, err = call(ppo(), "--cluster", write(cluster), "--mode", "heuristic", "--no-compare")
+    assert status == 0
+    assert err.startswith("warning: ")
+    assert "between_hosts.bytes_per_s=25 is hardly true" in err
+    cluster["between_hosts"] = {"bytes_per_s": "2.5e9"}
+    status, _, err = call(ppo(), "--cluster", write(cluster), "--mode", "heuristic", "--no-compare")
+    assert (status, err) == (0, "")
+
+
+def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(call, write, tmp_path):
+    cluster = write("n_hosts: 1\ndevices_per_host: 4\ndevice: {like: cpu-slot, memory_bytes: 8e9}\n")
+    figures = tmp_path / "figures.json"
+    status, _, err = call(
+        ppo(), "--cluster", cluster, "--mode", "heuristic", "--no-compare", "--json", str(figures)
+    )
+    assert status == 0, err
+    assert json.loads(figures.read_text())["peak_memory_bytes"].keys() == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"planning": {"prompt_tokens": 0}}, ("planning.prompt_tokens", "greater than 0")),
+        ({"planning": {}}, ("models.actor is an inline config", "planning.prompt_tokens")),
+        ({"planning": {"prompt_tokens": 16, "new_tokens": 99}}, ("99 tokens", "max_completion_length is 16")),
+        ({"planning": {"prompt_tokens": 16, "new_tokens": {8: 0.5, 16: 0.4}}}, ("add up to 0.9",)),
+        ({"planning": {"prompt_tokens": 16, "new_tokens": "many"}}, ("planning.new_tokens", "'many'")),
+        ({"planning": {"prompt_tokens": 250}}, ("250 tokens", "16 more", "256 positions", "'actor'")),
+        ({"planning": {"prompt_tokens": 16, "device": "tpu"}}, ("'tpu'", "cpu-slot")),
+        ({"planning": {"prompt_tokens": 16, "device": "my.yaml"}}, ("my.yaml: no such file",)),
+        ({"models": {"actor": {"config": {"model_type": "bert"}}, "reward": "x"}}, ("actor", "bert")),
+        ({"models": {"actor": {"config": LLAMA}, "reward": "x"}}, ("role 'critic'", "is not there")),
+        ({"models": {"actor": {"configs": LLAMA}}}, ("models.actor.config",)),
+        ({"models": {"actor": {"config": {**LLAMA, "hidden_size": -1}}, "reward": "x"}}, ("hidden_size=-1",)),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(call, change, parts):
+    refused(call(ppo(**change), "--mode", "heuristic"), *parts)
+
+
+def test_a_time_limit_of_nothing_is_refused(call):
+    refused(call(ppo(), "--time-limit", "0"), "0")
+
+
+def test_models_that_no_device_holds_are_refused_with_device_and_bytes(call):
+    large = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    models = {"actor": {"config": large}, "reward": {"config": large}}
+    refused(call(ppo(models=models), "--mode", "heuristic"), " bytes", "would lower it")
+
+
+def test_lengths_come_from_the_data_where_they_are_not_given(call, tmp_path):
+    from tests.flows.test_cli import model_folder
+
+    model_folder(tmp_path / "model")
+    rows = [{"prompt": "a" * 20}, {"prompt": "a" * 10}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = ppo(
+        models={"actor": str(tmp_path / "model"), "reward": str(tmp_path / "model")},
+        data={"train": str(tmp_path / "prompts.jsonl")},
+        planning={},
+    )
+    times = []
+    for arguments in ((), ("planning.prompt_tokens=15",), ("planning.prompt_tokens=20",)):
+        figures = tmp_path / "figures.json"
+        status, _, err = call(
+            document, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
+        )
+        assert status == 0, err
+        times.append(json.loads(figures.read_text())["iteration_time_s"])
+    assert times[0] == times[1]
+    assert times[0] < times[2]
+
+
+def test_an_output_that_cannot_be_written_is_refused(call, tmp_path):
+    refused(
+        call(ppo(), "--mode", "heuristic", "--json", str(tmp_path / "no" / "figures.json")),
+        "figures.json cannot be written",
+    )
+
+
+def test_inline_models_and_grpo_are_planned_but_not_run(call, tmp_path):
+    run = ["run", "ppo", "--config", str(tmp_path / "run.yaml")]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(ppo()))
+    assert run_command(run) == 2
+    grpo = {key: value for key, value in ppo().items() if key != "type"} | {"type": "grpo"}
+    status, out, err = call(grpo, "--mode", "heuristic", "--no-compare")
+    assert status == 0, err
+    assert "critic" not in out
+    assert run_command(["run", "grpo", "--config", str(tmp_path / "run.yaml")]) == 2
+
+
+def test_planning_loads_neither_torch_nor_prefect(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(ppo()))
+    code = (
+        "import sys; from flows.cli import run_command; status = run_command(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'prefect', 'prefect_dask', 'distributed', 'matplotlib'}; "
+        "print('loaded:', sorted(heavy & sys.modules.keys())); sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, "plan", "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run([*command, "--mode", "heuristic"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("loaded: []\n"), done.stdout
