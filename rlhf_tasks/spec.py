@@ -13,9 +13,13 @@ CallKind = Literal["generate", "inference", "train_step"]
 
 
 class Frozen(BaseModel):
-    """Base of all specifications: immutable, and an unknown field is an error."""
+    """Base of all specifications: immutable, and an unknown field is an error.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    In JSON a number that is not finite stands as NaN or Infinity: the metrics of a skipped step have some, and
+    pydantic's null could not be read back.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class ModelFunctionCall(Frozen):

@@ -146,7 +146,7 @@ class Stage(nn.Module):
         cache  None, or the KV cache to fill (prefill) or to extend by one token per sequence (decoding)
         rows   last stage: positions [R] int64 of the tokens that pass the final norm and the head; None: all
         Returns hidden states [T, hidden]; on the last stage this rank's logits [R, vocabulary slice] or, with
-        the scalar head, values [R].
+        the scalar head, values [R], in float32 at least: returns and margins are computed from them.
         """
         hidden = self.model.embed_tokens(x) if self.is_first else x
         hidden = hidden[None]
@@ -180,7 +180,8 @@ class Stage(nn.Module):
     def _head(self, hidden: Tensor) -> Tensor:
         hidden = self.model.norm(hidden)
         if self.layout.head == "scalar":
-            return self.score(hidden).squeeze(-1)
+            wide = torch.promote_types(self.dtype, torch.float32)
+            return F.linear(hidden.to(wide), self.score.weight.to(wide)).squeeze(-1)
         weight = self.model.embed_tokens.weight if self._tied else self.lm_head.weight
         return F.linear(copy_to_ranks(hidden, self.tp_group), weight)
 

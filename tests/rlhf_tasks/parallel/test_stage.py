@@ -125,6 +125,19 @@ def test_the_scalar_head_gives_a_value_per_token():
     assert_close(stages[0].model.embed_tokens.weight.grad, model.model.embed_tokens.weight.grad, 1e-5)
 
 
+def test_values_of_16_bit_models_are_float32():
+    """A value rounded to 8 bits could not tell returns of 10.0 and 10.03 apart."""
+    config = tiny_config("llama")
+    model, sequences = tiny_model(config, "scalar").bfloat16(), tokens(*LENGTHS)
+    [stage] = pipeline(config, model, 1, "scalar", dtype=torch.bfloat16)
+    values = run([stage], sequences)
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+    assert_close(values, reference(model, "scalar", sequences).float(), 0.05)
+    weigh(values).backward()
+    assert stage.score.weight.grad.dtype == torch.bfloat16
+
+
 def test_the_padding_token_gets_no_gradient_as_in_transformers():
     config = tiny_config("llama", pad_token_id=2)
     model, sequences = tiny_model(config), [torch.tensor([5, 2, 7])]
