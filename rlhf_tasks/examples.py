@@ -55,9 +55,11 @@ def completion_example(row: Row, tokenizer: Tokenizer) -> CompletionExample:
         prompt, completion = _turn_ids(messages[:-1], messages[-1:], tokenizer)
     elif "text" in row:
         ids = _ended(tokenizer.encode(_text(row["text"], "text"), special_tokens=True), tokenizer)
-        prompt, completion = ids[:1], ids[1:]  # nothing stands before the first token to predict it from
+        prompt, completion = [], ids
     else:
         prompt, completion = _answer_ids(_column(row, "prompt"), _column(row, "completion"), tokenizer)
+    if not prompt:  # nothing stands before the first token to predict it from
+        prompt, completion = completion[:1], completion[1:]
     if not completion:
         raise DataError("has nothing to learn: the completion is empty.")
     return CompletionExample(prompt + completion, len(prompt))

@@ -130,10 +130,16 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
 
 
 def _fill(stage: Stage, parts: Role, seed: int) -> None:
+    """Give a resident its weights. Raises ValueError when a frozen role would have a head drawn at random."""
     if parts.random_init:
         initialise(stage, seed)
-    else:
-        load(stage, parts.folder, seed)
+        return
+    missing = load(stage, parts.folder, seed)
+    if missing and parts.optimizer is None:
+        raise ValueError(
+            f"Model folder {parts.folder!r} has no {missing[0]}: it holds a language model, whose scores would "
+            "be random. Name a reward model, such as one that `prefect-rlhf run reward_model` has made."
+        )
 
 
 def _replace(stage: Stage, slices: dict[str, Tensor]) -> None:

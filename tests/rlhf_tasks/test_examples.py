@@ -76,6 +76,15 @@ def test_text_learns_all_that_can_be_predicted(plain: Tokenizer):
     assert completion_example({"text": "abc<eos>"}, plain) == example
 
 
+def test_without_a_prompt_the_first_token_is_not_learned(plain: Tokenizer):
+    """Nothing predicts it, and the loss's denominator counts the tokens that are learned."""
+    assert completion_example({"prompt": "", "completion": "abc"}, plain) == completion_example(
+        {"text": "abc"}, plain
+    )
+    with pytest.raises(DataError, match="nothing to learn"):
+        completion_example({"prompt": "", "completion": ""}, plain)
+
+
 def test_messages_learn_the_last_turn(chat: Tokenizer):
     example = completion_example({"messages": [USER, ANSWER]}, chat)
     assert text(chat, example.input_ids) == "<|user|>hi<eos><|assistant|>ho<eos>"
