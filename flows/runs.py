@@ -15,7 +15,7 @@ from rich.console import Console
 
 from flows import artifacts
 from flows.clocks import spans_of
-from flows.cluster import Cluster, found_cluster, local_cluster
+from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.prepare import PLAN, Prepared, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, taken
 from flows.server import prefect_server
@@ -69,9 +69,13 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
 
 
 def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path, AnyConfig]:
-    """The folder of a run and its configuration: the one named, the one to resume, or a new one."""
+    """The folder of a run and its configuration: the one named, the one to resume, or a new one.
+
+    A run goes on as it began, but where its ranks are is said anew: a cluster may have moved.
+    """
     if run_folder is not None:
-        return existing_run_folder(run_folder)
+        folder, begun = existing_run_folder(run_folder)
+        return folder, begun if config is None else begun.model_copy(update={"cluster": config.cluster})
     assert config is not None, "a run has a configuration or a folder to go on in"
     config = resolve_paths(config, Path.cwd())
     if config.resume not in ("never", "auto"):
@@ -86,13 +90,26 @@ def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path, An
 @contextmanager
 def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     """The cluster that a configuration names, or one of our own on this machine."""
-    n_devices = config.cluster.n_devices
-    if config.cluster.address is not None:
-        address = config.cluster.address
-        with found_cluster(address, n_devices, folder=folder, environment=environment) as cluster:
+    place = config.cluster
+    if place.address is not None:
+        with found_cluster(
+            place.address,
+            place.n_devices,
+            folder=folder,
+            devices_per_host=place.devices_per_host,
+            environment=environment,
+        ) as cluster:
             yield cluster
     else:
-        with local_cluster(n_devices, environment, gpus=_has_gpus(), folder=folder / "scratch") as cluster:
+        n_gpus = gpus_here()
+        if 0 < n_gpus < place.n_devices:
+            raise ClusterError(
+                f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.devices_per_host} are {place.n_devices} "
+                f"ranks; this machine has {n_gpus} GPUs. Ask for fewer, or name a larger cluster by cluster.address."
+            )
+        with local_cluster(
+            place.n_devices, environment, gpus=n_gpus > 0, folder=folder / "scratch"
+        ) as cluster:
             yield cluster
 
 
@@ -184,8 +201,9 @@ def _keep_identity(folder: Path, prepared: Prepared) -> None:
     (folder / PLAN).write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
 
 
-def _has_gpus() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+def gpus_here() -> int:
+    """Number of NVIDIA GPUs of this machine, found without loading torch."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def flow_run_name() -> str:

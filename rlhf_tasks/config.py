@@ -283,6 +283,14 @@ def make_config(document: Mapping[str, Any]) -> AnyConfig:
         raise ConfigError(first_fault(error, CONFIG_TYPES[kind], kind)) from None
 
 
+def override(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig:
+    """A configuration with some keys changed, as `load_config` does it. Raises ConfigError."""
+    document = config.model_dump(mode="json")
+    for change in overrides:
+        _apply_override(document, change)
+    return make_config(document)
+
+
 def manual_assignments(config: AnyConfig) -> dict[str, CallAssignment] | None:
     """The plan given by hand (inline, or in the YAML file that `plan` names); None: it has to be made.
 
