@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ from flows.training import run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import AnyConfig, ConfigError, resolve_paths
-from rlhf_tasks.journals import LINEAGE, METRICS
+from rlhf_tasks.journals import LINEAGE, METRICS, lineage_lines, metrics_line
+from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed
 
 REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
@@ -119,6 +121,8 @@ class RunView:
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
+        # Lineage of the newest iterations. The journal of a long run is too large to read again and again.
+        self._recent: deque[dict[str, Any]] = deque(maxlen=TIMELINE_ITERATIONS * len(prepared.plan.nodes))
         self._drawn_s = 0.0
         self._last_s = time.monotonic()
 
@@ -130,11 +134,11 @@ class RunView:
     async def on_commit(self, committed: Committed, stop_after: Callable[[int], None]) -> None:
         """After each commit: a line and the bar; curves and timeline every so often."""
         now = time.monotonic()
-        metrics = read_jsonl(self._folder / METRICS)
+        results = by_rank(committed)
+        metrics = json.loads(metrics_line(committed.iteration, results))
+        self._recent.extend(map(json.loads, lineage_lines(committed.iteration, results)))
         done = committed.iteration + 1
-        figures = [
-            f"{name} {metrics[-1][name]:.3f}" for name in SHOWN_METRICS if metrics and name in metrics[-1]
-        ]
+        figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if name in metrics]
         head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
         line = ", ".join([head, *figures])
         get_run_logger().info(line)
@@ -151,11 +155,14 @@ class RunView:
         await self._draw()
 
     async def _draw(self) -> None:
-        spans = spans_of(self._prepared.plan, read_jsonl(self._folder / LINEAGE))
-        newest = max((span.iteration for span in spans), default=0)
-        await artifacts.show_curves(read_jsonl(self._folder / METRICS))
-        await artifacts.show_timeline([s for s in spans if s.iteration > newest - TIMELINE_ITERATIONS])
-        await artifacts.show_completions(latest_samples(self._folder))
+        await artifacts.show_curves(await asyncio.to_thread(read_jsonl, self._folder / METRICS))
+        await artifacts.show_timeline(spans_of(self._prepared.plan, self._recent))
+        await artifacts.show_completions(await asyncio.to_thread(latest_samples, self._folder))
+
+
+def by_rank(committed: Committed) -> dict[str, dict[int, NodeResult]]:
+    """Node -> rank -> result, as the journals have it."""
+    return {node: {result.rank: result for result in ranks} for node, ranks in committed.results.items()}
 
 
 def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
