@@ -372,4 +372,4 @@ def _scheduler_settings(dask_scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _worker_listeners(dask_worker: Worker) -> list[str]:
-    return [listener.listen_address for listener in dask_worker.listeners]
+    return [str(listener.listen_address) for listener in dask_worker.listeners]

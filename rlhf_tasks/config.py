@@ -267,8 +267,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     Raises ConfigError for a missing or malformed file and for every fault in a field.
     """
     document = read_yaml(Path(path))
-    for override in overrides:
-        _apply_override(document, override)
+    for change in overrides:
+        _apply_override(document, change)
     return resolve_paths(make_config(document), base or Path.cwd())
 
 
