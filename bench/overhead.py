@@ -15,6 +15,7 @@ import json
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -74,22 +75,27 @@ def run_once(
 ) -> tuple[Committed, ...]:
     """One run; its iterations with every node's results."""
     config = {"sleep_s": {name: share * iteration_s for name, share in SHARES.items()}}
+    iterations_done: list[Committed] = []
+
+    async def on_commit(committed: Committed, stop_after: Callable[[int], None]) -> None:
+        iterations_done.append(committed)
 
     @flow(name="bench-overhead", persist_result=False)
     async def parent() -> tuple[Committed, ...]:
         with tempfile.TemporaryDirectory() as folder:
-            result = await run_training(
+            await run_training(
                 plan,
                 config,
                 cluster,
                 run="bench",
                 run_folder=Path(folder),
                 iterations=iterations,
+                on_commit=on_commit,
                 dispatch_ahead=ahead,
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
             )
-        return result.iterations
+        return tuple(iterations_done)
 
     return asyncio.run(parent())
 

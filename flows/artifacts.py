@@ -3,6 +3,7 @@
 Pictures travel as base64 PNG in markdown, which both versions of the UI draw; inline SVG is drawn by neither.
 """
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ async def show_plan(plan: ExecutionPlan) -> None:
 async def show_curves(metrics: Sequence[Mapping[str, float]]) -> None:
     """Reward, KL, losses over the committed iterations."""
     if metrics:
-        png = curves(metrics, PANELS)
+        png = await asyncio.to_thread(curves, metrics, PANELS)  # about a second: the run must go on meanwhile
         await acreate_markdown_artifact(
             f"# After {len(metrics)} iterations\n\n{picture(png, 'curves')}\n",
             key="curves",
@@ -59,8 +60,9 @@ async def show_timeline(spans: Sequence[Span]) -> None:
     if spans:
         shown = sorted({span.iteration for span in spans})
         title = f"iterations {shown[0]} to {shown[-1]}"
+        png = await asyncio.to_thread(timeline, spans, title)
         await acreate_markdown_artifact(
-            f"# Devices over time\n\n{picture(timeline(spans, title), title)}\n",
+            f"# Devices over time\n\n{picture(png, title)}\n",
             key="device-timeline",
             description="What each rank ran when, by its own clock.",
         )

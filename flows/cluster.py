@@ -9,17 +9,19 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
+from itertools import groupby
 from pathlib import Path
 from platform import python_version
 from typing import Any, cast
 from uuid import uuid4
 
 import dask
-from distributed import Client, Nanny, Scheduler, Security, SpecCluster
+from distributed import Client, Nanny, Scheduler, Security, SpecCluster, Worker
 
 from rlhf_tasks.config import ConfigError
 from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin, report_to
@@ -80,7 +82,8 @@ def local_cluster(
     """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
 
     environment  for all workers: the Prefect server's address and login
-    gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it offers `slot`
+    gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
+                 offers `slot`
     folder       where workers keep scratch files
     All processes are gone when the context ends. Raises TimeoutError when they are not up in time.
     """
@@ -104,7 +107,8 @@ def local_cluster(
                     "resources": {"GPU" if gpus else "slot": 1},
                     "env": {
                         "OMP_NUM_THREADS": str(threads),
-                        **({"CUDA_VISIBLE_DEVICES": str(rank)} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}),
+                        "CUDA_VISIBLE_DEVICES": str(rank) if gpus else "",
+                        **({} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}),
                     },
                 },
             }
@@ -154,41 +158,49 @@ def found_cluster(
     n_ranks: int,
     *,
     folder: Path,
+    devices_per_host: int = 1,
     environment: Mapping[str, str] | None = None,
     security: Security | None = None,
     deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[Cluster]:
     """A cluster that runs already, by its scheduler's address; it is left as it was found.
 
-    folder       the run folder: every host must see it
-    environment  the Prefect server's address and login, which the controller reports to
-    security     certificates for a tls:// address
-    deadline_s   how long to wait for enough workers
+    folder            the run folder: every host must see it
+    devices_per_host  ranks of the plan that must share a host
+    environment       the Prefect server's address and login, which the controller reports to
+    security          certificates for a tls:// address
+    deadline_s        how long to wait for enough workers
     Raises ClusterError naming the setting, the version or the number of workers to change.
     """
     with Client(address, set_as_default=False, timeout=30, security=security) as client:
         refuse_unsafe(client)
-        cluster = form_cluster(client, n_ranks, deadline_s)
+        cluster = form_cluster(client, n_ranks, devices_per_host, deadline_s)
+        _refuse_exposed(client, cluster)
         _refuse_private_folder(client, cluster, folder)
         if environment is not None:
             client.run(report_to, dict(environment), workers=[cluster.controller.address])
         yield cluster
 
 
-def form_cluster(client: Client, n_ranks: int, deadline_s: float = START_DEADLINE_S) -> Cluster:
+def form_cluster(
+    client: Client, n_ranks: int, devices_per_host: int = 1, deadline_s: float = START_DEADLINE_S
+) -> Cluster:
     """Choose ranks and controller among a cluster's workers, and make them what they are.
 
-    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks`
-    serve. The controller is the worker that offers `controller`. Raises ClusterError when they are not there
-    within the deadline.
+    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks` of
+    those that form whole hosts of the plan serve. The controller is the worker that offers `controller`.
+    Raises ClusterError when they are not there within the deadline.
     """
     deadline = time.monotonic() + deadline_s
     while True:
-        ranks, controllers = members(client.scheduler_info()["workers"])
+        offered, controllers = members(client.scheduler_info()["workers"])
+        ranks = whole_hosts(offered, devices_per_host)
         if len(ranks) >= n_ranks and controllers:
             break
         if time.monotonic() > deadline:
-            raise ClusterError(_too_few(_address(client), n_ranks, len(ranks), len(controllers)))
+            raise ClusterError(
+                _too_few(_address(client), n_ranks, devices_per_host, offered, ranks, controllers)
+            )
         time.sleep(0.1)
     _refuse_other_versions(client, ranks[:n_ranks] + controllers[:1])
     client.register_plugin(ProcessPlugin())
@@ -204,13 +216,8 @@ def refuse_unsafe(client: Client) -> None:
     """Raises ClusterError for a scheduler whose settings make a run unsafe, naming the setting and the safe
     value."""
     address = _address(client)
-    host = address.split("://")[-1].rsplit(":", 1)[0]
-    if not address.startswith("tls://") and host not in ("127.0.0.1", "localhost", "[::1]"):
-        raise ClusterError(
-            f"the scheduler {address} is not on loopback and does not use TLS: whoever reaches it can run "
-            "code. Start scheduler and workers with certificates (tls://)."
-        )
     settings = cast(dict[str, Any], client.run_on_scheduler(_scheduler_settings))
+    _refuse_reachable(f"the scheduler {address}", settings["listens_on"])
     if settings["allowed_failures"] != 0:
         raise ClusterError(
             f"distributed.scheduler.allowed-failures is {settings['allowed_failures']} on {address}: the "
@@ -246,23 +253,65 @@ def members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], lis
     return sorted(ranks, key=_order), sorted(controllers, key=_order)
 
 
+def whole_hosts(ranks: Sequence[Member], devices_per_host: int) -> list[Member]:
+    """The ranks, sorted by host, that fill hosts of the plan: each run of `devices_per_host` is on one host. What
+    is left over on a host does not serve."""
+    whole: list[Member] = []
+    for _, group in groupby(ranks, key=lambda rank: rank.host):
+        there = list(group)
+        whole += there[: len(there) // devices_per_host * devices_per_host]
+    return whole
+
+
 def _order(member: Member) -> tuple[str, list[str | int]]:
     """By host, then by name with its numbers compared as numbers: rank-10 follows rank-9."""
     parts = re.split(r"(\d+)", member.name)  # text and numbers alternate
     return member.host, [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
-def _too_few(address: str, n_ranks: int, found: int, controllers: int) -> str:
+def _too_few(
+    address: str,
+    n_ranks: int,
+    devices_per_host: int,
+    offered: Sequence[Member],
+    ranks: Sequence[Member],
+    controllers: Sequence[Member],
+) -> str:
+    here = "" if address.startswith("tls://") else " --host 127.0.0.1"
     if not controllers:
         return (
             f"the cluster at {address} has no controller. "
-            f"Start one: dask worker {address} --name controller --nthreads {CONTROLLER_THREADS} "
+            f"Start one: dask worker {address}{here} --name controller --nthreads {CONTROLLER_THREADS} "
             f"--resources controller=1"
         )
+    found = f"{len(offered)} (workers with a GPU or slot resource)"
+    if len(ranks) < len(offered):
+        found += f", {len(ranks)} of them {devices_per_host} to a host as cluster.devices_per_host wants it"
     return (
-        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found} (workers with a GPU or "
-        f"slot resource). Start {n_ranks - found} more: dask worker {address} --nthreads 1 --resources slot=1"
+        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found}. "
+        f"Start {n_ranks - len(ranks)} more: dask worker {address}{here} --nthreads 1 --resources slot=1"
     )
+
+
+def _refuse_reachable(who: str, listens_on: Sequence[str]) -> None:
+    """Raises ClusterError for a process that others than this host reach without TLS."""
+    for address in listens_on:
+        host = address.split("://")[-1].rsplit(":", 1)[0].strip("[]")
+        if not address.startswith("tls://") and host != "localhost" and not ip_address(host).is_loopback:
+            raise ClusterError(
+                f"{who} listens on {address} without TLS: whoever reaches it can run code. Start it with "
+                "--host 127.0.0.1, or scheduler and workers with certificates (tls://)."
+            )
+
+
+def _refuse_exposed(client: Client, cluster: Cluster) -> None:
+    """What holds for the scheduler holds for the workers: they run what they are sent."""
+    members = (*cluster.ranks, cluster.controller)
+    found = cast(
+        dict[str, list[str]], client.run(_worker_listeners, workers=[member.address for member in members])
+    )
+    for member in members:
+        _refuse_reachable(f"worker {member.name}", found[member.address])
 
 
 def _refuse_private_folder(client: Client, cluster: Cluster, folder: Path) -> None:
@@ -315,4 +364,12 @@ def _address(client: Client) -> str:
 
 
 def _scheduler_settings(dask_scheduler: Scheduler) -> dict[str, Any]:
-    return {"allowed_failures": dask_scheduler.allowed_failures, "worker_ttl": dask_scheduler.worker_ttl}
+    return {
+        "allowed_failures": dask_scheduler.allowed_failures,
+        "worker_ttl": dask_scheduler.worker_ttl,
+        "listens_on": [listener.listen_address for listener in dask_scheduler.listeners],
+    }
+
+
+def _worker_listeners(dask_worker: Worker) -> list[str]:
+    return [str(listener.listen_address) for listener in dask_worker.listeners]

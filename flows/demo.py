@@ -62,15 +62,31 @@ class Demo:
 
 
 @contextmanager
-def demo_at(folder: Path, seed: int) -> Iterator[Demo]:
-    """The demo in a folder, with a Prefect server and a cluster of `RANKS` for all of its stages."""
+def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
+    """The demo in a folder, with a Prefect server and a cluster of `RANKS` for all of its stages.
+
+    seed  None: that of the demo which is there, else 0
+    Raises ConfigError when the demo that is there has another seed: its results would be taken for this one's.
+    """
     place = folder.resolve()
     place.mkdir(parents=True, exist_ok=True)
+    seed = settle_seed(place, seed)
     with (
         prefect_server(place) as server,
         local_cluster(RANKS, server.environment, folder=place / "scratch") as cluster,
     ):
         yield Demo(place, seed, cluster.scheduler_address)
+
+
+def settle_seed(place: Path, seed: int | None) -> int:
+    """The seed of the demo in a folder, written down by whoever begins it. Raises ConfigError for another one."""
+    record = place / "seed"
+    begun = int(record.read_text()) if record.exists() else None
+    if begun is not None and seed not in (None, begun):
+        raise ConfigError(f"{place} holds the demo of seed {begun}. For seed {seed} name another folder.")
+    settled = seed if begun is None else begun
+    record.write_text(str(settled or 0))
+    return settled or 0
 
 
 async def make_models(demo: Demo) -> PPOConfig:

@@ -18,12 +18,12 @@ async def rlhf_ppo(config: PPOConfig | None = None, run_folder: str | None = Non
 
     config      the run's configuration; without one the demo's, on the models of runs/demo, which are trained
                 first where they are not there yet
-    run_folder  an existing run folder to go on in; its configuration counts then
+    run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
     Returns the run's summary.
     """
     if config is not None or run_folder is not None:
         return await carry_out(config, run_folder)
-    with demo_at(RUNS / "demo", seed=0) as demo:
+    with demo_at(RUNS / "demo", seed=None) as demo:
         policy = await make_models(demo)
         fresh = policy.model_copy(update={"name": None, "output_dir": str(RUNS.resolve())})
         return await carry_out(fresh)

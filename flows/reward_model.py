@@ -13,7 +13,7 @@ async def reward_model(config: RewardModelConfig, run_folder: str | None = None)
     """A reward model from preference pairs.
 
     config      the run's configuration
-    run_folder  an existing run folder to go on in; its configuration counts then
+    run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
     Returns the run's summary.
     """
     return await carry_out(config, run_folder)

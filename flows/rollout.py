@@ -13,7 +13,7 @@ async def rollout(config: RolloutConfig, run_folder: str | None = None) -> dict[
     """Samples from a model, scored and written as JSONL into the run folder.
 
     config      the run's configuration
-    run_folder  an existing run folder to go on in; its configuration counts then
+    run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
     Returns the run's summary.
     """
     return await carry_out(config, run_folder)

@@ -1,11 +1,16 @@
 """Run folders: one per run, taken by a lock while the run lives.
 
 runs/NAME/config.json      the configuration of the run, for --resume
+          data.sha256      digest of its rows: a resumed run must find the same
           plan.json        the execution plan
+          attempts/        one empty file per attempt, by number
           step-00000042/   commits
           metrics.jsonl    one row per committed iteration
-          nodes.jsonl      what each rank did when, by its own clock
+          lineage.jsonl    one row per node of it: versions, and what each rank did when, by its own clock
+          samples/         what PPO and rollouts sampled, one file per iteration
+          model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run
+          prefect/         data base, login and log of the run's own Prefect server
 """
 
 import json

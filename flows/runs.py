@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from flows import artifacts
 from flows.clocks import spans_of
-from flows.cluster import Cluster, found_cluster, local_cluster
+from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.prepare import PLAN, Prepared, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, taken
 from flows.server import prefect_server
@@ -24,7 +25,8 @@ from flows.training import run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import AnyConfig, ConfigError, resolve_paths
-from rlhf_tasks.journals import LINEAGE, METRICS
+from rlhf_tasks.journals import LINEAGE, METRICS, lineage_lines, metrics_line
+from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed
 
 REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
@@ -69,9 +71,13 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
 
 
 def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path, AnyConfig]:
-    """The folder of a run and its configuration: the one named, the one to resume, or a new one."""
+    """The folder of a run and its configuration: the one named, the one to resume, or a new one.
+
+    A run goes on as it began, but where its ranks are is said anew: a cluster may have moved.
+    """
     if run_folder is not None:
-        return existing_run_folder(run_folder)
+        folder, begun = existing_run_folder(run_folder)
+        return folder, begun if config is None else begun.model_copy(update={"cluster": config.cluster})
     assert config is not None, "a run has a configuration or a folder to go on in"
     config = resolve_paths(config, Path.cwd())
     if config.resume not in ("never", "auto"):
@@ -86,13 +92,26 @@ def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path, An
 @contextmanager
 def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     """The cluster that a configuration names, or one of our own on this machine."""
-    n_devices = config.cluster.n_devices
-    if config.cluster.address is not None:
-        address = config.cluster.address
-        with found_cluster(address, n_devices, folder=folder, environment=environment) as cluster:
+    place = config.cluster
+    if place.address is not None:
+        with found_cluster(
+            place.address,
+            place.n_devices,
+            folder=folder,
+            devices_per_host=place.devices_per_host,
+            environment=environment,
+        ) as cluster:
             yield cluster
     else:
-        with local_cluster(n_devices, environment, gpus=_has_gpus(), folder=folder / "scratch") as cluster:
+        n_gpus = gpus_here()
+        if 0 < n_gpus < place.n_devices:
+            raise ClusterError(
+                f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.devices_per_host} are {place.n_devices} "
+                f"ranks; this machine has {n_gpus} GPUs. Ask for fewer, or name a larger cluster by cluster.address."
+            )
+        with local_cluster(
+            place.n_devices, environment, gpus=n_gpus > 0, folder=folder / "scratch"
+        ) as cluster:
             yield cluster
 
 
@@ -102,6 +121,8 @@ class RunView:
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
+        # Lineage of the newest iterations. The journal of a long run is too large to read again and again.
+        self._recent: deque[dict[str, Any]] = deque(maxlen=TIMELINE_ITERATIONS * len(prepared.plan.nodes))
         self._drawn_s = 0.0
         self._last_s = time.monotonic()
 
@@ -113,11 +134,11 @@ class RunView:
     async def on_commit(self, committed: Committed, stop_after: Callable[[int], None]) -> None:
         """After each commit: a line and the bar; curves and timeline every so often."""
         now = time.monotonic()
-        metrics = read_jsonl(self._folder / METRICS)
+        results = by_rank(committed)
+        metrics = json.loads(metrics_line(committed.iteration, results))
+        self._recent.extend(map(json.loads, lineage_lines(committed.iteration, results)))
         done = committed.iteration + 1
-        figures = [
-            f"{name} {metrics[-1][name]:.3f}" for name in SHOWN_METRICS if metrics and name in metrics[-1]
-        ]
+        figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if name in metrics]
         head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
         line = ", ".join([head, *figures])
         get_run_logger().info(line)
@@ -134,11 +155,14 @@ class RunView:
         await self._draw()
 
     async def _draw(self) -> None:
-        spans = spans_of(self._prepared.plan, read_jsonl(self._folder / LINEAGE))
-        newest = max((span.iteration for span in spans), default=0)
-        await artifacts.show_curves(read_jsonl(self._folder / METRICS))
-        await artifacts.show_timeline([s for s in spans if s.iteration > newest - TIMELINE_ITERATIONS])
-        await artifacts.show_completions(latest_samples(self._folder))
+        await artifacts.show_curves(await asyncio.to_thread(read_jsonl, self._folder / METRICS))
+        await artifacts.show_timeline(spans_of(self._prepared.plan, self._recent))
+        await artifacts.show_completions(await asyncio.to_thread(latest_samples, self._folder))
+
+
+def by_rank(committed: Committed) -> dict[str, dict[int, NodeResult]]:
+    """Node -> rank -> result, as the journals have it."""
+    return {node: {result.rank: result for result in ranks} for node, ranks in committed.results.items()}
 
 
 def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
@@ -184,8 +208,9 @@ def _keep_identity(folder: Path, prepared: Prepared) -> None:
     (folder / PLAN).write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
 
 
-def _has_gpus() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+def gpus_here() -> int:
+    """Number of NVIDIA GPUs of this machine, found without loading torch."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def flow_run_name() -> str:

@@ -9,11 +9,12 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from inspect import isawaitable
 from pathlib import Path
@@ -105,14 +106,18 @@ def own_server(folder: Path) -> Iterator[PrefectServer]:
 
 
 def _login(home: Path) -> str:
-    """The login of this home: made once, readable by its owner only."""
+    """The login of this home: made once, readable by its owner only.
+
+    It appears whole: a server that finds an empty one would ask for none.
+    """
     path = home / "auth"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_text()
-    with open(descriptor, "w") as file:
-        file.write(f"admin:{secrets.token_urlsafe(18)}")
+    if not path.exists():
+        descriptor, fresh = tempfile.mkstemp(dir=home)  # mode 0600
+        with open(descriptor, "w") as file:
+            file.write(f"admin:{secrets.token_urlsafe(18)}")
+        with suppress(FileExistsError):
+            os.link(fresh, path)
+        os.unlink(fresh)
     return path.read_text()
 
 

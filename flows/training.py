@@ -57,12 +57,10 @@ class TrainingResult:
     """How a run ended.
 
     committed_step  number of committed iterations
-    iterations      those of this attempt, in order, with every node's results
     faults          the causes of the rebuilds
     """
 
     committed_step: int
-    iterations: tuple[Committed, ...]
     faults: tuple[str, ...]
 
 
@@ -136,7 +134,6 @@ class Training:
         self._ends: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._subflows: set[asyncio.Task[Any]] = set()
         self._held: Enterable | None = None
-        self._committed: list[Committed] = []
         self._faults: list[str] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +162,7 @@ class Training:
                 if not end.done():
                     end.set_result(Aborted(iteration=-1, generation=-1, cause="the run has ended."))
             await self._wait_subflows(RETIRE_S)
-        return TrainingResult(step, tuple(self._committed), tuple(self._faults))
+        return TrainingResult(step, tuple(self._faults))
 
     async def _follow(self, comm: Any, writer: Writer, commits: asyncio.Queue[Committed | None]) -> int:
         """Act on the controller's events until the last commit; its step."""
@@ -174,7 +171,6 @@ class Training:
                 case Enterable() as place:
                     self._enter(place, writer)
                 case Committed() as committed:
-                    self._committed.append(committed)
                     commits.put_nowait(committed)
                     self._end(committed.iteration, None, committed)
                     if self._held is not None:
@@ -206,7 +202,7 @@ class Training:
         writer.put(Enter(iteration=iteration, generation=generation))
         subflow = asyncio.create_task(iteration_flow(self, iteration, generation)())
         self._subflows.add(subflow)
-        subflow.add_done_callback(self._subflow_ended)
+        subflow.add_done_callback(lambda ended: self._subflow_ended(ended, (iteration, generation)))
 
     def _end(self, iteration: int, generation: int | None, end: Any) -> None:
         """An iteration has ended, under a generation or (committed) whichever it was entered under last."""
@@ -214,8 +210,12 @@ class Training:
             if place[0] == iteration and generation in (None, place[1]) and not future.done():
                 future.set_result(end)
 
-    def _subflow_ended(self, subflow: asyncio.Task[Any]) -> None:
+    def _subflow_ended(self, subflow: asyncio.Task[Any], place: tuple[int, int]) -> None:
+        """Nobody watches the iteration any more: its end, which holds every rank's results, is forgotten."""
         self._subflows.discard(subflow)
+        end = self._ends.get(place)
+        if end is not None and end.done():
+            del self._ends[place]
         if not subflow.cancelled() and (error := subflow.exception()) is not None:
             logger.info("a subflow has ended: %s", error)
 

@@ -15,12 +15,12 @@ from uuid import uuid4
 from distributed import Worker
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
 from rlhf_tasks.protocol.phases import State, Timeouts
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.rank_link import RankLink
 from rlhf_tasks.rendezvous import Rendezvous
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeResult, SaveNode
+from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
 from rlhf_tasks.transport import (
     Aborted,
     Committed,
@@ -43,7 +43,6 @@ from rlhf_tasks.transport import (
 logger = logging.getLogger(__name__)
 TICK_S = 0.2
 GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
-GROUP_TIMEOUT_FACTOR = 2.0  # process groups outlast every node's deadline: the ledger's cause comes first
 CONNECT_DEADLINE_S = 120.0
 RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
 
@@ -264,8 +263,6 @@ class Attempt:
 
     def _restore_rank(self, instruction: do.RestoreRank) -> None:
         spec, generation = self.spec, instruction.generation
-        deadlines = self.ledger.account.sequencer.deadlines
-        longest_s = max(deadlines.of(node.name) for node in spec.plan.nodes)
         generation_spec = GenerationSpec(
             run=spec.run,
             attempt=spec.attempt,
@@ -281,7 +278,7 @@ class Attempt:
             store_host=self._rendezvous.host,
             store_port=self._rendezvous.port,
             store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",
-            timeout_s=max(GROUP_TIMEOUT_FLOOR_S, GROUP_TIMEOUT_FACTOR * longest_s),
+            timeout_s=group_timeout_s(spec.plan, self.ledger.account.sequencer.deadlines),
         )
         self._links[instruction.rank].send(Restore(spec=generation_spec))
 
@@ -333,3 +330,12 @@ class Attempt:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def group_timeout_s(plan: ExecutionPlan, deadlines: Deadlines) -> float:
+    """Timeout of a generation's process groups: no wait that the ledger allows may reach it.
+
+    A rank inside a collective waits out all that its peers do before it, each node within its own deadline: at
+    most what is left of the iterations in flight.
+    """
+    return GROUP_TIMEOUT_FLOOR_S + OVERLAPPING * sum(deadlines.of(node.name) for node in plan.nodes)

@@ -113,10 +113,16 @@ def prune(run_folder: Path, keep_last: int) -> None:
 
 
 def sweep(run_folder: Path) -> None:
-    """Remove what attempts that have ended left unfinished. Only for the holder of the run's lease."""
+    """Remove what attempts that have ended left unfinished. Only for the holder of the run's lease.
+
+    A rank that has not noticed yet may still be writing into one: that one stays for the next attempt to remove.
+    """
     for path in run_folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("%s is left for the next attempt: %s", path, error)
 
 
 def _steps(run_folder: Path) -> list[int]:

@@ -267,8 +267,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     Raises ConfigError for a missing or malformed file and for every fault in a field.
     """
     document = read_yaml(Path(path))
-    for override in overrides:
-        _apply_override(document, override)
+    for change in overrides:
+        _apply_override(document, change)
     return resolve_paths(make_config(document), base or Path.cwd())
 
 
@@ -281,6 +281,14 @@ def make_config(document: Mapping[str, Any]) -> AnyConfig:
         return RUN_CONFIG.validate_python(dict(document))
     except ValidationError as error:
         raise ConfigError(first_fault(error, CONFIG_TYPES[kind], kind)) from None
+
+
+def override(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig:
+    """A configuration with some keys changed, as `load_config` does it. Raises ConfigError."""
+    document = config.model_dump(mode="json")
+    for change in overrides:
+        _apply_override(document, change)
+    return make_config(document)
 
 
 def manual_assignments(config: AnyConfig) -> dict[str, CallAssignment] | None:

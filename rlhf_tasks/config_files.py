@@ -9,13 +9,27 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+MAX_ALIASES = 24  # of YAML: at most 3 ** 8 copies of a value
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used: one sentence naming the field, the value and what to change."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which also refuses a key that stands twice in one mapping."""
+    """YAML's safe loader, which also refuses a key that stands twice in one mapping, and aliases by the dozen: a few
+    lines of aliases of aliases stand for more values than any memory holds."""
+
+    aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                raise yaml.MarkedYAMLError(
+                    problem=f"more than {MAX_ALIASES} aliases", problem_mark=self.peek_event().start_mark
+                )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[Any] = []

@@ -61,7 +61,7 @@ class GenerationSpec(Frozen):
     restore_step   the commit to restore from; None: initialise, and save every trained role as step 0
     iterations, snapshot_every   which iterations end in a snapshot (`SnapshotSchedule`); others save nothing
     store_host, store_port, store_prefix   the controller's TCPStore and this generation's PrefixStore
-    timeout_s      timeout of every process group: longer than any node's deadline
+    timeout_s      timeout of every process group: longer than any wait that node deadlines allow
     """
 
     run: str

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from flows.prepare import PLAN, prepare
 from flows.run_folder import existing_run_folder, new_run_folder
-from rlhf_tasks.config import ConfigError, load_config
+from rlhf_tasks.config import ConfigError, load_config, override
 
 console = Console()
 
@@ -27,7 +27,7 @@ def run(
     algorithm
         ppo, sft, reward-model or rollout.
     overrides
-        `key.sub=value`, the value being YAML.
+        `key.sub=value`, the value being YAML; with --resume only `cluster.*`, as a cluster may have moved.
     config
         The run's configuration, a YAML file.
     resume
@@ -37,6 +37,13 @@ def run(
         raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to go on with one.")
     if resume is not None:
         folder, settings = existing_run_folder(resume)
+        foreign = [change for change in overrides if not change.startswith("cluster.")]
+        if foreign:
+            raise ConfigError(
+                f"--resume goes on with {resume} as it began, and {' '.join(foreign)} would change it. Leave that "
+                "out (only cluster.* may be given), or start a new run."
+            )
+        settings = override(settings, overrides)
     else:
         assert config is not None
         settings, folder = load_config(config, overrides), None
@@ -64,7 +71,7 @@ def demo(
     folder
         Where everything goes; a demo that was interrupted there goes on.
     seed
-        Of data, weights and sampling.
+        Of data, weights and sampling; another seed needs another folder.
     """
     from flows.session import demo_here
 

@@ -11,7 +11,8 @@ import yaml
 
 from flows.cli import run_command
 from flows.find_rewards import check_rewards
-from rlhf_tasks.config import ConfigError
+from flows.run_folder import new_run_folder
+from rlhf_tasks.config import ConfigError, make_config
 from rlhf_tasks.config_parts import RewardFunction
 from tests.tiny_runs import EOS, byte_tokenizer
 
@@ -210,6 +211,19 @@ def test_a_run_name_in_use_is_refused_with_the_way_to_go_on(call, document, tmp_
 
 def test_a_folder_that_is_no_run_cannot_be_resumed(call, tmp_path):
     refused(call, "is no run folder", command=("run", "ppo", "--resume", str(tmp_path)))
+
+
+def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, tmp_path, monkeypatch):
+    began = make_config({**document, "name": "mine"})
+    folder = new_run_folder(began)
+    resume = ("run", "ppo", "--resume", str(folder))
+    refused(call, "total_iterations=9 would change it", command=(*resume, "total_iterations=9"))
+    ran = []
+    monkeypatch.setattr("flows.session.run_here", lambda *arguments: ran.append(arguments))
+    status, _, err = call(*resume, "cluster.address=tcp://127.0.0.1:8786")
+    assert status == 0, err
+    moved = began.cluster.model_copy(update={"address": "tcp://127.0.0.1:8786"})
+    assert ran == [("ppo", began.model_copy(update={"cluster": moved}), folder)]
 
 
 def test_config_and_resume_exclude_each_other(call):

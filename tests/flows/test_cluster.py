@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 from prefect import flow
 
-from flows.cluster import ClusterError, found_cluster, members
+from flows.cluster import ClusterError, Member, found_cluster, members, whole_hosts
 from flows.training import run_training
 from tests.rlhf_tasks.plans import small_plan
 
@@ -64,10 +64,10 @@ def dask_command(*arguments, **environment):
 
 
 @contextmanager
-def dask_scheduler(folder, **environment):
+def dask_scheduler(folder, *, host=("--host", "127.0.0.1"), **environment):
     """A scheduler started by command; its address."""
     file = folder / "scheduler.json"
-    options = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
+    options = [*host, "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
     with dask_command("scheduler", *options, **environment):
         deadline = time.monotonic() + 60
         while not file.exists():
@@ -95,6 +95,50 @@ def test_an_unsafe_setting_of_a_found_cluster_is_refused_by_name(tmp_path, envir
 
 
 @pytest.mark.cluster
+def test_a_scheduler_that_others_reach_is_refused_even_by_its_loopback_address(tmp_path):
+    with dask_scheduler(tmp_path, host=(), **SAFE) as address:
+        loopback = f"tcp://127.0.0.1:{address.rsplit(':', 1)[1]}"
+        with (
+            pytest.raises(
+                ClusterError, match=r"listens on tcp://0\.0\.0\.0:\d+ without TLS.*--host 127\.0\.0\.1"
+            ),
+            found_cluster(loopback, 1, folder=tmp_path, deadline_s=1),
+        ):
+            pass
+
+
+@pytest.mark.cluster
+def test_a_worker_that_others_reach_is_refused(tmp_path):
+    with dask_scheduler(tmp_path, **SAFE) as address:
+        options = ["worker", address, "--no-dashboard", "--local-directory", str(tmp_path), "--nthreads", "1"]
+        with (
+            dask_command(*options, "--host", "127.0.0.1", "--name", "boss", "--resources", "controller=1"),
+            dask_command(*options, "--name", "open", "--resources", "slot=1"),
+            pytest.raises(ClusterError, match=r"worker open listens on tcp://0\.0\.0\.0"),
+            found_cluster(address, 1, folder=tmp_path),
+        ):
+            pass
+
+
+def test_the_ranks_of_a_plans_host_share_one():
+    ranks = [
+        Member(f"{host}{i}", f"tcp://{host}:{i}", host) for host, n in (("a", 3), ("b", 5)) for i in range(n)
+    ]
+    assert [rank.name for rank in whole_hosts(ranks, 2)] == ["a0", "a1", "b0", "b1", "b2", "b3"]
+    assert [rank.name for rank in whole_hosts(ranks, 4)] == ["b0", "b1", "b2", "b3"]
+    assert whole_hosts(ranks, 1) == ranks
+
+
+@pytest.mark.cluster
+def test_ranks_on_cpu_see_no_gpu(cluster):
+    def visible():
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        assert set(client.run(visible).values()) == {""}
+
+
+@pytest.mark.cluster
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_cluster_of_dask_commands_serves(prefect, tmp_path):
@@ -107,6 +151,8 @@ def test_a_cluster_of_dask_commands_serves(prefect, tmp_path):
         common = [
             "worker",
             address,
+            "--host",
+            "127.0.0.1",
             "--no-dashboard",
             "--memory-limit",
             "0",

@@ -4,7 +4,9 @@ from datetime import UTC, datetime
 
 import pytest
 
+from flows.demo import settle_seed
 from flows.run_folder import existing_run_folder, new_run_folder, taken
+from flows.runs import open_run
 from rlhf_tasks.config import RUN_CONFIG, ConfigError
 
 
@@ -43,3 +45,18 @@ def test_only_one_run_holds_a_folder(tmp_path):
         pass
     with taken(folder):
         pass
+
+
+def test_a_run_goes_on_as_it_began_but_on_the_cluster_that_is_there_now(tmp_path):
+    began = config(tmp_path, name="a", cluster={"address": "tcp://127.0.0.1:1111"})
+    folder = new_run_folder(began)
+    now = config(tmp_path, name="a", total_iterations=9, cluster={"address": "tcp://127.0.0.1:2222"})
+    assert open_run(now, str(folder)) == (folder, began.model_copy(update={"cluster": now.cluster}))
+    assert open_run(None, str(folder)) == (folder, began)
+
+
+def test_a_demo_of_another_seed_is_not_taken_for_this_one(tmp_path):
+    assert settle_seed(tmp_path, 1) == 1
+    assert settle_seed(tmp_path, 1) == settle_seed(tmp_path, None) == 1
+    with pytest.raises(ConfigError, match=r"holds the demo of seed 1\. For seed 0 name another folder"):
+        settle_seed(tmp_path, 0)

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import logging
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -12,11 +14,16 @@ from transformers import AutoModelForCausalLM
 import deployments
 from flows.cluster import local_cluster
 from flows.ppo import rlhf_ppo
+from flows.prepare import Prepared
 from flows.rollout import rollout
+from flows.runs import RunView
 from flows.summary import read_jsonl
 from rlhf_tasks.algorithms.rollout import read_samples
 from rlhf_tasks.config import make_config
+from rlhf_tasks.spec import NodeKey, NodeResult
 from rlhf_tasks.tokenizer import Tokenizer
+from rlhf_tasks.transport import Committed
+from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config, write_prompts
 
 pytestmark = [
@@ -103,3 +110,22 @@ def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, pr
 
     shown = asyncio.run(keys())
     assert {"execution-plan", "curves", "device-timeline", "completions", "progress"} <= shown
+
+
+def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monkeypatch, capsys):
+    """Hooks run beside the training: when they are late, the journal is further on already."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 7, "reward": 7.0}) + "\n")
+
+    async def nothing(*_):
+        pass
+
+    for name in ("show_progress", "show_curves", "show_timeline", "show_completions"):
+        monkeypatch.setattr(f"flows.artifacts.{name}", nothing)
+    monkeypatch.setattr("flows.runs.get_run_logger", lambda: logging.getLogger("test"))
+    view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path)
+    monkeypatch.setattr(view, "_progress", uuid4())
+    key = NodeKey("r", 1, 0, 3, "generate")
+    result = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"reward": 3.0})
+    asyncio.run(view.on_commit(Committed(iteration=3, results={"generate": (result,)}), lambda _: None))
+    assert "iteration 4 of 9" in (line := capsys.readouterr().out)
+    assert "reward 3.000" in line

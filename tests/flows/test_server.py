@@ -16,7 +16,7 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.server import own_server, prefect_server
+from flows.server import _login, own_server, prefect_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -90,3 +90,14 @@ def test_configured_server_is_used(tmp_path, auth):
         assert (server.api_url, server.auth, server.own) == ("http://127.0.0.1:9/api", auth, False)
         assert server.environment.get("PREFECT_API_AUTH_STRING", "") == auth
     assert not (tmp_path / "prefect").exists()
+
+
+def test_a_login_is_never_empty_even_when_its_writing_was_cut_off(tmp_path, monkeypatch):
+    def cut_off(_):
+        raise OSError("cut off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flows.server.secrets.token_urlsafe", cut_off)
+        with pytest.raises(OSError, match="cut off"):
+            _login(tmp_path)
+    assert len(_login(tmp_path)) > len("admin:") + 20

@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 
 from flows.cluster import local_cluster
+from rlhf_tasks.attempt import group_timeout_s
+from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished, GaveUp
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
 from tests.rlhf_tasks.plans import small_plan
@@ -126,3 +128,11 @@ def test_a_later_attempt_goes_on_from_the_last_commit(cluster, tmp_path):
     assert [event.iteration for event in of_type(events, Committed)] == [2, 3, 4]
     assert saved(tmp_path, 5)["roles"] == states_after(5)
     assert saved(tmp_path, 5)["cursor"] == 5 * small_plan().n_seqs
+
+
+def test_no_wait_for_peers_that_keep_their_deadlines_reaches_the_groups_timeout():
+    plan, deadlines = small_plan(), Deadlines({"critic_train": 30.0}, factor=10.0, floor_s=5.0)
+    for device in range(plan.n_devices):
+        # A rank of t + 1 inside a collective, while its peer has yet to do all of t and of t + 1, each just in time.
+        wait_s = 2 * sum(deadlines.of(node.name) for node in plan.on(device))
+        assert wait_s < group_timeout_s(plan, deadlines)

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -226,6 +227,17 @@ def test_a_resumed_run_cuts_the_journals_back_and_replaces_what_was_refused(tmp_
     commit(snapshots, spec, 2)
     assert RunSnapshots(Spec(str(tmp_path), 3)).latest() == (2, 16)
     assert journal(tmp_path) == [0, 1]
+
+
+def test_a_folder_that_an_older_rank_still_writes_to_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
+    started(tmp_path, steps=1)
+    write_part(unfinished_folder(tmp_path, 2, 1), 0, 2)
+
+    def busy(path):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr("rlhf_tasks.checkpoint.shutil.rmtree", busy)
+    assert RunSnapshots(Spec(str(tmp_path), 2)).latest() == (1, 8)
 
 
 def test_files_of_an_aborted_generation_do_not_get_into_a_commit(tmp_path):

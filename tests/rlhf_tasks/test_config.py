@@ -209,6 +209,15 @@ def test_faulty_files_are_named(tmp_path: Path, content: bytes, sentence: str):
     assert sentence in str(caught.value)
 
 
+@pytest.mark.timeout(20)
+def test_a_file_of_aliases_of_aliases_is_refused_at_once(tmp_path: Path):
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    text = "\n".join(["a0: &a0 [x, x]", *levels, "batch_size: *a8", "type: sft", "total_iterations: 1"])
+    (tmp_path / "bomb.yaml").write_text(text + "\ndata: {train: x}\nmodels: {actor: x}\n")
+    with pytest.raises(ConfigError, match=r"bomb\.yaml:4: not valid YAML: more than 24 aliases"):
+        load_config(tmp_path / "bomb.yaml")
+
+
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file\."):
         load_config(tmp_path / "nowhere.yaml")
