@@ -2,12 +2,12 @@
 
     python -m bench.reality [--plans 27] [--iterations 5] [--ranks 2] [--seed 0] [--out FILE] [--again FILE]
 
-Each rank has a core of its own and one thread. First the profile is measured (as `prefect-rlhf profile` does, by the
-same executor), from layers and collectives alone: no plan is run for it. Then random feasible plans, an equal number
-for each of three settings of batch and lengths, are priced and run: after WARM_UP iterations, the mean of the next
-ones. Every response has all its tokens, so that prediction and run do the same work. At last the search's plan and the
-heuristic's are run for each setting. --out keeps every figure, node by node; --again prices the plans in such a file
-anew and runs nothing. Wants a machine that does nothing else.
+Each rank has a core of its own and one thread. First the profile is measured (as `prefect-rlhf profile` does,
+by the same executor), from layers and collectives alone: no plan is run for it. Then random feasible plans, an
+equal number for each of three settings of batch and lengths, are priced and run: after WARM_UP iterations, the
+mean of the next ones. Every response has all its tokens, so that prediction and run do the same work. At last
+the search's plan and the heuristic's are run for each setting. --out keeps every figure, node by node; --again
+prices the plans in such a file anew and runs nothing. Wants a machine that does nothing else.
 """
 
 import argparse
@@ -83,6 +83,7 @@ def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) ->
     workload = Workload(
         prompt_tokens=setting.prompt_tokens,
         new_tokens=Lengths.fixed(setting.new_tokens),
+        max_new_tokens=setting.new_tokens,
         epochs=config.num_ppo_epochs,
         itemsize=profile.itemsize,
         recompute=False,
@@ -180,7 +181,9 @@ def node_seconds(runs: Sequence[PlanRun]) -> dict[str, float]:
     return {node: fmean(values) for node, values in seconds.items()}
 
 
-def report(profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig]) -> dict:
+def report(
+    profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig]
+) -> dict:
     """Print every plan's prediction beside its measurement, then the summary, which is returned."""
     rows, memory = [], []
     print(f"{'plan':26}{'setting':>14}{'predicted s':>13}{'measured s':>12}{'difference':>12}{'memory':>9}")
@@ -192,7 +195,9 @@ def report(profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mappi
             for rank in range(outcome.plan.n_devices)
         ]
         off = price.iteration_time_s / outcome.measured_s - 1
-        off_memory = max((p / m - 1 for p, m in zip(peaks, outcome.measured_peak_bytes, strict=True)), key=abs)
+        off_memory = max(
+            (p / m - 1 for p, m in zip(peaks, outcome.measured_peak_bytes, strict=True)), key=abs
+        )
         rows.append((outcome.label, price.iteration_time_s, outcome.measured_s, off))
         memory.append(abs(off_memory))
         print(
@@ -207,7 +212,9 @@ def report(profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mappi
         "memory": max(memory),
     }
     for name, value in figures.items():
-        print(f"{name:10}{value:8.3f}   target {'at least' if name == 'spearman' else 'at most'} {TARGETS[name]}")
+        print(
+            f"{name:10}{value:8.3f}   target {'at least' if name == 'spearman' else 'at most'} {TARGETS[name]}"
+        )
     by_label = {(outcome.label, outcome.setting): outcome.measured_s for outcome in outcomes}
     for setting in configs:
         if ("search", setting) in by_label:

@@ -72,7 +72,9 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 def _link(exchanges: Iterable[TimedExchange], crosses: bool, device: DeviceProfile) -> Link:
     """Latency and bandwidth of messages between two ranks, so that `DeviceProfile.send_s` gives what was measured."""
-    sends = [(float(e.size_bytes), e.seconds) for e in exchanges if (e.kind, e.crosses_hosts) == ("send", crosses)]
+    sends = [
+        (float(e.size_bytes), e.seconds) for e in exchanges if (e.kind, e.crosses_hosts) == ("send", crosses)
+    ]
     latency_s, per_byte_s = _line(sends)
     if per_byte_s <= 0:
         return device.link(crosses)
@@ -91,5 +93,7 @@ def _decode_overhead_s(device: DeviceProfile, measured: MeasuredProfile, local: 
 
 
 def _optimizer_overhead_s(measured: MeasuredProfile) -> float:
-    points = [(float(o.tokens), o.seconds) for o in measured.operations if (o.operation, o.tp) == ("optimizer", 1)]
+    points = [
+        (float(o.tokens), o.seconds) for o in measured.operations if (o.operation, o.tp) == ("optimizer", 1)
+    ]
     return _line(points)[0]

@@ -7,7 +7,6 @@ with the last slope, below the first one they stay, for there overhead is all.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property
 from statistics import fmean
 from typing import Self
@@ -43,8 +42,8 @@ class MeasuredProfile(Frozen):
     itemsize: int = Field(gt=0)
     operations: tuple[Timed, ...] = Field(min_length=1)
     exchanges: tuple[TimedExchange, ...] = ()
-    dispatch_s: float = Field(0.0, ge=0)
-    process_bytes: int = Field(0, ge=0)
+    dispatch_s: float = Field(default=0.0, ge=0)
+    process_bytes: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _figures_are_sound(self) -> Self:
@@ -179,7 +178,7 @@ class Tables:
             )
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """A layer's seconds; two sums over the tp group are dearer where it spans hosts but was measured inside one."""
+        """A layer's seconds. Its two sums are dearer where the tp group spans hosts and was measured inside one."""
         seconds = self._at(f"layer/{kind}", tokens, context)
         if self._crosses and self._tp <= self._profile.devices_per_host:
             size_bytes = tokens * self._profile.model.hidden * self._profile.itemsize

@@ -46,7 +46,7 @@ class DeviceProfile(Frozen):
     decode_overhead_s: float = Field(ge=0)
     optimizer_overhead_s: float = Field(ge=0)
     dispatch_s: float = Field(ge=0)
-    process_bytes: int = Field(0, ge=0)
+    process_bytes: int = Field(default=0, ge=0)
     sources: tuple[str, ...] = ()
 
     def compute_s(self, flops: float, traffic_bytes: float) -> float:

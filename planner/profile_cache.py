@@ -61,4 +61,6 @@ def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
             f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}. Measure again with prefect-rlhf profile."
         ) from None
     except (OSError, ValueError, TypeError) as error:
-        raise ProfileError(f"{path} is no profile ({error}). Measure again with prefect-rlhf profile.") from None
+        raise ProfileError(
+            f"{path} is no profile ({error}). Measure again with prefect-rlhf profile."
+        ) from None

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,8 @@ from rlhf_tasks.parallel.engine import Engine, LossTerms, share_batch
 from rlhf_tasks.parallel.generation import generate
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout import Layout
-from rlhf_tasks.parallel.micro_batch import MicroBatch
 from rlhf_tasks.parallel.messages import Blank, exchange
+from rlhf_tasks.parallel.micro_batch import MicroBatch
 from rlhf_tasks.parallel.optimizer import OptimizerSettings, all_gather, reduce_scatter
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.sampling import SamplingParams
@@ -34,7 +36,10 @@ from rlhf_tasks.parallel.weights import initialise
 Clock = Callable[[], float]
 
 SHALLOW, DEEP = 1, 4  # layers of the two models whose difference is a layer's time
-FEW_STEPS, MORE_STEPS = 12, 44  # decoding steps of the two generations whose difference is a step's time; with fewer,
+FEW_STEPS, MORE_STEPS = (
+    12,
+    44,
+)  # decoding steps of the two generations whose difference is a step's time; with fewer,
 # generation would not pack its weights (generation.py)
 REPEATS = 5
 LEARNING_RATE = 1e-6
@@ -54,9 +59,9 @@ class Bench:
     groups: ProcessGroups
     clock: Clock
 
-    def median_s(self, work: Callable[[], object], repeats: int = REPEATS) -> float:
+    def median_s(self, work: Callable[..., object], *arguments: Any) -> float:
         """Median seconds of some work after one run to warm up."""
-        return _median_s(work, self.groups, self.clock, repeats)
+        return _median_s(partial(work, *arguments), self.groups, self.clock)
 
     def engine(self, layers: int, head: Head, tp: int) -> Engine:
         """A trainable model of this shape with another number of layers, on the tp neighbours of this rank."""
@@ -79,12 +84,10 @@ class Bench:
         return Engine(stage, stage.layout, self.groups, OptimizerSettings())
 
 
-def _median_s(
-    work: Callable[[], object], groups: ProcessGroups, clock: Clock, repeats: int = REPEATS
-) -> float:
+def _median_s(work: Callable[[], object], groups: ProcessGroups, clock: Clock) -> float:
     work()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         _finish(groups)
         started = clock()
         work()
@@ -122,12 +125,12 @@ def _forward_and_backward(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
         "deep": bench.engine(DEEP, "lm", tp),
         "scalar": bench.engine(SHALLOW, "scalar", tp),
     }
-    update = {name: bench.median_s(lambda e=engine: _update(e)) for name, engine in models.items()}
+    update = {name: bench.median_s(_update, engine) for name, engine in models.items()}
     for length in grid.lengths:
         for tokens in grid.tokens:
             batch = _sequences(tokens, length, bench.shape.vocab)
-            forward = {name: bench.median_s(lambda e=engine: _infer(e, batch)) for name, engine in models.items()}
-            step = {name: bench.median_s(lambda e=engine: _train(e, batch)) for name, engine in models.items()}
+            forward = {name: bench.median_s(_infer, engine, batch) for name, engine in models.items()}
+            step = {name: bench.median_s(_train, engine, batch) for name, engine in models.items()}
             backward = {name: step[name] - update[name] - forward[name] for name in models}
             for kind, seconds in (("forward", forward), ("backward", backward)):
                 layer = max((seconds["deep"] - seconds["shallow"]) / (DEEP - SHALLOW), 0.0)
@@ -161,7 +164,7 @@ def _generation(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
     for prompt in grid.contexts:
         for rows in grid.rows:
             few, more = (
-                [bench.median_s(lambda e=engine, n=steps: _generate(e, rows, prompt, n), 3) for engine in models]
+                [bench.median_s(_generate, engine, rows, prompt, steps) for engine in models]
                 for steps in (FEW_STEPS, MORE_STEPS)
             )
             step = [(b - a) / (MORE_STEPS - FEW_STEPS) for a, b in zip(few, more, strict=True)]
@@ -182,7 +185,7 @@ def _optimizer(bench: Bench, tp: int) -> Iterator[Timed]:
     for layers in (SHALLOW, DEEP):
         engine = bench.engine(layers, "lm", tp)
         parameters = sum(p.numel() for p in engine.stage.parameters())
-        yield _timed("optimizer", tp, parameters, 0, bench.median_s(lambda e=engine: _update(e)))
+        yield _timed("optimizer", tp, parameters, 0, bench.median_s(_update, engine))
 
 
 # The work that is timed

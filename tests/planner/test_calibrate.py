@@ -46,7 +46,11 @@ def measured(slow, llama) -> MeasuredProfile:
     ]
     sends = [
         TimedExchange(
-            kind="send", ranks=2, crosses_hosts=False, size_bytes=n, seconds=slow.send_s(n, crosses_hosts=False)
+            kind="send",
+            ranks=2,
+            crosses_hosts=False,
+            size_bytes=n,
+            seconds=slow.send_s(n, crosses_hosts=False),
         )
         for n in (2**10, 2**20, 2**24)
     ]

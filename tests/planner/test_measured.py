@@ -196,6 +196,8 @@ def test_layers_whose_tp_groups_span_hosts_are_dearer(sampled):
         e.model_copy(update={"crosses_hosts": True, "seconds": 10 * e.seconds}) for e in profile.exchanges
     )
     both = profile.model_copy(update={"exchanges": profile.exchanges + across})
-    inside, outside = (Tables(both, "lm", 2, crosses).layer_s("forward", 512, 32) for crosses in (False, True))
+    inside, outside = (
+        Tables(both, "lm", 2, crosses).layer_s("forward", 512, 32) for crosses in (False, True)
+    )
     reduce_s = Tables(both, "lm", 2, False).exchange_s("all_reduce", 2, 512 * 128 * 4, False)
     assert outside - inside == pytest.approx(2 * 9 * reduce_s)

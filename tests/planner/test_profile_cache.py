@@ -12,7 +12,9 @@ from rlhf_tasks.measurements import Measurements, Timed
 @pytest.fixture
 def profile(llama) -> MeasuredProfile:
     timed = Timed(operation="layer/forward", tp=1, tokens=8, context=8, seconds=0.5)
-    return MeasuredProfile.of("h100-sxm", 2, 8, llama(), 2, [Measurements(operations=(timed,))], dispatch_s=0.25)
+    return MeasuredProfile.of(
+        "h100-sxm", 2, 8, llama(), 2, [Measurements(operations=(timed,))], dispatch_s=0.25
+    )
 
 
 def test_a_stored_profile_comes_back_the_same(tmp_path, profile):
@@ -26,7 +28,9 @@ def test_the_cache_knows_device_cluster_model_and_precision(tmp_path, profile, l
     assert cached(tmp_path, "h200-sxm", Cluster(2, 8), models, 2) == ()
     assert cached(tmp_path, "h100-sxm", Cluster(1, 8), models, 2) == ()
     assert cached(tmp_path, "h100-sxm", Cluster(2, 8), models, 4) == ()
-    assert cached(tmp_path, "h100-sxm", Cluster(2, 8), {"actor": RoleModel(shape=llama(vocab_size=9))}, 2) == ()
+    assert (
+        cached(tmp_path, "h100-sxm", Cluster(2, 8), {"actor": RoleModel(shape=llama(vocab_size=9))}, 2) == ()
+    )
 
 
 def test_the_file_is_named_by_what_it_is_of(tmp_path, profile, llama):
