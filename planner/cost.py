@@ -3,22 +3,25 @@
 The formulas follow what the engine does: pipeline.py (1F1B), optimizer.py (ZeRO-1, float32 gradients and
 master weights), generation.py (as many groups in flight as stages, sequences leave when they end),
 kv_cache.py. Everything is per device, in seconds and bytes; the slowest stage and the fullest tp rank count.
+What the formulas are made of, seconds of a layer and the like, comes from a profile (planner/timing.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
+from planner.measured import MeasuredProfile, Tables
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile
 from planner.sizes import Sizes, sizes
+from planner.timing import GRADIENT_BYTES, Roofline, Timing
 from planner.workload import RoleModel, Workload
-from rlhf_tasks.parallel.topology import Placement
+from rlhf_tasks.measurements import Exchange, Pass
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
-GRADIENT_BYTES = 4  # float32 (optimizer.py)
 OPTIMIZER_BYTES = 12  # master weight and two moments in float32 (optimizer.py)
-UPDATE_TRAFFIC_BYTES = 30  # of one parameter's update: gradient, master, moments read; all but it written
+TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
 
 @dataclass(frozen=True)
@@ -33,138 +36,144 @@ class CallCost:
     active_bytes: tuple[float, ...]
 
 
+class Crossings(NamedTuple):
+    """Which groups of a placement span hosts."""
+
+    tp: bool
+    dp: bool
+    pp: bool
+
+
 class CostModel:
     """Prices calls on one kind of device.
 
-    models  role -> its model
-    Raises ValueError when a strategy has more tp ranks than heads or more stages than layers.
+    device    its peaks, its memory and its links
+    models    role -> its model
+    measured  profiles of some of the models on such devices; the others are priced by `device`
+    Raises ValueError for a profile of a model that no role has, and when a strategy has more tp ranks than heads
+    or more stages than layers.
     """
 
     def __init__(
-        self, cluster: Cluster, device: DeviceProfile, models: Mapping[str, RoleModel], workload: Workload
+        self,
+        cluster: Cluster,
+        device: DeviceProfile,
+        models: Mapping[str, RoleModel],
+        workload: Workload,
+        measured: Sequence[MeasuredProfile] = (),
     ) -> None:
         self.cluster, self.device, self.models, self.workload = cluster, device, models, workload
+        for profile in measured:
+            profile.check(models, workload.itemsize)
+        self._measured = {profile.model: profile for profile in measured}
+        self._timings: dict[tuple[str, int, bool], Timing] = {}
+        self._costs: dict[tuple, CallCost] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
-        """Seconds and memory of a call."""
-        on_mesh = self._on_mesh(call.role, assignment.placement)
-        price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
-            "generate": _generate,
-            "inference": _infer,
-            "train_step": _train,
-        }[call.kind]
-        return price(on_mesh, call, assignment.micro_batches)
+        """Seconds and memory of a call. They depend on the mesh by its strategy and its crossings alone."""
+        placement = assignment.placement
+        strategy, crossings = placement.strategy, self._crossings(placement)
+        micro_batches = assignment.micro_batches
+        key = (call.role, call.kind, call.n_seqs, call.mini_batches, strategy, crossings, micro_batches)
+        if key not in self._costs:
+            price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
+                "generate": _generate,
+                "inference": _infer,
+                "train_step": _train,
+            }[call.kind]
+            timing = self._timing(call.role, strategy.tp, crossings.tp)
+            local = self._sizes(call.role, strategy)
+            mesh = _OnMesh(timing, self.workload, local, strategy, crossings)
+            self._costs[key] = price(mesh, call, micro_batches)
+        return self._costs[key]
 
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
         """Bytes of a role's parameters on a device, stage by stage."""
-        local, pp = self._sizes(role, placement), placement.strategy.pp
+        local, pp = self._sizes(role, placement.strategy), placement.strategy.pp
         return tuple(local.stage_parameters(pp, stage) * self.workload.itemsize for stage in range(pp))
 
     def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
         """Bytes of parameters, gradients and optimizer on a device that trains, stage by stage."""
-        local, s = self._sizes(role, placement), placement.strategy
+        s = placement.strategy
+        local = self._sizes(role, s)
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
         return tuple(local.stage_parameters(s.pp, stage) * per_parameter for stage in range(s.pp))
 
-    def _sizes(self, role: str, placement: Placement) -> Sizes:
+    def _sizes(self, role: str, strategy: ParallelStrategy) -> Sizes:
         model = self.models[role]
-        if placement.strategy.pp > model.shape.layers:
-            raise ValueError(f"pp={placement.strategy.pp} exceeds the model's {model.shape.layers} layers.")
-        return sizes(model.shape, model.head, placement.strategy.tp)
+        if strategy.pp > model.shape.layers:
+            raise ValueError(f"pp={strategy.pp} exceeds the model's {model.shape.layers} layers.")
+        return sizes(model.shape, model.head, strategy.tp)
 
-    def _on_mesh(self, role: str, placement: Placement) -> "_OnMesh":
-        return _OnMesh(self.cluster, self.device, self.workload, self._sizes(role, placement), placement)
+    def _timing(self, role: str, tp: int, crosses: bool) -> Timing:
+        """The profile's answers for a role under tp: measured ones where they are at hand."""
+        key = (role, tp, crosses)
+        if key not in self._timings:
+            model, itemsize = self.models[role], self.workload.itemsize
+            profile = self._measured.get(model.shape)
+            if profile is not None:
+                self._timings[key] = Tables(profile, model.head, tp, crosses)
+            else:
+                local = sizes(model.shape, model.head, tp)
+                self._timings[key] = Roofline(self.device, local, model.head, tp, crosses, itemsize)
+        return self._timings[key]
+
+    def _crossings(self, placement: Placement) -> Crossings:
+        if len({self.cluster.host(device) for device in placement.devices}) == 1:
+            return Crossings(False, False, False)
+        first = placement.devices[0]
+        groups = (placement.tp_group(first), placement.dp_group(first), placement.pp_group(first))
+        return Crossings(*(len({self.cluster.host(device) for device in group}) > 1 for group in groups))
 
 
 @dataclass(frozen=True)
 class _OnMesh:
-    """One model on one placement: seconds and bytes of the pieces that calls are made of."""
+    """One model under one strategy: seconds and bytes of the pieces that calls are made of."""
 
-    cluster: Cluster
-    device: DeviceProfile
+    timing: Timing
     workload: Workload
     local: Sizes
-    placement: Placement
-
-    @cached_property
-    def tp_crosses(self) -> bool:
-        """Whether a tp group spans hosts."""
-        return self._crosses(self.placement.tp_group(self.placement.devices[0]))
-
-    @cached_property
-    def dp_crosses(self) -> bool:
-        return self._crosses(self.placement.dp_group(self.placement.devices[0]))
-
-    @cached_property
-    def pp_crosses(self) -> bool:
-        return self._crosses(self.placement.pp_group(self.placement.devices[0]))
-
-    def _crosses(self, devices: tuple[int, ...]) -> bool:
-        return len({self.cluster.host(device) for device in devices}) > 1
+    strategy: ParallelStrategy
+    crossings: Crossings
 
     def share(self, n_seqs: float) -> int:
         """Sequences of the fullest dp rank."""
-        return -(-int(n_seqs) // self.placement.strategy.dp)
+        return -(-int(n_seqs) // self.strategy.dp)
 
     def layers(self, stage: int) -> int:
-        return self.local.stage_layers(self.placement.strategy.pp, stage)
+        return self.local.stage_layers(self.strategy.pp, stage)
 
-    def tp_reduce_s(self, tokens: float) -> float:
-        """An all-reduce of hidden states over the tp group."""
-        size_bytes = tokens * self.local.hidden * self.workload.itemsize
-        return self.device.all_reduce_s(size_bytes, self.placement.strategy.tp, self.tp_crosses)
+    def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses: bool) -> float:
+        return self.timing.exchange_s(kind, ranks, size_bytes, crosses)
 
     def pass_on_s(self, tokens: float) -> float:
         """Hidden states sent to the next stage."""
+        if self.strategy.pp == 1:
+            return 0.0
         size_bytes = tokens * self.local.hidden * self.workload.itemsize
-        return self.device.send_s(size_bytes, self.pp_crosses)
+        return self.exchange_s("send", 2, size_bytes, self.crossings.pp)
 
-    def layer_s(self, tokens: float, context: float, passes: int, cached: bool = False) -> float:
-        """Arithmetic of a layer for some tokens, each attending to `context` others on average.
-
-        passes  how many times the forward's work; a backward pass is 2
-        cached  keys and values of the context are read from the KV cache
-        """
-        local, itemsize = self.local, self.workload.itemsize
-        flops = 2 * tokens * local.layer + 4 * tokens * context * local.query
-        # Read and written: hidden states; query, key and value; the MLP's two branches and their product
-        elements = tokens * (8 * local.hidden + 2 * local.query + 4 * local.kv + 6 * local.intermediate)
-        if cached:
-            elements += 2 * tokens * context * local.kv
-        return self.device.compute_s(passes * flops, passes * (elements + local.layer) * itemsize)
-
-    def head_s(self, tokens: float, passes: int) -> float:
-        """The last stage's head with the loss or the log-probabilities."""
-        local, itemsize = self.local, self.workload.itemsize
-        traffic = (local.vocab * local.hidden + 2 * tokens * local.vocab) * itemsize
-        return self.device.compute_s(2 * passes * tokens * local.hidden * local.vocab, passes * traffic)
-
-    def forward_s(self, stage: int, tokens: float, context: float, head: bool = True) -> float:
-        """A stage's forward pass over a micro-batch."""
-        layer = self.layer_s(tokens, context, 1) + 2 * self.tp_reduce_s(tokens) + self.device.layer_overhead_s
-        seconds = self.layers(stage) * layer
+    def stage_s(self, kind: Pass, stage: int, tokens: float, context: float) -> float:
+        """A stage's pass over a micro-batch."""
+        seconds = self.layers(stage) * self.timing.layer_s(kind, tokens, context)
+        if kind == "backward" and self.workload.recompute:
+            seconds += self.layers(stage) * self.timing.layer_s("forward", tokens, context)
         if stage == 0:
-            seconds += self.tp_reduce_s(tokens)  # the vocabulary-parallel embedding
-        if head and stage == self.placement.strategy.pp - 1:
-            seconds += self.head_s(tokens, 1)
-        return seconds
-
-    def backward_s(self, stage: int, tokens: float, context: float) -> float:
-        """A stage's backward pass; with recomputation, the layers' forward again."""
-        layer = self.layer_s(tokens, context, 2) + 2 * self.tp_reduce_s(tokens) + self.device.layer_overhead_s
-        if self.workload.recompute:
-            layer += self.layer_s(tokens, context, 1) + 2 * self.tp_reduce_s(tokens)
-        seconds = self.layers(stage) * layer
-        if stage == self.placement.strategy.pp - 1:
-            seconds += self.head_s(tokens, 2)
+            seconds += self.timing.embedding_s(kind, tokens)
+        if stage == self.strategy.pp - 1:
+            seconds += self.timing.head_s(kind, tokens, context)
         return seconds
 
     def pipelined_s(self, stage_s: Callable[[int], float], tokens: float, micro_batches: int) -> float:
         """Micro-batches through all stages: one fills the pipeline, the others follow the slowest stage."""
-        pp = self.placement.strategy.pp
-        stages = [stage_s(stage) for stage in range(pp)]
-        sends = self.pass_on_s(tokens) if pp > 1 else 0.0
-        return sum(stages) + (pp - 1) * sends + (micro_batches - 1) * (max(stages) + sends)
+        stages, sends = [stage_s(stage) for stage in range(self.strategy.pp)], self.pass_on_s(tokens)
+        return sum(stages) + (self.strategy.pp - 1) * sends + (micro_batches - 1) * (max(stages) + sends)
+
+    def share_batch_s(self, call: ModelFunctionCall, tokens: float) -> float:
+        """A replica's ranks get the batch from their head."""
+        ranks = self.strategy.tp * self.strategy.pp
+        size_bytes = len(call.inputs) * tokens * TOKEN_BYTES
+        return self.exchange_s("share", ranks, size_bytes, self.crossings.tp or self.crossings.pp)
 
     def working_bytes(self, tokens: float, stage: int, gradients: bool) -> float:
         """Temporary tensors of one layer, and of the head on the last stage."""
@@ -173,37 +182,35 @@ class _OnMesh:
             tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate) * itemsize
         )
         logits = 0.0
-        if stage == self.placement.strategy.pp - 1:
+        if stage == self.strategy.pp - 1:
             logits = tokens * local.vocab * itemsize * (2 if gradients else 1)
         return max(layer * (2 if gradients else 1), logits)
 
 
 def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    length = mesh.workload.mean_tokens
-    tokens = mesh.share(call.n_seqs) * length / micro_batches
-    pp = mesh.placement.strategy.pp
-    seconds = mesh.pipelined_s(lambda stage: mesh.forward_s(stage, tokens, length / 2), tokens, micro_batches)
-    return CallCost(seconds, tuple(mesh.working_bytes(tokens, stage, False) for stage in range(pp)))
+    length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
+    tokens = share * length / micro_batches
+
+    def forward_s(stage: int) -> float:
+        return mesh.stage_s("forward", stage, tokens, length)
+
+    seconds = mesh.share_batch_s(call, share * length) + mesh.pipelined_s(forward_s, tokens, micro_batches)
+    return CallCost(
+        seconds, tuple(mesh.working_bytes(tokens, stage, False) for stage in range(mesh.strategy.pp))
+    )
 
 
 def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """An optimizer step per mini-batch and epoch."""
-    workload, device, s = mesh.workload, mesh.device, mesh.placement.strategy
+    workload, s = mesh.workload, mesh.strategy
     length = workload.mean_tokens
     tokens = mesh.share(call.n_seqs / call.mini_batches) * length / micro_batches
 
     def both_s(stage: int) -> float:
-        return mesh.forward_s(stage, tokens, length / 2) + mesh.backward_s(stage, tokens, length / 2)
+        return sum(mesh.stage_s(kind, stage, tokens, length) for kind in ("forward", "backward"))
 
-    parameters = max(mesh.local.stage_parameters(s.pp, stage) for stage in range(s.pp))
-    update = (
-        device.gather_s(parameters * GRADIENT_BYTES, s.dp, mesh.dp_crosses)
-        + device.compute_s(0, parameters * (UPDATE_TRAFFIC_BYTES / s.dp + GRADIENT_BYTES))
-        + device.gather_s(parameters * workload.itemsize, s.dp, mesh.dp_crosses)
-        + device.optimizer_overhead_s
-    )
-    sends = 0.0 if s.pp == 1 else (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)  # of gradients
-    step = mesh.pipelined_s(both_s, tokens, micro_batches) + sends + update
+    gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
+    step = mesh.pipelined_s(both_s, tokens, micro_batches) + gradients_back + _update_s(mesh)
 
     def active(stage: int) -> float:
         in_flight = min(s.pp - stage, micro_batches)
@@ -214,29 +221,47 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
         kept = in_flight * layers * tokens * width * workload.itemsize
         return kept + mesh.working_bytes(tokens, stage, True)
 
-    return CallCost(step * call.mini_batches * workload.epochs, tuple(active(stage) for stage in range(s.pp)))
+    seconds = mesh.share_batch_s(call, mesh.share(call.n_seqs) * length)
+    seconds += step * call.mini_batches * workload.epochs
+    return CallCost(seconds, tuple(active(stage) for stage in range(s.pp)))
+
+
+def _update_s(mesh: _OnMesh) -> float:
+    """An optimizer step after the backward passes: gradients reduced, shares updated, weights gathered."""
+    s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
+    parameters = max(mesh.local.stage_parameters(s.pp, stage) for stage in range(s.pp))
+    seconds = (
+        mesh.exchange_s("reduce_scatter", s.dp, parameters * GRADIENT_BYTES, crossings.dp)
+        + mesh.timing.update_s(parameters, s.dp)
+        + mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
+    )
+    if mesh.local.tied and s.pp > 1:
+        seconds += mesh.exchange_s("all_reduce", 2, mesh.local.embedding * GRADIENT_BYTES, crossings.pp)
+    if s.dp * s.pp > 1:  # the ranks tell each other their metrics
+        seconds += mesh.exchange_s("objects", s.size, 0, any(crossings))
+    return seconds
 
 
 def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """Prefill, then one token per step for every sequence that still runs, in as many groups as stages."""
-    workload, device, local = mesh.workload, mesh.device, mesh.local
-    pp, share = mesh.placement.strategy.pp, mesh.share(call.n_seqs)
+    workload, local = mesh.workload, mesh.local
+    pp, share = mesh.strategy.pp, mesh.share(call.n_seqs)
     groups = min(pp, share)
     prompt = workload.prompt_tokens
     tokens = share * prompt / groups
 
     def prefill_s(stage: int) -> float:
-        return mesh.forward_s(stage, tokens, prompt / 2, head=False)
+        return mesh.stage_s("prefill", stage, tokens, prompt)
 
-    seconds = mesh.pipelined_s(prefill_s, tokens, groups)
+    seconds = mesh.share_batch_s(call, share * prompt) + mesh.pipelined_s(prefill_s, tokens, groups)
     for first, last, running in workload.new_tokens.spans():
+        steps = last - max(first, 2) + 1  # the first token comes with the prefill
         rows = max(share * running / groups, 1.0)
         context = prompt + (first + last) / 2
-        layer = mesh.layer_s(rows, context, 1, cached=True) + 2 * mesh.tp_reduce_s(rows)
-        slowest = max(mesh.layers(stage) for stage in range(pp)) * (layer + device.decode_overhead_s)
-        turn = slowest + mesh.head_s(rows, 1) + (mesh.pass_on_s(rows) if pp > 1 else 0.0)
-        # A group passes all stages for each token; with fewer groups than stages the stages idle in between
-        seconds += (last - first + 1) * turn * pp
+        stages = [mesh.stage_s("decode", stage, rows, context) for stage in range(pp)]
+        # A stage takes all groups in turn for each token, and a group's next token waits for its last one
+        around = sum(stages) + pp * mesh.pass_on_s(rows)
+        seconds += steps * max(groups * max(stages), around)
 
     def active(stage: int) -> float:
         cache = share * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize

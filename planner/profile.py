@@ -28,6 +28,7 @@ class DeviceProfile(Frozen):
     decode_overhead_s  host's time per layer and decoding step
     optimizer_overhead_s  host's time per optimizer step
     dispatch_s         a plan node's cost besides its work
+    process_bytes      memory of a rank's process besides tensors; not part of memory_bytes
     sources            where the figures come from
     """
 
@@ -45,6 +46,7 @@ class DeviceProfile(Frozen):
     decode_overhead_s: float = Field(ge=0)
     optimizer_overhead_s: float = Field(ge=0)
     dispatch_s: float = Field(ge=0)
+    process_bytes: int = Field(default=0, ge=0)
     sources: tuple[str, ...] = ()
 
     def compute_s(self, flops: float, traffic_bytes: float) -> float:
@@ -125,9 +127,11 @@ PRESETS: dict[str, DeviceProfile] = {
             decode_overhead_s=5e-4,
             optimizer_overhead_s=2e-3,
             dispatch_s=5e-3,
+            process_bytes=450_000_000,
             sources=(
                 "flops_per_s: half of 342 GFLOP/s fp32 measured on two threads",
                 "latency: an all-reduce of one hidden state over two gloo ranks took 0.6 ms",
+                "process_bytes: Python with torch and transformers, RssAnon",
                 "all other figures: estimates",
             ),
         ),

@@ -20,8 +20,8 @@ from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout import Layout
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has the old ones alone.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 
@@ -201,7 +201,7 @@ class Optimizer:
         if self._group is None:
             return self._gradients
         share = torch.empty_like(self._state["master"])
-        _reduce_scatter(share, self._gradients, group=self._group)
+        reduce_scatter(share, self._gradients, group=self._group)
         return share
 
     def _clip_factor(self, norm: float) -> float:
@@ -232,7 +232,7 @@ class Optimizer:
         if self._group is None:
             self._weights.copy_(share)
         else:
-            _all_gather(self._weights, share, group=self._group)
+            all_gather(self._weights, share, group=self._group)
 
 
 def _lay_out(slices: Mapping[str, nn.Parameter]) -> tuple[list[_Piece], int]:

@@ -1,0 +1,46 @@
+"""The demo's models with random weights, and prompts of one length, for benches that need a fixed amount of work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+
+from flows.demo_data import MODEL, byte_tokenizer
+from rlhf_tasks.config import PPOConfig, make_config
+
+
+def write_models(folder: Path) -> None:
+    """`actor` (language model) and `reward` (scalar head), of the demo's shape.
+
+    Their end token lies outside the vocabulary, so that every response has all tokens it may have.
+    """
+    for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        config = LlamaConfig(**{**MODEL, "eos_token_id": MODEL["vocab_size"], "num_labels": 1})
+        set_seed(0)
+        kind(config).save_pretrained(folder / name)
+        byte_tokenizer().save(str(folder / name / "tokenizer.json"))
+
+
+def ppo_of(
+    folder: Path, n_ranks: int, batch_size: int, prompt_tokens: int, new_tokens: int, **changes: Any
+) -> PPOConfig:
+    """PPO on the models in a folder (`write_models`), whose prompts and responses all have the same length."""
+    prompts = folder / f"prompts-{prompt_tokens}.jsonl"
+    if not prompts.exists():
+        rows = [{"prompt": f"{i:04d}".ljust(prompt_tokens, ".")} for i in range(1024)]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = {
+        "type": "ppo",
+        "models": {"actor": str(folder / "actor"), "reward": str(folder / "reward")},
+        "data": {"train": str(prompts)},
+        "output_dir": str(folder / "runs"),
+        "sampling": {"max_completion_length": new_tokens},
+        "batch_size": batch_size,
+        "num_mini_batches": 2,
+        "total_iterations": 1000,
+        "cluster": {"devices_per_host": n_ranks},
+    }
+    config = make_config({**document, **changes})
+    assert isinstance(config, PPOConfig)
+    return config

@@ -1,0 +1,191 @@
+"""Rank processes that stay, each pinned to a core of its own, for benches without Prefect and Dask.
+
+Starting a rank takes seconds of imports, so one pool serves all plans of a bench. The ranks run the product's own
+executor; only the runtime around it is replaced by a loop in plan order.
+"""
+
+import ctypes
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from rlhf_tasks.measurements import Measurements
+from rlhf_tasks.profile_spec import ProfileSpec
+from rlhf_tasks.rendezvous import Rendezvous
+from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.transport import GenerationSpec
+
+Store = tuple[str, int, str]
+"""Host, port and prefix of a rendezvous."""
+
+GROUP_TIMEOUT_S = 600.0
+NEVER = 10**9  # iterations
+
+
+class RankPool:
+    """Rank r runs on core r (modulo the cores there are), with one thread. A context manager."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self.n_ranks = n_ranks
+        self._rendezvous = Rendezvous("127.0.0.1")
+        self._runs = 0
+        context = get_context("spawn")
+        self._ranks = []
+        for rank in range(n_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(rank, store, *arguments)` on every rank at once; results in rank order.
+
+        store  (host, port, prefix) of a rendezvous that no other run uses
+        Raises RuntimeError with the traceback of a rank that failed; the pool is of no more use then.
+        """
+        self._runs += 1
+        store = (self._rendezvous.host, self._rendezvous.port, f"run-{self._runs}")
+        for _, pipe in self._ranks:
+            pipe.send((function, store, arguments))
+        answers = [pipe.recv() for _, pipe in self._ranks]
+        for rank, (done, value) in enumerate(answers):
+            if not done:
+                raise RuntimeError(f"rank {rank}: {value}")
+        return [value for _, value in answers]
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.join(5.0)
+            process.kill()
+        self._rendezvous.close()
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    """A rank process: runs the functions that it is sent until its pipe closes."""
+    import torch
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, store, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(rank, store, *arguments)))
+        except BaseException:  # noqa: BLE001  told to the parent, which raises it
+            pipe.send((False, traceback.format_exc()))
+
+
+class NodeTime(NamedTuple):
+    """One node of one iteration on one rank; times are of the host's monotonic clock.
+
+    cpu_s  of the process, all its threads: what is left to compare by where the machine is busy
+    """
+
+    iteration: int
+    node: str
+    started_s: float
+    ended_s: float
+    cpu_s: float
+
+
+class PlanRun(NamedTuple):
+    """What one rank saw of a plan: its nodes, and the peak of its memory (rlhf_tasks/memory.py)."""
+
+    times: Sequence[NodeTime]
+    peak_bytes: int
+
+
+def run_plan(
+    rank: int,
+    store: Store,
+    plan_json: str,
+    config: Mapping[str, Any],
+    folder: str,
+    iterations: int,
+) -> PlanRun:
+    """Run a plan's iterations as the runtime would deliver them: in plan order, at most two in flight."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhf_tasks.executor import Executor
+    from rlhf_tasks.memory import peak_bytes, reset_peak
+    from rlhf_tasks.protocol.sequencer import Sequencer
+
+    host, port, prefix = store
+    plan = ExecutionPlan.model_validate_json(plan_json)
+    executor = Executor(rank, lambda part: None)
+    give_memory_back()
+    reset_peak(torch.device("cpu"))
+    executor.load(generation_spec(rank, store, plan, config, folder))
+    ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))
+    sequencer, times = Sequencer(plan, prefix, 0), []
+    for iteration in range(iterations):
+        if iteration >= 2:
+            ended.wait([f"{iteration - 2}/{other}" for other in range(plan.n_devices)])
+        for request in sequencer.requests(iteration).get(rank, ()):
+            started_s, cpu_s = time.monotonic(), time.process_time()
+            executor.execute(request, plan.node(request.key.node))
+            used_s = time.process_time() - cpu_s
+            times.append(NodeTime(iteration, request.key.node, started_s, time.monotonic(), used_s))
+        ended.set(f"{iteration}/{rank}", "")
+    executor.close()
+    return PlanRun(times, peak_bytes(torch.device("cpu")))
+
+
+def measure_pieces(
+    rank: int, store: Store, plan_json: str, config: Mapping[str, Any], folder: str
+) -> list[Measurements]:
+    """Run a profile's plan (rlhf_tasks/profile_spec.py); what this rank measured, node by node."""
+    from rlhf_tasks.profile_executor import ProfileExecutor
+
+    plan = ExecutionPlan.model_validate_json(plan_json)
+    executor = ProfileExecutor(rank)
+    executor.load(generation_spec(rank, store, plan, config, folder))
+    pieces = ProfileSpec.model_validate(config).pieces
+    measured = [executor.measure(pieces[node.name]) for node in plan.nodes]
+    executor.close()
+    return measured
+
+
+def generation_spec(
+    rank: int, store: Store, plan: ExecutionPlan, config: Mapping[str, Any], folder: str
+) -> GenerationSpec:
+    """What the controller would tell a rank: a new run whose save nodes never write."""
+    host, port, prefix = store
+    return GenerationSpec(
+        run=prefix,
+        attempt=0,
+        generation=0,
+        rank=rank,
+        n_ranks=plan.n_devices,
+        plan=plan,
+        config=dict(config),
+        run_folder=folder,
+        restore_step=None,
+        iterations=NEVER,
+        snapshot_every=NEVER,
+        store_host=host,
+        store_port=port,
+        store_prefix=prefix,
+        timeout_s=GROUP_TIMEOUT_S,
+    )
+
+
+def give_memory_back() -> None:
+    """Return what the plan before has left to the kernel, so that it does not count for the next one."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)

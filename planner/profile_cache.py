@@ -1,0 +1,66 @@
+"""Measured profiles on disk: one JSON file for each model shape and kind of device, named by what it is of."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from planner.measured import MeasuredProfile, ProfileError
+from planner.mesh import Cluster
+from planner.workload import RoleModel
+from rlhf_tasks.parallel.shape import ModelShape
+
+
+def cache_file(folder: Path, device: str, cluster: Cluster, model: ModelShape, itemsize: int) -> Path:
+    """Where the profile of a model lies. Its name holds a hash of all that it depends on."""
+    subject = {"device": device, "cluster": str(cluster), "model": asdict(model), "itemsize": itemsize}
+    digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
+    return folder / f"{device}-{model.family}-{digest[:16]}.json"
+
+
+def store(profile: MeasuredProfile, folder: Path) -> Path:
+    """Write a profile to the cache; the file appears whole. Gives its path."""
+    cluster = Cluster(profile.n_hosts, profile.devices_per_host)
+    path = cache_file(folder, profile.device, cluster, profile.model, profile.itemsize)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_profiles([profile], path)
+    return path
+
+
+def cached(
+    folder: Path, device: str, cluster: Cluster, models: Mapping[str, RoleModel], itemsize: int
+) -> tuple[MeasuredProfile, ...]:
+    """The profiles of a run's models that are in the cache; one of each shape.
+
+    Raises ProfileError naming a file that cannot be read.
+    """
+    shapes = dict.fromkeys(model.shape for model in models.values())
+    files = [cache_file(folder, device, cluster, shape, itemsize) for shape in shapes]
+    return tuple(profile for path in files if path.exists() for profile in read_profiles(path))
+
+
+def write_profiles(profiles: Iterable[MeasuredProfile], path: Path) -> None:
+    """Profiles as a JSON list; the file appears whole."""
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps([p.model_dump(mode="json") for p in profiles]), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
+    """The profiles in a file of `write_profiles`. Raises ProfileError naming the file and what is wrong."""
+    try:
+        documents = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(MeasuredProfile.model_validate(document) for document in documents)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProfileError(
+            f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}. Measure again with prefect-rlhf profile."
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise ProfileError(
+            f"{path} is no profile ({error}). Measure again with prefect-rlhf profile."
+        ) from None

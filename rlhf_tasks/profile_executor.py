@@ -1,0 +1,81 @@
+"""The executor of a profile run: its nodes measure pieces of calls on the engine's own modules and groups."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from rlhf_tasks.measurements import Measurements
+from rlhf_tasks.memory import process_bytes
+from rlhf_tasks.parallel.groups import ProcessGroups, join_world, leave_world
+from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.weights import load_config
+from rlhf_tasks.profile_spec import Piece, ProfileSpec
+from rlhf_tasks.profiling import Bench, Clock, exchange_sets, measure_exchanges, measure_model, tp_sets
+from rlhf_tasks.role_engines import DTYPES
+from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.transport import GenerationSpec, SavedPart
+
+
+def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "ProfileExecutor":
+    """The factory that the engine host is given; see docs/interfaces.md."""
+    return ProfileExecutor(rank)
+
+
+class ProfileExecutor:
+    """Measures on one rank. clock: see `Bench`."""
+
+    def __init__(self, rank: int, clock: Clock = time.perf_counter) -> None:
+        self._rank, self._clock = rank, clock
+        self._groups: ProcessGroups | None = None
+        self._spec: ProfileSpec | None = None
+
+    def load(self, spec: GenerationSpec) -> None:
+        """Join the groups of all that will be measured."""
+        self._spec = ProfileSpec.model_validate(spec.config)
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        server = dist.TCPStore(spec.store_host, spec.store_port, is_master=False)
+        store = dist.PrefixStore(spec.store_prefix, server)
+        join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
+        tps = [piece.tp for piece in self._spec.pieces.values()]
+        sets = [*tp_sets(spec.n_ranks, tps), *exchange_sets(spec.n_ranks, self._spec.devices_per_host)]
+        self._groups = ProcessGroups(sets, spec.timeout_s, device)
+
+    def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
+        """Measure one piece; the figures are in the result's details."""
+        assert self._spec is not None, "a node arrived before its generation was loaded"
+        started_s = time.time()
+        measured = self.measure(self._spec.pieces[node.name])
+        return NodeResult(
+            key=request.key,
+            rank=self._rank,
+            started_s=started_s,
+            ended_s=time.time(),
+            details=measured.model_dump(mode="json"),
+        )
+
+    def measure(self, piece: Piece) -> Measurements:
+        """What a piece asks for."""
+        assert self._spec is not None
+        assert self._groups is not None
+        if piece.kind == "idle":
+            return Measurements()
+        if piece.kind == "exchanges":
+            own = process_bytes(self._groups.device)
+            exchanges = measure_exchanges(self._groups, self._spec.devices_per_host, self._clock)
+            return Measurements(exchanges=tuple(exchanges), process_bytes=own)
+        assert piece.grid is not None, "a model is measured on a grid"
+        shape, dtype = ModelShape.from_folder(piece.folder), DTYPES[self._spec.dtype]
+        bench = Bench(load_config(piece.folder), shape, dtype, self._groups, self._clock)
+        return measure_model(bench, piece.tp, piece.grid)
+
+    def abort(self) -> None:
+        """From another thread: make a blocked collective raise."""
+        if self._groups is not None:
+            self._groups.abort()
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self._groups = None
+        leave_world()

@@ -1,0 +1,81 @@
+"""Recalibration finds the constants of a device again from what such a device would have shown."""
+
+import pytest
+
+from planner.calibrate import recalibrated
+from planner.measured import MeasuredProfile
+from planner.profile import Link, preset
+from planner.sizes import sizes
+from planner.timing import Roofline
+from rlhf_tasks.measurements import Measurements, Timed, TimedExchange
+
+TOKENS = (256, 1024, 4096)
+
+
+@pytest.fixture
+def slow():
+    """A device that reaches less than the preset says, with slower links and a slower host."""
+    return preset("cpu-slot").model_copy(
+        update={
+            "matmul_efficiency": 0.2,
+            "memory_bytes_per_s": 1e12,
+            "layer_overhead_s": 3e-3,
+            "decode_overhead_s": 2e-3,
+            "optimizer_overhead_s": 5e-3,
+            "inside_host": Link(bytes_per_s=3e8, latency_s=2e-3),
+        }
+    )
+
+
+@pytest.fixture
+def measured(slow, llama) -> MeasuredProfile:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    shape = llama(hidden_size=512, num_hidden_layers=4, intermediate_size=1024, **heads)
+    timing = Roofline(slow, sizes(shape, "lm", 1), "lm", 1, False, 4)
+    operations = [
+        Timed(operation="layer/forward", tp=1, tokens=n, context=64, seconds=timing.layer_s("forward", n, 64))
+        for n in TOKENS
+    ]
+    operations += [
+        Timed(operation="layer/decode", tp=1, tokens=n, context=64, seconds=timing.layer_s("decode", n, 64))
+        for n in (1, 4)
+    ]
+    operations += [
+        Timed(operation="optimizer", tp=1, tokens=n, context=0, seconds=timing.update_s(n, 1))
+        for n in (10**5, 10**6)
+    ]
+    sends = [
+        TimedExchange(
+            kind="send",
+            ranks=2,
+            crosses_hosts=False,
+            size_bytes=n,
+            seconds=slow.send_s(n, crosses_hosts=False),
+        )
+        for n in (2**10, 2**20, 2**24)
+    ]
+    found = Measurements(operations=tuple(operations), exchanges=tuple(sends), process_bytes=7)
+    return MeasuredProfile.of("cpu-slot", 1, 2, shape, 4, [found], dispatch_s=0.125)
+
+
+def test_constants_come_back(slow, measured):
+    fitted = recalibrated(preset("cpu-slot").model_copy(update={"memory_bytes_per_s": 1e12}), measured)
+    for field in ("layer_overhead_s", "decode_overhead_s", "optimizer_overhead_s", "matmul_efficiency"):
+        assert getattr(fitted, field) == pytest.approx(getattr(slow, field), rel=0.02), field
+    for size_bytes in (1e3, 1e7):
+        assert fitted.send_s(size_bytes, False) == pytest.approx(slow.send_s(size_bytes, False))
+    assert (fitted.dispatch_s, fitted.process_bytes) == (0.125, 7)
+
+
+def test_what_was_not_measured_stays(measured):
+    before = preset("cpu-slot")
+    after = recalibrated(before, measured)
+    assert after.between_hosts == before.between_hosts
+    assert after.memory_bytes == before.memory_bytes
+
+
+def test_a_device_faster_than_its_data_sheet_gets_a_higher_peak(measured):
+    before = preset("cpu-slot").model_copy(update={"flops_per_s": 1e9, "memory_bytes_per_s": 1e12})
+    after = recalibrated(before, measured)
+    assert after.matmul_efficiency == 1
+    assert after.flops_per_s == pytest.approx(0.2 * preset("cpu-slot").flops_per_s, rel=0.02)
