@@ -165,13 +165,6 @@ class Layout:
                 pieces.append(Shared(name, Interval(start, stop), devices))
         return tuple(pieces)
 
-    def gradient_sums(self, device: int) -> tuple[Shared, ...]:
-        """The rows whose gradients a device must sum with others of its dp rank before the optimizer's step:
-        replicated KV heads, tied embeddings, norms inside heads. All devices see them in the same order."""
-        dp_rank, held = self.placement.coordinate(device).dp, self.held(device)
-        partial = (spec.name for spec in self.parameters if spec.partial_gradient and spec.name in held)
-        return tuple(s for name in partial for s in self.shared(name, dp_rank) if device in s.devices)
-
     # Tables: [pp_rank][tp_rank] -> name -> rows
 
     @cached_property

@@ -80,10 +80,6 @@ class SampleBatch:
             data[key] = Packed.of([parts[i] for i in places]) if places else Packed(packed.values[:0], ())
         return SampleBatch(tuple(self.ids[i] for i in places), data)
 
-    def with_data(self, **more: Packed) -> "SampleBatch":
-        """The same samples with further keys."""
-        return SampleBatch(self.ids, {**self.data, **more})
-
     def to(self, device: torch.device) -> "SampleBatch":
         return SampleBatch(self.ids, {key: packed.to(device) for key, packed in self.data.items()})
 

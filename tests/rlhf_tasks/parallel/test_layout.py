@@ -82,18 +82,17 @@ def test_a_rank_holds_the_kv_heads_of_its_query_heads_and_no_others(lay: Layout)
 
 
 @given(layouts())
-def test_gradient_sums_join_exactly_the_partial_copies(lay: Layout):
-    """Summing over the listed devices reaches, for each row of a partial parameter, all of its holders."""
-    for device in lay.placement.devices:
-        replica = lay.placement.replica(lay.placement.coordinate(device).dp)
-        listed = {(s.name, row): s.devices for s in lay.gradient_sums(device) for row in range(*s.interval)}
-        for name, rows in lay.held(device).items():
-            for row in range(*rows):
+def test_shared_pieces_join_exactly_the_copies_inside_a_dp_rank(lay: Layout):
+    """Summing over a piece's devices reaches, for each row, all of its holders."""
+    for dp_rank in range(lay.placement.strategy.dp):
+        replica = lay.placement.replica(dp_rank)
+        for name, spec in lay.specs.items():
+            listed = {row: s.devices for s in lay.shared(name, dp_rank) for row in range(*s.interval)}
+            for row in range(spec.length):
                 holders = tuple(
                     d for d in replica if name in lay.held(d) and row in range(*lay.held(d)[name])
                 )
-                partial = lay.specs[name].partial_gradient and len(holders) > 1
-                assert listed.get((name, row)) == (holders if partial else None)
+                assert listed.get(row) == (holders if len(holders) > 1 else None)
 
 
 def test_uneven_heads_share_a_kv_head():
@@ -114,9 +113,7 @@ def test_tied_embeddings_live_on_both_ends():
     holders = [device for device, _ in lay.owners(name)]
     assert holders == [*lay.placement.devices[:4], *lay.placement.devices[-4:]]
     assert "lm_head.weight" not in lay.specs
-    assert [s.devices for s in lay.gradient_sums(lay.placement.device(1, 0, 0)) if s.name == name] == [
-        (2, 10)
-    ]
+    assert [s.devices for s in lay.shared(name, 1)] == [(2, 10), (3, 11)]
 
 
 def test_a_value_head_replaces_the_language_model_head():
