@@ -12,6 +12,7 @@ iterations of each run are left out. For ledger and inboxes alone at 1,024 ranks
 import argparse
 import asyncio
 import json
+import os
 import platform
 import tempfile
 import time
@@ -22,10 +23,11 @@ from statistics import median
 from typing import Any
 
 import psutil
+from distributed import Client
 from prefect import flow
 
 from flows.clocks import Span, idle_while_ready_s, predecessors_of
-from flows.cluster import Cluster, local_cluster
+from flows.cluster import Cluster, Member, local_cluster
 from flows.server import own_server
 from flows.training import run_training
 from planner.graph import DataflowGraph
@@ -118,13 +120,22 @@ def overhead(plan: ExecutionPlan, committed: tuple[Committed, ...]) -> dict[str,
     }
 
 
-def cpu_s() -> dict[str, float]:
-    """CPU seconds so far: this process, the Prefect server, the controller's worker."""
-    seconds = {"flow": sum(psutil.Process().cpu_times()[:2]), "server": 0.0, "workers": 0.0}
+def cpu_s(controller_pid: int) -> dict[str, float]:
+    """CPU seconds so far: this process, the Prefect server, the controller's worker, the ranks."""
+    seconds = {"flow": sum(psutil.Process().cpu_times()[:2]), "server": 0.0, "controller": 0.0, "ranks": 0.0}
     for child in psutil.Process().children(recursive=True):
-        kind = "server" if "server_process.py" in " ".join(child.cmdline()) else "workers"
+        if child.pid == controller_pid:
+            kind = "controller"
+        else:
+            kind = "server" if "server_process.py" in " ".join(child.cmdline()) else "ranks"
         seconds[kind] += sum(child.cpu_times()[:2])
     return seconds
+
+
+def pid_of(cluster: Cluster, member: Member) -> int:
+    """The process of a worker."""
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        return client.run(os.getpid, workers=[member.address])[member.address]  # pyright: ignore[reportIndexIssue]
 
 
 def main() -> None:
@@ -143,13 +154,14 @@ def main() -> None:
         own_server(Path(folder)) as server,
         local_cluster(RANKS, server.environment, folder=Path(folder)) as cluster,
     ):
+        controller_pid = pid_of(cluster, cluster.controller)
         for _ in range(arguments.rounds):
             for mode in rows:
-                before = cpu_s()
+                before = cpu_s(controller_pid)
                 committed = run_once(
                     cluster, plan, arguments.iterations, arguments.iteration_s, mode == "ahead"
                 )
-                after = cpu_s()
+                after = cpu_s(controller_pid)
                 used = {f"cpu_{k}_s": (after[k] - before[k]) / arguments.iterations for k in before}
                 rows[mode].append({**overhead(plan, committed), **used})
     report(rows, arguments.json)

@@ -102,7 +102,10 @@ class IterationProgress:
         """The first node or part that outlived its deadline, in plan order."""
         for name, node in self.nodes.items():
             if node.deadline is not None and not node.done and now > node.deadline:
-                error = f"not finished {node.deadline_s:g} s after the last rank entered"
+                error = (
+                    f"not finished {node.deadline_s:g} s after the last rank entered; if it was only slow, raise "
+                    "runtime.deadline_floor_s"
+                )
                 return Cause(error, tuple(sorted(node.unfinished)), name, self.iteration)
         for (name, rank), deadline in self.part_deadlines.items():
             if now > deadline:
