@@ -8,9 +8,11 @@ keeps its name when its process is replaced, and changes its address.
 import logging
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
@@ -38,6 +40,7 @@ SETTINGS = {
 }
 MIN_WORKER_TTL_S = 120.0  # shorter: a long call that holds the GIL would count as a dead worker
 START_DEADLINE_S = 120.0
+CLOSE_S = 8.0  # workers end in half a second
 CONTROLLER_THREADS = 64  # Prefect tasks wait in them: two iterations of a plan of up to 32 nodes at once
 SAME_VERSIONS = ("distributed", "prefect", "prefect-dask", "torch", "transformers")
 
@@ -124,13 +127,30 @@ def local_cluster(
             },
         }
         scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **no_dashboard}}
-        with (
-            SpecCluster(
-                workers, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR)
-            ) as cluster,
-            Client(cluster, set_as_default=False) as client,
-        ):
-            yield form_cluster(client, n_ranks)
+        cluster = SpecCluster(workers, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
+        try:
+            with Client(cluster, set_as_default=False) as client:
+                yield form_cluster(client, n_ranks)
+        finally:
+            _close(cluster)
+
+
+def _close(cluster: SpecCluster) -> None:
+    """End scheduler and workers. A nanny lets a worker that only just starts finish that first: those that are not
+    gone in time are killed."""
+
+    def kill_workers() -> None:
+        for nanny in list(cluster.workers.values()):
+            if nanny.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(nanny.pid, signal.SIGKILL)
+
+    overdue = threading.Timer(CLOSE_S, kill_workers)
+    overdue.start()
+    try:
+        cluster.close()
+    finally:
+        overdue.cancel()
 
 
 @contextmanager

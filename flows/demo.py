@@ -23,6 +23,7 @@ from flows.demo_data import (
     write_demo_data,
     write_jsonl,
 )
+from flows.ending import ending_in_time
 from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.server import prefect_server
@@ -63,7 +64,7 @@ class Demo:
 
 @contextmanager
 def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
-    """The demo in a folder, with a Prefect server and a cluster of `RANKS` for all of its stages.
+    """For a flow: the demo in a folder, with a Prefect server and a cluster of `RANKS` for all of its stages.
 
     seed  None: that of the demo which is there, else 0
     Raises ConfigError when the demo that is there has another seed: its results would be taken for this one's.
@@ -72,6 +73,7 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
     place.mkdir(parents=True, exist_ok=True)
     seed = settle_seed(place, seed)
     with (
+        ending_in_time(asyncio.current_task()),
         prefect_server(place) as server,
         local_cluster(RANKS, server.environment, folder=place / "scratch") as cluster,
     ):

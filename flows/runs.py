@@ -17,6 +17,7 @@ from rich.console import Console
 from flows import artifacts
 from flows.clocks import spans_of
 from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
+from flows.ending import ending_in_time
 from flows.prepare import PLAN, Prepared, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, taken
 from flows.server import prefect_server
@@ -45,6 +46,7 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
     folder, config = open_run(config, run_folder)
     prepared = prepare(config, folder)
     with (
+        ending_in_time(asyncio.current_task()),
         taken(folder),
         prefect_server(folder) as server,
         cluster_of(config, folder, server.environment) as cluster,

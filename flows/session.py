@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from prefect.exceptions import TerminationSignal
 from rich.console import Console
 from rich.markup import escape
 
+from flows.ending import Watch, ending_in_time
 from flows.pipeline import rlhf_pipeline
 from flows.ppo import rlhf_ppo
 from flows.reward_model import reward_model
@@ -19,6 +22,8 @@ from flows.training import RunFailed
 from rlhf_tasks.config import AnyConfig
 
 FLOWS = {"ppo": rlhf_ppo, "sft": sft, "reward_model": reward_model, "rollout": rollout}
+
+TERMINATED = 128 + signal.SIGTERM  # exit status, as shells have it
 
 console = Console()
 
@@ -48,19 +53,26 @@ def demo_here(folder: Path, seed: int) -> None:
 
 
 def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
-    with prefect_server(folder) as server:
-        login = f"   login: {server.auth.replace(':', '  password: ')}" if server.auth else ""
-        console.print(f"Prefect UI: {server.ui_url}{login}", highlight=False, soft_wrap=True)
-        try:
-            summary = asyncio.run(_await(run))
-        except KeyboardInterrupt:
-            console.print(f"\nstopped. To go on: {again}", highlight=False, soft_wrap=True)
-            raise
-        except RunFailed as failure:
-            console.print(f"[bold red]failed:[/] {escape(str(failure))}\nTo go on: {again}", soft_wrap=True)
-            raise SystemExit(1) from None
+    stopped = f"\nstopped. To go on: {again}"
+    try:
+        with ending_in_time() as watch:
+            watch.last_words, watch.to_exit = f"{stopped}\n", True
+            with prefect_server(folder) as server:
+                login = f"   login: {server.auth.replace(':', '  password: ')}" if server.auth else ""
+                console.print(f"Prefect UI: {server.ui_url}{login}", highlight=False, soft_wrap=True)
+                summary = asyncio.run(_await(run, watch))
+    except KeyboardInterrupt:
+        console.print(stopped, highlight=False, soft_wrap=True)
+        raise
+    except (asyncio.CancelledError, TerminationSignal):
+        console.print(stopped, highlight=False, soft_wrap=True)
+        raise SystemExit(TERMINATED) from None
+    except RunFailed as failure:
+        console.print(f"[bold red]failed:[/] {escape(str(failure))}\nTo go on: {again}", soft_wrap=True)
+        raise SystemExit(1) from None
     return json.loads(json.dumps(summary))
 
 
-async def _await(run: Callable[[], Awaitable[Any]]) -> Any:
+async def _await(run: Callable[[], Awaitable[Any]], watch: Watch) -> Any:
+    watch.run = asyncio.current_task()
     return await run()

@@ -41,7 +41,7 @@ from rlhf_tasks.transport import (
 
 logger = logging.getLogger(__name__)
 VIEW_LAG_S = 60.0  # what Prefect's view of an iteration may need after the iteration has ended
-RETIRE_S = 10.0  # what subflows get to report their end when the run ends early
+RETIRE_S = 5.0  # what subflows get to report their end when the run ends early
 
 
 class RunFailed(RuntimeError):

@@ -8,6 +8,7 @@ is, by the controller's first request.
 Torch-free: `tasks` and the flows import this module, a worker loads what it needs in `setup`.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -43,6 +44,9 @@ class ProcessPlugin(WorkerPlugin):
             if worker.nanny and threading.current_thread() is threading.main_thread():
                 # Ctrl-C in a terminal reaches every process; the flow decides, and ends us through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+                # Taking torch and Prefect apart, object by object, costs a core more than a second; the nanny kills
+                # a process that is not gone in four. At this point the worker is closed and its streams are flushed.
+                atexit.register(os._exit, 0)
             process = resolve_name(CLASSES[kind])(worker)
             worker.handlers.update(process.handlers)
 

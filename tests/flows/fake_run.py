@@ -7,6 +7,7 @@ from pathlib import Path
 from prefect import flow
 
 from flows.cluster import local_cluster
+from flows.ending import ending_in_time
 from flows.server import prefect_server
 from flows.training import run_training
 from tests.rlhf_tasks.plans import small_plan
@@ -21,12 +22,14 @@ def main(folder: Path, iterations: int, fault: str) -> None:
         print("READY", flush=True)
 
     with (
+        ending_in_time() as watch,
         prefect_server(folder) as server,
         local_cluster(2, server.environment, folder=folder / "dask") as cluster,
     ):
 
         @flow(name="rlhf-fake", persist_result=False)
         async def parent():
+            watch.run, watch.to_exit = asyncio.current_task(), True
             return await run_training(
                 small_plan(),
                 config,

@@ -139,7 +139,7 @@ def test_ranks_on_cpu_see_no_gpu(cluster):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_cluster_of_dask_commands_serves(prefect, tmp_path):
     with dask_scheduler(tmp_path, **SAFE) as address:

@@ -15,7 +15,7 @@ import yaml
 from tests.tiny_runs import ppo_config
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def with_mark(mark: str) -> list[str]:
@@ -30,6 +30,14 @@ def with_mark(mark: str) -> list[str]:
     return found
 
 
+def assert_gone(mark: str) -> None:
+    """No process with the mark is left 10 s after the command has ended; some end by themselves a moment later."""
+    deadline = time.monotonic() + 10
+    while (left := with_mark(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
 def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
     document = ppo_config(tmp_path, name="mine", total_iterations=40).model_dump(mode="json")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
@@ -41,7 +49,7 @@ def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
     with log.open("w") as out:
         run = subprocess.Popen(first, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + 400
             while "iteration 1 of 40" not in log.read_text():
                 assert run.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, log.read_text()
@@ -53,7 +61,7 @@ def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
             run.wait()
     assert f"To go on: prefect-rlhf run ppo --resume {folder}" in log.read_text()
     assert "Traceback" not in log.read_text()
-    assert with_mark(mark) == []
+    assert_gone(mark)
     # The run that goes on is the one written down; fewer iterations make the test short.
     settings = json.loads((folder / "config.json").read_text())
     done = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
@@ -66,4 +74,4 @@ def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["iterations"] == done + 1
     assert (folder / "model" / "model.safetensors").exists()
-    assert with_mark(mark) == []
+    assert_gone(mark)

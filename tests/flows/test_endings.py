@@ -5,16 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
+ENDED_S = 60.0  # on a starved machine; a run that goes on would take five minutes
 
 
 @contextmanager
@@ -53,26 +53,24 @@ def wait_gone(processes, seconds):
 
 
 @pytest.mark.parametrize(
-    ("signals", "seconds"),
-    [([signal.SIGKILL], 5), ([signal.SIGINT], 20), ([signal.SIGTERM], 20)],
+    "number",
+    [signal.SIGKILL, signal.SIGINT, signal.SIGTERM],
     ids=["killed", "interrupted", "terminated"],
 )
-def test_a_run_that_is_ended_leaves_no_process_and_can_go_on(prefect, tmp_path, signals, seconds):
+def test_a_run_that_is_ended_leaves_no_process_and_can_go_on(prefect, tmp_path, number):
     with running(prefect, tmp_path, 1000) as (run, started):
-        for number in signals:
-            # Ctrl-C reaches every process of the terminal's foreground group.
-            (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
-        ended = time.monotonic()
-        run.wait(seconds)
-        wait_gone(started, max(1.0, seconds - (time.monotonic() - ended)))
+        # Ctrl-C reaches every process of the terminal's foreground group.
+        (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
+        run.wait(ENDED_S)
+        wait_gone(started, ENDED_S)
     newest = max(tmp_path.glob("step-*.json"), key=lambda path: int(path.stem.removeprefix("step-")))
     assert set(json.loads(newest.read_text())["roles"]) == {"actor", "critic"}
 
 
 def test_a_run_that_fails_says_why_and_leaves_no_process(prefect, tmp_path):
     with running(prefect, tmp_path, 1000, "raise") as (run, started):
-        run.wait(120)
-        wait_gone(started, 10)
+        run.wait(300)
+        wait_gone(started, ENDED_S)
     errors = (tmp_path / "errors.txt").read_text()
     assert run.returncode != 0
     assert "rank 0, call generate, iteration 1: ValueError: told to fail" in errors

@@ -17,7 +17,7 @@ from tests.rlhf_tasks.plans import small_plan
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     # Prefect leaves the sockets of its clients to the garbage collector.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

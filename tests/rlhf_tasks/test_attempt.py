@@ -14,7 +14,7 @@ from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished, GaveUp
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
 from tests.rlhf_tasks.plans import small_plan
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

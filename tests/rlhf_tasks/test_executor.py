@@ -49,7 +49,7 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     return max(len(message.model_dump_json()) for message in [*results, *parts]), tokens
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_what_a_rank_reports_does_not_grow_with_the_number_of_tokens(tmp_path):
     short, few = reported(tmp_path, 2)
     long, many = reported(tmp_path, 60)

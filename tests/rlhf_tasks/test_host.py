@@ -15,7 +15,7 @@ from rlhf_tasks.rendezvous import Rendezvous
 from rlhf_tasks.transport import NEWS, Deliver, Done, Failed, GenerationSpec, Reset, Restore, Told
 from tests.rlhf_tasks.plans import call, on, plan_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 N_RANKS = 3
 EXECUTOR = "tests.rlhf_tasks.fake_rank:make_executor"
 

@@ -1,0 +1,128 @@
+"""The end of a run by Ctrl-C or SIGTERM: within `END_S`, whatever the run is doing, and with no process left.
+
+Prefect's SIGTERM handler raises its exception wherever the main thread happens to be. A callback of the event loop,
+a task of Prefect's own or a serializer swallow it there, and the run goes on. So signals are read from Python's
+wake-up descriptor, to which the interpreter writes them whichever handler is installed, by a thread that does nothing
+else: it cancels the run, and kills what has not ended in time.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+END_S = 12.0  # from the signal until what is left is killed; P10 promises 20 s
+TWICE_S = 1.0  # a signal that comes again within this is the same one: sent to the process, and to its group
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+CALLED_OFF = 0  # no signal has this number
+
+
+@contextmanager
+def ending_in_time(run: "asyncio.Task[Any] | None" = None, end_s: float = END_S) -> Iterator["Watch"]:
+    """Inside, SIGINT and SIGTERM cancel `run`, and kill this process and its children `end_s` seconds later, or as
+    soon as the signal comes again.
+
+    Leaving calls that off, unless the watch was told to go on `to_exit`. Signals are left alone outside the main
+    thread, and inside another `ending_in_time`, whose task is the run.
+    """
+    watch = Watch(run, end_s)
+    watching = threading.current_thread() is threading.main_thread() and watch.begin()
+    try:
+        yield watch
+    finally:
+        if watching:
+            watch.call_off()
+
+
+class Watch:
+    """Waits for a signal that asks this process to end, and sees to it that it ends.
+
+    run         what a signal cancels
+    last_words  for standard error, when it comes to killing
+    to_exit     once a signal has come, the deadline holds to the end of the process: it does nothing but this run
+    """
+
+    def __init__(self, run: "asyncio.Task[Any] | None", end_s: float) -> None:
+        self.run = run
+        self.last_words = ""
+        self.to_exit = False
+        self._end_s = end_s
+        self._asked = False
+        self._thread = threading.Thread(target=self._watch, name="ending", daemon=True)
+
+    def begin(self) -> bool:
+        """Watch from now on; False where somebody does already."""
+        self._received, self._sent = socket.socketpair()
+        self._sent.setblocking(False)
+        outer = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
+        if outer != -1:
+            signal.set_wakeup_fd(outer)
+            self._close()
+            return False
+        self._thread.start()
+        return True
+
+    def call_off(self) -> None:
+        """The run has ended."""
+        if self._asked and self.to_exit:
+            return
+        signal.set_wakeup_fd(-1)
+        self._sent.send(bytes([CALLED_OFF]))
+        self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
+        self._sent.close()
+        self._received.close()
+
+    def _watch(self) -> None:
+        number = CALLED_OFF
+        while number not in SIGNALS:
+            number = self._next(None)
+            if number == CALLED_OFF:
+                return
+        self._asked = True
+        asked_s = time.monotonic()
+        self._cancel()
+        while (left_s := asked_s + self._end_s - time.monotonic()) > 0:
+            again = self._next(left_s)
+            if again == CALLED_OFF:
+                return
+            if again in SIGNALS and time.monotonic() > asked_s + TWICE_S:
+                break
+        kill_children()
+        os.write(2, self.last_words.encode())
+        os._exit(128 + number)
+
+    def _next(self, seconds: float | None) -> int:
+        """The next number on the descriptor; -1 when none has come in time."""
+        self._received.settimeout(seconds)
+        with suppress(TimeoutError):
+            return self._received.recv(1)[0]
+        return -1
+
+    def _cancel(self) -> None:
+        run = self.run
+        if run is None:
+            return  # nothing runs yet, or any more: the signal's own handler does what is to be done
+
+        def cancel() -> None:
+            if not run.cancelling():  # asyncio's handler, or its end after Prefect's, may have come first
+                run.cancel()
+
+        with suppress(RuntimeError):  # the loop is closed
+            run.get_loop().call_soon_threadsafe(cancel)
+
+
+def kill_children() -> None:
+    """Kill every process below this one."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()

@@ -1,0 +1,162 @@
+"""A signal ends a run in time: also one whose exception was swallowed, and also a run that will not be cancelled."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows import demo, runs
+from flows.ending import ending_in_time
+from tests.tiny_runs import ppo_config
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).parents[2]
+STUBBORN = """
+    import asyncio, subprocess, sys
+    from flows.ending import ending_in_time
+
+    async def run(watch):
+        watch.run = asyncio.current_task()
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                print("CANCELLED", flush=True)
+
+    with ending_in_time(end_s=float(sys.argv[1])) as watch:
+        watch.last_words = "the last words"
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid, flush=True)
+        asyncio.run(run(watch))
+"""
+
+
+def python(program, *arguments, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+class Raised(BaseException):
+    pass
+
+
+@contextmanager
+def handled_as_by_prefect():
+    """A SIGTERM raises wherever the main thread is."""
+
+    def as_prefect_does(*_):
+        raise Raised
+
+    before = signal.signal(signal.SIGTERM, as_prefect_does)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def lose_a_signal():
+    """Send SIGTERM to this process; its exception goes to the event loop's handler and no further."""
+    swallowed = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: swallowed.append(context["exception"]))
+    loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        assert isinstance(swallowed[0], Raised)
+
+
+COMMAND = """
+    import asyncio, sys
+    from pathlib import Path
+    from flows import session
+    from tests.flows.test_ending import handled_as_by_prefect, lose_a_signal
+
+    async def rlhf_ppo(config, folder):
+        await lose_a_signal()
+
+    session.FLOWS["ppo"] = rlhf_ppo
+    with handled_as_by_prefect():
+        session.run_here("ppo", None, Path("mine"))
+"""
+
+
+def test_a_command_whose_signal_was_swallowed_ends_and_says_how_to_go_on():
+    with python(COMMAND, PREFECT_API_URL="http://127.0.0.1:9/api") as command:
+        out, errors = command.communicate(timeout=500)
+    assert command.returncode == 128 + signal.SIGTERM, errors
+    assert "To go on: prefect-rlhf run ppo --resume mine" in out
+
+
+@pytest.mark.parametrize("place", ["a run", "the demo"])
+def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, place):
+    """As a deployment has it: there is no command around the flow."""
+
+    @contextmanager
+    def no_cluster(*_, **__):
+        yield SimpleNamespace(scheduler_address="")
+
+    async def begin(_):
+        await lose_a_signal()
+
+    async def flow():
+        if place == "a run":
+            await runs.carry_out(ppo_config(tmp_path))
+        else:
+            with demo.demo_at(tmp_path, seed=0):
+                await lose_a_signal()
+
+    monkeypatch.setattr(runs, "cluster_of", no_cluster)
+    monkeypatch.setattr(demo, "local_cluster", no_cluster)
+    monkeypatch.setattr(runs.RunView, "begin", begin)
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        handled_as_by_prefect(),
+        pytest.raises(asyncio.CancelledError),
+    ):
+        asyncio.run(flow())
+
+
+@pytest.mark.parametrize(("end_s", "signals"), [("1", 1), ("600", 2)], ids=["in time", "asked twice"])
+def test_what_does_not_end_is_killed_with_its_children(end_s, signals):
+    with python(STUBBORN, end_s) as run:
+        child = psutil.Process(int(run.stdout.readline()))
+        try:
+            run.send_signal(signal.SIGINT)
+            assert run.stdout.readline() == "CANCELLED\n"
+            if signals == 2:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    run.wait(1.5)  # sooner, it would be the same signal
+                run.send_signal(signal.SIGINT)
+            _, errors = run.communicate(timeout=500)
+            assert run.returncode == 128 + signal.SIGINT
+            assert errors.endswith("the last words")
+            gone, _ = psutil.wait_procs([child], timeout=60)
+            assert gone
+        finally:
+            run.kill()
+            if child.is_running():
+                child.kill()
+
+
+def test_signals_are_left_as_they_were():
+    with ending_in_time() as outer:
+        descriptor = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(descriptor)
+        with ending_in_time() as inner:
+            assert signal.set_wakeup_fd(descriptor) == descriptor
+        assert inner is not outer
+        assert signal.set_wakeup_fd(descriptor) == descriptor
+    assert signal.set_wakeup_fd(-1) == -1
