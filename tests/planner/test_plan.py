@@ -260,6 +260,7 @@ PLACES = [
 
 class _Sizes:
     batch_size, num_mini_batches, scoring_role = 24, 3, "ref"
+    records_kept, truncated_responses = True, "bootstrap"
 
 
 GRAPH = DataflowGraph(GRAPHS["ppo"].calls(_Sizes), GRAPHS["ppo"].dataset_keys, name="ppo")
