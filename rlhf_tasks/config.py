@@ -312,17 +312,26 @@ def manual_assignments(config: AnyConfig) -> dict[str, CallAssignment] | None:
     """
     plan = config.plan
     if isinstance(plan, str):
-        return None if plan in MADE_PLANS else read_assignments(Path(plan))
-    return {call: manual.assignment() for call, manual in plan.items()}
+        return None if plan in MADE_PLANS else read_assignments(Path(plan), config.cluster.devices_per_host)
+    return {call: manual.assignment(config.cluster.devices_per_host) for call, manual in plan.items()}
 
 
-def read_assignments(path: Path) -> dict[str, CallAssignment]:
-    """The assignments in a YAML file: {call: {devices, dp, tp, pp, ...}}. Raises ConfigError naming the file."""
+def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignment]:
+    """The assignments in a YAML file: {call: {devices or hosts, dp, tp, pp, ...}}.
+
+    Raises ConfigError naming the file, and the call whose strategy does not fit its devices.
+    """
     try:
         plan = ASSIGNMENTS.validate_python(read_yaml(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_fault(error)}") from None
-    return {call: manual.assignment() for call, manual in plan.items()}
+    assignments = {}
+    for call, manual in plan.items():
+        try:
+            assignments[call] = manual.assignment(devices_per_host)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {call}: {error}") from None
+    return assignments
 
 
 def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:

@@ -159,6 +159,8 @@ def test_a_faulty_configuration_is_refused(call, document, change, parts):
     [
         ({"devices": [2]}, ("actor_train", "[2]", "devices 0 to 1")),
         ({"devices": [0, 1], "tp": 4}, ("actor_train", "tp=4", "4 devices", "2")),
+        ({"hosts": [1], "dp": 2}, ("actor_train", "[2, 3]", "devices 0 to 1")),
+        ({"hosts": [0], "dp": 3}, ("actor_train", "dp=3", "3 devices", "2")),
     ],
 )
 def test_a_faulty_plan_file_is_refused(call, document, tmp_path, place, parts):

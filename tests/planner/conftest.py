@@ -52,7 +52,7 @@ def assign() -> Callable[..., CallAssignment]:
 @pytest.fixture
 def demo_assignments() -> dict[str, CallAssignment]:
     document = yaml.safe_load(DEMO_PLAN.read_text())
-    return {call: line.assignment() for call, line in ASSIGNMENTS.validate_python(document).items()}
+    return {call: line.assignment(4) for call, line in ASSIGNMENTS.validate_python(document).items()}
 
 
 @pytest.fixture
