@@ -32,9 +32,14 @@ DEVICES_PER_HOST = 8
 def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
     """PPO as one would place it: generation on all hosts, actor and critic trained on a half each."""
     cluster = Cluster(n_ranks // DEVICES_PER_HOST, DEVICES_PER_HOST)
-    dataflow = DataflowGraph(
-        graph(SimpleNamespace(batch_size=n_seqs, num_mini_batches=1, scoring_role="reward")), DATASET_KEYS
+    sizes = SimpleNamespace(
+        batch_size=n_seqs,
+        num_mini_batches=1,
+        scoring_role="reward",
+        records_kept=False,
+        truncated_responses="keep",
     )
+    dataflow = DataflowGraph(graph(sizes), DATASET_KEYS)
 
     def place(start: int, stop: int, tp: int) -> CallAssignment:
         strategy = ParallelStrategy(dp=(stop - start) // tp, tp=tp)

@@ -55,7 +55,7 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
             call=graph.source.name,
             placement=source.placement,
             keys=graph.dataset_keys,
-            balance=source.balance,
+            mini_batches=graph.source.mini_batches,
         )
     )
     for call in graph.calls:
@@ -161,7 +161,7 @@ def _where(call: ModelFunctionCall, side: DataSide) -> _Where:
     if dp == 1:
         return _Where(placement.heads, ())
     if side.balance == "tokens":
-        return _Where(placement.heads, ("tokens", str(mini_batches), call.inputs[0]))
+        return _Where(placement.heads, ("tokens", str(mini_batches), call.token_key))
     if call.n_seqs % (dp * mini_batches) == 0:
         return _Where(placement.heads, ("count",))
     return _Where(placement.heads, ("count", str(mini_batches)))
@@ -174,9 +174,13 @@ class _Keys:
         self._graph = graph
         self.sides = {call.name: data_side(call, assignments[call.name]) for call in graph.calls}
         self.where = {call.name: _where(call, self.sides[call.name]) for call in graph.calls}
-        self.held: dict[str, dict[_Where, _Holding]] = {}
-        for key in graph.dataset_keys:
-            self.put(key, graph.source.name, FETCH)
+        fetched = DataSide(
+            placement=assignments[graph.source.name].placement, mini_batches=graph.source.mini_batches
+        )
+        self._fetched = _where(graph.source, fetched)
+        self.held: dict[str, dict[_Where, _Holding]] = {
+            key: {self._fetched: _Holding(fetched, FETCH)} for key in graph.dataset_keys
+        }
 
     def put(self, key: str, call: str, node: str) -> None:
         """`node` has brought `key` to the side of `call`."""
@@ -184,7 +188,8 @@ class _Keys:
 
     def home(self, key: str) -> _Where:
         """The side where a key came into being."""
-        return self.where[self._graph.producer(key) or self._graph.source.name]
+        producer = self._graph.producer(key)
+        return self._fetched if producer is None else self.where[producer]
 
     def sources(self, missing: list[str]) -> dict[_Where, list[str]]:
         """Source side -> keys to take from it.
@@ -221,7 +226,10 @@ def _insert_transfers(made: Draft, graph: DataflowGraph, assignments: Mapping[st
         here = keys.where[call.name]
         missing = [key for key in call.inputs if here not in keys.held[key]]
         made.after[call.name] |= {keys.held[key][here].node for key in call.inputs if key not in missing}
-        for source, moved in keys.sources(missing).items():
+        # The key whose lengths deal this call's samples comes first: the other transfers ask for them.
+        dealt_by = call.token_key if keys.sides[call.name].balance == "tokens" else None
+        sources = keys.sources(missing)
+        for source, moved in sorted(sources.items(), key=lambda item: dealt_by not in item[1]):
             native = next(key for key in moved if keys.home(key) == source)
             name = f"transfer_{graph.producer(native) or FETCH}_to_{call.name}"
             made.add(
@@ -234,6 +242,8 @@ def _insert_transfers(made: Draft, graph: DataflowGraph, assignments: Mapping[st
                 ),
                 after={keys.held[key][source].node for key in moved},
             )
+            if dealt_by is not None and dealt_by not in moved:
+                made.after[name].add(keys.held[dealt_by][here].node)
             made.after[call.name].add(name)
             for key in moved:
                 keys.put(key, call.name, name)

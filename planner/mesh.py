@@ -1,8 +1,7 @@
 """Clusters and device meshes: which sets of devices a call may be given."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 class MeshError(ValueError):
@@ -110,27 +109,3 @@ def meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
     for n_hosts in range(2, cluster.n_hosts + 1):
         for host in range(cluster.n_hosts - n_hosts + 1):
             yield DeviceMesh(cluster, host * per_host, n_hosts * per_host)
-
-
-def parse_mesh(document: Mapping[str, Any], cluster: Cluster) -> DeviceMesh:
-    """A mesh from `{devices: [0, 1]}` or `{hosts: [0, 1, 2]}`. Raises MeshError."""
-    given = [key for key in ("devices", "hosts") if key in document]
-    if len(given) != 1:
-        raise MeshError(f"give either devices or hosts, found {', '.join(given) or 'neither'}.")
-    numbers = document[given[0]]
-    if (
-        not isinstance(numbers, Sequence)
-        or isinstance(numbers, str)
-        or not all(type(n) is int for n in numbers)
-    ):
-        raise MeshError(f"{given[0]}: {numbers!r} is not a list of whole numbers.")
-    if given[0] == "devices":
-        return DeviceMesh.of(cluster, numbers)
-    outside = [host for host in numbers if not 0 <= host < cluster.n_hosts]
-    if outside:
-        raise MeshError(
-            f"hosts {outside} are outside the cluster, which has hosts 0 to {cluster.n_hosts - 1} "
-            f"({cluster})."
-        )
-    per_host = cluster.devices_per_host
-    return DeviceMesh.of(cluster, [host * per_host + i for host in numbers for i in range(per_host)])

@@ -35,7 +35,13 @@ def algorithm_graph(algorithm: str) -> DataflowGraph:
     if algorithm not in GRAPHS:
         raise ValueError(f"There is no algorithm {algorithm!r}; registered are {', '.join(GRAPHS)}.")
     registered = GRAPHS[algorithm]
-    nominal = SimpleNamespace(batch_size=1, num_mini_batches=1, scoring_role="reward")
+    nominal = SimpleNamespace(
+        batch_size=1,
+        num_mini_batches=1,
+        scoring_role="reward",
+        records_kept=False,
+        truncated_responses="keep",
+    )
     return DataflowGraph(registered.calls(nominal), registered.dataset_keys, name=algorithm)
 
 

@@ -117,6 +117,10 @@ class PPOConfig(TrainingConfig):
         default=60.0, gt=0, description="Seconds that the Python rewards get per batch."
     )
     score_clip: float | None = Field(default=None, gt=0, description="Bound of a score; default: none.")
+    truncated_responses: Literal["keep", "zero", "bootstrap"] = Field(
+        default="keep",
+        description="A response without end token keeps its score, gets 0, or also the value of what is to come.",
+    )
     kl_coef: float = Field(
         default=0.05, ge=0, description="Factor of the KL penalty; its start when adaptive."
     )
@@ -139,6 +143,16 @@ class PPOConfig(TrainingConfig):
     cliprange_value: float = Field(
         default=0.2, gt=0, description="Bound of a value's change, in the units that the critic learns."
     )
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="Ratio at which the loss of a token with a negative advantage stops growing; default: none.",
+    )
+    value_huber_delta: float | None = Field(
+        default=None,
+        gt=0,
+        description="Value errors beyond it cost linearly (Huber loss); default: squared everywhere.",
+    )
     num_ppo_epochs: int = Field(default=1, gt=0, description="Passes over an iteration's batch.")
     early_stop_ratio: float | None = Field(
         default=None,
@@ -156,6 +170,11 @@ class PPOConfig(TrainingConfig):
     def scoring_role(self) -> str:
         """The role whose mesh scores: the reward model, or the reference where only functions score."""
         return "ref" if self.models.reward is None else "reward"
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether samples carry what top-k and top-p kept: training must leave out the same tokens again."""
+        return self.sampling.top_p < 1 or self.sampling.top_k > 0
 
     def roles(self) -> dict[str, Role]:
         """Actor, critic, ref, and reward where there is a reward model."""
@@ -180,11 +199,6 @@ class PPOConfig(TrainingConfig):
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature=0 is greedy, and PPO must explore. Choose 1.0, for example."
-            )
-        if self.sampling.top_p < 1 or self.sampling.top_k > 0:
-            raise ValueError(
-                f"sampling.top_p={self.sampling.top_p} and top_k={self.sampling.top_k} leave out tokens, whose "
-                "probability under the trained policy then has no counterpart. Set top_p to 1 and top_k to 0."
             )
         if self.critic_warmup_iterations >= self.total_iterations:
             raise ValueError(
@@ -298,17 +312,26 @@ def manual_assignments(config: AnyConfig) -> dict[str, CallAssignment] | None:
     """
     plan = config.plan
     if isinstance(plan, str):
-        return None if plan in MADE_PLANS else read_assignments(Path(plan))
-    return {call: manual.assignment() for call, manual in plan.items()}
+        return None if plan in MADE_PLANS else read_assignments(Path(plan), config.cluster.devices_per_host)
+    return {call: manual.assignment(config.cluster.devices_per_host) for call, manual in plan.items()}
 
 
-def read_assignments(path: Path) -> dict[str, CallAssignment]:
-    """The assignments in a YAML file: {call: {devices, dp, tp, pp, ...}}. Raises ConfigError naming the file."""
+def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignment]:
+    """The assignments in a YAML file: {call: {devices or hosts, dp, tp, pp, ...}}.
+
+    Raises ConfigError naming the file, and the call whose strategy does not fit its devices.
+    """
     try:
         plan = ASSIGNMENTS.validate_python(read_yaml(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_fault(error)}") from None
-    return {call: manual.assignment() for call, manual in plan.items()}
+    assignments = {}
+    for call, manual in plan.items():
+        try:
+            assignments[call] = manual.assignment(devices_per_host)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {call}: {error}") from None
+    return assignments
 
 
 def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:

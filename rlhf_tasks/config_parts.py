@@ -186,10 +186,13 @@ class RuntimeConfig(Settings):
 
 
 class ManualAssignment(Settings):
-    """One call's place, given by hand: devices by number and (dp, tp, pp)."""
+    """One call's place, given by hand: devices or whole hosts by number, and (dp, tp, pp)."""
 
-    devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        min_length=1, description="Devices in rank order."
+    devices: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, min_length=1, description="Devices in rank order; or else hosts."
+    )
+    hosts: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, min_length=1, description="Hosts, all of whose devices are meant; or else devices."
     )
     dp: int = Field(default=1, gt=0, description="Data-parallel degree.")
     tp: int = Field(default=1, gt=0, description="Tensor-parallel degree.")
@@ -201,12 +204,22 @@ class ManualAssignment(Settings):
 
     @model_validator(mode="after")
     def _placement_holds(self) -> Self:
-        self.assignment()
+        if (self.devices is None) == (self.hosts is None):
+            raise ValueError(
+                f"give either devices or hosts, found {'neither' if self.hosts is None else 'both'}"
+            )
+        if self.devices is not None:
+            self.assignment(len(self.devices))  # whatever the hosts, the strategy must fit
         return self
 
-    def assignment(self) -> CallAssignment:
+    def assignment(self, devices_per_host: int) -> CallAssignment:
         """The same as the planner's type. Raises ValueError when dp*tp*pp is not the number of devices."""
-        placement = Placement(self.devices, ParallelStrategy(self.dp, self.tp, self.pp))
+        devices = self.devices or tuple(
+            host * devices_per_host + device
+            for host in self.hosts or ()
+            for device in range(devices_per_host)
+        )
+        placement = Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp))
         return CallAssignment(placement=placement, micro_batches=self.micro_batches, balance=self.balance)
 
 
@@ -297,7 +310,7 @@ class BaseConfig(Settings):
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
         default="heuristic",
-        description="heuristic, auto (searched), a YAML file, or {call: {devices, dp, tp, pp, ...}}.",
+        description="heuristic, auto (searched), a YAML file, or {call: {devices or hosts, dp, tp, pp, ...}}.",
     )
     planning: PlanningConfig = Field(default=PlanningConfig(), description="What only the planner reads.")
     runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
@@ -307,13 +320,21 @@ class BaseConfig(Settings):
         if isinstance(self.plan, str):
             return self
         for call, manual in self.plan.items():
-            outside = [device for device in manual.devices if device >= self.cluster.n_devices]
+            kind, named, count = (
+                ("devices", manual.devices, self.cluster.n_devices)
+                if manual.hosts is None
+                else ("hosts", manual.hosts, self.cluster.n_hosts)
+            )
+            outside = [number for number in named or () if number >= count]
             if outside and self.cluster.address is None:
                 raise ValueError(
-                    f"plan.{call}.devices names {outside}; the cluster has "
-                    f"0 to {self.cluster.n_devices - 1}. "
-                    "Choose other devices or enlarge cluster.n_hosts x cluster.devices_per_host."
+                    f"plan.{call}.{kind} names {outside}; the cluster has 0 to {count - 1}. "
+                    f"Choose other {kind} or enlarge cluster.n_hosts x cluster.devices_per_host."
                 )
+            try:
+                manual.assignment(self.cluster.devices_per_host)
+            except ValueError as error:
+                raise ValueError(f"plan.{call}: {error}") from None
         return self
 
 

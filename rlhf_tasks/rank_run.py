@@ -100,8 +100,7 @@ class RankRun:
     @_perform.register
     def _fetch(self, node: FetchNode, request: NodeRequest) -> Outcome:
         if self._spec.rank in node.placement.heads:
-            side = DataSide(placement=node.placement)
-            mine = shares(side, self._ids(request), None)[self._spec.rank]
+            mine = shares(node.side, self._ids(request))[self._spec.rank]
             fetched = FETCH[self._config.type](self._rows, self._tokenizer, self._config, mine)
             self._samples.put(fetched.to(self._groups.device))
         return Outcome()
@@ -144,7 +143,7 @@ class RankRun:
             self._samples,
             self._groups,
             self._plan.devices_per_host,
-            token_key=token_key(consumer),
+            token_key=consumer.call.token_key,
         )
         return Outcome(bytes_sent=sent)
 
@@ -175,15 +174,10 @@ class RankRun:
         )
         ids, lengths = self._ids(request), None
         if side.balance == "tokens":
-            key = token_key(node)
+            key = node.call.token_key
             lengths = survey(self._samples, ids, [key], side.placement.heads, self._groups)[key].rows
         mine = shares(side, ids, lengths)[self._spec.rank]
         return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
-
-
-def token_key(node: CallNode) -> str:
-    """The key whose lengths a call's samples are balanced by: the sequences that it reads."""
-    return next(key for key in node.call.inputs if key.endswith("_ids"))
 
 
 def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:

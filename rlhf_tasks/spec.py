@@ -38,6 +38,11 @@ class ModelFunctionCall(Frozen):
     mini_batches: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
 
+    @property
+    def token_key(self) -> str:
+        """The key whose lengths `balance="tokens"` deals samples by: the sequences that the call reads."""
+        return next(key for key in self.inputs if key.endswith("_ids"))
+
 
 class CallAssignment(Frozen):
     """Where and how one call runs: the planner's decision for it.
@@ -64,17 +69,25 @@ class _Node(Frozen):
 
 
 class FetchNode(_Node):
-    """The heads of the source call read their shard of the iteration's rows and store the dataset keys."""
+    """The heads of the source call read their shard of the iteration's rows and store the dataset keys.
+
+    Rows are dealt by count: no head knows the lengths of rows that it has not read.
+    """
 
     kind: Literal["fetch"] = "fetch"
     call: str
     placement: Placement
     keys: tuple[str, ...]
-    balance: Literal["count", "tokens"] = "count"
+    mini_batches: int = 1
 
     @property
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted(self.placement.devices))
+
+    @property
+    def side(self) -> "DataSide":
+        """How the rows lie."""
+        return DataSide(placement=self.placement, mini_batches=self.mini_batches)
 
 
 class CallNode(_Node):

@@ -50,7 +50,7 @@ def plan(
     mode
         How to find the plan.
     evaluate
-        A plan as YAML to price instead: {call: {devices, dp, tp, pp, micro_batches}}.
+        A plan as YAML to price instead: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
         Seconds that a search may take; default: planning.time_limit_s.
     seed
@@ -72,7 +72,7 @@ def plan(
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     chosen_seed = settings.seed if seed is None else seed
     if evaluate is not None:
-        manual = read_assignments(evaluate)
+        manual = read_assignments(evaluate, problem.cluster.devices_per_host)
         priced = price_manual(problem, manual)
         missing = shortfall(priced.price, problem.model)
         if missing is not None:

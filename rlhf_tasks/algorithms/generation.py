@@ -13,7 +13,8 @@ from rlhf_tasks.parallel.sampling import SamplingParams
 
 
 def generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Answer `prompt_ids`: gives `input_ids`, `response_mask`, `old_logprobs` and `truncated`.
+    """Answer `prompt_ids`: gives `input_ids`, `response_mask`, `old_logprobs` and `truncated`; for a PPO that
+    samples from a part of the distribution also `kept_counts` and `kept_tokens`.
 
     A response is a function of (seed, sample id, weights, prompt) alone, whatever the layout.
     Metrics: completions/mean_length in tokens, completions/clipped_ratio (responses that ended by length),
@@ -29,7 +30,8 @@ def generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOu
         stop_ids=context.tokenizer.stop_ids,
     )
     started = time.perf_counter()
-    answered = draw(engine, batch, sampling, config.seed, context.iteration)
+    record_kept = isinstance(config, PPOConfig) and config.records_kept
+    answered = draw(engine, batch, sampling, config.seed, context.iteration, record_kept=record_kept)
     elapsed_s = time.perf_counter() - started
     mine = torch.zeros(4, dtype=torch.float64)
     if answered is not None:

@@ -46,6 +46,8 @@ class Targets:
 def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
     """Shape rewards, estimate advantages and returns, whiten; and move the adaptive KL coefficient.
 
+    A response that ended by length keeps its score, has 0 instead, or also has the value of the state that it
+    was truncated in to come (`truncated_responses`: keep, zero, bootstrap).
     Must be called once per iteration by each trained role, on all ranks of its mesh. The coefficient is in
     `engine.state`, so each role has its own copy; the one used is that of before the update.
     """
@@ -59,8 +61,13 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     scores = batch["scores"].values
     if config.score_clip is not None:
         scores = scores.clamp(-config.score_clip, config.score_clip)
+    final_values = None
+    if config.truncated_responses == "zero":
+        scores = torch.where(batch["truncated"].values, 0.0, scores)
+    elif config.truncated_responses == "bootstrap":
+        final_values = torch.where(batch["truncated"].values, batch["final_values"].values, 0.0)
     rewards = shaped_rewards(kl, scores, mask, lengths, kl_coef)
-    advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam)
+    advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam, final_values)
 
     tokens = _tokens_per_block(batch, context, config.num_mini_batches).to(mask.device)
     errors = torch.where(mask, returns - values, 0.0)

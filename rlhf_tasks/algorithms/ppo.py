@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.learning import learning_targets
-from rlhf_tasks.algorithms.ppo_math import policy_loss, shifted, value_loss
+from rlhf_tasks.algorithms.ppo_math import log_ratio, policy_loss, shifted, value_loss
 from rlhf_tasks.algorithms.schedule import optimizer_steps
 from rlhf_tasks.algorithms.value_norm import ValueNorm
 from rlhf_tasks.config import PPOConfig
@@ -19,25 +19,44 @@ from rlhf_tasks.parallel.samples import Packed, SampleBatch
 
 
 def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `logprobs` of the responses under a frozen model, at the temperature they were sampled with."""
+    """Gives `logprobs` of the responses under a frozen model, at the temperature they were sampled with.
+
+    What top-k and top-p left out is left out here too: the KL penalty is of like distributions, and 0 where
+    the policy is the reference.
+    """
     temperature = _ppo(context).sampling.temperature
 
     def output(logits: Tensor, micro: MicroBatch) -> Tensor:
         logprobs = engine.logprobs(logits, micro, temperature)
         return torch.where(micro.data["response_mask"], logprobs, 0.0)
 
-    return _on_head(engine, batch, "logprobs", engine.inference(batch, output, context.micro_batches))
+    rows = engine.inference(batch, output, context.micro_batches)
+    if rows is None or not engine.is_head:
+        return CallOutput()
+    return CallOutput(SampleBatch(batch.ids, {"logprobs": rows}))
 
 
 def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `values` in reward units: of the state before each response token."""
+    """Gives `values` in reward units: of the state before each response token.
+
+    Where truncated responses are bootstrapped also `final_values`: of the state after each sample's last token.
+    """
     norm = ValueNorm.of(engine.state)
 
     def output(stage_values: Tensor, micro: MicroBatch) -> Tensor:
-        values = norm.denormalize(shifted(stage_values, micro.position_ids))
-        return torch.where(micro.data["response_mask"], values, 0.0)
+        after = norm.denormalize(stage_values)
+        before = torch.where(micro.data["response_mask"], shifted(after, micro.position_ids), 0.0)
+        return torch.stack((before, after), dim=1)
 
-    return _on_head(engine, batch, "values", engine.inference(batch, output, context.micro_batches))
+    rows = engine.inference(batch, output, context.micro_batches)
+    if rows is None or not engine.is_head:
+        return CallOutput()
+    before, after = rows.values.reshape(sum(rows.lengths), 2).unbind(1)
+    data = {"values": Packed(before, rows.lengths)}
+    if _ppo(context).truncated_responses == "bootstrap":
+        last = torch.tensor(rows.lengths, dtype=torch.int64, device=engine.device).cumsum(0) - 1
+        data["final_values"] = Packed(after[last], (1,) * len(batch))
+    return CallOutput(SampleBatch(batch.ids, data))
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -54,9 +73,10 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     if context.iteration < config.critic_warmup_iterations:
         return CallOutput(metrics={**targets.metrics, "policy/steps": 0.0})
     lengths = batch["input_ids"].lengths
+    kept = ("kept_counts", "kept_tokens") if config.records_kept else ()
     learned = SampleBatch(
         batch.ids,
-        {key: batch[key] for key in ("input_ids", "response_mask", "old_logprobs")}
+        {key: batch[key] for key in ("input_ids", "response_mask", "old_logprobs", *kept)}
         | {"advantages": Packed(targets.advantages, lengths)},
     )
 
@@ -64,8 +84,10 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         mask, old = micro.data["response_mask"], micro.data["old_logprobs"]
         logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
         logprobs = torch.where(mask, logprobs, 0.0)
-        terms, ratio, clipped = policy_loss(logprobs, old, micro.data["advantages"], config.cliprange)
-        change = (logprobs - old).detach()
+        terms, ratio, clipped = policy_loss(
+            logprobs, old, micro.data["advantages"], config.cliprange, config.dual_clip
+        )
+        change = log_ratio(logprobs, old).detach()
         sums = {
             "ratio": ratio,
             "entropy": entropy.detach(),
@@ -130,7 +152,9 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     def loss(stage_values: Tensor, micro: MicroBatch) -> LossTerms:
         mask, data = micro.data["response_mask"], micro.data
         values = shifted(stage_values, micro.position_ids)
-        terms, clipped = value_loss(values, data["old_values"], data["returns"], config.cliprange_value)
+        terms, clipped = value_loss(
+            values, data["old_values"], data["returns"], config.cliprange_value, config.value_huber_delta
+        )
         return LossTerms(torch.where(mask, terms, 0.0).sum(), {"clip_ratio": (mask & clipped).sum()})
 
     totals = _Means()
@@ -174,10 +198,6 @@ class _Means:
     @property
     def grad_norm(self) -> float:
         return self._norms / self.steps
-
-
-def _on_head(engine: Engine, batch: SampleBatch, key: str, rows: Packed | None) -> CallOutput:
-    return CallOutput(SampleBatch(batch.ids, {key: rows}) if rows is not None and engine.is_head else None)
 
 
 def _ppo(context: CallContext) -> PPOConfig:

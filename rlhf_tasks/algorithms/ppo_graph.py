@@ -16,24 +16,32 @@ class PPOSizes(Protocol):
     def num_mini_batches(self) -> int: ...
     @property
     def scoring_role(self) -> str: ...
+    @property
+    def records_kept(self) -> bool: ...
+    @property
+    def truncated_responses(self) -> str: ...
 
 
 def graph(config: PPOSizes) -> list[ModelFunctionCall]:
     """actor generate; reward, ref and critic inference; actor and critic train_step.
 
     The reward call combines the reward model's score with the Python rewards; without a reward model it only
-    runs the latter, on the mesh that `scoring_role` names.
+    runs the latter, on the mesh that `scoring_role` names. Which tokens top-k and top-p kept goes where
+    log-probabilities are computed; which responses were truncated, and the value of where they were, to training.
     """
     n_seqs, mini_batches = config.batch_size, config.num_mini_batches
     sequences = ("input_ids", "response_mask")
-    learning = (*sequences, "old_logprobs", "ref_logprobs", "values", "scores")
+    kept = ("kept_counts", "kept_tokens") if config.records_kept else ()
+    cut = () if config.truncated_responses == "keep" else ("truncated",)
+    final = ("final_values",) if config.truncated_responses == "bootstrap" else ()
+    learning = (*sequences, "old_logprobs", "ref_logprobs", "values", "scores", *cut, *final)
     return [
         ModelFunctionCall(
             name="actor_generate",
             role="actor",
             kind="generate",
             inputs=("prompt_ids",),
-            outputs=(*sequences, "old_logprobs", "truncated"),
+            outputs=(*sequences, "old_logprobs", "truncated", *kept),
             n_seqs=n_seqs,
         ),
         ModelFunctionCall(
@@ -48,7 +56,7 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
             name="ref_inference",
             role="ref",
             kind="inference",
-            inputs=sequences,
+            inputs=(*sequences, *kept),
             outputs=("ref_logprobs",),
             n_seqs=n_seqs,
             remap={"ref_logprobs": "logprobs"},
@@ -58,14 +66,14 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
             role="critic",
             kind="inference",
             inputs=sequences,
-            outputs=("values",),
+            outputs=("values", *final),
             n_seqs=n_seqs,
         ),
         ModelFunctionCall(
             name="actor_train",
             role="actor",
             kind="train_step",
-            inputs=learning,
+            inputs=(*learning, *kept),
             n_seqs=n_seqs,
             mini_batches=mini_batches,
         ),

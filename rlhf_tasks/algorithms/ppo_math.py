@@ -52,15 +52,22 @@ def sample_of_token(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Sequence[int], gamma: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+    gamma: float,
+    lam: float,
+    final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16) for each sample of a packed batch.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t
 
-    t runs over a sample's response tokens only: masked tokens between them pass V and A on. After the
-    last one the value is 0.
+    t runs over a sample's response tokens only: masked tokens between them pass V and A on.
     rewards, values [T]
+    final_values    [n] the value V after each sample's last response token: of the state that a response was
+                    truncated in (arXiv:1712.00378, section 3), 0 for one that ended; default: all 0
     Returns (advantages, returns), both [T], 0 where mask is False.
     Raises ValueError when the sizes differ.
     """
@@ -75,11 +82,14 @@ def gae(
     steps = torch.arange(len(places), device=mask.device) - (counts.cumsum(0) - counts)[samples]
 
     longest = int(counts.max()) if len(lengths) else 0
-    padded = values.new_zeros(2, len(lengths), longest + 1)  # a column of zeros stands after the last token
+    padded = values.new_zeros(2, len(lengths), longest + 1)  # room for the value after the last token
     padded[0, samples, steps] = rewards[places].to(values.dtype)
     padded[1, samples, steps] = values[places]
+    if final_values is not None:
+        padded[1, torch.arange(len(lengths), device=mask.device), counts] = final_values.to(values.dtype)
     r, v = padded
-    delta = r[:, :-1] + gamma * v[:, 1:] - v[:, :-1]
+    answered = torch.arange(longest, device=mask.device) < counts[:, None]
+    delta = torch.where(answered, r[:, :-1] + gamma * v[:, 1:] - v[:, :-1], 0.0)
     running = values.new_zeros(len(lengths))
     for step in reversed(range(longest)):
         running = delta[:, step] + gamma * lam * running
@@ -100,31 +110,52 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: int, n_se
     return kl_coef * (1 + error * n_seqs / horizon)
 
 
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """logprobs - old_logprobs, bounded so that its exp is finite in every precision; no gradient beyond."""
+    return (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cliprange: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped surrogate objective per token (arXiv:1707.06347, eq. 7), to be minimised.
 
-    Returns (loss, ratio, clipped), all [T]; clipped is True where the clipped term is the larger, so that the
-    token gives no gradient.
+    dual_clip  c > 1: where the advantage A is negative the loss is at most -c A (arXiv:1912.09729, eq. 5), so
+               that a token which became much likelier by accident cannot dominate a step; default: no bound
+    Returns (loss, ratio, clipped), all [T]; clipped is True where a bound holds, so that the token gives no
+    gradient.
     """
-    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = log_ratio(logprobs, old_logprobs).exp()
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.maximum(free, bounded), ratio.detach(), bounded > free
+    loss, clipped = torch.maximum(free, bounded), bounded > free
+    if dual_clip is not None:
+        ceiling = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        loss, clipped = torch.minimum(loss, ceiling), clipped | (loss > ceiling)
+    return loss, ratio.detach(), clipped
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, huber_delta: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error per token (Engstrom et al., arXiv:2005.12729, section 3, item 1), halved.
+    """Clipped error per token (Engstrom et al., arXiv:2005.12729, section 3, item 1).
 
+    huber_delta  an error e costs e^2 / 2 up to it, and delta (|e| - delta / 2) beyond (Huber, 1964); default:
+                 e^2 / 2 everywhere
     Returns (loss, clipped), both [T]; clipped is True where the bounded value's error is the larger.
     """
     # Not old + clamp(values - old): that rounds, and a value inside the bounds would count as clipped.
     near = values.clamp(old_values - cliprange, old_values + cliprange)
-    free, bounded = (values - returns).square(), (near - returns).square()
-    return torch.maximum(free, bounded) / 2, bounded > free
+    free, bounded = (values - returns).abs(), (near - returns).abs()
+    error = torch.maximum(free, bounded)
+    if huber_delta is None:
+        return error.square() / 2, bounded > free
+    linear = huber_delta * (error - huber_delta / 2)
+    return torch.where(error <= huber_delta, error.square() / 2, linear), bounded > free
 
 
 def shifted(stage_values: Tensor, position_ids: Tensor) -> Tensor:

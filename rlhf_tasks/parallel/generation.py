@@ -36,18 +36,23 @@ def generate(
     iteration: int,
     purpose: str = "rollout",
     groups_in_flight: int | None = None,
+    record_kept: bool = False,
 ) -> SampleBatch | None:
     """Draw one response per prompt. All ranks of a replica (one dp rank) call it together.
 
     batch             key `prompt_ids`: this dp rank's share, no prompt empty; may have no samples
     seed, iteration, purpose  name the random numbers; with sample id and position they decide each token
     groups_in_flight  groups that the share is cut into; by default one per pipeline stage
+    record_kept       also tell which tokens each token was drawn from: what top-k and top-p kept
 
     Returns, on the head, the samples with the keys
         input_ids      [L] int64: prompt and response; the response includes the stop id that ended it
         response_mask  [L] bool: True on the response
         old_logprobs   [L] float32 (float64 in float64 runs): of the distribution drawn from; 0 on the prompt
         truncated      [1] bool: the response ended by length
+    with record_kept also
+        kept_counts    [L] int32: how many tokens there were to draw from; 0 on the prompt
+        kept_tokens    [sum(kept_counts)] int32: their ids, one place after the other
     and None on other ranks. Tokens depend on layout and batch by rounding only: they differ where a uniform
     number falls within rounding error of the border between two tokens. Raises ValueError for an empty prompt.
     """
@@ -55,8 +60,13 @@ def generate(
     if empty:
         raise ValueError(f"samples {empty[:4]} have empty prompts: there is nothing to predict from.")
     with _multiplication(engine, params):
-        groups = _decode(engine, batch, params, (seed, purpose, iteration), groups_in_flight)
-    return _assemble(batch, groups, engine.stage.dtype) if engine.is_head else None
+        prompts = SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"].to(engine.device)})
+        parts = balance(prompts["input_ids"].lengths, groups_in_flight or engine.placement.strategy.pp)
+        shares = [prompts.take(part) for part in parts]
+        randomness = (seed, purpose, iteration)
+        groups = [_Group(engine, share, params, randomness, record_kept) for share in shares]
+        _decode(groups, params.max_new_tokens)
+    return _assemble(batch, groups, engine.stage.dtype, record_kept) if engine.is_head else None
 
 
 def _multiplication(engine: Engine, params: SamplingParams) -> AbstractContextManager:
@@ -66,20 +76,10 @@ def _multiplication(engine: Engine, params: SamplingParams) -> AbstractContextMa
     return PackedWeights() if pays else nullcontext()
 
 
-def _decode(
-    engine: Engine,
-    batch: SampleBatch,
-    params: SamplingParams,
-    randomness: tuple[int, str, int],
-    groups_in_flight: int | None,
-) -> list["_Group"]:
+def _decode(groups: Sequence["_Group"], max_new_tokens: int) -> None:
     """The decode loop: all groups, until every one is done."""
-    prompts = SampleBatch(batch.ids, {"input_ids": batch["prompt_ids"].to(engine.device)})
-    parts = balance(prompts["input_ids"].lengths, groups_in_flight or engine.placement.strategy.pp)
-    shares = [prompts.select([batch.ids[i] for i in part]) for part in parts]
-    groups = [_Group(engine, share, params, randomness) for share in shares]
     active = groups
-    for step in range(params.max_new_tokens):
+    for step in range(max_new_tokens):
         for group in active:
             if step > 0:
                 group.settle()
@@ -88,7 +88,6 @@ def _decode(
         active = [group for group in active if not group.done]
     for group in active:
         group.settle()
-    return groups
 
 
 class _Group:
@@ -100,7 +99,12 @@ class _Group:
     """
 
     def __init__(
-        self, engine: Engine, prompts: SampleBatch, params: SamplingParams, randomness: tuple[int, str, int]
+        self,
+        engine: Engine,
+        prompts: SampleBatch,
+        params: SamplingParams,
+        randomness: tuple[int, str, int],
+        record_kept: bool,
     ) -> None:
         device, lengths = engine.device, prompts["input_ids"].lengths
         on_cuda = device.type == "cuda"
@@ -125,6 +129,7 @@ class _Group:
         self._uniforms = uniform(*randomness, ids[:, None], self._positions[:, None] + steps)
         self._tokens = torch.zeros(self._uniforms.shape, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros_like(self._uniforms)
+        self._kept: list[list[Tensor]] | None = [[] for _ in lengths] if record_kept else None
 
     def compute(self) -> None:
         """Run this rank's stage on the next step: first on the prompts, then on each row's newest token."""
@@ -135,9 +140,14 @@ class _Group:
             return
         logits = self._relay.gather_vocabulary(output)
         uniforms = self._uniforms[self._order, self._step]
-        tokens, logprobs = sample(logits, self._params, uniforms, self._step)
-        self._logprobs[self._order, self._step] = logprobs
-        self._relay.share_tokens(tokens)
+        drawn = sample(logits, self._params, uniforms, self._step)
+        self._logprobs[self._order, self._step] = drawn.logprobs
+        if self._kept is not None:
+            kept = drawn.scores.isfinite()
+            tokens = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(1).tolist())
+            for place, of_row in zip(self._order.tolist(), tokens, strict=True):
+                self._kept[place].append(of_row)
+        self._relay.share_tokens(drawn.tokens)
 
     def _prefill(self) -> Tensor:
         micro = micro_batch(self._prompts)
@@ -196,10 +206,17 @@ class _Group:
                 "old_logprobs": torch.cat([logprobs.new_zeros(len(prompt)), logprobs[i, :length]]),
                 "truncated": truncated[i : i + 1],
             }
+            if self._kept is not None:
+                kept = self._kept[i][:length]
+                counts = [0] * len(prompt) + [len(tokens) for tokens in kept]
+                found[sample_id]["kept_counts"] = torch.tensor(counts, dtype=torch.int32)
+                found[sample_id]["kept_tokens"] = torch.cat(kept)
         return found
 
 
-def _assemble(batch: SampleBatch, groups: Sequence[_Group], dtype: torch.dtype) -> SampleBatch:
+def _assemble(
+    batch: SampleBatch, groups: Sequence[_Group], dtype: torch.dtype, record_kept: bool
+) -> SampleBatch:
     """The samples of all groups in the batch's order, on the batch's device."""
     samples = {sample_id: data for group in groups for sample_id, data in group.samples().items()}
     device = batch["prompt_ids"].values.device
@@ -209,6 +226,8 @@ def _assemble(batch: SampleBatch, groups: Sequence[_Group], dtype: torch.dtype) 
         "old_logprobs": torch.empty(0, dtype=torch.promote_types(dtype, torch.float32)),
         "truncated": torch.empty(0, dtype=torch.bool),
     }
+    if record_kept:
+        empty |= {key: torch.empty(0, dtype=torch.int32) for key in ("kept_counts", "kept_tokens")}
     data = {}
     for key, nothing in empty.items():
         parts = [samples[sample_id][key] for sample_id in batch.ids]

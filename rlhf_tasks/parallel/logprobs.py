@@ -15,6 +15,7 @@ from rlhf_tasks.parallel.groups import all_reduce
 from rlhf_tasks.parallel.micro_batch import MicroBatch
 
 CHUNK_ELEMENTS = 1 << 20  # of float32 temporaries: 4 MiB each, whatever the number of tokens
+LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no inf - inf a NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +30,88 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float = 1.0) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that top-k and top-p kept where a response's tokens were drawn, as `generate` records them.
+
+    counts  [T] int32: how many tokens there were to draw this one from; 0 where nothing was drawn
+    tokens  [sum(counts)] int32: their ids, one place after the other
+    """
+
+    counts: Tensor
+    tokens: Tensor
+
+    @staticmethod
+    def of(micro: MicroBatch) -> "Kept | None":
+        """What a micro-batch carries under `kept_counts` and `kept_tokens`, None where it does not."""
+        if "kept_counts" not in micro.data:
+            return None
+        return Kept(micro.data["kept_counts"], micro.data["kept_tokens"])
+
+    def allowed(self, start: int, width: int) -> Tensor:
+        """[T, width] bool for `width` token ids from `start` on: row p, as in logits, is about token p + 1.
+
+        Every token is allowed where nothing was drawn.
+        """
+        counts = self.counts.long()
+        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts) - 1
+        columns = self.tokens.long() - start
+        here = (columns >= 0) & (columns < width)
+        allowed = (counts.roll(-1) == 0)[:, None].repeat(1, width)
+        allowed[rows[here], columns[here]] = True
+        return allowed
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    allowed: Tensor | None = None,
+) -> Tensor:
     """log softmax(logits / temperature)[t, targets[t]]; differentiable in the logits.
 
     logits   [T, V_local] this rank's slice of the vocabulary; targets [T] int64 ids of the whole vocabulary
+    allowed  [T, V_local] bool: the softmax is over these tokens only; default: over all
     Returns [T], float32 (float64 for float64 logits), equal on all tp ranks.
     A cross entropy is minus this. All ranks of the tp group must call it together.
     """
-    return _TokenStatistics.apply(logits, targets, shard, temperature, False)[0]  # type: ignore[index]
+    return _TokenStatistics.apply(logits, targets, shard, temperature, allowed, False)[0]  # type: ignore[index]
 
 
 def token_logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float = 1.0
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, with each distribution's entropy in nats [T]; differentiable too."""
-    return _TokenStatistics.apply(logits, targets, shard, temperature, True)  # type: ignore[return-value]
+    return _TokenStatistics.apply(logits, targets, shard, temperature, allowed, True)  # type: ignore[return-value]
 
 
 def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0) -> Tensor:
     """[T]: at p, the log-probability of token p given the tokens before it; 0 at each sample's first token.
 
-    logits [T, V_local]: row p is the prediction for token p + 1 of the same sample.
+    logits [T, V_local]: row p is the prediction for token p + 1 of the same sample. Where the micro-batch says
+    which tokens sampling kept (see `Kept`), the probability is that among them.
     """
-    return _shift(token_logprobs(logits, _next_tokens(micro), shard, temperature), micro)
+    allowed = _allowed(logits, micro, shard)
+    return _shift(token_logprobs(logits, _next_tokens(micro), shard, temperature, allowed), micro)
 
 
 def packed_logprobs_and_entropy(
     logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `packed_logprobs`, with the entropy [T] of the distribution that token p was drawn from."""
-    logprobs, entropy = token_logprobs_and_entropy(logits, _next_tokens(micro), shard, temperature)
+    allowed = _allowed(logits, micro, shard)
+    logprobs, entropy = token_logprobs_and_entropy(logits, _next_tokens(micro), shard, temperature, allowed)
     return _shift(logprobs, micro), _shift(entropy, micro)
+
+
+def _allowed(logits: Tensor, micro: MicroBatch, shard: VocabShard) -> Tensor | None:
+    kept = Kept.of(micro)
+    return None if kept is None else kept.allowed(shard.start, logits.shape[1])
 
 
 def _next_tokens(micro: MicroBatch) -> Tensor:
@@ -80,7 +132,13 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        shard: VocabShard,
+        temperature: float,
+        allowed: Tensor | None,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         columns = targets - shard.start
         here = (columns >= 0) & (columns < logits.shape[1])
@@ -92,6 +150,8 @@ class _TokenStatistics(torch.autograd.Function):
         sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)
         for rows in _chunks(logits):
             x = logits[rows].to(dtype) / temperature
+            if allowed is not None:
+                x.masked_fill_(~allowed[rows], LEFT_OUT)
             maximum[rows] = x.amax(1)
             sums[2, rows] = torch.where(here[rows], x.gather(1, columns[rows, None]).squeeze(1), 0.0)
             x -= maximum[rows, None]
@@ -109,19 +169,21 @@ class _TokenStatistics(torch.autograd.Function):
         log_sum = sums[0].log()
         logprobs = sums[2] - maximum - log_sum
         entropy = log_sum - sums[1] / sums[0]
-        ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy)
+        ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy, allowed)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         grad_logprobs, grad_entropy = gradients
-        logits, columns, here, maximum, log_sum, entropy = ctx.saved_tensors
+        logits, columns, here, maximum, log_sum, entropy, allowed = ctx.saved_tensors
         result = torch.empty_like(logits)
         for rows in _chunks(logits):
             log_p = logits[rows].to(maximum.dtype) / ctx.temperature
+            if allowed is not None:
+                log_p.masked_fill_(~allowed[rows], LEFT_OUT)
             log_p -= maximum[rows, None]
             log_p -= log_sum[rows, None]
             slope = -grad_logprobs[rows, None]
@@ -131,7 +193,7 @@ class _TokenStatistics(torch.autograd.Function):
             at_target = torch.where(here[rows], grad_logprobs[rows], 0.0)
             grad.scatter_add_(1, columns[rows, None], at_target[:, None])
             result[rows] = grad.div_(ctx.temperature)
-        return result, None, None, None, None
+        return result, None, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> list[slice]:

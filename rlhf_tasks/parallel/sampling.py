@@ -1,6 +1,7 @@
 """Choosing the next token: one uniform number per (sample id, position), whatever the layout or the batch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,15 +56,26 @@ def uniform(seed: int, purpose: str, iteration: int, sample_ids: Tensor, positio
     return counter_bits(seed, purpose, iteration, sample_ids, positions).to(torch.float64) * 2.0**-53
 
 
-def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: int) -> tuple[Tensor, Tensor]:
+class Draw(NamedTuple):
+    """Tokens drawn, one per row, and from what.
+
+    tokens    [n] int64
+    logprobs  [n] float64, of the distribution drawn from, after exclusion, temperature, top-k and top-p;
+              greedy sampling, whose distribution is a point, reports that of temperature 1 instead
+    scores    [n, vocab] float64, that distribution's logits; -inf for the tokens that could not be drawn
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    scores: Tensor
+
+
+def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: int) -> Draw:
     """Draw one token per row by inverting the cumulative distribution in float64.
 
     logits     [n, vocab] float, of the whole vocabulary
     uniforms   [n] float64 in [0, 1); not read by greedy sampling
     new_token  0 for the first token of the responses: stop ids are excluded below `params.min_new_tokens`
-    Returns (tokens [n] int64, logprobs [n] float64). A log-probability is that of the distribution drawn
-    from, after exclusion, temperature, top-k and top-p; greedy sampling, whose distribution is a point,
-    reports that of temperature 1 instead.
     """
     scores = logits.double()
     if new_token < params.min_new_tokens and params.stop_ids:
@@ -71,7 +83,8 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: 
         scores = scores.index_fill(-1, stops, -torch.inf)
     if params.temperature == 0:
         tokens = scores.argmax(-1, keepdim=True)
-        return tokens[:, 0], (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True))[:, 0]
+        logprobs = scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
+        return Draw(tokens[:, 0], logprobs[:, 0], scores)
     if params.temperature != 1:
         scores = scores / params.temperature
     scores = _keep_likeliest(scores, params)
@@ -81,7 +94,7 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: 
     # u < 1, but u * total may round up to total, above which there is no token.
     threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, total.new_zeros(())))
     tokens = torch.searchsorted(cumulative, threshold, right=True)
-    return tokens[:, 0], (scores.gather(-1, tokens) - total.log())[:, 0]
+    return Draw(tokens[:, 0], (scores.gather(-1, tokens) - total.log())[:, 0], scores)
 
 
 def _keep_likeliest(scores: Tensor, params: SamplingParams) -> Tensor:

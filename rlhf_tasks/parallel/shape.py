@@ -59,6 +59,8 @@ _PACKED = {
     "gpt_neox": "query_key_value",
     "falcon": "query_key_value",
 }
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class ModelShape:
         if not isinstance(config, Mapping):
             raise ValueError(f"Model {source!r}: the config is not a JSON object.")
         family = _family(config, source)
+        _check_arithmetic(config, source)
         read = _Reader(config, source)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
         shape = ModelShape(
@@ -155,6 +158,26 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
             f"that we know. Known: {', '.join(sorted(FAMILIES))}."
         )
     return FAMILIES[str(kind)]
+
+
+def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
+    """Raises ValueError for what the engine would compute otherwise than the model means it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"Model {source!r}: rope_scaling={rope!r} in its config is not a JSON object.")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _STATIC_ROPE:
+        raise ValueError(
+            f"Model {source!r} has rope_type {kind!r}: the angles that it gives a token depend on the other "
+            f"sequences of a batch. Use a model with one of {', '.join(_STATIC_ROPE)}."
+        )
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"Model {source!r} has quantised weights (quantization_config), which cannot be trained. "
+            "Save it unquantised."
+        )
+    if config.get("use_bidirectional_attention"):
+        raise ValueError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
 
 
 @dataclass(frozen=True, slots=True)

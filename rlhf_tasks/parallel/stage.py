@@ -47,28 +47,20 @@ _VERIFIED: Mapping[str, _Traits] = {
     "qwen3": _Traits(),
     "gemma": _Traits(scaled_embedding=True, norm_offset=1.0),
 }
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 
 def check_model(config: PreTrainedConfig) -> None:
-    """Raises ValueError with a sentence for the user when a model cannot be computed faithfully here."""
+    """Raises ValueError with a sentence for the user when it is unknown how to split a model faithfully.
+
+    What its config file alone tells, `ModelShape` has refused already.
+    """
     family = config.model_type
     if family not in _VERIFIED:
         raise ValueError(
             f"model_type {family!r} has not been verified against transformers. "
             f"Verified: {', '.join(sorted(_VERIFIED))}."
         )
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _STATIC_ROPE:
-        raise ValueError(
-            f"{family} with rope_type {rope!r}: its angles depend on the longest sequence of a batch, "
-            f"and so would all results. Use one of {', '.join(_STATIC_ROPE)}."
-        )
-    if getattr(config, "use_bidirectional_attention", None):
-        raise ValueError(f"{family} with use_bidirectional_attention is not a causal decoder.")
-    if getattr(config, "quantization_config", None):
-        raise ValueError(f"{family} with quantization_config: load and save the model unquantised first.")
     if not config.base_model_tp_plan:
         raise ValueError(f"{family} declares no base_model_tp_plan, so it is unknown how to split it.")
     for pattern, style in config.base_model_tp_plan.items():

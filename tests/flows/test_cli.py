@@ -81,13 +81,16 @@ def call(document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture
         out, err = capsys.readouterr()
         return status, out, err
 
+    run.files = lambda: {path for path in tmp_path.rglob("*") if path.name != "run.yaml"}
     return run
 
 
 def refused(call, *parts: str, command: tuple[str, ...] = ("run", "ppo", "--config", "FILE")) -> None:
-    """The command must end with status 2 and one sentence that has all parts; nothing must have begun."""
+    """The command must end with status 2 and one sentence that has all parts; nothing must have been written."""
+    before = call.files()
     status, out, err = call(*command)
     assert status == 2, (out, err)
+    assert call.files() == before
     assert err.count("\n") == 1, err
     assert err.startswith("error: ")
     assert "Traceback" not in err
@@ -151,6 +154,21 @@ def test_a_faulty_configuration_is_refused(call, document, change, parts):
     refused(call, *parts)
 
 
+@pytest.mark.parametrize(
+    ("place", "parts"),
+    [
+        ({"devices": [2]}, ("actor_train", "[2]", "devices 0 to 1")),
+        ({"devices": [0, 1], "tp": 4}, ("actor_train", "tp=4", "4 devices", "2")),
+        ({"hosts": [1], "dp": 2}, ("actor_train", "[2, 3]", "devices 0 to 1")),
+        ({"hosts": [0], "dp": 3}, ("actor_train", "dp=3", "3 devices", "2")),
+    ],
+)
+def test_a_faulty_plan_file_is_refused(call, document, tmp_path, place, parts):
+    plan = {**dict.fromkeys(CALLS, PLACE), "actor_train": place}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    refused(call, *parts, command=("run", "ppo", "--config", "FILE", f"plan={tmp_path / 'plan.yaml'}"))
+
+
 def test_a_missing_configuration_is_refused(call):
     refused(call, "nowhere.yaml: no such file", command=("run", "ppo", "--config", "nowhere.yaml"))
 
@@ -161,6 +179,9 @@ def test_a_missing_configuration_is_refused(call):
         ({"model_type": "bert"}, ("model", "bert")),
         ({"model_type": "gpt2"}, ("gpt2", "c_attn", "cannot be split")),
         ({"auto_map": {"AutoModel": "mine.Model"}}, ("auto_map",)),
+        ({"model_type": "new"}, ("'new'", "tensor-parallel plan", "llama")),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_type 'dynamic'", "yarn")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantised weights", "Save it unquantised")),
         ({"vocab_size": 100}, ("257 tokens", "100")),
     ],
 )

@@ -25,7 +25,14 @@ DEMO_PLAN = Path(__file__).parents[2] / "deployments/demo_plan.yaml"
 @pytest.fixture
 def make_graph() -> Callable[..., DataflowGraph]:
     def make(algorithm: str = "ppo", n_seqs: int = 64, mini_batches: int = 2, **sizes: str) -> DataflowGraph:
-        config = {"batch_size": n_seqs, "num_mini_batches": mini_batches, "scoring_role": "reward", **sizes}
+        config = {
+            "batch_size": n_seqs,
+            "num_mini_batches": mini_batches,
+            "scoring_role": "reward",
+            "records_kept": False,
+            "truncated_responses": "keep",
+            **sizes,
+        }
         registered = GRAPHS[algorithm]
         return DataflowGraph(
             registered.calls(SimpleNamespace(**config)), registered.dataset_keys, name=algorithm
@@ -45,7 +52,7 @@ def assign() -> Callable[..., CallAssignment]:
 @pytest.fixture
 def demo_assignments() -> dict[str, CallAssignment]:
     document = yaml.safe_load(DEMO_PLAN.read_text())
-    return {call: line.assignment() for call, line in ASSIGNMENTS.validate_python(document).items()}
+    return {call: line.assignment(4) for call, line in ASSIGNMENTS.validate_python(document).items()}
 
 
 @pytest.fixture

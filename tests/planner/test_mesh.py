@@ -1,6 +1,6 @@
 import pytest
 
-from planner.mesh import Cluster, DeviceMesh, MeshError, meshes, parse_mesh
+from planner.mesh import Cluster, DeviceMesh, MeshError, meshes
 
 
 def test_meshes_of_a_cluster():
@@ -50,30 +50,24 @@ def test_overlap():
     assert not half.overlaps(other)
 
 
-def test_parse():
+def test_the_mesh_of_some_devices():
     cluster = Cluster(3, 4)
-    assert parse_mesh({"devices": [3, 2]}, cluster).devices == (2, 3)
-    assert parse_mesh({"hosts": [1, 2]}, cluster).devices == tuple(range(4, 12))
+    assert DeviceMesh.of(cluster, [3, 2]).devices == (2, 3)
+    assert DeviceMesh.of(cluster, range(4, 12)).hosts == (1, 2)
 
 
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("devices", "message"),
     [
-        ({}, "either devices or hosts, found neither"),
-        ({"devices": [0], "hosts": [0]}, "found devices, hosts"),
-        ({"devices": "01"}, "not a list of whole numbers"),
-        ({"devices": [True]}, "not a list of whole numbers"),
-        ({"devices": [0, 2]}, "not consecutive"),
-        ({"devices": []}, "not consecutive"),
-        ({"devices": [1, 1]}, "not consecutive and distinct"),
-        ({"devices": [11, 12]}, r"devices \[12\] are outside"),
-        ({"hosts": [3]}, r"hosts \[3\] are outside the cluster, which has hosts 0 to 2"),
-        ({"hosts": [0, 2]}, "not consecutive"),
+        ([0, 2], "not consecutive"),
+        ([], "not consecutive"),
+        ([1, 1], "not consecutive and distinct"),
+        ([11, 12], r"devices \[12\] are outside"),
     ],
 )
-def test_parse_refuses(document, message):
+def test_devices_that_are_no_mesh_are_refused(devices, message):
     with pytest.raises(MeshError, match=message):
-        parse_mesh(document, Cluster(3, 4))
+        DeviceMesh.of(Cluster(3, 4), devices)
 
 
 def test_a_cluster_needs_devices():

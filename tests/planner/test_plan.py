@@ -145,6 +145,35 @@ def test_dealing_by_tokens_moves_samples(make_graph, assign):
     assert {node.consumer for node in plan.nodes if isinstance(node, TransferNode)} == {"actor_train"}
 
 
+def test_samples_move_between_equal_placements_when_other_lengths_deal_them(make_graph, assign):
+    """Rows are read by count, prompts' lengths deal generation, whole sequences' what follows."""
+    graph = make_graph(mini_batches=1)
+    place = assign([0, 1], dp=2, balance="tokens")
+    plan = build_plan(graph, dict.fromkeys((c.name for c in graph.calls), place), Cluster(1, 2))
+    transfers = {node.name: node for node in plan.nodes if isinstance(node, TransferNode)}
+    assert {name: set(node.keys) for name, node in transfers.items()} == {
+        "transfer_fetch_to_actor_generate": {"prompt_ids"},
+        "transfer_actor_generate_to_reward_inference": {"input_ids", "response_mask", "truncated"},
+        "transfer_fetch_to_reward_inference": {"columns"},
+        "transfer_actor_generate_to_actor_train": {"old_logprobs"},
+    }
+    assert transfers["transfer_fetch_to_actor_generate"].source == plan.node("fetch").side
+    assert plan.node("fetch").side.balance == "count"
+    # Sequences come first: their lengths deal the columns, which have been there since the fetch.
+    for name in ("transfer_fetch_to_reward_inference", "transfer_actor_generate_to_actor_train"):
+        assert "transfer_actor_generate_to_reward_inference" in transfers[name].after
+
+
+@pytest.mark.parametrize("n_seqs", [64, 66])
+def test_rows_are_read_where_their_call_wants_them(make_graph, assign, n_seqs):
+    graph = make_graph("sft", n_seqs=n_seqs)
+    for balance in ("count", "tokens"):
+        place = assign([0, 1], dp=2, balance=balance)
+        plan = build_plan(graph, {"actor_train": place}, Cluster(1, 2))
+        assert bool(names(plan, TransferNode)) == (balance == "tokens")
+        assert plan.node("fetch").side.mini_batches == 2
+
+
 def test_training_placement_stands_first(demo_plan, demo_assignments):
     actor = demo_plan.roles["actor"]
     assert actor.trained
@@ -260,6 +289,7 @@ PLACES = [
 
 class _Sizes:
     batch_size, num_mini_batches, scoring_role = 24, 3, "ref"
+    records_kept, truncated_responses = True, "bootstrap"
 
 
 GRAPH = DataflowGraph(GRAPHS["ppo"].calls(_Sizes), GRAPHS["ppo"].dataset_keys, name="ppo")

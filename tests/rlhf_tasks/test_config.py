@@ -90,7 +90,7 @@ def test_overrides_win_over_the_file(file: Path):
 
 def test_ppo_stays_small():
     keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith("planning.")}
-    assert len(keys) <= 62, sorted(keys)
+    assert len(keys) <= 65, sorted(keys)
     assert sum(keys.values()) <= 8
 
 
@@ -150,9 +150,10 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"rewards": [{"function": "no_colon"}]}, "rewards.0.function: string should match pattern"),
         ({"rewards": [{"function": "a:f"}, {"function": "b:f"}]}, "two rewards share a name: f, f."),
         ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "PPO must explore"),
+        ({"dual_clip": 1.0}, "dual_clip: input should be greater than 1, found 1.0."),
         (
-            {"sampling": {"max_completion_length": 8, "top_p": 0.9}},
-            "sampling.top_p=0.9 and top_k=0 leave out",
+            {"truncated_responses": "drop"},
+            "truncated_responses: input should be 'keep', 'zero' or 'bootstrap'",
         ),
         ({"critic_warmup_iterations": 3}, "critic_warmup_iterations=3 leaves no iteration for the actor"),
         (
@@ -162,6 +163,22 @@ def test_the_critic_has_its_own_optimizer_where_given():
         (
             {"plan": {"actor_train": {"devices": [4]}}},
             "plan.actor_train.devices names [4]; the cluster has 0 to 0.",
+        ),
+        (
+            {"plan": {"actor_train": {"hosts": [0, 2]}}, "cluster": {"n_hosts": 2}},
+            "plan.actor_train.hosts names [2]; the cluster has 0 to 1. Choose other hosts",
+        ),
+        (
+            {"plan": {"actor_train": {"hosts": [0], "tp": 4}}, "cluster": {"devices_per_host": 2}},
+            "plan.actor_train: strategy dp=1 tp=4 pp=1 needs 4 devices; the mesh has 2",
+        ),
+        (
+            {"plan": {"actor_train": {"dp": 1}}},
+            "plan.actor_train: give either devices or hosts, found neither",
+        ),
+        (
+            {"plan": {"actor_train": {"hosts": [0], "devices": [0]}}},
+            "plan.actor_train: give either devices or hosts, found both",
         ),
     ],
 )
@@ -229,6 +246,15 @@ def test_a_plan_file_is_read_and_its_faults_named(tmp_path: Path):
     assignments = manual_assignments(make_config(ppo(plan=str(good))))
     assert assignments is not None
     assert assignments["actor_train"].micro_batches == 2
+    good.write_text("actor_train: {hosts: [1, 2], dp: 2, tp: 4}\n")
+    config = make_config(ppo(plan=str(good), cluster={"n_hosts": 3, "devices_per_host": 4}))
+    assignments = manual_assignments(config)
+    assert assignments is not None
+    assert assignments["actor_train"].placement.devices == tuple(range(4, 12))
+    with pytest.raises(
+        ConfigError, match=r"plan\.yaml: actor_train: strategy dp=2 tp=4 pp=1 needs 8 devices"
+    ):
+        manual_assignments(make_config(ppo(plan=str(good), cluster={"n_hosts": 3})))
     bad = tmp_path / "bad.yaml"
     bad.write_text("actor_train: {devices: [0, 1], tp: 4}\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml: actor_train: strategy dp=1 tp=4 pp=1 needs 4 devices"):

@@ -38,6 +38,10 @@ PLANS = {
             "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
         },
     ),
+    "one mesh, dealt by prompts to generate and by whole sequences to learn": (
+        2,
+        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in CALLS},
+    ),
     "overlapping meshes, balanced by tokens": (
         4,
         {

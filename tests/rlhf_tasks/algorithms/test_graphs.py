@@ -6,7 +6,13 @@ import pytest
 
 from rlhf_tasks.algorithms.graphs import GRAPHS
 
-SIZES = SimpleNamespace(batch_size=12, num_mini_batches=3, scoring_role="reward")
+SIZES = SimpleNamespace(
+    batch_size=12,
+    num_mini_batches=3,
+    scoring_role="reward",
+    records_kept=False,
+    truncated_responses="keep",
+)
 
 
 @pytest.mark.parametrize("algorithm", GRAPHS)

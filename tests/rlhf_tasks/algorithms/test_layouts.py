@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.functions import FUNCTIONS
+from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import AnyConfig, make_config
 from rlhf_tasks.parallel.engine import Engine, share_batch
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
@@ -28,7 +29,15 @@ STRATEGIES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1)]
 OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 2, "max_grad_norm": 0.5}
 
 
-def config_of(kind: str) -> AnyConfig:
+OPTIONS = {
+    "sampling": {"max_completion_length": 8, "temperature": 0.8, "top_p": 0.9},
+    "truncated_responses": "bootstrap",
+    "dual_clip": 1.05,
+    "value_huber_delta": 0.3,
+}
+
+
+def config_of(kind: str, options: dict[str, Any]) -> AnyConfig:
     document: dict[str, Any] = {
         "type": kind,
         "models": {"actor": "a"},
@@ -51,7 +60,7 @@ def config_of(kind: str) -> AnyConfig:
             "score_clip": 1.0,
             "early_stop_ratio": 1.02,
         }
-    return make_config(document)
+    return make_config(document | options)
 
 
 def samples(kind: str) -> SampleBatch:
@@ -78,7 +87,20 @@ def samples(kind: str) -> SampleBatch:
         ):
             parts[key] = [torch.where(m, offset + numbers(len(m), scale), 0.0) for m in masks]
         parts["scores"] = [numbers(1, 2.0) for _ in masks]
+        parts["truncated"] = [torch.tensor([i % 3 == 0]) for i in range(N_SEQS)]
+        parts["final_values"] = [numbers(1, 1.0) for _ in masks]
+        kept = [[_kept(int(t), i + p) for p, t in enumerate(ids)] for i, ids in enumerate(parts["input_ids"])]
+        parts["kept_counts"] = [
+            torch.tensor([len(tokens) for tokens in sample]) * mask
+            for sample, mask in zip(kept, masks, strict=True)
+        ]
+        parts["kept_tokens"] = [torch.cat(sample[2:]) for sample in kept]
     return SampleBatch(tuple(range(N_SEQS)), {key: Packed.of(values) for key, values in parts.items()})
+
+
+def _kept(token: int, n: int) -> Tensor:
+    """Some tokens of the vocabulary, this one among them."""
+    return torch.tensor(sorted({token, *range(n % 5, 61, 3 + n % 4)}))
 
 
 def _pairs(lengths: list[int]) -> dict[str, list[int]]:
@@ -107,12 +129,21 @@ def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
 
 
 def run_calls(
-    rank: int, world: int, strategy: tuple[int, int, int], kind: str, calls: tuple[str, ...], head: Head
+    rank: int,
+    world: int,
+    strategy: tuple[int, int, int],
+    kind: str,
+    calls: tuple[str, ...],
+    head: Head,
+    options: dict[str, Any],
 ):
     """Two iterations of some calls on one engine: metrics, rows of the outputs, weights' sums, state."""
     torch.set_num_threads(1)
     engine = engine_on(rank, strategy, head)
-    config, whole = config_of(kind), samples(kind)
+    config, whole = config_of(kind, options), samples(kind)
+    if kind == "ppo":
+        read = {key for call in GRAPHS["ppo"].calls(config) if call.name in calls for key in call.inputs}
+        whole = SampleBatch(whole.ids, {key: whole[key] for key in read})
     metrics, rows = [], {}
     for iteration in range(2):
         shifted = SampleBatch(tuple(N_SEQS * iteration + i for i in whole.ids), whole.data)
@@ -133,21 +164,29 @@ def run_calls(
 
 
 CASES = [
-    ("ppo", ("ref_inference", "actor_train"), "lm"),
-    ("ppo", ("critic_inference", "critic_train"), "scalar"),
-    ("sft", ("actor_train",), "lm"),
-    ("reward_model", ("reward_train",), "scalar"),
+    ("ppo", ("ref_inference", "actor_train"), "lm", {}),
+    ("ppo", ("critic_inference", "critic_train"), "scalar", {}),
+    ("ppo", ("ref_inference", "actor_train"), "lm", OPTIONS),
+    ("ppo", ("critic_inference", "critic_train"), "scalar", OPTIONS),
+    ("sft", ("actor_train",), "lm", {}),
+    ("reward_model", ("reward_train",), "scalar", {}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "calls", "head"), CASES, ids=lambda value: value if isinstance(value, str) else "+".join(value)
-)
-def test_functions_do_not_depend_on_the_layout(ranks: Any, kind: str, calls: tuple[str, ...], head: Head):
-    metrics, rows, state = ranks.run(1, run_calls, (1, 1, 1), kind, calls, head)[0]
+def _case_id(value: Any) -> str:
+    if isinstance(value, dict):
+        return "options" if value else "defaults"
+    return value if isinstance(value, str) else "+".join(value)
+
+
+@pytest.mark.parametrize(("kind", "calls", "head", "options"), CASES, ids=_case_id)
+def test_functions_do_not_depend_on_the_layout(
+    ranks: Any, kind: str, calls: tuple[str, ...], head: Head, options: dict[str, Any]
+):
+    metrics, rows, state = ranks.run(1, run_calls, (1, 1, 1), kind, calls, head, options)[0]
     for strategy in STRATEGIES:
         size = ParallelStrategy(*strategy).size
-        results = ranks.run(size, run_calls, strategy, kind, calls, head)
+        results = ranks.run(size, run_calls, strategy, kind, calls, head, options)
         found = {}
         for rank_metrics, rank_rows, rank_state in results:
             for one, other in zip(metrics, rank_metrics, strict=True):
@@ -175,3 +214,18 @@ def test_the_cases_reach_what_they_should(ranks: Any):
     _, _, state = ranks.run(1, run_calls, (1, 1, 1), *CASES[1])[0]
     assert state["value_norm"]["weight"] > 0
     assert state["kl_coef"] != 0.05
+
+
+@pytest.mark.parametrize("case", [0, 1])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_changes_what_is_learnt(ranks: Any, case: int, option: str):
+    kind, calls, head, _ = CASES[case]
+    plain = ranks.run(1, run_calls, (1, 1, 1), kind, calls, head, {})[0][0]
+    changed = ranks.run(1, run_calls, (1, 1, 1), kind, calls, head, {option: OPTIONS[option]})[0][0]
+    loss = ("loss/policy", "loss/value")[case]
+    elsewhere = {
+        "dual_clip": 1,
+        "value_huber_delta": 0,
+        "sampling": 1,
+    }  # what the other role does not know of
+    assert (plain[1][loss] == changed[1][loss]) == (elsewhere.get(option) == case)

@@ -1,6 +1,7 @@
 """Whole iterations on one rank, from rows to weights: real engine, generator and reward process."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,42 @@ def test_before_the_first_step_actor_and_reference_agree(start: Any):
     torch.testing.assert_close(
         batch["old_logprobs"].values, batch["ref_logprobs"].values, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 9}, {"top_p": 0.7}], ids=str)
+def test_a_policy_sampled_in_part_is_trained_in_the_same_part(start: Any, cut: dict[str, Any]):
+    """Behind top-k or top-p, rollout, reference and training agree as they do without."""
+    sampling = {"max_completion_length": 8, **cut}
+    metrics, store = start("ppo", sampling=sampling, num_mini_batches=1).iterate(0)
+    assert metrics["policy/mismatch"] < 1e-5
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-4)
+    assert 0 < metrics["entropy"] < math.log(9 if "top_k" in cut else 257)
+    counts = whole(store, "kept_counts")["kept_counts"].values
+    assert 1 <= counts[counts > 0].min() <= counts.max() < 257
+
+
+def test_truncated_responses_are_scored_as_the_option_says(start: Any):
+    shaped, returned = {}, {}
+    for option in ("keep", "zero", "bootstrap"):
+        run = start("ppo", truncated_responses=option, kl_coef=0.0, gamma=0.5, lam=1.0)
+        run.calls = [call for call in run.calls if call.name != "critic_train"]
+        metrics, store = run.iterate(0)
+        shaped[option], returned[option] = metrics["shaped_reward"], metrics["returns/mean"]
+    batch = whole(store, "input_ids", "response_mask", "scores", "truncated", "final_values")
+    scores, cut, finals = (batch[key].values.double() for key in ("scores", "truncated", "final_values"))
+    assert 0 < cut.sum() < N_SEQS
+    assert shaped["keep"] == shaped["bootstrap"] == pytest.approx(scores.mean().item())
+    assert shaped["zero"] == pytest.approx((scores * (1 - cut)).mean().item())
+    values = run.engines["critic"].inference(batch, lambda y, micro: y, 1)
+    torch.testing.assert_close(finals, torch.stack([part[-1] for part in values.split()]).double())
+    # With lambda 1, values cancel: a return is the discounted end, at every token of the response.
+    lengths = torch.stack([mask.sum() for mask in batch["response_mask"].split()])
+    discounts = torch.stack([(0.5 ** torch.arange(int(n)).double()).sum() for n in lengths])
+    tokens = lengths.sum()
+    assert returned["keep"] == pytest.approx(float((scores * discounts).sum() / tokens), rel=1e-5)
+    ends = scores + 0.5 * cut * finals
+    assert returned["bootstrap"] == pytest.approx(float((ends * discounts).sum() / tokens), rel=1e-5)
 
 
 def test_scores_are_the_weighted_sum_less_the_penalty_for_a_missing_end(start: Any):

@@ -11,6 +11,7 @@ from rlhf_tasks.algorithms.ppo_math import (
     gae,
     kl_divergence,
     last_response_tokens,
+    log_ratio,
     policy_loss,
     shaped_rewards,
     shifted,
@@ -29,10 +30,10 @@ def ragged(seed: int, n: int = 7) -> tuple[list[int], torch.Tensor, torch.Tensor
     return lengths, mask, torch.where(mask, rewards, 0.0), values
 
 
-def slow_gae(rewards, values, mask, lengths, gamma, lam):
+def slow_gae(rewards, values, mask, lengths, gamma, lam, final_values=None):
     advantages, start = [0.0] * len(rewards), 0
-    for length in lengths:
-        next_value = next_advantage = 0.0
+    for sample, length in enumerate(lengths):
+        next_value, next_advantage = 0.0 if final_values is None else final_values[sample], 0.0
         for t in reversed(range(start, start + length)):
             if mask[t]:
                 delta = rewards[t] + gamma * next_value - values[t]
@@ -49,6 +50,21 @@ def test_gae_equals_the_recursion_on_each_sample(seed: int):
     expected = slow_gae(rewards, values, mask, lengths, 0.97, 0.9)
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(returns, torch.where(mask, expected + values, 0.0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_goes_on_from_the_value_after_a_truncated_response(seed: int):
+    lengths, mask, rewards, values = ragged(seed)
+    finals = torch.randn(len(lengths), dtype=torch.float64)
+    advantages, _ = gae(rewards, values, mask, lengths, 0.97, 0.9, finals)
+    expected = slow_gae(rewards, values, mask, lengths, 0.97, 0.9, finals)
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bootstrapped_value_is_discounted_as_any_other():
+    rewards, values, mask = torch.tensor([0.0, 1.0]), torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    returns = gae(rewards, values, mask, [2], 0.5, 1.0, torch.tensor([4.0]))[1]
+    torch.testing.assert_close(returns, torch.tensor([1.5, 3.0]))
 
 
 def test_gae_with_lambda_one_gives_discounted_returns_and_with_zero_the_td_error():
@@ -133,6 +149,41 @@ def test_policy_gradient_at_the_old_policy_is_minus_the_advantage():
 def test_policy_loss_stays_finite_for_absurd_ratios():
     loss, _, _ = policy_loss(torch.tensor([0.0]), torch.tensor([-1e6]), torch.tensor([-1.0]), 0.2)
     assert loss.isfinite().all()
+
+
+def test_dual_clipping_bounds_the_loss_of_bad_tokens_alone():
+    old = torch.zeros(4)
+    logprobs = torch.tensor([2.0, 2.0, 1.0, -2.0], requires_grad=True)
+    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])
+    loss, ratio, clipped = policy_loss(logprobs, old, advantages, 0.2, dual_clip=3.0)
+    assert loss.tolist() == pytest.approx([3.0, -1.2, math.e, 0.8])
+    assert ratio.tolist() == pytest.approx([math.exp(2), math.exp(2), math.e, math.exp(-2)])
+    assert clipped.tolist() == [True, True, False, True]
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert (logprobs.grad != 0).tolist() == [False, False, True, False]
+
+
+def test_log_ratios_are_bounded():
+    ratios = log_ratio(torch.tensor([0.0, 0.0, -100.0]), torch.tensor([-30.0, -1.0, 0.0]))
+    assert ratios.tolist() == [20.0, 1.0, -20.0]
+
+
+@pytest.mark.parametrize("delta", [0.1, 0.5, 2.0])
+def test_huber_equals_torchs(delta: float):
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 50, dtype=torch.float64, generator=generator)
+    near = old + (values - old).clamp(-0.2, 0.2)
+    worse = torch.where((near - returns).abs() > (values - returns).abs(), near, values)
+    expected = torch.nn.functional.huber_loss(worse, returns, reduction="none", delta=delta)
+    torch.testing.assert_close(value_loss(values, old, returns, 0.2, delta)[0], expected)
+
+
+def test_huber_errors_have_a_bounded_gradient():
+    values = torch.tensor([0.5, 9.0], requires_grad=True)
+    value_loss(values, values.detach().clone(), torch.zeros(2), 0.2, 1.0)[0].sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [0.5, 1.0]
 
 
 def test_value_loss_takes_the_larger_error():

@@ -72,8 +72,15 @@ def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
     groups_in_flight = params.pop("groups_in_flight", None)
     seed = params.pop("seed", 7)
     iteration = params.pop("iteration", 2)
+    record_kept = params.pop("record_kept", False)
     samples = generate(
-        engine, batch, SamplingParams(**params), seed, iteration, groups_in_flight=groups_in_flight
+        engine,
+        batch,
+        SamplingParams(**params),
+        seed,
+        iteration,
+        groups_in_flight=groups_in_flight,
+        record_kept=record_kept,
     )
     assert samples is not None
     return samples
@@ -112,6 +119,26 @@ def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float)
     if temperature == 0:
         predicted = torch.cat([logits.new_zeros(1, dtype=torch.int64), logits.argmax(-1)[:-1]])
         assert torch.equal(predicted[mask], micro.input_ids[mask])
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8}], ids=str)
+def test_what_was_kept_gives_the_logprobs_again(cut: dict[str, Any]):
+    engine = build("llama", torch.float64)
+    options = {"max_new_tokens": 16, "stop_ids": STOPS, "temperature": 1.5, **cut}
+    samples = draw(engine, prompts(), groups_in_flight=2, record_kept=True, **options)
+    assert "kept_tokens" not in draw(engine, prompts(), **options).data
+    mask, counts = samples["response_mask"].values, samples["kept_counts"].values
+    assert not counts[~mask].any()
+    assert int(counts[mask].min()) >= 1
+    assert int(counts.max()) <= cut.get("top_k", 60)
+    assert len({len(response) for response in responses(samples).values()}) > 2
+    micro = micro_batch(samples)
+    with torch.no_grad():
+        logits = engine.stage(micro.input_ids, micro)
+    again = packed_logprobs(logits, micro, VocabShard(), 1.5)
+    torch.testing.assert_close(again[mask], samples["old_logprobs"].values[mask], atol=1e-9, rtol=0)
+    plain = micro_batch(SampleBatch(samples.ids, {"input_ids": samples["input_ids"]}))
+    assert (packed_logprobs(logits, plain, VocabShard(), 1.5) < again - 1e-3)[mask & (counts < 60)].any()
 
 
 def test_a_sliding_window_holds_while_decoding():
@@ -214,29 +241,41 @@ def _generate_on(rank: int, world: int, strategy: ParallelStrategy, dtype: torch
     member = build("llama", dtype, strategy, groups)
     batch = prompts()
     mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
-    samples = generate(member, batch.select(mine), SamplingParams(**params), 7, 2)
+    record = "top_p" in params
+    samples = generate(member, batch.select(mine), SamplingParams(**params), 7, 2, record_kept=record)
     groups.close()
     assert (samples is not None) == member.is_head
     if samples is None:
         return None
     logprobs = dict(zip(samples.ids, samples["old_logprobs"].split(), strict=True))
-    return responses(samples), logprobs
+    return responses(samples), logprobs, kept_of(samples)
+
+
+def kept_of(samples: SampleBatch) -> dict[int, list[int]]:
+    """Sample id -> what was kept, where it is recorded."""
+    if "kept_tokens" not in samples.data:
+        return {}
+    return {i: part.tolist() for i, part in zip(samples.ids, samples["kept_tokens"].split(), strict=True)}
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus"])
 def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
     params = {"max_new_tokens": 12, "stop_ids": STOPS}
     dtype = torch.float64
     if mode == "greedy":
         params["temperature"], dtype = 0.0, torch.float32
-    alone = draw(build("llama", dtype), prompts(), **params)
+    if mode == "nucleus":
+        params["top_p"] = 0.7
+    alone = draw(build("llama", dtype), prompts(), record_kept=mode == "nucleus", **params)
     heads = [r for r in ranks.run(strategy.size, _generate_on, strategy, dtype, params) if r is not None]
     assert len(heads) == strategy.dp
-    tokens = {i: t for found, _ in heads for i, t in found.items()}
-    logprobs: dict[int, Tensor] = {i: p for _, found in heads for i, p in found.items()}
+    tokens = {i: t for found, _, _ in heads for i, t in found.items()}
+    logprobs: dict[int, Tensor] = {i: p for _, found, _ in heads for i, p in found.items()}
     assert tokens == responses(alone)
+    assert {i: k for _, _, found in heads for i, k in found.items()} == kept_of(alone)
+    assert bool(kept_of(alone)) == (mode == "nucleus")
     for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
         torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=0)
 

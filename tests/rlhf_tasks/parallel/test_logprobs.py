@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -5,6 +7,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel import logprobs as module
 from rlhf_tasks.parallel.logprobs import (
+    Kept,
     VocabShard,
     packed_logprobs,
     packed_logprobs_and_entropy,
@@ -24,10 +27,21 @@ def _logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits.to(dtype), torch.randint(VOCAB, (TOKENS,), generator=generator)
 
 
-def _plain(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _plain(
+    logits: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies by torch's own log_softmax."""
     log_p = (logits / temperature).log_softmax(1)
+    if allowed is not None:
+        log_p = (log_p + torch.where(allowed, 0.0, -1e9)).log_softmax(1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+def _allowed(targets: Tensor) -> Tensor:
+    """About a third of the vocabulary for each row, its target included; one row allows its target alone."""
+    allowed = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(3)) < 0.3
+    allowed[5] = False
+    return allowed | (torch.arange(VOCAB) == targets[:, None])
 
 
 def _weighted(logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -49,6 +63,53 @@ def test_values_and_gradients_equal_log_softmax(monkeypatch, chunk: int, tempera
     _weighted(*got).backward()
     _weighted(*want).backward()
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 1])
+def test_tokens_that_are_left_out_have_no_share(monkeypatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    logits, targets = _logits(torch.float64)
+    allowed = _allowed(targets)
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got = token_logprobs_and_entropy(ours, targets, WHOLE, 0.7, allowed)
+    want = _plain(plain, targets, 0.7, allowed)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert got[0][5] == 0
+    _weighted(*got).backward()
+    _weighted(*want).backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
+    assert not ours.grad[~allowed].any()
+
+
+def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
+    logits, targets = _logits(torch.float64)
+    allowed = _allowed(targets)
+    lengths, prompt = (9, TOKENS - 9), 3
+    drawn = torch.cat([torch.arange(length) >= prompt for length in lengths])
+    kept = [allowed[t].nonzero()[:, 0].int() if drawn[t] else torch.empty(0).int() for t in range(TOKENS)]
+    starts = (0, 9, TOKENS)
+    batch = SampleBatch(
+        (4, 7),
+        {
+            "input_ids": Packed(targets, lengths),
+            "kept_counts": Packed(torch.tensor([len(k) for k in kept]), lengths),
+            "kept_tokens": Packed.of([torch.cat(kept[a:b]) for a, b in pairwise(starts)]),
+        },
+    )
+    micro = micro_batch(batch.select([7, 4]))
+    order = [*range(9, TOKENS), *range(9)]
+    logits = logits[order]
+    got, entropy = packed_logprobs_and_entropy(logits, micro, WHOLE, 0.7)
+    assert torch.equal(packed_logprobs(logits, micro, WHOLE, 0.7), got)
+    among = torch.where(drawn[:, None], allowed, True)[order].roll(-1, 0)
+    want = _plain(logits, micro.input_ids.roll(-1), 0.7, among)
+    inside = micro.position_ids > 0
+    torch.testing.assert_close(got[inside], want[0].roll(1)[inside])
+    torch.testing.assert_close(entropy[inside], want[1].roll(1)[inside])
+    kept_here = Kept.of(micro)
+    assert kept_here is not None
+    halves = [kept_here.allowed(start, width) for start, width in ((0, 4), (4, VOCAB - 4))]
+    assert torch.equal(torch.cat(halves, 1), among)
 
 
 def test_logprobs_alone_have_the_same_gradient() -> None:
@@ -100,25 +161,30 @@ def test_the_last_row_of_each_sample_gets_no_gradient() -> None:
     assert used.nonzero().flatten().tolist() == [t for t in range(TOKENS) if t not in (3, TOKENS - 1)]
 
 
-def _sharded(rank: int, world: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _sharded(rank: int, world: int, temperature: float, some: bool) -> tuple[Tensor, Tensor, Tensor]:
     logits, targets = _logits(torch.float64)
     start, stop = rank * VOCAB // world, (rank + 1) * VOCAB // world
     mine = logits[:, start:stop].clone().requires_grad_()
     logprobs, entropy = token_logprobs_and_entropy(
-        mine, targets, VocabShard(start, dist.group.WORLD), temperature
+        mine,
+        targets,
+        VocabShard(start, dist.group.WORLD),
+        temperature,
+        _allowed(targets)[:, start:stop] if some else None,
     )
     _weighted(logprobs, entropy).backward()
     return logprobs.detach(), entropy.detach(), mine.grad
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("some", [False, True], ids=["all tokens", "some tokens"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_shards_of_the_vocabulary_equal_the_whole(ranks, world: int) -> None:
+def test_shards_of_the_vocabulary_equal_the_whole(ranks, world: int, some: bool) -> None:
     logits, targets = _logits(torch.float64)
     logits.requires_grad_()
-    want = _plain(logits, targets, 0.7)
+    want = _plain(logits, targets, 0.7, _allowed(targets) if some else None)
     _weighted(*want).backward()
-    results = ranks.run(world, _sharded, 0.7)
+    results = ranks.run(world, _sharded, 0.7, some)
     for logprobs, entropy, _ in results:
         torch.testing.assert_close((logprobs, entropy), want, rtol=1e-12, atol=1e-12)
     gradient = torch.cat([grad for _, _, grad in results], 1)

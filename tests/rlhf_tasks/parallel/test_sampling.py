@@ -46,7 +46,7 @@ def test_distribution_equals_transformers(temperature: float, top_k: int, top_p:
     n, vocab = 4000, 40
     for row in random_logits(3, vocab):
         expected = reference(row[None], temperature, top_k, top_p)[0]
-        tokens, logprobs = sample(row.expand(n, vocab), params, spread(n), 0)
+        tokens, logprobs, _ = sample(row.expand(n, vocab), params, spread(n), 0)
         frequencies = torch.bincount(tokens, minlength=vocab) / n
         # Even numbers through the inverse distribution: each token's share is right to one draw at each end.
         assert float((frequencies - expected).abs().max()) <= 2 / n
@@ -61,7 +61,7 @@ def test_frequencies_of_a_uniform_model():
     counts = torch.zeros(vocab)
     for step in range(steps):
         numbers = uniform(0, "rollout", 0, torch.arange(sequences), torch.tensor(7 + step))
-        tokens, logprobs = sample(torch.zeros(sequences, vocab), params, numbers, step)
+        tokens, logprobs, _ = sample(torch.zeros(sequences, vocab), params, numbers, step)
         counts += torch.bincount(tokens, minlength=vocab)
         assert torch.allclose(logprobs, torch.tensor(-math.log(vocab), dtype=torch.float64))
     expected = sequences * steps / vocab
@@ -71,7 +71,7 @@ def test_frequencies_of_a_uniform_model():
 
 def test_greedy_takes_the_likeliest_and_reports_temperature_one():
     logits = random_logits(6, 30)
-    tokens, logprobs = sample(logits, SamplingParams(max_new_tokens=1, temperature=0.0), torch.zeros(6), 0)
+    tokens, logprobs, _ = sample(logits, SamplingParams(max_new_tokens=1, temperature=0.0), torch.zeros(6), 0)
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logprobs, logits.double().log_softmax(-1).amax(-1))
 
@@ -82,7 +82,7 @@ def test_stop_ids_are_excluded_from_the_first_tokens_only(temperature: float):
     logits[:, 2] = 5.0
     params = SamplingParams(max_new_tokens=9, temperature=temperature, min_new_tokens=3, stop_ids=(2,))
     for new_token in range(5):
-        tokens, logprobs = sample(logits, params, spread(100), new_token)
+        tokens, logprobs, _ = sample(logits, params, spread(100), new_token)
         assert bool((tokens == 2).any()) == (new_token >= 3)
         if new_token < 3:  # renormalised over the other three
             assert torch.allclose(logprobs, torch.tensor(-math.log(3), dtype=torch.float64))
@@ -91,7 +91,7 @@ def test_stop_ids_are_excluded_from_the_first_tokens_only(temperature: float):
 def test_the_largest_uniform_stays_inside_and_zero_skips_excluded_tokens():
     logits = torch.zeros(2, 5)
     logits[:, [0, 4]] = -torch.inf
-    tokens, _ = sample(
+    tokens, _, _ = sample(
         logits, SamplingParams(max_new_tokens=1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), 0
     )
     assert tokens.tolist() == [1, 3]
@@ -100,8 +100,8 @@ def test_the_largest_uniform_stays_inside_and_zero_skips_excluded_tokens():
 def test_half_precision_logits_are_sampled_in_float64():
     logits = random_logits(8, 100)
     params = SamplingParams(max_new_tokens=1)
-    tokens, logprobs = sample(logits.bfloat16(), params, spread(8), 0)
-    again, exact = sample(logits.bfloat16().double(), params, spread(8), 0)
+    tokens, logprobs, _ = sample(logits.bfloat16(), params, spread(8), 0)
+    again, exact, _ = sample(logits.bfloat16().double(), params, spread(8), 0)
     assert torch.equal(tokens, again)
     assert torch.equal(logprobs, exact)
     assert logprobs.dtype == torch.float64

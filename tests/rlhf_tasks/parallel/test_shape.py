@@ -69,6 +69,11 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
         ({"model_type": "gpt2"}, r"packed projections \(c_attn\)"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+        ({"use_bidirectional_attention": True}, "causal decoder"),
         ({"hidden_size": None}, "hidden_size=None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"vocab_size": True}, "vocab_size=True"),
@@ -83,6 +88,19 @@ def test_a_model_that_cannot_be_split_is_refused_by_its_name(tmp_path, changes, 
         ModelShape.from_folder(tmp_path)
 
     assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"quantization_config": None},
+    ],
+)
+def test_a_model_that_is_computed_faithfully_is_taken(changes):
+    assert ModelShape.from_config(config(**changes)) == ModelShape.from_config(config())
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"\xff\xfe", b"[]"])
