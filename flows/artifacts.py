@@ -15,6 +15,8 @@ from prefect.artifacts import (
     acreate_table_artifact,
     aupdate_progress_artifact,
 )
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
 
 from flows.clocks import Span
 from flows.pictures import curves, timeline
@@ -33,6 +35,13 @@ PANELS = (
 def picture(png: bytes, caption: str) -> str:
     """Markdown of a PNG as a data URI."""
     return f"![{caption}](data:image/png;base64,{base64.b64encode(png).decode()})"
+
+
+async def tag_flow_run(tags: Sequence[str]) -> None:
+    """Add tags to the flow run that this is called in, which may have come from a deployment with its own."""
+    async with get_client() as client:
+        own = (await client.read_flow_run(UUID(flow_run.id))).tags
+        await client.update_flow_run(UUID(flow_run.id), tags=[*own, *(tag for tag in tags if tag not in own)])
 
 
 async def show_plan(plan: ExecutionPlan) -> None:

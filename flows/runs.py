@@ -18,6 +18,7 @@ from flows import artifacts
 from flows.clocks import spans_of
 from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.ending import ending_in_time
+from flows.model_card import model_card
 from flows.prepare import PLAN, Prepared, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, taken
 from flows.server import prefect_server
@@ -25,7 +26,7 @@ from flows.summary import read_jsonl, run_figures
 from flows.training import run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
-from rlhf_tasks.config import AnyConfig, ConfigError, resolve_paths
+from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError, resolve_paths
 from rlhf_tasks.journals import LINEAGE, METRICS, lineage_lines, metrics_line
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed
@@ -129,7 +130,8 @@ class RunView:
         self._last_s = time.monotonic()
 
     async def begin(self) -> None:
-        """Show the plan and an empty progress bar."""
+        """Show the plan and an empty progress bar, and tag the flow run."""
+        await artifacts.tag_flow_run(run_tags(self._prepared.config))
         await artifacts.show_plan(self._prepared.plan)
         self._progress = await artifacts.start_progress(self._prepared.iterations)
 
@@ -188,11 +190,11 @@ def _finish(folder: Path, prepared: Prepared) -> dict[str, Any]:
 
         commit, _ = latest_commit(folder)
         assert commit is not None, "a finished run has a commit"
-        model = folder / "model"
+        model, role = folder / "model", "actor" if "actor" in trained else trained[0]
         if not model.exists():
-            export_commit(
-                commit.folder, prepared.config, "actor" if "actor" in trained else trained[0], model
-            )
+            export_commit(commit.folder, prepared.config, role, model)
+        card = model_card(prepared, folder.name, role, summary["metrics"])
+        (model / "README.md").write_text(card, encoding="utf-8")
         summary["model"] = str(model)
     text = json.dumps(summary, indent=2)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
@@ -208,6 +210,16 @@ def _keep_identity(folder: Path, prepared: Prepared) -> None:
         )
     identity.write_text(prepared.data_digest)
     (folder / PLAN).write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
+
+
+def run_tags(config: AnyConfig) -> list[str]:
+    """`algo:`, `model:` and `plan:`, by which runs are found in the UI."""
+    folder = Path(config.roles()[next(iter(config.roles()))].folder)
+    model = (
+        folder.parent.name if folder.name == "model" else folder.name
+    )  # a run leaves its model as RUN/model
+    plan = config.plan if config.plan in MADE_PLANS else "manual"
+    return [f"algo:{config.type.replace('_', '-')}", f"model:{model}", f"plan:{plan}"]
 
 
 def gpus_here() -> int:

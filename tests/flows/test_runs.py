@@ -112,6 +112,21 @@ def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, pr
     assert {"execution-plan", "curves", "device-timeline", "completions", "progress"} <= shown
 
 
+def test_the_flow_run_has_the_tags_of_its_run(finished, prefect):
+    async def tags():
+        async with get_client() as client:
+            return {run.name: set(run.tags) for run in await client.read_flow_runs()}
+
+    found = asyncio.run(tags())
+    assert {"algo:ppo", "model:actor", "plan:manual"} <= found["ppo/tiny"]
+
+
+def test_the_model_folder_has_its_card(finished):
+    card = (Path(finished[0]["model"]) / "README.md").read_text()
+    assert "# tiny" in card
+    assert "| reward |" in card
+
+
 def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monkeypatch, capsys):
     """Hooks run beside the training: when they are late, the journal is further on already."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 7, "reward": 7.0}) + "\n")
