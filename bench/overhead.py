@@ -1,12 +1,16 @@
 """What orchestration costs: a planned iteration whose nodes only sleep, through Prefect and Dask.
 
     python -m bench.overhead [--iteration-s 10] [--iterations 6] [--rounds 2] [--json FILE]
+    python -m bench.overhead --simulated-ranks 128 1024 [--iterations 10] [--json FILE]
 
 The demo's plan runs on four ranks that do no work: a node sleeps its share of the iteration, then meets its mesh
 in one real collective. Overhead is what docs/architecture.md says: per rank, the time in which no node runs although
 all predecessors of its next node have ended. Dispatch ahead is on and off in turn. Beside it: CPU seconds per
 iteration of the workers, of this process (flow, scheduler, nannies) and of the Prefect server. The first two
-iterations of each run are left out. For ledger and inboxes alone at 1,024 ranks, see bench/protocol.py.
+iterations of each run are left out.
+
+With --simulated-ranks nothing is started: the controller's state machines alone are driven through iterations of a
+plan for so many ranks (bench/simulated_ranks.py).
 """
 
 import argparse
@@ -26,6 +30,7 @@ import psutil
 from distributed import Client
 from prefect import flow
 
+from bench.simulated_ranks import print_rows, scale_rows
 from flows.clocks import Span, idle_while_ready_s, predecessors_of
 from flows.cluster import Cluster, Member, local_cluster
 from flows.server import own_server
@@ -145,8 +150,14 @@ def main() -> None:
     parser.add_argument("--iteration-s", type=float, default=10.0)
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--simulated-ranks", type=int, nargs="+", metavar="N")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.simulated_ranks:
+        simulated = scale_rows(arguments.simulated_ranks, arguments.iterations)
+        print_rows(simulated)
+        write(simulated, arguments.json)
+        return
     plan = demo_plan()
     rows: dict[str, list[dict[str, float]]] = {"ahead": [], "one by one": []}
     with (
@@ -180,13 +191,14 @@ def report(rows: dict[str, list[dict[str, float]]], path: Path | None) -> None:
         share = figures[mode]["overhead_s"]["median"] / figures[mode]["iteration_s"]["median"]
         figures[mode]["overhead_share"] = share
         print(f"  overhead                 {share:8.2%} of an iteration")
+    write(figures, path)
+
+
+def write(figures: Any, path: Path | None) -> None:
+    """Write figures as JSON, with the machine that they are from."""
     if path is not None:
-        figures["machine"] = {
-            "platform": platform.platform(),
-            "cpus": psutil.cpu_count(),
-            "date": time.strftime("%F"),
-        }
-        path.write_text(json.dumps(figures, indent=2) + "\n")
+        machine = {"platform": platform.platform(), "cpus": psutil.cpu_count(), "date": time.strftime("%F")}
+        path.write_text(json.dumps({"figures": figures, "machine": machine}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

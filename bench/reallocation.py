@@ -16,10 +16,17 @@ import torch.distributed as dist
 
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, join_world, leave_world
 from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.random import permutation
 from rlhf_tasks.parallel.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.transfers import plan_reallocation, reallocation_bound
+from rlhf_tasks.parallel.transfers import (
+    plan_reallocation,
+    plan_redistribution,
+    reallocation_bound,
+    shares,
+)
+from rlhf_tasks.spec import DataSide
 
 LLAMA_70B = ModelShape("llama", 8192, 80, 64, 8, 128, 28672, 32000, 4096)
 SMALL = ModelShape("llama", 512, 7, 8, 4, 64, 1408, 4096, 512, tied=True)
@@ -57,6 +64,22 @@ def plan_large() -> None:
         print(json.dumps(row))
 
 
+def plan_redistributions() -> None:
+    """CPU-seconds to plan the hand-over of 16,384 sequences between calls on 1,024 ranks, lengths included."""
+    ids = range(16_384)
+    lengths = {i: 128 + permuted % 896 for i, permuted in enumerate(permutation(len(ids), 0, "lengths", 0))}
+    for pair in LARGE_PAIRS:
+        source, destination = (layout(LLAMA_70B, degrees).placement for degrees in pair)
+        for balance in ("count", "tokens"):
+            start_s = time.process_time()
+            held = shares(DataSide(placement=source), ids, lengths)
+            wanted = shares(DataSide(placement=destination, balance=balance, mini_batches=4), ids, lengths)
+            plan = plan_redistribution(held, wanted, 8)
+            seconds = time.process_time() - start_s
+            row = {"pair": pair, "balance": balance, "plan_s": round(seconds, 3), "messages": len(plan)}
+            print(json.dumps(row))
+
+
 def move_small(rank: int, world: int) -> None:
     """Seconds (median; slowest rank) to move a 25M model between the layouts of 4 ranks, checks included."""
     cuda = torch.cuda.device_count() >= world
@@ -90,3 +113,4 @@ if __name__ == "__main__":
         move_small(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:
         plan_large()
+        plan_redistributions()

@@ -20,7 +20,11 @@ from prefect.runtime import flow_run
 
 from flows.clocks import Span
 from flows.pictures import curves, timeline
-from planner.render import plan_mermaid, plan_table
+from planner.bars import steady_bars
+from planner.cost import CostModel
+from planner.render import format_devices, plan_mermaid, plan_table
+from planner.report import call_rows, proof_sentence
+from planner.search import SearchResult
 from rlhf_tasks.spec import ExecutionPlan
 
 # Panels of the curves, by the names of facts that every algorithm may report; absent ones are not drawn.
@@ -30,6 +34,8 @@ PANELS = (
     ("loss", ("loss/sft", "loss/reward_model", "loss/policy", "loss/value")),
     ("accuracy", ("accuracy", "rewards/exact/mean")),
 )
+
+SHOWN_GROUPS = 32  # of devices that do the same; more rows would be too fine to read
 
 
 def picture(png: bytes, caption: str) -> str:
@@ -51,6 +57,26 @@ async def show_plan(plan: ExecutionPlan) -> None:
         f"```mermaid\n{plan_mermaid(plan)}\n```\n"
     )
     await acreate_markdown_artifact(markdown, key="execution-plan", description="Placement of each call.")
+
+
+async def show_price(result: SearchResult, model: CostModel) -> None:
+    """What a plan costs: a table of its calls, its proof, and the bars of one steady-state iteration."""
+    rows = [row._asdict() for row in call_rows(result.plan, result.price)]
+    await acreate_table_artifact(rows, key="plan-calls", description="What each call takes and needs.")
+    groups = steady_bars(result.plan, result.price)[:SHOWN_GROUPS]
+    spans = [
+        Span(number, 0, bar.node, bar.kind, bar.start_s, bar.end_s)
+        for number, group in enumerate(groups)
+        for bar in group.bars
+    ]
+    labels = {number: format_devices(group.devices) for number, group in enumerate(groups)}
+    title = f"one iteration on {model.cluster} {model.device.name}, by devices"
+    await acreate_markdown_artifact(
+        f"# {proof_sentence(result)}\n\n{result.proof_class}\n\n"
+        f"{picture(timeline(spans, title, labels), title)}\n",
+        key="plan-timeline",
+        description="Predicted seconds per iteration, the proof, and who works when.",
+    )
 
 
 async def show_curves(metrics: Sequence[Mapping[str, float]]) -> None:

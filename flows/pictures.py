@@ -51,10 +51,11 @@ def curves(metrics: Sequence[Mapping[str, float]], panels: Sequence[tuple[str, S
     return _png(figure)
 
 
-def timeline(spans: Sequence[Span], title: str) -> bytes:
+def timeline(spans: Sequence[Span], title: str, rows: Mapping[int, str] | None = None) -> bytes:
     """Gantt chart of ranks over time; bars are coloured by kind of node, every other iteration is paler, and calls
     are named where the name fits.
 
+    rows: what stands beside a rank's bars; default: its number.
     Nodes shorter than a thousandth of the picture are drawn as a hairline, so that none is invisible.
     """
     if not spans:
@@ -74,7 +75,7 @@ def timeline(spans: Sequence[Span], title: str) -> bytes:
         if span.kind in CALL_KINDS and length > width * LETTER_WIDTH * max(map(len, label.split("\n"))):
             centre = span.started_s - start + length / 2
             axes.text(centre, row, label, ha="center", va="center", fontsize=6.5, color="black")
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_yticks(range(len(ranks)), [rows[rank] if rows else f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("seconds", fontsize=9)
     axes.set_title(title, fontsize=11)

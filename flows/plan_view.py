@@ -11,8 +11,9 @@ from planner.bars import draw_bars, steady_bars
 from planner.cost import CostModel
 from planner.price import PlanPrice
 from planner.render import format_devices
+from planner.report import call_rows, proof_sentence
 from planner.search import SearchResult
-from rlhf_tasks.spec import CallNode, ExecutionPlan
+from rlhf_tasks.spec import ExecutionPlan
 
 STYLES = {
     "generate": "black on bright_blue",
@@ -33,20 +34,11 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
     for column in table.columns[2:]:
         column.justify = "right"
     capacity = model.device.memory_bytes
-    for node in plan.nodes:
-        if not isinstance(node, CallNode):
-            continue
-        s, fullest = node.placement.strategy, max(price.peaks[device].total_bytes for device in node.devices)
-        table.add_row(
-            node.name,
-            format_devices(node.devices),
-            str(s.dp),
-            str(s.tp),
-            str(s.pp),
-            str(node.assignment.micro_batches),
-            f"{price.duration_s[node.name]:.3g}",
-            f"{fullest / 1e9:.3g}" + (" [red]too much[/]" if fullest > capacity else ""),
+    for row in call_rows(plan, price):
+        memory = f"{row.memory_bytes / 1e9:.3g}" + (
+            " [red]too much[/]" if row.memory_bytes > capacity else ""
         )
+        table.add_row(*map(str, row[:6]), f"{row.time_s:.3g}", memory)
     console.print(
         f"[bold]Calls[/] on {model.cluster} {model.device.name}; memory: peak of the fullest device"
     )
@@ -73,15 +65,8 @@ def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> No
 
 def show_proof(console: Console, result: SearchResult) -> None:
     """Seconds per iteration, the bound, the gap, and for which plans they hold."""
-    certain = "proved optimal" if result.proven_optimal else f"at most {result.gap:.1%} from the optimum"
-    bound = f"lower bound {result.lower_bound_s:.4g} s: {certain}"
-    console.print(
-        f"[bold]{result.iteration_time_s:.4g} s[/] per iteration, {bound} "
-        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s).\n"
-        f"The bound holds for: {result.proof_class}\n",
-        highlight=False,
-        soft_wrap=True,
-    )
+    sentence = f"[bold]{proof_sentence(result)}[/]\nThe bound holds for: {result.proof_class}\n"
+    console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:

@@ -1,9 +1,10 @@
 """A priced plan as data: the JSON of `prefect-rlhf plan`, and the YAML that a run's `plan:` accepts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.mesh import Cluster
 from planner.price import PlanPrice
+from planner.render import format_devices
 from planner.search import SearchResult
 from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNode
 
@@ -23,6 +24,46 @@ def result_document(result: SearchResult) -> dict[str, Any]:
         },
         "search": {"mode": result.mode, "seconds": result.seconds, "evaluations": result.evaluations},
     }
+
+
+class CallRow(NamedTuple):
+    """A call's place and price. memory_bytes: peak of the fullest of its devices."""
+
+    call: str
+    devices: str
+    dp: int
+    tp: int
+    pp: int
+    micro_batches: int
+    time_s: float
+    memory_bytes: int
+
+
+def call_rows(plan: ExecutionPlan, price: PlanPrice) -> list[CallRow]:
+    """A row for each call, in the plan's order."""
+    return [
+        CallRow(
+            node.name,
+            format_devices(node.devices),
+            node.placement.strategy.dp,
+            node.placement.strategy.tp,
+            node.placement.strategy.pp,
+            node.assignment.micro_batches,
+            price.duration_s[node.name],
+            round(max(price.peaks[device].total_bytes for device in node.devices)),
+        )
+        for node in plan.nodes
+        if isinstance(node, CallNode)
+    ]
+
+
+def proof_sentence(result: SearchResult) -> str:
+    """Seconds per iteration, the bound, and what is proved."""
+    certain = "proved optimal" if result.proven_optimal else f"at most {result.gap:.1%} from the optimum"
+    return (
+        f"{result.iteration_time_s:.4g} s per iteration, lower bound {result.lower_bound_s:.4g} s: {certain} "
+        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s)."
+    )
 
 
 def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import sys
 import pytest
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 
-from blocks import PPOConfiguration, RlhfCluster
+from blocks import ExecutionPlan, PPOConfiguration, RlhfCluster
 from rlhf_tasks.config import PPOConfig
 
 
@@ -26,6 +26,12 @@ class TestPPOConfiguration(_Standard):
     @pytest.fixture
     def block(self):
         return PPOConfiguration
+
+
+class TestExecutionPlan(_Standard):
+    @pytest.fixture
+    def block(self):
+        return ExecutionPlan
 
 
 def test_a_cluster_block_gives_the_configuration_it_was_made_of():

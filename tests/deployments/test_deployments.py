@@ -31,7 +31,13 @@ def test_every_deployment_names_a_flow_that_is_there():
         assert (not required) == ("parameters" in deployment), f"{flow.name} needs {required}"
         assert deployment["work_pool"] == {"name": "rlhf-local"}
         assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
-    assert set(named) == {"rlhf-ppo/local", "rlhf-pipeline/local", "sft/local", "reward-model/local"}
+    assert set(named) == {
+        "rlhf-ppo/local",
+        "rlhf-pipeline/local",
+        "sft/local",
+        "reward-model/local",
+        "plan/local",
+    }
 
 
 @contextmanager

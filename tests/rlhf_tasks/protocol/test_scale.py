@@ -2,7 +2,7 @@
 
 import sys
 
-from bench.protocol import Drive, ppo_plan
+from bench.simulated_ranks import Drive, ppo_plan
 
 
 def python_calls(n_ranks: int, n_seqs: int, iterations: int) -> int:

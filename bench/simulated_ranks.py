@@ -1,17 +1,14 @@
-"""What the runtime protocol costs: ledger and inboxes driven through PPO iterations on simulated no-op ranks.
-
-    python -m bench.protocol --simulated-ranks 128 1024 --iterations 10
+"""The controller at scale: ledger and inboxes driven through planned PPO iterations on simulated no-op ranks.
 
 Ranks are objects in this process, nodes end at once and nothing is sent anywhere: the figures are the CPU
 time of the state machines alone. `controller` is all that one process must do for all ranks (sequencer and
-ledger); `rank` is what each rank does for itself.
+ledger); `rank` is what each rank does for itself. `python -m bench.overhead --simulated-ranks N` runs it.
 """
 
-import argparse
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +24,8 @@ from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, NodeResult, SaveNode
 
 DEVICES_PER_HOST = 8
+SEQUENCES_PER_RANK = (4, 256)
+MEMORY_ITERATIONS = 4  # enough for the window of iterations that the ledger holds
 
 
 def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
@@ -166,29 +165,42 @@ class Drive:
         return []
 
 
-def main() -> None:
-    """Print one row per cluster size."""
-    parser = argparse.ArgumentParser(description="What the runtime protocol costs.")
-    parser.add_argument("--simulated-ranks", type=int, nargs="+", default=[16, 128, 1024])
-    parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--sequences-per-rank", type=int, default=4)
-    arguments = parser.parse_args()
-    print("ranks  nodes  messages/it  controller ms/it  us/rank-node  rank ms/it  ledger MiB")
-    for n_ranks in arguments.simulated_ranks:
-        plan = ppo_plan(n_ranks, n_ranks * arguments.sequences_per_rank)
-        cost = Drive(plan, arguments.iterations).run()
-        tracemalloc.start()
-        drive = Drive(plan, 4)
-        drive.run()
-        held_bytes = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
-        n, rank_nodes = cost.iterations, sum(len(node.devices) for node in plan.nodes)
-        controller_ms, rank_ms = 1e3 * cost.controller_s / n, 1e3 * cost.ranks_s / n / n_ranks
+def scale_rows(n_ranks: Iterable[int], iterations: int) -> list[dict[str, float]]:
+    """Figures for each number of ranks with few and with many sequences; the controller's must not differ."""
+    rows = []
+    for ranks in n_ranks:
+        for per_rank in SEQUENCES_PER_RANK:
+            plan = ppo_plan(ranks, ranks * per_rank)
+            Drive(plan, 1).run()  # warm
+            cost = Drive(plan, iterations).run()
+            tracemalloc.start()
+            drive = Drive(plan, MEMORY_ITERATIONS)
+            drive.run()
+            held_bytes = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            rank_nodes = sum(len(node.devices) for node in plan.nodes)
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "sequences": plan.n_seqs,
+                    "messages": cost.messages / iterations,
+                    "controller_s": cost.controller_s / iterations,
+                    "controller_s_per_rank_node": cost.controller_s / iterations / rank_nodes,
+                    "rank_s": cost.ranks_s / iterations / ranks,
+                    "ledger_bytes": held_bytes,
+                }
+            )
+    return rows
+
+
+def print_rows(rows: Iterable[dict[str, float]]) -> None:
+    """One line per row; per iteration."""
+    print(
+        "ranks  sequences  messages  controller ms  us per rank and node  a rank ms  ledger and inboxes MiB"
+    )
+    for row in rows:
         print(
-            f"{n_ranks:5}  {len(plan.nodes):5}  {cost.messages / n:11.0f}  {controller_ms:16.2f}"
-            f"  {1e3 * controller_ms / rank_nodes:12.1f}  {rank_ms:10.3f}  {held_bytes / 2**20:10.1f}"
+            f"{row['ranks']:5}  {row['sequences']:9}  {row['messages']:8.0f}  {1e3 * row['controller_s']:13.2f}"
+            f"  {1e6 * row['controller_s_per_rank_node']:20.1f}  {1e3 * row['rank_s']:9.3f}"
+            f"  {row['ledger_bytes'] / 2**20:22.1f}"
         )
-
-
-if __name__ == "__main__":
-    main()

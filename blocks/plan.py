@@ -1,0 +1,35 @@
+"""An execution plan as a Prefect block."""
+
+from prefect.blocks.core import Block
+from pydantic import Field
+
+from rlhf_tasks.config_parts import Assignments
+
+
+class ExecutionPlan(Block):
+    """Where each call of a run goes, as the flow `plan` found it.
+
+    Example:
+        Load a plan and run a configuration under it:
+
+        ```python
+        from blocks.plan import ExecutionPlan
+
+        found = ExecutionPlan.load("BLOCK_NAME")
+        config = config.model_copy(update={"plan": found.assignments})
+        ```
+    """
+
+    _block_type_name = "RLHF Execution Plan"
+    _block_type_slug = "rlhf-execution-plan"
+    _documentation_url = "https://docs.prefect.io/v3/develop/blocks"  # pyright: ignore[reportAssignmentType]
+
+    algorithm: str = Field(description="The algorithm whose calls are placed, e.g. ppo.")
+    n_hosts: int = Field(gt=0, description="Number of hosts that the plan is for.")
+    devices_per_host: int = Field(gt=0, description="Number of ranks (GPUs or CPU slots) on each host.")
+    assignments: Assignments = Field(description="Call -> devices, dp, tp, pp and micro-batches.")
+    iteration_time_s: float = Field(gt=0, description="Predicted seconds per iteration.")
+    lower_bound_s: float = Field(
+        ge=0, description="Seconds per iteration that no plan of the class undercuts."
+    )
+    proof_class: str = Field(description="The plans for which the lower bound holds.")

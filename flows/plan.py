@@ -1,0 +1,62 @@
+"""Flow `plan`: an execution plan with its proof, as artifacts and as a block; nothing is run."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from blocks.plan import ExecutionPlan
+from flows import artifacts
+from flows.planning import hardware_of, plan_for, problem_of
+from planner.report import plan_document, result_document
+from planner.search import SearchResult
+from rlhf_tasks.config import RunConfig, resolve_paths
+
+
+def _run_name() -> str:
+    config = (flow_run.parameters or {}).get("config")
+    return f"plan/{getattr(config, 'name', None) or getattr(config, 'type', flow_run.id[:8])}"
+
+
+@flow(name="plan", flow_run_name=_run_name, persist_result=False)
+async def plan(
+    config: RunConfig,
+    cluster: str | None = None,
+    mode: str = "search",
+    time_limit_s: float | None = None,
+    block: str | None = None,
+) -> dict[str, Any]:
+    """Plan a run without running it. Needs no GPU, no cluster and no weights.
+
+    config        the run's configuration; models may be inline Hugging Face configurations
+    cluster       a YAML file with n_hosts, devices_per_host and device; default: what the configuration says
+    mode          search, mcmc, heuristic, symmetric or disjoint
+    time_limit_s  seconds that a search may take; default: planning.time_limit_s
+    block         name of the block that keeps the plan; default: the configuration's name, or its type
+    Returns the figures that `prefect-rlhf plan --json` writes.
+    """
+    settings = resolve_paths(config, Path.cwd())
+    hardware = hardware_of(settings, Path(cluster) if cluster else None)
+    problem = problem_of(settings, hardware)
+    limit_s = time_limit_s or settings.planning.time_limit_s
+    result = await asyncio.to_thread(plan_for, problem, mode, limit_s, settings.seed)
+    await artifacts.show_plan(result.plan)
+    await artifacts.show_price(result, problem.model)
+    name = (block or settings.name or settings.type).lower().replace("_", "-").replace(".", "-")
+    await _as_block(result).asave(name, overwrite=True)
+    return result_document(result)
+
+
+def _as_block(result: SearchResult) -> ExecutionPlan:
+    plan = result.plan
+    return ExecutionPlan(
+        algorithm=plan.algorithm,
+        n_hosts=plan.n_devices // plan.devices_per_host,
+        devices_per_host=plan.devices_per_host,
+        assignments=plan_document(plan),  # type: ignore[arg-type]  # pydantic parses it
+        iteration_time_s=result.iteration_time_s,
+        lower_bound_s=result.lower_bound_s,
+        proof_class=result.proof_class,
+    )
