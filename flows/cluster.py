@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 from itertools import groupby
@@ -26,7 +26,7 @@ import dask
 from distributed import Client, Nanny, Scheduler, Security, SpecCluster, Worker
 
 from rlhf_tasks.config import ConfigError
-from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin, report_to
+from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,  # a task whose worker died is not run again behind our back
@@ -65,12 +65,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
+    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit.
+
+    environment  what the controller needs to report to the run's Prefect server; None: it has it already
+    """
 
     scheduler_address: str
     ranks: tuple[Member, ...]
     controller: Member
     security: Security
+    environment: Mapping[str, str] | None = None
 
     @property
     def connection_args(self) -> dict[str, Any]:
@@ -187,7 +191,8 @@ def found_cluster(
 
     folder            the run folder: every host must see it
     devices_per_host  ranks of the plan that must share a host
-    environment       the Prefect server's address and login, which the controller reports to
+    environment       the Prefect server's address and login, which the controller reports to as soon as the
+                      run holds its lease
     security          certificates for a tls:// address
     deadline_s        how long to wait for enough workers
     Raises ClusterError naming the setting, the version or the number of workers to change.
@@ -197,9 +202,7 @@ def found_cluster(
         cluster = form_cluster(client, n_ranks, devices_per_host, deadline_s)
         _refuse_exposed(client, cluster)
         _refuse_private_folder(client, cluster, folder)
-        if environment is not None:
-            client.run(report_to, dict(environment), workers=[cluster.controller.address])
-        yield cluster
+        yield replace(cluster, environment=environment)
 
 
 def form_cluster(

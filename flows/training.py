@@ -142,7 +142,14 @@ class Training:
     async def run(self) -> TrainingResult:
         """Hold the lease, follow the events, and leave nothing running."""
         comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
-        await comm.write({"op": "rlhf_lease", "spec": self.spec.model_dump_json().encode()})
+        environment = self.cluster.environment
+        await comm.write(
+            {
+                "op": "rlhf_lease",
+                "spec": self.spec.model_dump_json().encode(),
+                "environment": None if environment is None else dict(environment),
+            }
+        )
         writer = Writer(comm)
         commits: asyncio.Queue[Committed | None] = asyncio.Queue()
         hooks = asyncio.create_task(self._run_hooks(commits, writer))

@@ -16,6 +16,7 @@ from rlhf_tasks.attempt import Attempt
 from rlhf_tasks.rank_link import RankMissing
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import FLOW_MESSAGE, Enter, GaveUp, RunSpec, Writer
+from rlhf_tasks.worker_process import report_to
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,11 @@ class Controller:
         self._loop = asyncio.get_running_loop()
         self._attempt: Attempt | None = None
 
-    async def lease(self, comm: Comm, spec: bytes) -> Any:
-        """Serve one attempt for as long as the flow holds the connection; refused while another flow's
-        runs."""
+    async def lease(self, comm: Comm, spec: bytes, environment: dict[str, str] | None = None) -> Any:
+        """Serve one attempt for as long as the flow holds the connection; refused while another flow's runs.
+
+        environment  the Prefect server that this run's tasks report to; None: the one they know
+        """
         wanted = RunSpec.model_validate_json(spec)
         holder = self._attempt
         if holder is not None:
@@ -41,6 +44,8 @@ class Controller:
             )
             await comm.write(refusal.model_dump_json().encode())
             return Status.dont_reply
+        if environment is not None:
+            report_to(environment)
         writer = Writer(comm)
         attempt = self._attempt = Attempt(self.worker, wanted, writer.put)
         starting = asyncio.create_task(_start(attempt, writer))

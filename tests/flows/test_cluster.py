@@ -130,6 +130,20 @@ def test_the_ranks_of_a_plans_host_share_one():
 
 
 @pytest.mark.cluster
+def test_a_run_that_only_looks_at_a_cluster_does_not_turn_its_tasks_to_another_server(
+    cluster, prefect, tmp_path
+):
+    other = {"PREFECT_API_URL": "http://127.0.0.1:1/api"}
+    with (
+        found_cluster(cluster.scheduler_address, 2, folder=tmp_path, environment=other) as found,
+        Client(cluster.scheduler_address, set_as_default=False) as client,
+    ):
+        told = client.run(os.environ.get, "PREFECT_API_URL", workers=[found.controller.address])
+    assert set(told.values()) == {prefect.api_url}
+    assert found.environment == other
+
+
+@pytest.mark.cluster
 def test_ranks_on_cpu_see_no_gpu(cluster):
     def visible():
         return os.environ.get("CUDA_VISIBLE_DEVICES")
