@@ -7,7 +7,7 @@ copy lives shortly. Where the rule contradicts what a node needs, the need wins.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import networkx as nx
 
@@ -47,10 +47,12 @@ def levels(graph: DataflowGraph) -> dict[str, int]:
     return found
 
 
-def phased_order(graph: DataflowGraph, made: Skeleton, calls: Sequence[str]) -> list[str]:
-    """The total order of a skeleton's slots, releases and saves left out, under an order of the calls."""
+def phased_order(level: Mapping[str, int], made: Skeleton, calls: Sequence[str]) -> list[str]:
+    """The total order of a skeleton's slots, releases and saves left out, under an order of the calls.
+
+    level  call -> its depth in the graph (`levels`)
+    """
     position = {name: i for i, name in enumerate(calls)}
-    level = levels(graph)
     followers: dict[str, list[str]] = {name: [] for name in made.moving}
     for name in followers:
         for before in made.after[name]:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.graph import DataflowGraph
-from planner.skeleton import Skeleton, Slot, skeleton
+from planner.skeleton import FETCH, Skeleton, Slot, skeleton
+from rlhf_tasks.parallel.topology import Placement
+from rlhf_tasks.parallel.transfers import Balance
 from rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
@@ -42,10 +44,19 @@ class Draft:
 
 def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Draft:
     """All nodes of one iteration with their data and version edges."""
+    source = assignments[graph.source.name]
+    by_tokens = [call for call in graph.calls if assignments[call.name].balance == "tokens"]
     made = skeleton(
         graph,
-        where={call.name: where(call, assignments[call.name]) for call in graph.calls},
+        where={
+            FETCH: where(graph.source, source.placement, "count"),
+            **{
+                c.name: where(c, assignments[c.name].placement, assignments[c.name].balance)
+                for c in graph.calls
+            },
+        },
         placement={call.name: assignments[call.name].placement for call in graph.calls},
+        dealt_by={call.name: call.token_key for call in by_tokens},
     )
     return Draft({name: _node(slot, graph, assignments) for name, slot in made.slots.items()}, made)
 
@@ -80,28 +91,45 @@ class Where:
     dealing: tuple[str, ...]
 
 
-def where(call: ModelFunctionCall, assignment: CallAssignment) -> Where:
+def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Where:
     """Where a call's samples lie (docs/interfaces.md, "who gets which sample").
 
     With one dp rank all samples are on its head. Dealt by count, the mini-batches matter only if dp does not
     divide them. Dealt by tokens, sides are alike if their mini-batches are and one key gives the lengths.
     """
-    heads, dp = assignment.placement.heads, assignment.placement.strategy.dp
+    return Where(placement.heads, dealing(call, placement.strategy.dp, balance))
+
+
+def dealing(call: ModelFunctionCall, dp: int, balance: Balance) -> tuple[str, ...]:
+    """What beside the heads decides which dp rank has a sample: (), or ("count",), ("count", mini-batches), or
+    ("tokens", mini-batches, key)."""
     if dp == 1:
-        return Where(heads, ())
-    if assignment.balance == "tokens":
-        return Where(heads, ("tokens", str(call.mini_batches), call.inputs[0]))
+        return ()
+    if balance == "tokens":
+        return ("tokens", str(call.mini_batches), call.token_key)
     if call.n_seqs % (dp * call.mini_batches) == 0:
-        return Where(heads, ("count",))
-    return Where(heads, ("count", str(call.mini_batches)))
+        return ("count",)
+    return ("count", str(call.mini_batches))
+
+
+def _source_side(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> DataSide:
+    """How the samples of a transfer lie where they come from; rows that are fetched are dealt by count."""
+    if slot.source == FETCH:
+        source = graph.source
+        return DataSide(placement=assignments[source.name].placement, mini_batches=source.mini_batches)
+    return data_side(graph.call(slot.source), assignments[slot.source])
 
 
 def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> PlanNode:
-    call, here, there = graph.call(slot.call), assignments[slot.call], assignments[slot.source]
+    call, here = graph.call(slot.call), assignments[slot.call]
     match slot.kind:
         case "fetch":
             return FetchNode(
-                name=slot.name, call=call.name, placement=here.placement, keys=slot.keys, balance=here.balance
+                name=slot.name,
+                call=call.name,
+                placement=here.placement,
+                keys=slot.keys,
+                mini_batches=call.mini_batches,
             )
         case "call":
             return CallNode(name=slot.name, call=call, assignment=here)
@@ -109,13 +137,16 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
             return TransferNode(
                 name=slot.name,
                 consumer=call.name,
-                source=data_side(graph.call(slot.source), there),
+                source=_source_side(slot, graph, assignments),
                 destination=data_side(call, here),
                 keys=slot.keys,
             )
         case "reallocate":
             return ReallocateNode(
-                name=slot.name, role=call.role, source=there.placement, destination=here.placement
+                name=slot.name,
+                role=call.role,
+                source=assignments[slot.source].placement,
+                destination=here.placement,
             )
         case "release":
             return ReleaseNode(name=slot.name, role=call.role, placement=here.placement)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import networkx as nx
 
-from planner.call_order import phased_order, with_trailing
+from planner.call_order import levels, phased_order, with_trailing
 from planner.graph import DataflowGraph
 from planner.insertion import Draft, draft, role_placements
 from planner.mesh import Cluster, DeviceMesh, MeshError
@@ -60,7 +60,7 @@ def build_plan(
         order = total_order(_order_problem(made, duration_s))
     else:
         _check_order(graph, call_order)
-        order = phased_order(graph, made.skeleton, call_order)
+        order = phased_order(levels(graph), made.skeleton, call_order)
     order = with_trailing(made.skeleton, order)
     edges = _edges(made, order)
     nodes = tuple(

@@ -21,8 +21,8 @@ class Slot(NamedTuple):
 
     call    whom it serves: itself, the source call of a fetch, the consumer of a transfer, the first reader of
             a copy, the train_step that a save follows
-    source  a transfer: the call on whose side the keys lie; a reallocation or release: the role's train_step;
-            else `call`
+    source  a transfer: the call on whose side the keys lie, or FETCH; a reallocation or release: the role's
+            train_step; else `call`
     keys    what a fetch or transfer brings
     """
 
@@ -57,12 +57,16 @@ class Skeleton:
 
 
 def skeleton(
-    graph: DataflowGraph, where: Mapping[str, Hashable], placement: Mapping[str, Hashable]
+    graph: DataflowGraph,
+    where: Mapping[str, Hashable],
+    placement: Mapping[str, Hashable],
+    dealt_by: Mapping[str, str] | None = None,
 ) -> Skeleton:
     """The slots of one iteration with their data and version edges. None is there where nothing moves.
 
-    where      call -> label; equal labels: every sample lies on the same rank for both calls
+    where      call or FETCH -> label; equal labels: every sample lies on the same rank for both
     placement  call -> label; equal labels: the same devices under the same strategy
+    dealt_by   call whose samples are dealt by tokens -> the key whose lengths deal them
     """
     made = Skeleton()
     source = graph.source.name
@@ -70,7 +74,7 @@ def skeleton(
     for call in graph.calls:
         made.add(Slot(call.name, "call", call.name, call.name))
     _add_copies(made, graph, placement)
-    _add_transfers(made, graph, where)
+    _add_transfers(made, graph, where, dealt_by or {})
     _add_saves(made, graph)
     return made
 
@@ -117,7 +121,7 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
 
 
 class _Holding(NamedTuple):
-    """A key on one side: the call whose side it is, and the node that brought it there."""
+    """A key on one side: the call (or FETCH) whose side it is, and the node that brought it there."""
 
     call: str
     node: str
@@ -130,7 +134,7 @@ class _Keys:
         self._graph, self.where = graph, where
         self.held: dict[str, dict[Hashable, _Holding]] = {}
         for key in graph.dataset_keys:
-            self.put(key, graph.source.name, FETCH)
+            self.put(key, FETCH, FETCH)
 
     def put(self, key: str, call: str, node: str) -> None:
         """`node` has brought `key` to the side of `call`."""
@@ -138,7 +142,7 @@ class _Keys:
 
     def home(self, key: str) -> Hashable:
         """The side where a key came into being."""
-        return self.where[self._graph.producer(key) or self._graph.source.name]
+        return self.where[self._graph.producer(key) or FETCH]
 
     def sources(self, missing: list[str]) -> dict[Hashable, list[str]]:
         """Source side -> keys to take from it.
@@ -168,18 +172,24 @@ class _Keys:
         return any(key in self._graph.call(name).inputs for name in producers)
 
 
-def _add_transfers(made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable]) -> None:
+def _add_transfers(
+    made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
+) -> None:
     """Walk the calls in data order and bring each its missing keys, one transfer per source."""
     keys = _Keys(graph, where)
     for call in graph.calls:
-        here = where[call.name]
+        here, dealing = where[call.name], dealt_by.get(call.name)
         missing = [key for key in call.inputs if here not in keys.held[key]]
         made.after[call.name] |= {keys.held[key][here].node for key in call.inputs if key not in missing}
-        for source, moved in keys.sources(missing).items():
+        # The key whose lengths deal this call's samples comes first: the other transfers ask for them.
+        sources = sorted(keys.sources(missing).items(), key=lambda item: dealing not in item[1])
+        for source, moved in sources:
             native = next(key for key in moved if keys.home(key) == source)
             name = f"transfer_{graph.producer(native) or FETCH}_to_{call.name}"
             slot = Slot(name, "transfer", call.name, keys.held[native][source].call, tuple(moved))
             made.add(slot, after={keys.held[key][source].node for key in moved})
+            if dealing is not None and dealing not in moved:
+                made.after[name].add(keys.held[dealing][here].node)
             made.after[call.name].add(name)
             for key in moved:
                 keys.put(key, call.name, name)
