@@ -90,7 +90,7 @@ def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> fl
 def _slot(key: int, slots: int) -> int:
     """Where a memory keeps a key (multiplicative hashing by the golden ratio)."""
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
-    return np.int64(mixed) % slots
+    return int(mixed) % slots
 
 
 @compiled
@@ -99,7 +99,7 @@ def durations(arrays: Arrays, made: int, rows: Ints, out: Floats) -> None:
     options = arrays.options
     for i in range(len(out)):
         slot = arrays.skeletons.slots[made, i]
-        here, there = rows[slot.call], rows[slot.source]
+        here, there = int(rows[slot.call]), int(rows[slot.source])
         if slot.kind == CALL:
             out[i] = options[here].seconds
         elif slot.kind == SAVE:
@@ -109,7 +109,7 @@ def durations(arrays: Arrays, made: int, rows: Ints, out: Floats) -> None:
             if slot.kind == TRANSFER:
                 out[i] += redistribution(arrays, slot.moved, options[there].where, options[here].where)
             elif slot.kind == REALLOCATE:
-                out[i] += reallocation(arrays, arrays.role[slot.call], there, here)
+                out[i] += reallocation(arrays, int(arrays.role[slot.call]), there, here)
 
 
 @compiled
