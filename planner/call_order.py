@@ -7,22 +7,15 @@ copy lives shortly. Where the rule contradicts what a node needs, the need wins.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 import networkx as nx
 
 from planner.graph import DataflowGraph
+from planner.skeleton import Skeleton
 
 MOST_ORDERS = 120
 """Of a graph with more orders of its calls than this (5 calls in any order) the first ones are tried."""
-
-
-class Serving(NamedTuple):
-    """What a node is there for: kind is "fetch", "transfer", "reallocate" or "call"; call, whom it serves."""
-
-    kind: str
-    call: str
 
 
 def call_orders(graph: DataflowGraph) -> tuple[tuple[str, ...], ...]:
@@ -54,42 +47,34 @@ def levels(graph: DataflowGraph) -> dict[str, int]:
     return found
 
 
-def phased_order(
-    graph: DataflowGraph,
-    calls: tuple[str, ...],
-    serving: Mapping[str, Serving],
-    after: Mapping[str, frozenset[str]],
-) -> list[str]:
-    """The total order of a plan's nodes, releases and saves left out, under an order of its calls.
+def phased_order(level: Mapping[str, int], made: Skeleton, calls: Sequence[str]) -> list[str]:
+    """The total order of a skeleton's slots, releases and saves left out, under an order of the calls.
 
-    calls    all calls in a topological order
-    serving  node -> what it is there for
-    after    node -> the nodes that it waits for
+    level  call -> its depth in the graph (`levels`)
     """
     position = {name: i for i, name in enumerate(calls)}
-    level = levels(graph)
-    followers: dict[str, list[str]] = {name: [] for name in serving}
-    for name, before in after.items():
-        for other in before:
-            followers[other].append(name)
+    followers: dict[str, list[str]] = {name: [] for name in made.moving}
+    for name in followers:
+        for before in made.after[name]:
+            followers[before].append(name)
 
     def key(name: str) -> tuple[int, int, int]:
-        kind, call = serving[name]
-        if kind == "fetch":
-            return -1, 0, 0
-        if kind == "transfer":
-            first = min(position[other] for other in calls if level[other] >= level[call])
-            return first, 0, position[call]
-        if kind == "reallocate":
-            readers = [
-                position[serving[other].call] for other in followers[name] if serving[other].kind == "call"
-            ]
-            return min(readers, default=position[call]), 1, 0
-        return position[call], 2, 0
+        slot = made.slots[name]
+        match slot.kind:
+            case "fetch":
+                return -1, 0, 0
+            case "transfer":
+                first = min(position[other] for other in calls if level[other] >= level[slot.call])
+                return first, 0, position[slot.call]
+            case "reallocate":
+                readers = (other for other in followers[name] if other != slot.source)
+                return min(position[other] for other in readers), 1, 0
+            case _:
+                return position[name], 2, 0
 
-    place = {name: (*key(name), i) for i, name in enumerate(serving)}
-    missing = {name: len(after[name]) for name in serving}
-    ready = [(place[name], name) for name in serving if not missing[name]]
+    place = {name: (*key(name), i) for i, name in enumerate(followers)}
+    missing = {name: len(made.after[name]) for name in followers}
+    ready = [(place[name], name) for name in followers if not missing[name]]
     heapq.heapify(ready)
     order = []
     while ready:
@@ -99,5 +84,21 @@ def phased_order(
             missing[other] -= 1
             if not missing[other]:
                 heapq.heappush(ready, (place[other], other))
-    assert len(order) == len(serving), "nodes wait for each other in a cycle"
+    assert len(order) == len(followers), "nodes wait for each other in a cycle"
+    return order
+
+
+def with_trailing(made: Skeleton, moving: Sequence[str]) -> list[str]:
+    """An order with releases and saves. A release directly follows the last reader, a save its train_step:
+    nothing comes between."""
+    order: list[str] = []
+    placed = set(moving)
+    waiting = {name: set(made.after[name]) for name in made.slots if name not in placed}
+    for name in moving:
+        order.append(name)
+        for trailer in list(waiting):
+            waiting[trailer].discard(name)
+            if not waiting[trailer]:
+                order.append(trailer)
+                del waiting[trailer]
     return order

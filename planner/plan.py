@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import networkx as nx
 
-from planner.call_order import Serving, phased_order
+from planner.call_order import levels, phased_order, with_trailing
 from planner.graph import DataflowGraph
 from planner.insertion import Draft, draft, role_placements
 from planner.mesh import Cluster, DeviceMesh, MeshError
@@ -14,12 +14,9 @@ from rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     ExecutionPlan,
-    FetchNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
-    SaveNode,
-    TransferNode,
 )
 
 
@@ -59,13 +56,12 @@ def build_plan(
     """
     _check(graph, assignments, cluster)
     made = draft(graph, assignments)
-    moving = {n: node for n, node in made.nodes.items() if not isinstance(node, ReleaseNode | SaveNode)}
     if call_order is None:
-        order = total_order(_order_problem(made, moving, duration_s))
+        order = total_order(_order_problem(made, duration_s))
     else:
         _check_order(graph, call_order)
-        order = _given_order(graph, made, moving, tuple(call_order))
-    order = _with_trailing(made, order)
+        order = phased_order(levels(graph), made.skeleton, call_order)
+    order = with_trailing(made.skeleton, order)
     edges = _edges(made, order)
     nodes = tuple(
         made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})
@@ -123,10 +119,9 @@ def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
             )
 
 
-def _order_problem(
-    made: Draft, moving: Mapping[str, PlanNode], duration_s: Callable[[PlanNode], float]
-) -> OrderProblem:
+def _order_problem(made: Draft, duration_s: Callable[[PlanNode], float]) -> OrderProblem:
     """What planner.order needs to know of the nodes that it orders."""
+    moving = {name: made.nodes[name] for name in made.skeleton.moving}
     return OrderProblem(
         after={name: frozenset(made.after[name]) for name in moving},
         across={name: frozenset(made.across[name] & moving.keys()) for name in moving},
@@ -134,40 +129,6 @@ def _order_problem(
         duration_s={name: duration_s(node) for name, node in moving.items()},
         late=frozenset(name for name, node in moving.items() if isinstance(node, ReallocateNode)),
     )
-
-
-def _given_order(
-    graph: DataflowGraph, made: Draft, moving: Mapping[str, PlanNode], calls: tuple[str, ...]
-) -> list[str]:
-    """The order of the nodes that follows from an order of the calls."""
-    serving = {}
-    for name, node in moving.items():
-        match node:
-            case FetchNode():
-                serving[name] = Serving("fetch", node.call)
-            case TransferNode():
-                serving[name] = Serving("transfer", node.consumer)
-            case ReallocateNode():
-                readers = (call.name for call in graph.calls if name in made.after[call.name])
-                serving[name] = Serving("reallocate", next(readers))
-            case _:
-                serving[name] = Serving("call", name)
-    return phased_order(graph, calls, serving, {name: frozenset(made.after[name]) for name in moving})
-
-
-def _with_trailing(made: Draft, moving: list[str]) -> list[str]:
-    """The order with releases and saves. A release directly follows the last reader, a save its train_step:
-    nothing comes between."""
-    order: list[str] = []
-    waiting = {name: set(made.after[name]) for name in made.nodes if name not in set(moving)}
-    for name in moving:
-        order.append(name)
-        for trailer in list(waiting):
-            waiting[trailer].discard(name)
-            if not waiting[trailer]:
-                order.append(trailer)
-                del waiting[trailer]
-    return order
 
 
 def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -83,16 +83,21 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case CallNode():
             seconds = model.call(node.call, node.assignment).seconds
         case TransferNode():
-            seconds, moved = _send(redistribution_messages(node, plan, model.workload), model)
+            seconds, moved = send(redistribution_messages(node, plan, model.workload), model)
         case ReallocateNode():
-            seconds, moved = _send(reallocation_messages(node, model), model)
+            seconds, moved = send(reallocation_messages(node, model), model)
         case SaveNode():
-            per_parameter = OPTIMIZER_BYTES / node.placement.strategy.dp
-            held = max(model.parameter_bytes(node.role, node.placement)) / model.workload.itemsize
-            seconds = held * per_parameter / model.device.host_copy_bytes_per_s
+            held = max(model.parameter_bytes(node.role, node.placement))
+            seconds = save_s(held, node.placement.strategy.dp, model)
         case FetchNode() | ReleaseNode():
             pass
     return seconds + model.device.dispatch_s, moved
+
+
+def save_s(parameter_bytes: float, dp: int, model: CostModel) -> float:
+    """Seconds in which a device copies its part of the optimizer's state aside. parameter_bytes: of its slices."""
+    state_bytes = parameter_bytes / model.workload.itemsize * OPTIMIZER_BYTES / dp
+    return state_bytes / model.device.host_copy_bytes_per_s
 
 
 def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
@@ -123,7 +128,7 @@ def key_bytes(key: str, workload: Workload) -> float:
     return _TOKEN_BYTES.get(key, 4) * tokens
 
 
-def _send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
+def send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
     """(seconds, bytes) of messages that run at the same time: the busiest direction of any device's links."""
     device, cluster = model.device, model.cluster
     busy: dict[tuple[int, str], float] = defaultdict(float)
@@ -164,11 +169,17 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
             case ReallocateNode():
                 copy = model.parameter_bytes(node.role, node.destination)
                 for device, size_bytes in _by_device(node.destination, copy):
-                    live[device][f"{node.role}: copy"] = size_bytes
+                    part = f"{node.role}: copy"  # of several at once the sum
+                    live[device][part] = live[device].get(part, 0.0) + size_bytes
                     note(device, node.name, live[device])
             case ReleaseNode():
-                for device in node.devices:
-                    del live[device][f"{node.role}: copy"]
+                for device, size_bytes in _by_device(
+                    node.placement, model.parameter_bytes(node.role, node.placement)
+                ):
+                    part = f"{node.role}: copy"
+                    live[device][part] -= size_bytes
+                    if not live[device][part]:
+                        del live[device][part]
             case CallNode():
                 active = model.call(node.call, node.assignment).active_bytes
                 for device, size_bytes in _by_device(node.placement, active):

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from planner.arrays import make_arrays
 from planner.call_order import call_orders
+from planner.evaluator import value
 from planner.options import Option, call_options
 from planner.plan import build_plan
-from planner.price import price_plan
 from planner.problem import Problem
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
@@ -31,6 +34,7 @@ class Tables:
     calls    names of the calls, in the graph's order
     options  call number -> its options
     orders   the orders of calls that are tried (planner.call_order)
+    arrays   all of this for compiled searches; planner.evaluator.value(arrays, choice) prices a choice there
     A choice is one option number per call, in the order of `calls`.
     Raises ProblemError when a call has no option that fits.
     """
@@ -42,16 +46,11 @@ class Tables:
             call_options(problem, call) for call in problem.graph.calls
         )
         self.orders = call_orders(problem.graph)
+        self.arrays = make_arrays(problem, self.options, self.orders)
 
     def evaluate(self, choice: Sequence[int]) -> Value:
         """The price of a choice under the best order of calls."""
-        memory = self.problem.model.device.memory_bytes
-        values = []
-        for number in range(len(self.orders)):
-            price = price_plan(self._plan(choice, number), self.problem.model)
-            peak = max(peak.total_bytes for peak in price.peaks.values())
-            values.append(Value(price.iteration_time_s, max(0.0, peak - memory), number))
-        return min(values, key=lambda value: (value.excess_bytes, value.time_s, value.order))
+        return Value(*value(self.arrays, np.asarray(choice, np.int64)))
 
     def assignments(self, choice: Sequence[int]) -> dict[str, CallAssignment]:
         """The assignment of every call."""
@@ -62,9 +61,10 @@ class Tables:
 
     def plan(self, choice: Sequence[int]) -> ExecutionPlan:
         """The execution plan of a choice, under the order that `evaluate` found best."""
-        return self._plan(choice, self.evaluate(choice).order)
+        return self.plan_in(choice, self.evaluate(choice).order)
 
-    def _plan(self, choice: Sequence[int], order: int) -> ExecutionPlan:
+    def plan_in(self, choice: Sequence[int], order: int) -> ExecutionPlan:
+        """The execution plan of a choice under the order of that number."""
         return build_plan(
             self.problem.graph,
             self.assignments(choice),

@@ -1,0 +1,288 @@
+"""A plan search's tables as arrays for compiled code: options, skeletons, models, and memories of move prices.
+
+Options of all calls stand one after another: option j of call c is row start[c] + j. A skeleton is what
+planner.skeleton says for one pattern of equal sides and equal placements; its slots are numbered. Orders are
+those of planner.call_order.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.call_order import levels, phased_order, with_trailing
+from planner.graph import DataflowGraph
+from planner.insertion import dealing
+from planner.move_seconds import Links, Parts, links, parts
+from planner.options import Option
+from planner.price import key_bytes, save_s
+from planner.problem import Problem
+from planner.skeleton import FETCH as FETCHED
+from planner.skeleton import Skeleton, SlotKind, skeleton
+from rlhf_tasks.spec import ModelFunctionCall
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
+
+FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE = range(6)
+"""Kinds of slots."""
+
+_KINDS: dict[SlotKind, int] = {
+    "fetch": FETCH,
+    "call": CALL,
+    "transfer": TRANSFER,
+    "reallocate": REALLOCATE,
+    "release": RELEASE,
+    "save": SAVE,
+}
+
+MEMORY_SLOTS = 1 << 18
+"""Prices of moves that are remembered, of each kind; newer ones displace older ones."""
+
+
+OPTION_ROW = np.dtype(
+    [
+        *((name, "f8") for name in ("seconds", "save_s")),
+        *(
+            (name, "i8")
+            for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "stage")
+        ),
+        *((name, "f8") for name in ("resident", "copy", "active")),
+    ]
+)
+"""An option.
+
+seconds, save_s  of the call and of the save that follows a train_step, dispatch included
+first .. pp      mesh and strategy
+where            row of Arrays.sides; equal numbers: every sample lies on the same rank
+place, strategy  numbers of the placement and of (dp, tp, pp)
+stage            row of its first stage in Arrays.stages
+resident, copy, active  the largest of any stage, in bytes
+"""
+
+STAGE_ROW = np.dtype([("resident", "f8"), ("copy", "f8"), ("active", "f8")])
+"""Bytes of a stage, as in planner.options.Option."""
+
+SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", "i8"), ("moved", "i8")])
+"""A slot of a skeleton: planner.skeleton.Slot with calls by number; mask, whose bit c says that the slot occupies
+the mesh of call c; and what a transfer moves, as an index into Skeletons.sample_bytes."""
+
+PRICE_ROW = np.dtype([("key", "i8"), ("seconds", "f8")])
+"""A remembered price."""
+
+
+class Skeletons(NamedTuple):
+    """Skeletons of all patterns.
+
+    of             [patterns] int64: number of a pattern's skeleton (planner.evaluator.pattern)
+    size           [skeletons] int64: number of slots
+    slots          [skeletons, slots] SLOT_ROW
+    after, across  [skeletons, slots, most] int64: slots that must have finished, -1 behind the last
+    order          [skeletons, orders, slots] int64: slots in the total order
+    sample_bytes   [kinds of transfers] float64: bytes of its keys per sample
+    """
+
+    of: Ints
+    size: Ints
+    slots: Rows
+    after: Ints
+    across: Ints
+    order: Ints
+    sample_bytes: Floats
+
+
+class Arrays(NamedTuple):
+    """Everything that the price of a choice needs.
+
+    role     [calls] int64: number of the call's role
+    trainer  [calls] int64: the call that trains its role, -1 where none does
+    start    [calls + 1] int64: its first option
+    options  [options of all calls] OPTION_ROW
+    stages   [stages of all different options] STAGE_ROW
+    sides    [sides, 4] int64: first head, distance of heads, dp, blocks that are dealt separately
+    models   one planner.move_seconds.Parts per role
+    redistributions, reallocations  [MEMORY_SLOTS] PRICE_ROW: prices that are remembered
+    """
+
+    n_calls: int
+    n_seqs: int
+    memory_bytes: float
+    dispatch_s: float
+    links: Links
+    role: Ints
+    trainer: Ints
+    start: Ints
+    options: Rows
+    stages: Rows
+    sides: Ints
+    skeletons: Skeletons
+    models: tuple[Parts, ...]
+    redistributions: Rows
+    reallocations: Rows
+
+
+def make_arrays(
+    problem: Problem, options: Sequence[Sequence[Option]], orders: Sequence[tuple[str, ...]]
+) -> Arrays:
+    """The arrays of a problem with these options and orders of calls."""
+    graph, model = problem.graph, problem.model
+    number = {call.name: i for i, call in enumerate(graph.calls)}
+    trainers = [graph.trainer(call.role) for call in graph.calls]
+    trained_by = [-1 if call is None else number[call.name] for call in trainers]
+    shapes = [model.models[role] for role in graph.roles]
+    roles = [graph.roles.index(call.role) for call in graph.calls]
+    rows, stages, sides = _option_rows(problem, options)
+    return Arrays(
+        n_calls=len(graph.calls),
+        n_seqs=graph.n_seqs,
+        memory_bytes=float(model.device.memory_bytes),
+        dispatch_s=model.device.dispatch_s,
+        links=links(model.device, problem.cluster.devices_per_host),
+        role=np.array(roles),
+        trainer=np.array(trained_by),
+        start=np.cumsum([0, *map(len, options)]),
+        options=rows,
+        stages=stages,
+        sides=sides,
+        skeletons=_skeletons(problem, orders),
+        models=tuple(parts(m.shape, m.head, model.workload.itemsize) for m in shapes),
+        redistributions=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
+        reallocations=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
+    )
+
+
+def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
+    return np.array([*rows], row).view(np.recarray)
+
+
+def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:
+    """The rows of all options, of all stages, and the table of sides."""
+    dispatch_s = problem.model.device.dispatch_s
+    rows: list[tuple] = []
+    stages: list[tuple[float, float, float]] = []
+    first_stage: dict[tuple, int] = {}  # of options that are alike but for their place
+    sides, places, strategies = _Numbers(), _Numbers(), _Numbers()
+    for call, of_call in zip(problem.graph.calls, options, strict=True):
+        for option in of_call:
+            s = option.strategy
+            alike = (call.name, s, option.micro_batches)
+            if alike not in first_stage:
+                first_stage[alike] = len(stages)
+                stages += zip(option.resident, option.copy, option.active, strict=True)
+            most = max(option.resident), max(option.copy), max(option.active)
+            rows.append(
+                (
+                    option.seconds + dispatch_s,
+                    save_s(most[1], s.dp, problem.model) + dispatch_s,
+                    option.first,
+                    option.size,
+                    s.dp,
+                    s.tp,
+                    s.pp,
+                    sides[_side(call, option)],
+                    places[option.first, s],
+                    strategies[s],
+                    first_stage[alike],
+                    *most,
+                )
+            )
+    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64)
+
+
+def _side(call: ModelFunctionCall, option: Option) -> tuple[int, int, int, int]:
+    """planner.insertion.where of an option as numbers: a row of Arrays.sides."""
+    s = option.strategy
+    blocks = (*dealing(call, s.dp, "count"), "1", "1")[1]
+    return option.first + (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, s.dp, int(blocks)
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers things in the order in which they are first asked for."""
+
+    def __missing__(self, key: object) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def _skeletons(problem: Problem, orders: Sequence[tuple[str, ...]]) -> Skeletons:
+    graph, sample_bytes = problem.graph, _Numbers()
+    number = {call.name: i for i, call in enumerate(graph.calls)}
+    found: dict[tuple, int] = {}
+    different: list[Skeleton] = []
+    of = np.full(n_patterns(graph), -1)
+    for pattern, where, placement in _patterns(graph):
+        made = skeleton(graph, {**where, FETCHED: where[graph.source.name]}, placement)
+        edges = (tuple(sorted(e[name])) for name in made.slots for e in (made.after, made.across))
+        key = (tuple(made.slots.values()), tuple(edges))
+        if key not in found:
+            found[key] = len(different)
+            different.append(made)
+        of[pattern] = found[key]
+    n_slots = max(len(made.slots) for made in different)
+    most = max(len(e) for made in different for edges in (made.after, made.across) for e in edges.values())
+    slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
+    after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
+    order = np.zeros((len(different), len(orders), n_slots), np.int64)
+    level = levels(graph)
+    for i, made in enumerate(different):
+        place = {name: j for j, name in enumerate(made.slots)}
+        for j, (name, slot) in enumerate(made.slots.items()):
+            call, moved = number[slot.call], 0
+            source = number[graph.source.name if slot.source == FETCHED else slot.source]
+            mask = 1 << call
+            if slot.kind in ("transfer", "reallocate"):
+                mask |= 1 << source
+            if slot.kind == "transfer":
+                moved = sample_bytes[sum(key_bytes(key, problem.model.workload) for key in slot.keys)]
+            slots[i, j] = (_KINDS[slot.kind], call, source, mask, moved)
+            for table, edges in ((after, made.after), (across, made.across)):
+                before = sorted(place[other] for other in edges[name])
+                table[i, j, : len(before)] = before
+        for o, calls in enumerate(orders):
+            total = with_trailing(made, phased_order(level, made, calls))
+            order[i, o, : len(total)] = [place[name] for name in total]
+    sizes = np.array([len(made.slots) for made in different])
+    return Skeletons(of, sizes, slots, after, across, order, np.array(list(sample_bytes), np.float64))
+
+
+# Patterns: which calls have equal sides, and which calls of a trained role equal placements. Each call
+# tells the first call like it; these are the digits of the pattern's number, the last call's least significant.
+
+
+def radices(graph: DataflowGraph) -> list[tuple[list[int], list[int]]]:
+    """Call -> (the calls that its side may equal first, the calls that its placement may equal first)."""
+    names = [call.name for call in graph.calls]
+    found = []
+    for i, call in enumerate(graph.calls):
+        trained = graph.trainer(call.role) is not None
+        own = [names.index(c.name) for c in graph.calls[: i + 1] if c.role == call.role] if trained else [i]
+        found.append((list(range(i + 1)), own))
+    return found
+
+
+def n_patterns(graph: DataflowGraph) -> int:
+    """The number of patterns, impossible ones included."""
+    return math.prod(len(sides) * len(places) for sides, places in radices(graph))
+
+
+def _patterns(graph: DataflowGraph) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
+    """(number, call -> side, call -> placement) of all possible patterns."""
+    names = [call.name for call in graph.calls]
+    digits = radices(graph)
+
+    def grow(number: int, sides: list[int], places: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+        i = len(sides)
+        if i == len(names):
+            yield number, sides, places
+            return
+        for a, side in enumerate(digits[i][0]):
+            for b, place in enumerate(digits[i][1]):
+                if side in (i, *sides) and place in (i, *places) and (side == i or sides[side] == side):
+                    following = (number * len(digits[i][0]) + a) * len(digits[i][1]) + b
+                    yield from grow(following, [*sides, side], [*places, place])
+
+    for number, sides, places in grow(0, [], []):
+        yield number, dict(zip(names, sides, strict=True)), dict(zip(names, places, strict=True))

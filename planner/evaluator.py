@@ -1,0 +1,402 @@
+"""What a choice of options costs, compiled: the steady state of planner.simulate and the peaks of planner.price.
+
+Two facts make it fast. On devices that the same calls use, the same nodes run in the same order; and where
+the calls of one such class are a part of another's, the other one's chain implies its own. So a few chains
+stand for all devices. And an iteration's nodes ordered by the total order need few passes until their start
+times settle under a given period: the period rises from cycle to cycle until none exceeds it.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.arrays import CALL, REALLOCATE, RELEASE, SAVE, TRANSFER, Arrays
+from planner.move_seconds import compiled, reallocation_s, redistribution_s
+from planner.simulate import IN_FLIGHT
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+ROUNDING = 1e-12  # relative; smaller gains are noise of floating-point sums
+
+_HOSTS_APART = 1 << 22  # stands for the distance of meshes that share no host
+
+
+@compiled
+def pattern(arrays: Arrays, rows: Ints) -> int:
+    """The number of the pattern of equal sides and placements (planner.arrays) of some options by row."""
+    options, number = arrays.options, 0
+    for i in range(arrays.n_calls):
+        side = 0
+        while options[rows[side]].where != options[rows[i]].where:
+            side += 1
+        number = number * (i + 1) + side
+        if arrays.trainer[i] < 0:
+            continue
+        alike, found, place = 0, False, 0  # calls of the role so far, whether one is placed alike, its number
+        for j in range(i + 1):
+            if arrays.role[j] == arrays.role[i]:
+                if not found and options[rows[j]].place == options[rows[i]].place:
+                    found, place = True, alike
+                alike += 1
+        number = number * alike + place
+    return number
+
+
+@compiled
+def redistribution(arrays: Arrays, moved: int, source: int, destination: int) -> float:
+    """Seconds in which samples go from one side to another; moved: index into sample_bytes."""
+    key = ((moved << 24) + source << 24) + destination
+    slot = _slot(key, len(arrays.redistributions))
+    known = arrays.redistributions[slot]
+    if known.key != key:
+        known.seconds = redistribution_s(
+            arrays.sides[source],
+            arrays.sides[destination],
+            arrays.n_seqs,
+            arrays.skeletons.sample_bytes[moved],
+            arrays.links,
+        )
+        known.key = key
+    return known.seconds
+
+
+@compiled
+def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> float:
+    """Seconds in which a role's parameters go from one option's placement to another's, by row.
+
+    Where the meshes share no host, the price is the same wherever they are; else it depends on the distance of
+    their first devices alone.
+    """
+    a, b, per_host = arrays.options[source], arrays.options[destination], arrays.links.per_host
+    apart = (
+        a.first // per_host > (b.first + b.size - 1) // per_host
+        or b.first // per_host > (a.first + a.size - 1) // per_host
+    )
+    distance = _HOSTS_APART if apart else b.first - a.first
+    key = (((role << 14) + a.strategy << 14) + b.strategy << 24) + distance + _HOSTS_APART
+    known = arrays.reallocations[_slot(key, len(arrays.reallocations))]
+    if known.key != key:
+        known.seconds = reallocation_s(
+            arrays.models[role],
+            np.array([a.first, a.dp, a.tp, a.pp]),
+            np.array([b.first, b.dp, b.tp, b.pp]),
+            arrays.links,
+        )
+        known.key = key
+    return known.seconds
+
+
+@compiled
+def _slot(key: int, slots: int) -> int:
+    """Where a memory keeps a key (multiplicative hashing by the golden ratio)."""
+    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+    return int(mixed) % slots
+
+
+@compiled
+def durations(arrays: Arrays, made: int, rows: Ints, out: Floats) -> None:
+    """Seconds of every slot of a skeleton."""
+    options = arrays.options
+    for i in range(len(out)):
+        slot = arrays.skeletons.slots[made, i]
+        here, there = int(rows[slot.call]), int(rows[slot.source])
+        if slot.kind == CALL:
+            out[i] = options[here].seconds
+        elif slot.kind == SAVE:
+            out[i] = options[here].save_s
+        else:
+            out[i] = arrays.dispatch_s
+            if slot.kind == TRANSFER:
+                out[i] += redistribution(arrays, slot.moved, options[there].where, options[here].where)
+            elif slot.kind == REALLOCATE:
+                out[i] += reallocation(arrays, int(arrays.role[slot.call]), there, here)
+
+
+@compiled
+def device_masks(arrays: Arrays, rows: Ints, out: Ints) -> int:
+    """Writes the largest sets of calls that share a device (bit c: call c) to out; returns their number.
+
+    The devices of a largest set begin where the mesh of one of its calls begins.
+    """
+    options, n = arrays.options, 0
+    for i in range(len(rows)):
+        first, mask = options[rows[i]].first, 0
+        for j in range(len(rows)):
+            other = options[rows[j]]
+            if other.first <= first < other.first + other.size:
+                mask |= 1 << j
+        covered = False
+        for k in range(n):
+            covered = covered or mask & ~out[k] == 0
+        if covered:
+            continue
+        kept = 0
+        for k in range(n):
+            if out[k] & ~mask:
+                out[kept] = out[k]
+                kept += 1
+        out[kept] = mask
+        n = kept + 1
+    return n
+
+
+@compiled
+def value(arrays: Arrays, choice: Ints) -> tuple[float, float, int]:
+    """(steady-state seconds per iteration, missing bytes, order) of a choice: planner.tables.Value."""
+    n_calls, s = arrays.n_calls, arrays.skeletons
+    rows = np.empty(n_calls, np.int64)
+    for i in range(n_calls):
+        rows[i] = arrays.start[i] + choice[i]
+    made = s.of[pattern(arrays, rows)]
+    size = s.size[made]
+    seconds = np.empty(size)
+    durations(arrays, made, rows, seconds)
+    masks = np.empty(n_calls, np.int64)
+    n_masks = device_masks(arrays, rows, masks)
+    load, chains = np.zeros(n_masks), np.zeros(size, np.int64)
+    for i in range(size):
+        for k in range(n_masks):
+            if s.slots[made, i].mask & masks[k]:
+                load[k] += seconds[i]
+                chains[i] |= 1 << k
+    lower = load.max()
+    n_orders = s.order.shape[1]
+    excess, tight = np.zeros(n_orders), not _surely_fits(arrays, made, rows, masks, n_masks)
+    if tight:
+        excess = excesses(arrays, made, rows)
+    least = excess.min()
+    best, best_order = np.inf, 0
+    for order in range(n_orders):
+        if excess[order] > least:
+            continue
+        found = period(arrays, made, order, seconds, chains, n_masks, lower, best)
+        if found < best:
+            best, best_order = found, order
+            if best <= lower * (1 + ROUNDING):
+                break
+    return best, least, best_order
+
+
+@compiled
+def period(
+    arrays: Arrays,
+    made: int,
+    order: int,
+    seconds: Floats,
+    chains: Ints,
+    n_chains: int,
+    lower: float,
+    limit: float,
+) -> float:
+    """The steady state of a skeleton in an order: its maximum cycle ratio (planner.simulate); infinity if that is
+    not less than limit.
+
+    seconds, chains  of the slots; bit k of chains: the slot is on chain k
+    lower            a lower bound of the result, e.g. the load of a device
+    """
+    if limit < np.inf:
+        target = limit * (1 - ROUNDING)
+        if (
+            target <= lower
+            or _settle(arrays, made, order, seconds, chains, n_chains, target, target) > target
+        ):
+            return np.inf
+    return _settle(arrays, made, order, seconds, chains, n_chains, lower, np.inf)
+
+
+@compiled
+def _settle(
+    arrays: Arrays,
+    made: int,
+    order: int,
+    seconds: Floats,
+    chains: Ints,
+    n_chains: int,
+    lower: float,
+    limit: float,
+) -> float:
+    """The least period, from `lower` on, under which start times settle; as soon as it exceeds limit, infinity.
+
+    Longest paths of weight seconds - delay * period by repeated passes in the total order; a cycle among the
+    slots that hold each other up has a larger ratio than the period, which then takes that ratio.
+    """
+    s, n = arrays.skeletons, arrays.skeletons.size[made]
+    total = seconds.sum()
+    slack = ROUNDING * total
+    now = lower
+    end = np.zeros(n)
+    for i in range(n):
+        end[i] = seconds[i]
+    because, delay = np.full(n, -1), np.zeros(n, np.int64)
+    last, last_slot = np.full(n_chains, -np.inf), np.full(n_chains, -1)
+    final = -np.inf
+    final_slot = -1
+    while True:
+        changed = False
+        for k in range(n_chains):
+            last[k] -= now
+        wrapped = (1 << n_chains) - 1  # chains whose last slot is still of the iteration before
+        final -= IN_FLIGHT * now
+        following, following_slot = -np.inf, -1
+        for j in range(n):
+            i = s.order[made, order, j]
+            start = end[i] - seconds[i]
+            earliest = start + slack
+            why, late = -1, 0
+            for e in range(s.after.shape[2]):
+                a = s.after[made, i, e]
+                if a < 0:
+                    break
+                if end[a] > earliest:
+                    earliest, why, late = end[a], a, 0
+            for e in range(s.across.shape[2]):
+                a = s.across[made, i, e]
+                if a < 0:
+                    break
+                if end[a] - now > earliest:
+                    earliest, why, late = end[a] - now, a, 1
+            for k in range(n_chains):
+                if chains[i] >> k & 1 and last[k] > earliest:
+                    earliest, why, late = last[k], last_slot[k], wrapped >> k & 1
+            if final > earliest:
+                earliest, why, late = final, final_slot, IN_FLIGHT
+            if why >= 0:
+                end[i] = earliest + seconds[i]
+                because[i], delay[i], changed = why, late, True
+            for k in range(n_chains):
+                if chains[i] >> k & 1:
+                    last[k], last_slot[k] = end[i], i
+                    wrapped &= ~(1 << k)
+            if end[i] > following:
+                following, following_slot = end[i], i
+        if not changed and final_slot >= 0:
+            return now
+        final, final_slot = following, following_slot
+        ratio = _cycle_ratio(because, delay, seconds)
+        if ratio > now:
+            if ratio > limit:
+                return np.inf
+            now = ratio
+            for i in range(n):
+                because[i] = -1
+
+
+@compiled
+def _cycle_ratio(because: Ints, delay: Ints, seconds: Floats) -> float:
+    """The largest sum of seconds over sum of delays of the cycles that `because` closes; 0 if there are none."""
+    n, best = len(because), 0.0
+    seen = np.full(n, -1)
+    for start in range(n):
+        node = start
+        while node >= 0 and seen[node] < 0:
+            seen[node] = start
+            node = because[node]
+        if node < 0 or seen[node] != start:
+            continue
+        spent, delays, root = seconds[node], delay[node], node
+        node = because[node]
+        while node != root:
+            spent += seconds[node]
+            delays += delay[node]
+            node = because[node]
+        if delays:
+            best = max(best, spent / delays)
+    return best
+
+
+# Memory
+
+
+@compiled
+def _counts(arrays: Arrays, rows: Ints, call: int) -> bool:
+    """Whether a call's resident bytes are its own: of a frozen role's calls at one placement the first has them."""
+    if arrays.trainer[call] >= 0:
+        return True
+    for other in range(call):
+        alike = arrays.options[rows[other]].place == arrays.options[rows[call]].place
+        if alike and arrays.role[other] == arrays.role[call]:
+            return False
+    return True
+
+
+@compiled
+def _surely_fits(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int) -> bool:
+    """Whether every device has room for the largest stages, all copies and the largest call at once."""
+    for k in range(n_masks):
+        held, active = 0.0, 0.0
+        for c in range(len(rows)):
+            if masks[k] >> c & 1:
+                if _counts(arrays, rows, c):
+                    held += arrays.options[rows[c]].resident
+                active = max(active, arrays.options[rows[c]].active)
+        for i in range(arrays.skeletons.size[made]):
+            slot = arrays.skeletons.slots[made, i]
+            if slot.kind == REALLOCATE and masks[k] >> slot.call & 1:
+                held += arrays.options[rows[slot.call]].copy
+        if held + active > arrays.memory_bytes:
+            return False
+    return True
+
+
+@compiled
+def excesses(arrays: Arrays, made: int, rows: Ints) -> Floats:
+    """Missing bytes of the fullest device, order by order.
+
+    Memory changes along the devices only where a stage begins or a mesh ends, and at the end it only shrinks: the
+    first devices of all stages stand for all.
+    """
+    n_calls, n_orders = len(rows), arrays.skeletons.order.shape[1]
+    worst = np.zeros(n_orders)
+    stage = np.empty(n_calls, np.int64)
+    for c in range(n_calls):
+        option = arrays.options[rows[c]]
+        for p in range(option.pp):
+            device = option.first + p * option.dp * option.tp
+            resident, most = _stages_on(arrays, made, rows, device, stage)
+            if most <= arrays.memory_bytes:
+                continue
+            for order in range(n_orders):
+                peak = _peak(arrays, made, order, stage, resident)
+                worst[order] = max(worst[order], peak - arrays.memory_bytes)
+    return worst
+
+
+@compiled
+def _stages_on(arrays: Arrays, made: int, rows: Ints, device: int, stage: Ints) -> tuple[float, float]:
+    """Writes the row of each call's stage on a device, -1 off its mesh.
+
+    Returns the bytes that are resident there, and a bound of its peak: these, all copies, and the largest call.
+    """
+    resident, copies, active = 0.0, 0.0, 0.0
+    for c in range(len(rows)):
+        option = arrays.options[rows[c]]
+        stage[c] = -1
+        if option.first <= device < option.first + option.size:
+            stage[c] = option.stage + (device - option.first) // (option.dp * option.tp)
+            active = max(active, arrays.stages[stage[c]].active)
+            if _counts(arrays, rows, c):
+                resident += arrays.stages[stage[c]].resident
+    for i in range(arrays.skeletons.size[made]):
+        slot = arrays.skeletons.slots[made, i]
+        if slot.kind == REALLOCATE and stage[slot.call] >= 0:
+            copies += arrays.stages[stage[slot.call]].copy
+    return resident, resident + copies + active
+
+
+@compiled
+def _peak(arrays: Arrays, made: int, order: int, stage: Ints, resident: float) -> float:
+    """The most that a device holds in an order. stage: row of each call's stage there, -1 off its mesh."""
+    held, peak = resident, 0.0
+    for j in range(arrays.skeletons.size[made]):
+        slot = arrays.skeletons.slots[made, arrays.skeletons.order[made, order, j]]
+        at = stage[slot.call]
+        if at < 0:
+            continue
+        if slot.kind == REALLOCATE:
+            held += arrays.stages[at].copy
+            peak = max(peak, held)
+        elif slot.kind == RELEASE:
+            held -= arrays.stages[at].copy
+        elif slot.kind == CALL:
+            peak = max(peak, held + arrays.stages[at].active)
+    return peak

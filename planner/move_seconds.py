@@ -1,0 +1,432 @@
+"""Seconds of redistributions and reallocations, compiled for the plan search.
+
+They equal what planner.price makes of the executors' lists (rlhf_tasks/parallel/transfers.py), message by
+message and tie by tie, for placements on consecutive devices and samples dealt by count; only names of
+parameters and ids of samples are left out. Nothing here is an approximation.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from planner.profile import DeviceProfile
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.shape import Head, ModelShape
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+compiled = njit(cache=True, error_model="numpy")
+"""Compiled at the first call; later processes load it from the cache beside the source."""
+
+LAYER, FIRST, LAST, ENDS = range(4)  # ParameterSpec.place
+NEED, PIECE = 5, 8  # numbers per need and per piece
+WHOLE = -1  # the kind of parameters that are not sharded
+
+
+class Links(NamedTuple):
+    """Seconds of a message: latency + bytes * per_byte, inside a host and between hosts."""
+
+    per_host: int
+    latency_s: tuple[float, float]
+    per_byte_s: tuple[float, float]
+
+
+def links(device: DeviceProfile, devices_per_host: int) -> Links:
+    """The links of a device as the compiled code reads them."""
+    both = device.link(False), device.link(True)
+    return Links(
+        devices_per_host,
+        (both[0].latency_s, both[1].latency_s),
+        (
+            1 / (both[0].bytes_per_s * device.link_efficiency),
+            1 / (both[1].bytes_per_s * device.link_efficiency),
+        ),
+    )
+
+
+class Parts(NamedTuple):
+    """A model as reallocation sees it.
+
+    entries   [entries, 4] int64: parameters of one layer that are split alike, in the order of the first of them:
+              place (LAYER ..), layer (-1 outside the layers), kind of split (row of `kinds`, or WHOLE), elements
+              per row (where the kind is WHOLE, of all rows)
+    kinds     [kinds, 3] int64 (total, group, unit): tp rank t holds the units floor(floor(t total / tp) / group) ..
+              ceil(floor((t + 1) total / tp) / group) - 1, of `unit` rows each
+    layers    of the model
+    itemsize  bytes of an element
+    """
+
+    entries: Ints
+    kinds: Ints
+    layers: int
+    itemsize: int
+
+
+def parts(shape: ModelShape, head: Head, itemsize: int) -> Parts:
+    """The parts of a model."""
+    whole = Layout(shape, head, Placement((0,), ParallelStrategy()))
+    places = {"layer": LAYER, "first": FIRST, "last": LAST, "ends": ENDS}
+    totals = {"query_head": shape.query_heads, "column": shape.intermediate, "vocab": shape.vocab}
+    kinds: dict[tuple[str, int, int], int] = {}
+    entries: dict[tuple[int, int, int], int] = {}
+    for spec in whole.parameters:
+        kind = WHOLE
+        if spec.unit is not None:
+            kind = kinds.setdefault((spec.unit, spec.unit_size, spec.length), len(kinds))
+        key = (places[spec.place], -1 if spec.layer is None else spec.layer, kind)
+        entries[key] = entries.get(key, 0) + (spec.size if kind == WHOLE else spec.row_size)
+    heads = shape.query_heads, shape.query_heads // shape.kv_heads
+    splits = [(*(heads if unit == "kv_head" else (totals[unit], 1)), size) for unit, size, _ in kinds]
+    return Parts(
+        np.array([(*key, elements) for key, elements in entries.items()], np.int64),
+        np.array(splits, np.int64),
+        shape.layers,
+        itemsize,
+    )
+
+
+# Samples
+
+
+@compiled
+def _deal(n_seqs: int, dp: int, blocks: int) -> Ints:
+    """The dp rank of each sample, dealt by count inside each block."""
+    rank = np.empty(n_seqs, np.int64)
+    for block in range(blocks):
+        start = block * n_seqs // blocks
+        for i in range(start, (block + 1) * n_seqs // blocks):
+            rank[i] = (i - start) % dp
+    return rank
+
+
+@compiled
+def redistribution_s(
+    source: Ints, destination: Ints, n_seqs: int, sample_bytes: float, links: Links
+) -> float:
+    """Seconds of a redistribution of n_seqs samples.
+
+    source, destination  [4] int64: the first head, the distance from head to head, dp, blocks
+    """
+    dp_a, dp_b = source[2], destination[2]
+    holder, wanter = _deal(n_seqs, dp_a, source[3]), _deal(n_seqs, dp_b, destination[3])
+    first, following = np.full(dp_a, -1), np.empty(n_seqs, np.int64)
+    for i in range(n_seqs):
+        following[i], first[holder[i]] = first[holder[i]], i
+    received, count = np.zeros(dp_b), np.zeros(dp_b, np.int64)
+    touched = np.empty(dp_b, np.int64)
+    longest = 0.0
+    for a in range(dp_a):
+        n_touched, i = 0, first[a]
+        while i >= 0:
+            if not count[wanter[i]]:
+                touched[n_touched] = wanter[i]
+                n_touched += 1
+            count[wanter[i]] += 1
+            i = following[i]
+        sender, sent = source[0] + a * source[1], 0.0
+        for b in touched[:n_touched]:
+            receiver = destination[0] + b * destination[1]
+            if receiver != sender:
+                crosses = int(sender // links.per_host != receiver // links.per_host)
+                seconds = links.latency_s[crosses] + count[b] * sample_bytes * links.per_byte_s[crosses]
+                sent += seconds
+                received[b] += seconds
+            count[b] = 0
+        longest = max(longest, sent)
+    return max(longest, received.max())
+
+
+# Parameters
+
+
+@compiled
+def _stage(place: int, layer: int, layers: int, pp: int) -> int:
+    """The stage that holds an entry; pp stands for both ends of a pipeline."""
+    if place == LAYER:
+        return ((layer + 1) * pp - 1) // layers
+    if place == FIRST or pp == 1:
+        return 0
+    return pp - 1 if place == LAST else pp
+
+
+@compiled
+def _rows(kind: Ints, tp: int, rank: int) -> tuple[int, int]:
+    """(first row, row after the last) of a tp rank. kind: a row of Parts.kinds."""
+    total, group, unit = kind
+    return rank * total // tp // group * unit, ((rank + 1) * total // tp + group - 1) // group * unit
+
+
+@compiled
+def _devices(side: Ints, stage: int, low: int, high: int, pool: Ints, n: int) -> int:
+    """Writes the devices of a stage (or of both ends) and of tp ranks low .. high - 1, ascending, to pool from n on;
+    returns the end.
+
+    side  [4] int64: first device, dp, tp, pp
+    """
+    first, dp, tp, pp = side[0], side[1], side[2], side[3]
+    for p in range(pp):
+        if p == stage or (stage == pp and (p == 0 or p == pp - 1)):
+            for d in range(dp):
+                for t in range(low, high):
+                    pool[n] = first + (p * dp + d) * tp + t
+                    n += 1
+    return n
+
+
+@compiled
+def _covering(kind: Ints, tp: int, start: int, stop: int) -> tuple[int, int]:
+    """The tp ranks (first, last + 1) whose rows hold start .. stop - 1."""
+    low, high = -1, 0
+    for t in range(tp):
+        first, after = _rows(kind, tp, t)
+        if first <= start and stop <= after:
+            if low < 0:
+                low = t
+            high = t + 1
+    return low, high
+
+
+@compiled
+def _cuts(kind: Ints, tp_a: int, tp_b: int, cuts: Ints) -> int:
+    """Writes the different borders of both sides' rows, ascending; returns their number."""
+    n = 0
+    for i in range(2 * (tp_a + tp_b)):
+        tp = tp_a if i < 2 * tp_a else tp_b
+        cut = _rows(kind, tp, (i if i < 2 * tp_a else i - 2 * tp_a) // 2)[i % 2]
+        at = n
+        while at > 0 and cuts[at - 1] > cut:
+            at -= 1
+        if at == 0 or cuts[at - 1] != cut:
+            for j in range(n, at, -1):
+                cuts[j] = cuts[j - 1]
+            cuts[at] = cut
+            n += 1
+    return n
+
+
+@compiled
+def _pieces(model: Parts, source: Ints, destination: Ints, out: Ints) -> tuple[int, int, int]:
+    """Writes the pieces of all parameters, PIECE numbers each: stage, other stage, elements, rows (0: whole
+    parameters), tp ranks (first, last + 1) of both sides that hold them.
+
+    Returns their number, and the most devices and needs that they can give.
+    """
+    cuts, n, devices, needs = np.empty(2 * (source[2] + destination[2]), np.int64), 0, 0, 0
+    groups = np.empty((len(model.entries), 4), np.int64)
+    for g in range(_groups(model, source[3], destination[3], groups)):
+        kind, n_cuts = groups[g, 2], 2
+        if kind != WHOLE:
+            n_cuts = _cuts(model.kinds[kind], source[2], destination[2], cuts)
+        for i in range(n_cuts - 1):
+            at = PIECE * n
+            out[at], out[at + 1], out[at + 2], out[at + 3] = groups[g, 0], groups[g, 1], groups[g, 3], 0
+            low_a, high_a, low_b, high_b = 0, source[2], 0, destination[2]
+            if kind != WHOLE:
+                out[at + 3] = cuts[i + 1] - cuts[i]
+                low_a, high_a = _covering(model.kinds[kind], source[2], cuts[i], cuts[i + 1])
+                low_b, high_b = _covering(model.kinds[kind], destination[2], cuts[i], cuts[i + 1])
+            out[at + 4], out[at + 5], out[at + 6], out[at + 7] = low_a, high_a, low_b, high_b
+            holders, wanters = 2 * source[1] * (high_a - low_a), 2 * destination[1] * (high_b - low_b)
+            devices += holders + 2 * wanters
+            needs += holders + 8 * (wanters + 1)
+            n += 1
+    return n, devices, needs
+
+
+@compiled
+def _gcd(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+@compiled
+def _cut_into(holders: int, wanters: int) -> int:
+    return max(holders // wanters, min(8, holders // _gcd(holders, wanters)))
+
+
+@compiled
+def _groups(model: Parts, pp_a: int, pp_b: int, out: Ints) -> int:
+    """Writes entries that are split alike on the same stages of both sides as one, in the order of the first of
+    them: stage, other stage, kind, elements. Returns their number."""
+    n = 0
+    number = np.full((pp_a + 1) * (pp_b + 1) * (len(model.kinds) + 1), -1)
+    for i in range(len(model.entries)):
+        place, layer, kind = model.entries[i, 0], model.entries[i, 1], model.entries[i, 2]
+        a, b = _stage(place, layer, model.layers, pp_a), _stage(place, layer, model.layers, pp_b)
+        key = (a * (pp_b + 1) + b) * (len(model.kinds) + 1) + kind + 1
+        if number[key] < 0:
+            number[key] = n
+            out[n, 0], out[n, 1], out[n, 2], out[n, 3] = a, b, kind, 0
+            n += 1
+        out[number[key], 3] += model.entries[i, 3]
+    return n
+
+
+@compiled
+def _add_needs(needs: Ints, n: int, rows: int, row_bytes: int, h0: int, h1: int, w0: int, w1: int) -> int:
+    """Writes the needs of one piece from number n on: bytes, then the ranges of holders and wanters. Returns the end.
+
+    rows  0: whole parameters, which are not cut further
+    """
+    n_parts = 1
+    if rows:
+        n_parts = min(rows, _cut_into(h1 - h0, w1 - w0))
+    for part in range(n_parts):
+        size = (part + 1) * rows // n_parts - part * rows // n_parts if rows else 1
+        at = NEED * (n + part)
+        needs[at], needs[at + 1], needs[at + 2], needs[at + 3], needs[at + 4] = (
+            size * row_bytes,
+            h0,
+            h1,
+            w0,
+            w1,
+        )
+    return n + n_parts
+
+
+@compiled
+def _drop_held(pool: Ints, holders: int, wanters: int, end: int) -> int:
+    """Removes from pool[wanters:end] what is in pool[holders:wanters], both ascending; returns the new end."""
+    kept, h = wanters, holders
+    for i in range(wanters, end):
+        while h < wanters and pool[h] < pool[i]:
+            h += 1
+        if h == wanters or pool[h] != pool[i]:
+            pool[kept] = pool[i]
+            kept += 1
+    return kept
+
+
+@compiled
+def _add_near(
+    needs: Ints, n: int, pool: Ints, h0: int, w0: int, w1: int, per_host: int, rows: int, row_bytes: int
+) -> tuple[int, int]:
+    """Needs of one piece by host: wanters on a host that has holders ask those, all others any holder.
+
+    holders pool[h0:w0], wanters pool[w0:w1]. Returns the ends of the needs and of the pool.
+    """
+    end = w1  # behind the wanters go those on hosts without a holder
+    for i in range(w0, w1):
+        low, high = _on_host(pool, h0, w0, pool[i] // per_host, per_host)
+        if low == high:
+            pool[end] = pool[i]
+            end += 1
+    told, i = False, w0
+    while i < w1:
+        host, first = pool[i] // per_host, i
+        while i < w1 and pool[i] // per_host == host:
+            i += 1
+        low, high = _on_host(pool, h0, w0, host, per_host)
+        if low < high:
+            n = _add_needs(needs, n, rows, row_bytes, low, high, first, i)
+        elif not told:
+            told = True
+            n = _add_needs(needs, n, rows, row_bytes, h0, w0, w1, end)
+    return n, end
+
+
+@compiled
+def _on_host(pool: Ints, start: int, end: int, host: int, per_host: int) -> tuple[int, int]:
+    """The range inside pool[start:end], ascending, that lies on a host."""
+    low = _first_from(pool, start, end, host * per_host)
+    return low, _first_from(pool, low, end, (host + 1) * per_host)
+
+
+@compiled
+def _first_from(pool: Ints, start: int, end: int, device: int) -> int:
+    """The first place in pool[start:end], ascending, of a device that is not below `device`; else end."""
+    while start < end:
+        middle = (start + end) // 2
+        if pool[middle] < device:
+            start = middle + 1
+        else:
+            end = middle
+    return start
+
+
+@compiled
+def _sink(heap: Ints, n: int, loads: Ints, at: int) -> None:
+    """Restores the order of heap[:n], holders by (load, number), below a place whose load has grown."""
+    holder = heap[at]
+    while 2 * at + 1 < n:
+        child = 2 * at + 1
+        if child + 1 < n and _before(loads, heap[child + 1], heap[child]):
+            child += 1
+        if not _before(loads, heap[child], holder):
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = holder
+
+
+@compiled
+def _before(loads: Ints, a: int, b: int) -> bool:
+    return loads[a] < loads[b] or (loads[a] == loads[b] and a < b)
+
+
+@compiled
+def reallocation_s(model: Parts, source: Ints, destination: Ints, links: Links) -> float:
+    """Seconds of a reallocation.
+
+    source, destination  [4] int64: first device, dp, tp, pp
+    """
+    most = len(model.entries) * (2 * (source[2] + destination[2]) - 1)
+    pieces = np.empty(PIECE * most, np.int64)
+    n_pieces, n_devices, most_needs = _pieces(model, source, destination, pieces)
+    needs, n_needs = np.empty(NEED * most_needs, np.int64), 0
+    pool, end = np.empty(n_devices, np.int64), 0
+    for at in range(0, PIECE * n_pieces, PIECE):
+        h0 = end
+        w0 = _devices(source, pieces[at], pieces[at + 4], pieces[at + 5], pool, h0)
+        w1 = _devices(destination, pieces[at + 1], pieces[at + 6], pieces[at + 7], pool, w0)
+        w1 = _drop_held(pool, h0, w0, w1)
+        row_bytes = pieces[at + 2] * model.itemsize
+        n_needs, end = _add_near(needs, n_needs, pool, h0, w0, w1, links.per_host, pieces[at + 3], row_bytes)
+    n_messages = 0
+    for i in range(n_needs):
+        n_messages += needs[NEED * i + 4] - needs[NEED * i + 3]
+    if not n_messages:
+        return 0.0
+    n_a, n_b = source[1] * source[2] * source[3], destination[1] * destination[2] * destination[3]
+    slots = 2
+    while slots < 2 * n_messages:
+        slots *= 2
+    pairs, sent = np.full(slots, -1), np.zeros(slots, np.int64)
+    loads = np.zeros(n_a, np.int64)
+    # Largest first; of equal ones the earlier: sizes and places in one number, which stays below 2^63
+    ranking = np.empty(n_needs, np.int64)
+    for i in range(n_needs):
+        ranking[i] = i - needs[NEED * i] * n_needs
+    ranking.sort()
+    heap = np.empty(n_a, np.int64)
+    for ranked in ranking:
+        need = NEED * (ranked % n_needs)
+        size, h0, h1, w0, w1 = needs[need], needs[need + 1], needs[need + 2], needs[need + 3], needs[need + 4]
+        for at in range(h1 - h0):
+            heap[at] = pool[h0 + at] - source[0]
+        for at in range((h1 - h0) // 2 - 1, -1, -1):
+            _sink(heap, h1 - h0, loads, at)
+        for w in range(w0, w1):
+            holder = heap[0]
+            loads[holder] += size
+            _sink(heap, h1 - h0, loads, 0)
+            pair = holder * n_b + pool[w] - destination[0]
+            slot = pair * 0x9E3779B1 % slots
+            while pairs[slot] >= 0 and pairs[slot] != pair:
+                slot = (slot + 1) % slots
+            pairs[slot] = pair
+            sent[slot] += size
+    out, received = np.zeros(n_a), np.zeros(n_b)
+    for slot in range(slots):
+        if pairs[slot] >= 0:
+            a, b = pairs[slot] // n_b, pairs[slot] % n_b
+            crosses = int((source[0] + a) // links.per_host != (destination[0] + b) // links.per_host)
+            seconds = links.latency_s[crosses] + sent[slot] * links.per_byte_s[crosses]
+            out[a] += seconds
+            received[b] += seconds
+    return max(out.max(), received.max())

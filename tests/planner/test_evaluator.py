@@ -1,0 +1,170 @@
+"""The compiled price of a choice against the plan that is built from it and its replay."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import CostModel
+from planner.graph import DataflowGraph
+from planner.mesh import Cluster
+from planner.price import PlanPrice, price_plan
+from planner.problem import Problem
+from planner.profile import DeviceProfile, Link, preset
+from planner.replay import replay
+from planner.tables import Tables
+from planner.workload import Lengths, RoleModel, Workload
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.parallel.shape import ModelShape
+
+pytestmark = pytest.mark.timeout(600)  # the first run compiles
+
+
+SMALL = ModelShape.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1024,
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+    }
+)
+
+
+def make_tables(
+    cluster: Cluster,
+    algorithm: str = "ppo",
+    n_seqs: int = 16,
+    memory_bytes: int = 80 * 10**9,
+    slower: float = 1.0,
+) -> Tables:
+    """Tables of an algorithm whose roles all have the same small model, on A100s."""
+    sizes = {
+        "batch_size": n_seqs,
+        "num_mini_batches": 2,
+        "scoring_role": "reward",
+        "records_kept": False,
+        "truncated_responses": "keep",
+    }
+    registered = GRAPHS[algorithm]
+    graph = DataflowGraph(registered.calls(SimpleNamespace(**sizes)), registered.dataset_keys, name=algorithm)
+    heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
+    models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
+    workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32))
+    device = slow_down(preset("a100-80g-sxm"), slower).model_copy(update={"memory_bytes": memory_bytes})
+    return Tables(Problem(graph, CostModel(cluster, device, models, workload)))
+
+
+def slow_down(device: DeviceProfile, factor: float) -> DeviceProfile:
+    """A device on which everything takes `factor` times as long."""
+    rates = ("flops_per_s", "memory_bytes_per_s", "host_copy_bytes_per_s")
+    times = ("layer_overhead_s", "decode_overhead_s", "optimizer_overhead_s", "dispatch_s")
+    changes: dict = {name: getattr(device, name) / factor for name in rates}
+    changes |= {name: getattr(device, name) * factor for name in times}
+    for name in ("inside_host", "between_hosts"):
+        link = getattr(device, name)
+        changes[name] = Link(bytes_per_s=link.bytes_per_s / factor, latency_s=link.latency_s * factor)
+    return device.model_copy(update=changes)
+
+
+@cache
+def tables_of(name: str) -> Tables:
+    """Roomy clusters, one with shares that mini-batches do not divide, one with small devices, and a rollout."""
+    return {
+        "1x8": lambda: make_tables(Cluster(1, 8)),
+        "2x2": lambda: make_tables(Cluster(2, 2)),
+        "2x4, 12 sequences": lambda: make_tables(Cluster(2, 4), n_seqs=12),
+        "2x2, little memory": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6),
+        "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
+    }[name]()
+
+
+NAMES = ["1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "rollout"]
+
+
+def draw_choice(data: st.DataObject, tables: Tables) -> list[int]:
+    """An option for each call, often placed as the first call is."""
+    choice: list[int] = []
+    for options in tables.options:
+        like = [i for i, o in enumerate(options) if choice and _alike(o, tables.options[0][choice[0]])]
+        anything = st.integers(0, len(options) - 1)
+        choice.append(data.draw(st.one_of(anything, st.sampled_from(like)) if like else anything))
+    return choice
+
+
+def _alike(a, b) -> bool:
+    return (a.first, a.strategy) == (b.first, b.strategy)
+
+
+def peak(price: PlanPrice) -> float:
+    return max(peak.total_bytes for peak in price.peaks.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(st.data())
+@settings(deadline=None, max_examples=12)
+def test_a_choice_costs_what_its_plan_costs(name, data):
+    """Under the order that was found best, which is the best of all orders."""
+    found = tables_of(name)
+    memory = found.problem.model.device.memory_bytes
+    choice = draw_choice(data, found)
+    value = found.evaluate(choice)
+    prices = [price_plan(found.plan_in(choice, n), found.problem.model) for n in range(len(found.orders))]
+    times = [(max(0.0, peak(price) - memory), price.iteration_time_s) for price in prices]
+    assert value.excess_bytes == pytest.approx(times[value.order][0], rel=1e-9)
+    assert value.time_s == pytest.approx(times[value.order][1], rel=1e-9)
+    least = min(excess for excess, _ in times)
+    assert value.excess_bytes == pytest.approx(least, rel=1e-9)
+    fitting = [time_s for excess, time_s in times if excess <= least * (1 + 1e-9)]
+    assert value.time_s == pytest.approx(min(fitting), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(st.data())
+@settings(deadline=None, max_examples=6)
+def test_the_replay_settles_at_the_time_and_no_device_works_longer(name, data):
+    found = tables_of(name)
+    choice = draw_choice(data, found)
+    time_s, plan = found.evaluate(choice).time_s, found.plan(choice)
+    seconds = price_plan(plan, found.problem.model).duration_s
+    for device in range(plan.n_devices):
+        assert time_s >= sum(seconds[node.name] for node in plan.on(device)) * (1 - 1e-9)
+    ends = [0.0] * 61
+    for run in replay(plan, seconds, 61):
+        ends[run.iteration] = max(ends[run.iteration], run.end_s)
+    # Periods of up to 4 iterations divide the span
+    assert (ends[60] - ends[36]) / 24 == pytest.approx(time_s, rel=1e-6)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=20)
+def test_mirrored_hosts_cost_the_same(data):
+    """Hosts are alike: exchanging the two of them changes nothing where no mesh spans both."""
+    found = tables_of("2x2")
+    choice, mirrored = [], []
+    for options in found.options:
+        twins = {
+            (o.first, o.size, o.strategy, o.micro_batches): i for i, o in enumerate(options) if o.size <= 2
+        }
+        first, *alike = data.draw(st.sampled_from(sorted(twins, key=str)))
+        choice.append(twins[first, *alike])
+        mirrored.append(twins[(first + 2) % 4, *alike])
+    assert found.evaluate(mirrored)[:2] == pytest.approx(found.evaluate(choice)[:2], rel=1e-9)
+
+
+@cache
+def slower_tables(factor: float) -> Tables:
+    return make_tables(Cluster(2, 2), slower=factor)
+
+
+@given(st.data(), st.sampled_from([0.5, 4.0]))
+@settings(deadline=None, max_examples=15)
+def test_scaling_all_times_scales_the_result(data, scale):
+    plain, scaled = tables_of("2x2"), slower_tables(scale)
+    choice = draw_choice(data, plain)
+    assert scaled.evaluate(choice).time_s == pytest.approx(scale * plain.evaluate(choice).time_s, rel=1e-9)

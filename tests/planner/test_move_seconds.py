@@ -1,0 +1,123 @@
+"""The compiled prices of moves equal those of the executors' lists."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import CostModel
+from planner.mesh import Cluster, meshes
+from planner.move_seconds import links, parts, reallocation_s, redistribution_s
+from planner.price import send
+from planner.profile import preset
+from planner.workload import Lengths, Workload
+from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.transfers import plan_reallocation, plan_redistribution, shares
+from rlhf_tasks.spec import DataSide
+
+pytestmark = pytest.mark.timeout(600)  # the first run compiles
+
+DEVICE = preset("a100-80g-sxm")
+CLUSTERS = [Cluster(1, 8), Cluster(2, 2), Cluster(2, 6), Cluster(3, 4)]
+LAYERS = 5
+
+
+def shape(heads: int, kv_heads: int, tied: bool) -> ModelShape:
+    """A small model whose columns and vocabulary no tp divides."""
+    return ModelShape.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 96,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": 16,
+            "intermediate_size": 50,
+            "vocab_size": 101,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": tied,
+            "attention_bias": heads == 6,
+        }
+    )
+
+
+SHAPES = [shape(6, 3, False), shape(8, 2, True), shape(8, 8, False), shape(6, 1, True)]
+
+
+def strategies(size: int, heads: int) -> list[ParallelStrategy]:
+    return [
+        ParallelStrategy(size // (tp * pp), tp, pp)
+        for tp in range(1, min(size, heads) + 1)
+        for pp in range(1, LAYERS + 1)
+        if size % (tp * pp) == 0
+    ]
+
+
+def send_s(messages, cluster: Cluster) -> float:
+    workload = Workload(prompt_tokens=1, new_tokens=Lengths.fixed(1))
+    return send(messages, CostModel(cluster, DEVICE, {}, workload))[0]
+
+
+@st.composite
+def pairs(draw):
+    """A cluster, a model, and two placements, often on the same devices."""
+    cluster, model = draw(st.sampled_from(CLUSTERS)), draw(st.sampled_from(SHAPES))
+    where = list(meshes(cluster))
+    first = draw(st.sampled_from(where))
+    second = draw(st.one_of(st.just(first), st.sampled_from(where)))
+    return (
+        cluster,
+        model,
+        *(
+            Placement(mesh.devices, draw(st.sampled_from(strategies(mesh.size, model.query_heads))))
+            for mesh in (first, second)
+        ),
+    )
+
+
+def side(placement: Placement) -> np.ndarray:
+    s = placement.strategy
+    return np.array([placement.devices[0], s.dp, s.tp, s.pp])
+
+
+@given(pairs(), st.sampled_from(["lm", "scalar"]))
+@settings(deadline=None, max_examples=150)
+def test_reallocations_cost_what_their_lists_cost(pair, head):
+    cluster, model, source, destination = pair
+    layouts = (Layout(model, head, placement) for placement in (source, destination))
+    planned = plan_reallocation(*layouts, 2, cluster.devices_per_host)
+    expected = send_s([(t.source, t.destination, t.size_bytes) for t in planned], cluster)
+    found = reallocation_s(
+        parts(model, head, 2), side(source), side(destination), links(DEVICE, cluster.devices_per_host)
+    )
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert (found == 0) == (not planned)
+
+
+@given(pairs(), st.integers(12, 40), st.sampled_from([1, 2, 3]), st.sampled_from([1, 3]))
+@settings(deadline=None, max_examples=150)
+def test_redistributions_cost_what_their_lists_cost(pair, n_seqs, blocks_a, blocks_b):
+    cluster, _, source, destination = pair
+    sides = (
+        DataSide(placement=placement, mini_batches=blocks)
+        for placement, blocks in ((source, blocks_a), (destination, blocks_b))
+    )
+    held, wanted = (shares(side, range(n_seqs)) for side in sides)
+    planned = plan_redistribution(held, wanted, cluster.devices_per_host)
+    expected = send_s([(t.source, t.destination, len(t.ids) * 1000.0) for t in planned], cluster)
+    heads = (
+        np.array([placement.heads[0], placement.strategy.tp, placement.strategy.dp, blocks])
+        for placement, blocks in ((source, blocks_a), (destination, blocks_b))
+    )
+    found = redistribution_s(*heads, n_seqs, 1000.0, links(DEVICE, cluster.devices_per_host))
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("source", [Placement(tuple(range(4)), s) for s in strategies(4, 8)], ids=str)
+def test_a_reallocation_is_free_only_to_where_it_comes_from(source):
+    model, wires = parts(SHAPES[1], "lm", 2), links(DEVICE, 4)
+    assert reallocation_s(model, side(source), side(source), wires) == 0
+    moved = Placement(tuple(range(4, 8)), source.strategy)
+    assert reallocation_s(model, side(source), side(moved), wires) > 0
