@@ -1,0 +1,70 @@
+"""The examples to plan: each loads with its variants; small ones are planned by the heuristic, and fit."""
+
+from pathlib import Path
+
+import pytest
+
+import deployments
+from flows.planning import hardware_of, problem_of
+from planner.baselines import heuristic_plan
+from planner.cluster_file import read_cluster
+from planner.price import shortfall
+from rlhf_tasks.config import load_config
+
+EXAMPLES = Path(deployments.__file__).with_name("examples")
+LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]
+HOSTS = {
+    "plan-ppo-7b-7b": 1,
+    "plan-ppo-13b-7b": 2,
+    "plan-ppo-34b-7b": 4,
+    "plan-ppo-70b-7b": 8,
+    "plan-ppo-70b-70b": 16,
+    "plan-ppo-7b-34b": 4,
+    "plan-grpo-7b": 2,
+    "plan-grpo-72b": 16,
+    "plan-1024-gpus": 128,
+    "plan-16384-gpus": 2048,
+}
+SMALL = [name for name, hosts in HOSTS.items() if hosts <= 16]
+
+
+def overrides_of(name: str) -> list[list[str]]:
+    """The variants that the example's head names."""
+    if "ppo" in name:
+        return [[], ["sampling.max_completion_length=384", "batch_size=256"], LONGEST]
+    return [
+        [],
+        ["sampling.max_completion_length=8192", "batch_size=512"],
+        ["sampling.max_completion_length=32768", "batch_size=128"],
+    ]
+
+
+def test_every_example_to_plan_is_known_here():
+    found = {path.stem for path in EXAMPLES.glob("plan-*.yaml")} - {"plan-cluster"}
+    assert found == set(HOSTS)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_an_example_is_a_problem_on_its_cluster(name):
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    problem = problem_of(config, hardware_of(config))
+    assert problem.cluster.n_devices == 8 * HOSTS[name]
+    assert set(problem.graph.roles) >= {"actor", "ref"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_example_fits_under_the_heuristic(name):
+    times = []
+    for overrides in overrides_of(name):
+        config = load_config(EXAMPLES / f"{name}.yaml", overrides)
+        problem = problem_of(config, hardware_of(config))
+        found = heuristic_plan(problem.graph, problem.model)
+        assert shortfall(found.price, problem.model) is None
+        times.append(found.price.iteration_time_s)
+    assert times == sorted(times), "the longer the answers, the longer an iteration"
+
+
+def test_the_cluster_file_is_read_without_warnings():
+    hardware = read_cluster(EXAMPLES / "plan-cluster.yaml")
+    assert (hardware.cluster.n_devices, hardware.device.name, hardware.warnings) == (32, "a100-80g-sxm", ())
+    assert hardware.device.between_hosts.bytes_per_s == 25e9
