@@ -46,6 +46,7 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
     """
     folder, config = open_run(config, run_folder)
     prepared = prepare(config, folder)
+    folder = folder or new_run_folder(config)
     with (
         ending_in_time(asyncio.current_task()),
         taken(folder),
@@ -73,8 +74,8 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
     return summary
 
 
-def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path, AnyConfig]:
-    """The folder of a run and its configuration: the one named, the one to resume, or a new one.
+def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path | None, AnyConfig]:
+    """The folder of a run to go on with and its configuration; for a new run None, and its configuration.
 
     A run goes on as it began, but where its ranks are is said anew: a cluster may have moved.
     """
@@ -89,7 +90,7 @@ def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path, An
         named = Path(config.output_dir) / config.name
         if (named / "config.json").exists():
             return existing_run_folder(named)
-    return new_run_folder(config), config
+    return None, config
 
 
 @contextmanager

@@ -7,16 +7,17 @@ Whatever Prefect does or does not do meanwhile, the ranks go on.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distributed.comm import CommClosedError
-from distributed.core import connect
+from distributed.core import connect, rpc
 from prefect import Flow, flow
 from prefect.states import Cancelled
 
@@ -41,6 +42,8 @@ from rlhf_tasks.transport import (
 
 logger = logging.getLogger(__name__)
 VIEW_LAG_S = 60.0  # what Prefect's view of an iteration may need after the iteration has ended
+ASK_EVERY_S = 5.0  # whether the controller still answers
+ANSWER_S = 60.0  # its event loop waits for nobody, but the interpreter is held while torch is imported
 RETIRE_S = 5.0  # what subflows get to report their end when the run ends early
 
 
@@ -153,18 +156,23 @@ class Training:
         writer = Writer(comm)
         commits: asyncio.Queue[Committed | None] = asyncio.Queue()
         hooks = asyncio.create_task(self._run_hooks(commits, writer))
+        liveness = asyncio.create_task(self._watch_controller(comm))
         try:
             step = await self._follow(comm, writer, commits)
             commits.put_nowait(None)
             await hooks
             await self._wait_subflows(VIEW_LAG_S)
         except CommClosedError:
+            what = "is gone"
+            if liveness.done() and not liveness.cancelled():
+                what = f"has not answered for {ANSWER_S:g} s, as if its process was stopped"
             raise RunFailed(
-                f"the controller of run {self.spec.run} is gone; resume to go on from the last commit."
+                f"the controller of run {self.spec.run} {what}; resume to go on from the last commit."
             ) from None
         finally:
             writer.close()
             hooks.cancel()
+            liveness.cancel()
             for end in self._ends.values():
                 if not end.done():
                     end.set_result(Aborted(iteration=-1, generation=-1, cause="the run has ended."))
@@ -196,6 +204,18 @@ class Training:
                         else f" {step} iterations are committed; resume to go on from there."
                     )
                     raise RunFailed(f"{reason}{where}")
+
+    async def _watch_controller(self, comm: Any) -> None:
+        """Break the lease when the controller does not answer any more: its connections outlive a hung process."""
+        address, arguments = self.cluster.controller.address, self.cluster.connection_args
+        answered_s = time.monotonic()
+        async with rpc(address, connection_args=arguments) as controller:
+            while time.monotonic() - answered_s < ANSWER_S:
+                await asyncio.sleep(ASK_EVERY_S)
+                with suppress(OSError):  # no answer in time among them
+                    await asyncio.wait_for(controller.identity(), ANSWER_S)
+                    answered_s = time.monotonic()
+        comm.abort()
 
     def _enter(self, place: Enterable, writer: Writer) -> None:
         """Deliver an iteration, and start the subflow that watches it."""
@@ -307,7 +327,7 @@ async def _all_done(futures: list[Any], seconds: float) -> bool:
     for position, future in enumerate(futures):
         # Dask calls back on a thread of its own, if need be after this loop has ended.
         def call_back(_: Any, position: int = position) -> None:
-            with contextlib.suppress(RuntimeError):
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(end, position)
 
         future.wrapped_future.add_done_callback(call_back)

@@ -84,6 +84,7 @@ class Attempt:
         self._snapshots: Snapshots | None = None
         self._save_nodes = {node.role: node.name for node in spec.plan.nodes if isinstance(node, SaveNode)}
         self._links: list[RankLink] = []
+        self._lost_early: dict[int, str] = {}
         self._ledger: Ledger | None = None
         self._enterable: tuple[int, int] | None = None
         self._changed = asyncio.Event()
@@ -149,6 +150,8 @@ class Attempt:
             deadlines=Deadlines(spec.predicted_s, spec.deadline_factor, spec.deadline_floor_s),
         )
         self._feed(self._ledger.start)
+        for rank, reason in self._lost_early.items():
+            self._feed(self._ledger.rank_lost, rank, reason)
         self._background(self._tick())
 
     async def close(self) -> None:
@@ -221,7 +224,9 @@ class Attempt:
             self._feed(self.ledger.part_durable, part.rank, key, part.details)
 
     def _lost(self, rank: int, reason: str) -> None:
-        if self._ledger is not None:
+        if self._ledger is None:
+            self._lost_early[rank] = reason  # the others still connect
+        else:
             self._feed(self._ledger.rank_lost, rank, reason)
 
     def _started(self, rank: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rlhf_tasks.durable import append_lines, explain, sync_folder
+from rlhf_tasks.durable import append_lines, explain, sync
 from rlhf_tasks.journals import LINEAGE, METRICS, IterationResults, lineage_lines, metrics_line
 from rlhf_tasks.manifest import (
     CHECKSUM,
@@ -78,7 +78,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
     os.rename(unfinished, final)
-    sync_folder(run_folder)
+    sync(run_folder)
     return final
 
 

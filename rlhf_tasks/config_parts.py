@@ -306,7 +306,11 @@ class BaseConfig(Settings):
     batch_size: int = Field(default=64, gt=0, description="Sequences (reward model: pairs) per iteration.")
     resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
     snapshot_every: int = Field(default=1, gt=0, description="Completed iterations per committed snapshot.")
-    keep_last: int = Field(default=2, gt=0, description="Number of snapshots that are kept.")
+    keep_last: int = Field(
+        default=2,
+        ge=2,
+        description="Snapshots that are kept: the last, and one to go back to if it is damaged.",
+    )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
         default="heuristic",

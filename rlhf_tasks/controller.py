@@ -6,6 +6,7 @@ however that comes about. Prefect tasks, which run on this worker's threads, use
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 from distributed import Worker
@@ -13,12 +14,14 @@ from distributed.comm import Comm, CommClosedError
 from distributed.core import Status
 
 from rlhf_tasks.attempt import Attempt
+from rlhf_tasks.manifest import CheckpointError
 from rlhf_tasks.rank_link import RankMissing
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import FLOW_MESSAGE, Enter, GaveUp, RunSpec, Writer
 from rlhf_tasks.worker_process import report_to
 
 logger = logging.getLogger(__name__)
+LEAVING_S = 5.0  # what letting the ranks of a run go may take
 
 
 class Controller:
@@ -29,6 +32,7 @@ class Controller:
         self.handlers = {"rlhf_lease": self.lease}
         self._loop = asyncio.get_running_loop()
         self._attempt: Attempt | None = None
+        self._free = asyncio.Event()
 
     async def lease(self, comm: Comm, spec: bytes, environment: dict[str, str] | None = None) -> Any:
         """Serve one attempt for as long as the flow holds the connection; refused while another flow's runs.
@@ -36,6 +40,11 @@ class Controller:
         environment  the Prefect server that this run's tasks report to; None: the one they know
         """
         wanted = RunSpec.model_validate_json(spec)
+        if self._attempt is not None:
+            with suppress(
+                TimeoutError
+            ):  # whose flow has left just now: the next stage of a pipeline comes at once
+                await asyncio.wait_for(self._free.wait(), LEAVING_S)
         holder = self._attempt
         if holder is not None:
             refusal = GaveUp(
@@ -48,6 +57,7 @@ class Controller:
             report_to(environment)
         writer = Writer(comm)
         attempt = self._attempt = Attempt(self.worker, wanted, writer.put)
+        self._free.clear()
         starting = asyncio.create_task(_start(attempt, writer))
         try:
             while True:
@@ -64,6 +74,7 @@ class Controller:
             await attempt.close()
             writer.close()
             self._attempt = None
+            self._free.set()
         return Status.dont_reply
 
     async def close(self) -> None:
@@ -96,7 +107,7 @@ async def _start(attempt: Attempt, writer: Writer) -> None:
     """What keeps an attempt from starting is told to the flow."""
     try:
         await attempt.start()
-    except RankMissing as error:
+    except (RankMissing, CheckpointError) as error:
         writer.put(GaveUp(reason=str(error)))
     except Exception as error:
         logger.exception("run %s cannot start", attempt.spec.run)

@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any, Protocol
 from uuid import uuid4
@@ -24,6 +25,7 @@ from pydantic import BaseModel
 
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox, InboxPhase
+from rlhf_tasks.protocol.instructions import SETUP
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.transport import (
     RANK_MESSAGE,
@@ -40,6 +42,7 @@ from rlhf_tasks.transport import (
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
+HOST = "host"  # node name in the key of a failure that is no node's
 INTERRUPT_GRACE_S = 5.0  # an aborted job that still runs after this costs the process
 
 
@@ -147,8 +150,9 @@ class EngineHost:
         writer = Writer(comm)
         try:
             while True:
-                message = RANK_MESSAGE.validate_json(await comm.read())  # pyright: ignore[reportArgumentType]  declared as None
-                self._receive(message, client, make_executor, writer)
+                message: Any = await comm.read()
+                with self._reporting():
+                    self._receive(RANK_MESSAGE.validate_json(message), client, make_executor, writer)
         except CommClosedError:
             pass
         writer.close()
@@ -259,13 +263,11 @@ class EngineHost:
         def done(value: Any) -> None:
             self._job = ("", time.time())
             now = time.monotonic()
-            if isinstance(value, Exception):
-                text = "".join(traceback.format_exception(value))
-                error = f"{type(value).__name__}: {value}"
-                failure = NodeFailure(key=key, rank=inbox.rank, error=error, traceback=text)
-                self._apply(inbox.failed(failure, now))
-            else:
-                self._apply(ended_well(value, now))
+            with self._reporting():
+                if isinstance(value, Exception):
+                    self._apply(inbox.failed(_failure(key, inbox.rank, value), now))
+                else:
+                    self._apply(ended_well(value, now))
 
         def start() -> None:
             self._engine.submit(job, done)
@@ -295,9 +297,27 @@ class EngineHost:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._apply(self._inbox.tick(time.monotonic()))
+            with self._reporting():
+                self._apply(self._inbox.tick(time.monotonic()))
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Tell the controller of a mistake of the host itself, which else only a deadline would show."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("rank %d: the host has failed", self._inbox.rank)
+            lease = self._inbox.lease
+            if lease is not None and self._holder is not None:
+                key = NodeKey(lease.run, lease.attempt, self._inbox.generation, SETUP, HOST)
+                self._tell(Failed(failure=_failure(key, self._inbox.rank, error)))
 
     def _tell(self, news: BaseModel, writer: Writer | None = None) -> None:
         writer = writer or self._holder
         assert writer is not None, "news before the first reset"
         writer.put(news)
+
+
+def _failure(key: NodeKey, rank: int, error: Exception) -> NodeFailure:
+    text = "".join(traceback.format_exception(error))
+    return NodeFailure(key=key, rank=rank, error=f"{type(error).__name__}: {error}", traceback=text)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from rlhf_tasks.durable import sync_folder, write_file
+from rlhf_tasks.durable import sync, write_file
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.parallel.topology import Placement
@@ -88,7 +88,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     data = manifest.model_dump_json(indent=1).encode()
     write_file(folder / MANIFEST, data)
     write_file(folder / CHECKSUM, _checksum(data))
-    sync_folder(folder)
+    sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:

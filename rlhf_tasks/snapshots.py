@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint import step_folder, unfinished_folder
-from rlhf_tasks.durable import explain, sync_folder
+from rlhf_tasks.durable import explain, sync
 from rlhf_tasks.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.layout import Layout
@@ -72,7 +72,7 @@ class SnapshotWriter:
     def _write(self, path: Path, role: str, record: RoleRecord, shards: list[StateShard]) -> Part:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write_shards(path, self._spec.rank, shards)
-        sync_folder(path.parent)
+        sync(path.parent)
         stored = StoredFile(role=role, file=path.name, **written._asdict())
         return Part(stored=stored, record=record)
 

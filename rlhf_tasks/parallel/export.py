@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from rlhf_tasks.durable import sync
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.layout import Head, Layout
 from rlhf_tasks.parallel.stage import Stage
@@ -78,14 +79,17 @@ class FolderWriter:
             self._waiting = {}
 
     def close(self) -> None:
-        """Write the index and give the folder its name."""
+        """Write the index, and give the folder its name once all of it is on the disk."""
         missing = self._file_of.keys() - self._written
         assert not missing, f"{len(missing)} parameters were not added, such as {min(missing)}"
         if set(self._file_of.values()) != {SINGLE}:
             total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        for path in (*self._unfinished.iterdir(), self._unfinished):
+            sync(path)
         self._unfinished.rename(self.folder)
+        sync(self.folder.parent)
 
 
 def export(

@@ -1,12 +1,13 @@
 """Run folders: a name is used once, fresh names never clash, one process writes at a time."""
 
+import asyncio
 from datetime import UTC, datetime
 
 import pytest
 
 from flows.demo import settle_seed
 from flows.run_folder import existing_run_folder, new_run_folder, taken
-from flows.runs import open_run
+from flows.runs import carry_out, open_run
 from rlhf_tasks.config import RUN_CONFIG, ConfigError
 
 
@@ -60,3 +61,9 @@ def test_a_demo_of_another_seed_is_not_taken_for_this_one(tmp_path):
     assert settle_seed(tmp_path, 1) == settle_seed(tmp_path, None) == 1
     with pytest.raises(ConfigError, match=r"holds the demo of seed 1\. For seed 0 name another folder"):
         settle_seed(tmp_path, 0)
+
+
+def test_a_faulty_configuration_leaves_no_run_folder(tmp_path):
+    with pytest.raises(ConfigError, match="Name a Hugging Face model folder"):
+        asyncio.run(carry_out(config(tmp_path, name="a")))
+    assert not (tmp_path / "runs").exists()

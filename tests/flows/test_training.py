@@ -7,10 +7,14 @@ import weakref
 
 import cloudpickle
 import pytest
+from distributed import Security
+from distributed.core import Server
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
 
+from flows import training
+from flows.cluster import Cluster, Member
 from flows.task_runner import PlainSubmit
 from flows.training import RunFailed, Training, run_training
 from tests.rlhf_tasks.plans import small_plan
@@ -187,3 +191,32 @@ def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):
     asyncio.run(cancelled())
     result, _ = train(cluster, tmp_path / "b", iterations=1)
     assert result.committed_step == 1
+
+
+def test_a_controller_that_hangs_ends_the_run_and_says_so(tmp_path, monkeypatch):
+    """Its connections stay open, as those of a stopped process do."""
+
+    async def hang(**_):
+        await asyncio.sleep(600)
+
+    async def run():
+        controller = Server({"rlhf_lease": hang, "identity": hang})
+        await controller.listen("tcp://127.0.0.1:0")
+        member = Member("controller", controller.address, "127.0.0.1")
+        rank = Member("rank-0", "", "127.0.0.1")
+        try:
+            await run_training(
+                small_plan(),
+                {},
+                Cluster("", (rank, rank), member, Security()),
+                run="fake",
+                run_folder=tmp_path,
+                iterations=1,
+            )
+        finally:
+            await controller.close()
+
+    monkeypatch.setattr(training, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(training, "ANSWER_S", 1.0)
+    with pytest.raises(RunFailed, match="the controller of run fake has not answered for 1 s"):
+        asyncio.run(run())

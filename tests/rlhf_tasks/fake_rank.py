@@ -59,7 +59,8 @@ class FakeExecutor:
         for role, version in request.versions.items():
             if role in self.versions:
                 assert self.versions[role] == version, (key, self.versions, request.versions)
-        self.fail_if_told(key)
+        if self.fail_if_told(key):
+            return None
         sleep_s = self.spec.config.get("sleep_s", 0.0)
         time.sleep(sleep_s.get(key.node, 0.0) if isinstance(sleep_s, dict) else sleep_s)
         mark = zlib.crc32(f"{key.iteration} {key.node}".encode()) % 100_003
@@ -86,9 +87,11 @@ class FakeExecutor:
     def fail_if_told(self, key):
         fault = self.spec.config.get("fault")
         if not fault or (key.generation > 0 and not fault.get("always")):
-            return
+            return False
         if (key.node, key.iteration, self.rank) != (fault["node"], fault["iteration"], fault["rank"]):
-            return
+            return False
+        if fault["kind"] == "no result":
+            return True
         if fault["kind"] == "raise":
             raise ValueError("told to fail")
         if fault["kind"] == "hang":

@@ -297,3 +297,8 @@ assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modul
     started = time.process_time()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
     assert time.process_time() - started < 2
+
+
+def test_a_single_snapshot_is_refused_there_would_be_none_to_go_back_to():
+    with pytest.raises(ConfigError, match=r"keep_last.* 2"):
+        make_config(ppo(keep_last=1))

@@ -1,5 +1,6 @@
 """Folders written by the ranks of a placement, read back by transformers and by other placements."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,20 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path):
     assert (folder / "model.safetensors").exists()
     with pytest.raises(FileExistsError, match="out is there already"):
         FolderWriter(folder, tmp_path, layout, torch.float32)
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, folder.exists()))
+    )
+    config, folder = tiny_config("llama"), tmp_path / "model"
+    config.save_pretrained(tmp_path)
+    layout = Layout(shape_of(config), "lm", Placement((0,), ParallelStrategy()))
+    writer = FolderWriter(folder, tmp_path, layout, torch.float32)
+    for spec in layout.parameters:
+        writer.add(spec.name, torch.zeros(spec.shape))
+    writer.close()
+    before = {inode for inode, named in synced if not named}
+    assert before == {path.stat().st_ino for path in (folder, *folder.iterdir())}
+    assert [inode for inode, named in synced if named] == [tmp_path.stat().st_ino]
