@@ -1,5 +1,6 @@
 """Tiny models of every verified family, for tests of the engine. Import as `tests.tiny_models`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.shape import ModelShape
@@ -62,6 +64,14 @@ def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:
     return ModelShape.from_config(config.to_dict())
+
+
+def held_slices(layout: Layout, device: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of a device's slices of a whole model's tensors."""
+    return {
+        name: whole[name].narrow(layout.specs[name].dim, rows.start, rows.size).clone()
+        for name, rows in layout.held(device).items()
+    }
 
 
 def tokens(*lengths: int, vocab: int = SIZES["vocab_size"]) -> list[Tensor]:

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.auto.modeling_auto import (
@@ -14,9 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rlhf_tasks.durable import sync
-from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.layout import Head, Layout
-from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.weights import INDEX, SINGLE, load_config
 
 SHARD_BYTES = 5 * 1024**3  # transformers' habit of several years
@@ -90,56 +87,6 @@ class FolderWriter:
             sync(path)
         self._unfinished.rename(self.folder)
         sync(self.folder.parent)
-
-
-def export(
-    stage: Stage, groups: ProcessGroups, folder: Path, source: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write the model that the ranks of a placement hold as a Hugging Face folder.
-
-    The first device of dp rank 0 writes; the others of that replica send it their rows, one parameter at a
-    time. Called by every rank of the placement; ranks of other dp ranks have nothing to do. The folder is
-    complete when the writing rank returns.
-    """
-    layout, placement = stage.layout, stage.layout.placement
-    replica = placement.replica(0)
-    if groups.rank not in replica:
-        return
-    writes = groups.rank == replica[0]
-    writer = FolderWriter(folder, source, layout, stage.dtype, shard_bytes) if writes else None
-    for spec in layout.parameters:
-        whole = torch.empty(spec.shape, dtype=stage.dtype) if writes else None
-        for device in replica:
-            rows = layout.primary(device).get(spec.name)
-            if rows is None or not rows.size:
-                continue
-            piece = _piece(stage, groups, spec.name, device, replica[0])
-            if whole is not None:
-                whole.narrow(spec.dim, rows.start, rows.size).copy_(piece)
-        if writer is not None and whole is not None:
-            writer.add(spec.name, whole)
-    if writer is not None:
-        writer.close()
-
-
-def _piece(stage: Stage, groups: ProcessGroups, name: str, device: int, writer: int) -> Tensor:
-    """A device's primary rows of a parameter, on the device itself and, after a transfer, on the writer.
-    Elsewhere an empty tensor."""
-    layout = stage.layout
-    spec, rows = layout.specs[name], layout.primary(device)[name]
-    if groups.rank == device:
-        held = layout.held(device)[name]
-        mine = stage.get_parameter(name).detach()
-        piece = mine.narrow(spec.dim, rows.start - held.start, rows.size).contiguous()
-        if device != writer:
-            dist.send(piece, writer, group=groups[layout.placement.replica(0)])
-        return piece
-    shape = (*spec.shape[: spec.dim], rows.size, *spec.shape[spec.dim + 1 :])
-    if groups.rank != writer:
-        return torch.empty(0)
-    piece = torch.empty(shape, dtype=stage.dtype, device=stage.device)
-    dist.recv(piece, device, group=groups[layout.placement.replica(0)])
-    return piece
 
 
 def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:

@@ -8,6 +8,8 @@ with sliced output columns needs nothing special: it is an `nn.Linear` of its lo
 A group is None where tensor parallelism is 1; then every function here does what its plain counterpart does.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,10 +83,16 @@ class RowParallelLinear(nn.Linear):
         return total if self.bias is None else total + self.bias
 
 
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A number as a dtype holds it, found once: a forward pass that a CUDA graph records makes no tensor for it."""
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embeddings of which a rank holds the rows `vocab`; the other ranks' tokens come by an all-reduce.
 
-    scale        factor on the result (Gemma's square root of the hidden size)
+    scale        factor on the result (Gemma's square root of the hidden size), rounded to its dtype as Gemma does
     padding_idx  the token whose row gets no gradient from here, as in `nn.Embedding`; None: no such token
     """
 
@@ -114,4 +122,4 @@ class VocabParallelEmbedding(nn.Module):
             embedded = sum_over_ranks(local, self.group)
         if self.scale == 1.0:
             return embedded
-        return embedded * torch.tensor(self.scale).to(embedded.dtype).item()  # rounded as Gemma's is
+        return embedded * _rounded(self.scale, embedded.dtype)

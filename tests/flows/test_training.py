@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import weakref
+from itertools import pairwise
 
 import cloudpickle
 import pytest
@@ -17,7 +18,8 @@ from flows import training
 from flows.cluster import Cluster, Member
 from flows.task_runner import PlainSubmit
 from flows.training import RunFailed, Training, run_training
-from tests.rlhf_tasks.plans import small_plan
+from rlhf_tasks.spec import SaveNode
+from tests.rlhf_tasks.plans import call, on, plan_of, small_plan
 
 pytestmark = [
     pytest.mark.cluster,
@@ -129,6 +131,34 @@ def test_a_hook_can_stop_the_run_early(cluster, tmp_path):
 
     result, _ = train(cluster, tmp_path, iterations=50, config={"sleep_s": 0.05}, on_commit=on_commit)
     assert 3 <= result.committed_step <= 6
+
+
+def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_before(cluster, tmp_path):
+    left, right = on(0), on(1)
+    nodes = (
+        call("actor_train", "actor", "train_step", left),
+        SaveNode(name="save_actor", role="actor", placement=left, after=("actor_train",)),
+        call("critic_train", "critic", "train_step", right),
+        SaveNode(name="save_critic", role="critic", placement=right, after=("critic_train",)),
+    )
+    plan = plan_of(nodes, {"actor": left, "critic": right}, 2)
+
+    def overlaps(ahead: bool) -> list[bool]:
+        """For each iteration but the first: did it start before the one before had ended?"""
+        spans = []
+
+        async def on_commit(committed, stop_after):
+            results = [result for ranks in committed.results.values() for result in ranks]
+            spans.append((min(r.started_s for r in results), max(r.ended_s for r in results)))
+
+        folder = tmp_path / str(ahead)
+        folder.mkdir()
+        config = {"sleep_s": {"critic_train": 0.5}}
+        train(cluster, folder, plan=plan, config=config, on_commit=on_commit, dispatch_ahead=ahead)
+        return [start < end for (_, end), (start, _) in pairwise(spans)]
+
+    assert overlaps(ahead=False) == [False, False]
+    assert any(overlaps(ahead=True))
 
 
 def test_task_payloads_do_not_grow_with_tokens(cluster, tmp_path, monkeypatch):

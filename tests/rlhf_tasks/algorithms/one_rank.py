@@ -15,7 +15,7 @@ from rlhf_tasks.config import AnyConfig
 from rlhf_tasks.config_parts import Role
 from rlhf_tasks.examples import load_and_check
 from rlhf_tasks.parallel.engine import Engine
-from rlhf_tasks.parallel.export import export
+from rlhf_tasks.parallel.export import FolderWriter
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout import Layout, ModelShape
 from rlhf_tasks.parallel.optimizer import OptimizerSettings
@@ -100,8 +100,11 @@ class OneRank:
 
     def save(self, role: str, folder: Path) -> None:
         """The role's weights as a Hugging Face folder."""
-        engine = self.engines[role]
-        export(engine.stage, engine.groups, folder, Path(self.config.roles()[role].folder))
+        stage = self.engines[role].stage
+        writer = FolderWriter(folder, Path(self.config.roles()[role].folder), stage.layout, stage.dtype)
+        for spec in stage.layout.parameters:
+            writer.add(spec.name, stage.named_slices()[spec.name])
+        writer.close()
 
     def close(self) -> None:
         self.rewards.close()

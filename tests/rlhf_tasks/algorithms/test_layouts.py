@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.transfers import partition
-from tests.tiny_models import shape_of, tiny_config, tiny_model
+from tests.tiny_models import held_slices, shape_of, tiny_config, tiny_model
 
 pytestmark = pytest.mark.dist
 
@@ -122,9 +122,8 @@ def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
     )
     whole = tiny_model(config, head, torch.float64).state_dict()
     with torch.no_grad():
-        for name, rows in layout.held(rank).items():
-            spec = layout.specs[name]
-            stage.named_slices()[name].copy_(whole[name].narrow(spec.dim, rows.start, rows.size))
+        for name, mine in held_slices(layout, rank, whole).items():
+            stage.named_slices()[name].copy_(mine)
     return Engine(stage, layout, groups, OptimizerSettings(max_grad_norm=0.5))
 
 

@@ -15,6 +15,7 @@ from rlhf_tasks.parallel.optimizer import OptimizerSettings
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from tests.tiny_models import held_slices
 
 pytestmark = pytest.mark.dist
 
@@ -113,16 +114,9 @@ def _engine(trial: Trial, rank: int) -> Engine:
         dtype=dtype,
     )
     with torch.no_grad():
-        for name, mine in _slices(layout, rank, trial.weights).items():
+        for name, mine in held_slices(layout, rank, trial.weights).items():
             stage.named_slices()[name].copy_(mine)
     return Engine(stage, layout, groups, trial.settings)
-
-
-def _slices(layout: Layout, rank: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: whole[name].narrow(layout.specs[name].dim, rows.start, rows.size)
-        for name, rows in layout.held(rank).items()
-    }
 
 
 def _shared(engine: Engine, rank: int) -> SampleBatch:
@@ -275,7 +269,7 @@ def _assert_equal(results: list, trial: Trial, expected: Expected, rows: float, 
         assert [m["grad_norm"] for m in metrics] == pytest.approx(expected.norms, rel=relative)
         assert [m["skipped"] for m in metrics] == [0.0] * len(RATES)
         assert metrics[0]["tokens"] == pytest.approx(DENOMINATOR, rel=relative)
-        theirs = _slices(layout, rank, expected.gradients)
+        theirs = held_slices(layout, rank, expected.gradients)
         for name, shards in gradients.items():
             _assert_close(
                 [t for _, _, t in shards],
@@ -283,7 +277,7 @@ def _assert_equal(results: list, trial: Trial, expected: Expected, rows: float, 
                 expected.gradients[name].abs().max().item() * relative,
                 f"gradient of {name}",
             )
-        for name, weight in _slices(layout, rank, expected.weights).items():
+        for name, weight in held_slices(layout, rank, expected.weights).items():
             _assert_close([weights[name]], [weight], weight.abs().max().item() * relative, name)
     for sample, want in zip(_batch().ids, expected.rows, strict=True):
         _assert_close([seen[sample]], [want], rows, f"rows of sample {sample}")
@@ -367,37 +361,3 @@ def test_sums_over_dp_count_each_replica_once(ranks, strategy: ParallelStrategy)
     want = torch.tensor([[strategy.dp, 10 * sum(range(strategy.dp))]], dtype=torch.float64)
     for _, got in results:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-def _share(rank: int, world: int, order: tuple[int, ...]):
-    placement = Placement(order, ParallelStrategy(dp=2, tp=1, pp=2))
-    groups = ProcessGroups(device_sets(placement), 30.0, torch.device("cpu"))
-    at = placement.coordinate(rank)
-    batches = [_mixed((7, 8)), _mixed(())]
-    got = share_batch(batches[at.dp] if rank in placement.heads else None, placement, groups, rank)
-    want = batches[at.dp]
-    assert got.ids == want.ids
-    for key, packed in want.data.items():
-        assert got[key].lengths == packed.lengths, key
-        assert got[key].values.dtype == packed.values.dtype, key
-        assert torch.equal(got[key].values, packed.values), key
-    assert list(got.data) == list(want.data)
-
-
-def _mixed(ids: tuple[int, ...]) -> SampleBatch:
-    """Keys of several dtypes, whose bytes do not end where the next dtype may start."""
-    n = len(ids)
-    data = {
-        "mask": Packed(torch.ones(3 * n, dtype=torch.bool), (3,) * n),
-        "text": Packed(torch.arange(5 * n).to(torch.uint8), (5,) * n),
-        "input_ids": Packed(torch.arange(3 * n), (3,) * n),
-        "double": Packed(
-            torch.rand(n, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(n)), (1,) * n
-        ),
-        "half": Packed(torch.arange(n).to(torch.bfloat16), (1,) * n),
-    }
-    return SampleBatch(ids, data)
-
-
-def test_a_batch_reaches_all_ranks_of_its_replica_bit_for_bit(ranks) -> None:
-    ranks.run(4, _share, (2, 0, 3, 1))

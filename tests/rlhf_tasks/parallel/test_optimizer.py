@@ -11,6 +11,7 @@ from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.optimizer import Optimizer, OptimizerSettings, StateShard
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from tests.tiny_models import held_slices
 
 pytestmark = pytest.mark.dist
 
@@ -46,17 +47,9 @@ def _whole(shape: ModelShape, step: int, dtype: torch.dtype) -> dict[str, Tensor
     return tensors
 
 
-def _mine(layout: Layout, rank: int, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's slices."""
-    return {
-        name: whole[name].narrow(layout.specs[name].dim, rows.start, rows.size).clone()
-        for name, rows in layout.held(rank).items()
-    }
-
-
 def _contribution(layout: Layout, rank: int, step: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """This rank's part of the gradient: dp ranks add up, and so do the holders of partial gradients."""
-    gradients = _mine(layout, rank, _whole(layout.shape, step, dtype))
+    gradients = held_slices(layout, rank, _whole(layout.shape, step, dtype))
     at = layout.placement.coordinate(rank)
     weights = torch.arange(1, layout.placement.strategy.dp + 1, dtype=dtype)
     for name, gradient in gradients.items():
@@ -77,7 +70,7 @@ def _engine(
 ):
     layout = Layout(shape, "lm", Placement(order, strategy))
     groups = ProcessGroups(device_sets(layout.placement), 30.0, torch.device("cpu"))
-    slices = {n: nn.Parameter(t) for n, t in _mine(layout, rank, _whole(shape, 0, dtype)).items()}
+    slices = {n: nn.Parameter(t) for n, t in held_slices(layout, rank, _whole(shape, 0, dtype)).items()}
     return layout, groups, slices, Optimizer(slices, layout, groups, SETTINGS)
 
 
@@ -128,7 +121,7 @@ def _assert_trained(
     norms, weights = _reference(shape, dtype)
     for rank, (got_norms, got) in enumerate(results):
         assert got_norms == pytest.approx(norms, rel=tolerance)
-        torch.testing.assert_close(got, _mine(layout, rank, weights), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(got, held_slices(layout, rank, weights), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -186,7 +179,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_on_any_rank(ranks, strategy, 
     _, weights = _reference(GROUPED, torch.float64)
     for rank, result in enumerate(ranks.run(strategy.size, _skip, strategy, culprit)):
         assert result[:3] == (True, True, 0)
-        torch.testing.assert_close(result[3], _mine(layout, rank, weights), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result[3], held_slices(layout, rank, weights), rtol=1e-12, atol=1e-12)
 
 
 def _save_and_load(rank: int, world: int, strategy: ParallelStrategy, pieces: dict | None):
@@ -238,7 +231,7 @@ def test_state_moves_into_another_layout(ranks, target: ParallelStrategy) -> Non
     _, weights = _reference(GROUPED, torch.float64)
     layout = Layout(GROUPED, "lm", Placement((0, 1, 2, 3), target))
     for rank, (got, _) in enumerate(ranks.run(4, _save_and_load, target, state)):
-        torch.testing.assert_close(got, _mine(layout, rank, weights), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got, held_slices(layout, rank, weights), rtol=1e-12, atol=1e-12)
 
 
 def test_missing_state_is_named(ranks) -> None:

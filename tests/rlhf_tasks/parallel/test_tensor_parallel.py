@@ -97,3 +97,12 @@ def test_a_whole_embedding():
     embedding = VocabParallelEmbedding(Interval(0, 4), 3, None, CPU, scale=0.5)
     embedding.weight.data.copy_(torch.arange(12.0).view(4, 3))
     assert embedding(torch.tensor([3])).tolist() == [[4.5, 5.0, 5.5]]
+
+
+def test_the_embeddings_scale_is_rounded_once_and_makes_no_tensor_later(monkeypatch):
+    embedding = VocabParallelEmbedding(Interval(0, 4), 3, None, CPU, scale=3072**0.5)
+    embedding.weight.data = torch.ones(4, 3, dtype=torch.bfloat16)
+    assert embedding(torch.tensor([3])).tolist() == [[55.5] * 3]
+    token = torch.tensor([1])
+    monkeypatch.delattr(torch, "tensor")  # what a CUDA graph would not record
+    assert embedding(token).tolist() == [[55.5] * 3]

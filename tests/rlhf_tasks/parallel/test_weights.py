@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from rlhf_tasks.parallel.weights import initialise, load, load_config
 from tests.tiny_models import shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
+UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
 
 
 def make_stages(config, pp: int, head: Head = "lm", dtype=torch.float32) -> list[Stage]:
@@ -34,6 +36,38 @@ def test_a_saved_model_is_read_stage_by_stage(tmp_path: Path, shard_size: str, t
         assert load(stage, tmp_path, seed=0) == ()
         for name, tensor in stage.named_slices().items():
             assert torch.equal(tensor, whole[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "strategy"),
+    [
+        ("llama", {**UNEVEN, "attention_bias": True}, ParallelStrategy(dp=2, tp=2)),
+        ("qwen3", {**UNEVEN, "tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
+        ("gemma", {}, ParallelStrategy(tp=4)),
+    ],
+    ids=["llama", "qwen3", "gemma"],
+)
+def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, family, changes, strategy):
+    model = tiny_model(tiny_config(family, **changes))
+    model.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    placement = Placement(tuple(reversed(range(strategy.size))), strategy)
+    layout = Layout(shape_of(config), "lm", placement)
+    [alone] = make_stages(config, 1)
+    initialise(alone, seed=4)
+    read, drawn = model.state_dict(), alone.named_slices()
+    group: Any = object() if strategy.tp > 1 else None  # nothing is computed, so nothing is sent
+    for device in placement.devices:
+        stage = Stage(config, layout, placement.coordinate(device), group, device=CPU, dtype=torch.float32)
+        for whole, fill in (
+            (read, lambda s: load(s, tmp_path, seed=4)),
+            (drawn, lambda s: initialise(s, seed=4)),
+        ):
+            fill(stage)
+            for name, tensor in stage.named_slices().items():
+                rows = layout.held(device)[name]
+                expected = whole[name].narrow(layout.specs[name].dim, rows.start, rows.size)
+                assert torch.equal(tensor, expected), (device, name)
 
 
 def test_weights_are_converted_to_the_stage_dtype(tmp_path: Path):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rlhf_tasks.protocol import instructions as do
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
-from tests.rlhf_tasks.protocol.simulation import Controller, Network, Process, Rank, World
+from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
+from tests.rlhf_tasks.protocol.simulation import World
 
 ITERATIONS = 3
 

@@ -1,0 +1,227 @@
+"""Ledger: lost ranks, errors, rebuilds, commits that fail."""
+
+import pytest
+
+from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.instructions import RESET, RESTORE, SETUP, Cause
+from rlhf_tasks.protocol.phases import Phase, State, Timeouts
+from tests.rlhf_tasks.protocol.ledgers import (
+    do_nodes,
+    do_parts,
+    failure,
+    key,
+    kinds,
+    ledger,
+    rebuilt,
+    result,
+    running,
+)
+
+
+def test_a_lost_rank_aborts_what_cannot_commit_and_rebuilds():
+    books = running()
+    books.enter(0, 0, 0)
+    books.enter(1, 0, 0)
+    books.rank_entered(1, key("train"), 0)
+    cause = Cause("lost: killed", (1,), "train", 0)
+    assert books.rank_lost(1, "killed", 5) == [
+        do.Fault(0, cause),
+        do.AbortIteration(0, 0, cause),
+        do.AbortIteration(1, 0, cause),
+        do.ResetRank(0, 1),
+        do.RestartRank(1, lost=True),
+    ]
+    assert str(cause) == "rank 1, call train, iteration 0: lost: killed"
+    assert books.rank_reset(0, 1, 6) == []
+    assert books.rank_started(1, 7) == [do.ResetRank(1, 1)]
+    assert books.rank_reset(1, 1, 8) == [do.RestoreRank(0, 1, 0), do.RestoreRank(1, 1, 0)]
+    books.rank_restored(0, 1, 9)
+    assert books.rank_restored(1, 1, 9) == [do.Ready(1, 0)]
+    (send, _) = books.enter(0, 1, 9)
+    assert (send.requests[0].number, send.requests[0].key) == (0, key("train", 0, 1))
+
+
+def test_after_a_fault_iterations_run_alone_until_the_next_commit():
+    books = running()
+    books.rank_lost(1, "killed", 0)
+    books.rank_started(1, 0)
+    rebuilt(books)
+    books.enter(0, 1, 0)
+    assert books.enterable is None
+    do_nodes(books, 0)
+    do_parts(books, 0)
+    books.commit_done(1, 0)
+    books.enter(1, 1, 0)
+    assert books.enterable == 2
+
+
+def test_a_complete_iteration_commits_through_a_fault_and_the_restore_waits_for_it():
+    books = running()
+    books.enter(0, 0, 0)
+    books.enter(1, 0, 0)
+    do_nodes(books, 0)
+    do_parts(books, 0)
+    aborted = [i.iteration for i in books.rank_lost(1, "killed", 0) if isinstance(i, do.AbortIteration)]
+    assert aborted == [1]
+    books.rank_started(1, 0)
+    books.rank_reset(0, 1, 0)
+    assert books.rank_reset(1, 1, 0) == []
+    assert books.commit_done(1, 0) == [
+        do.IterationCommitted(0),
+        do.RestoreRank(0, 1, 1),
+        do.RestoreRank(1, 1, 1),
+    ]
+
+
+def test_an_error_waits_for_news_of_a_lost_rank_that_explains_it():
+    books = running(timeouts=Timeouts(blame_s=2))
+    books.enter(0, 0, 0)
+    assert books.rank_failed(failure(0, "train"), 0) == []
+    assert books.rank_lost(1, "killed", 1)[0] == do.Fault(0, Cause("lost: killed", (1,), "train", 0))
+
+
+@pytest.mark.parametrize("rank_lost_too", [True, False])
+def test_an_error_that_no_other_loss_explains_is_the_cause(rank_lost_too):
+    books = running(timeouts=Timeouts(blame_s=2))
+    books.enter(0, 0, 0)
+    books.rank_failed(failure(0, "train"), 0)
+    books.rank_failed(failure(1, "train"), 0.1)
+    assert books.tick(2) == []
+    told = books.rank_lost(0, "exited", 2) if rank_lost_too else books.tick(2.1)
+    assert told[0] == do.Fault(0, Cause("broke", (0,), "train", 0, "where"))
+
+
+def test_news_of_an_older_generation_changes_nothing():
+    books = running()
+    books.enter(0, 0, 0)
+    books.rank_lost(1, "killed", 0)
+    books.rank_started(1, 0)
+    rebuilt(books)
+    books.enter(0, 1, 0)
+    for rank in (0, 1):
+        assert books.rank_entered(rank, key("train"), 0) == []
+        assert books.rank_done(result(rank, "train"), 0) == []
+        assert books.rank_failed(failure(rank, "train"), 0) == []
+        assert books.rank_refused(rank, key("train"), "late", 0) == []
+        assert books.part_durable(rank, key("save"), "old", 0) == []
+        assert books.rank_reset(rank, 0, 0) == books.rank_restored(rank, 0, 0) == []
+    (refused,) = books.enter(0, 0, 0)
+    assert "generation 0 has ended (rank 1, call train, iteration 0: lost: killed)" in refused.reason
+    assert books.account.node_state(0, 1, "train") is State.WAITING
+
+
+def test_a_stuck_rank_is_restarted_after_the_grace_and_its_late_reset_ignored():
+    books = ledger(timeouts=Timeouts(reset_s=20))
+    books.start(0)
+    books.rank_reset(0, 0, 1)
+    assert books.tick(20) == []
+    assert books.tick(20.1) == [do.RestartRank(1, lost=False)]
+    assert books.rank_reset(1, 0, 21) == []
+    assert books.rank_lost(1, "restarted", 22) == []
+    assert books.rank_started(1, 23) == [do.ResetRank(1, 0)]
+    assert kinds(books.rank_reset(1, 0, 24)) == [do.RestoreRank, do.RestoreRank]
+
+
+def test_a_rank_lost_while_others_reset_is_awaited_in_the_same_generation():
+    books = ledger()
+    books.start(0)
+    books.rank_reset(1, 0, 1)
+    assert books.rank_lost(1, "killed", 2) == [do.RestartRank(1, lost=True)]
+    assert books.rank_reset(0, 0, 3) == []
+    assert books.rank_started(1, 4) == [do.ResetRank(1, 0)]
+    assert kinds(books.rank_reset(1, 0, 5)) == [do.RestoreRank, do.RestoreRank]
+
+
+def test_a_rank_that_is_still_away_when_a_rebuild_fails_is_awaited_by_the_next_one():
+    books = ledger(timeouts=Timeouts(reset_s=20, restart_s=120))
+    books.start(0)
+    books.rank_lost(1, "killed", 1)
+    books.rank_reset(0, 0, 2)
+    assert books.tick(140.1)[1:] == [do.ResetRank(0, 1), do.RestartRank(1, lost=True)]
+
+
+def test_a_rank_that_cannot_reset_gets_a_new_process():
+    books = ledger()
+    books.start(0)
+    assert books.rank_failed(failure(1, RESET, SETUP), 0) == [do.RestartRank(1, lost=False)]
+
+
+def test_a_rank_whose_process_was_replaced_unnoticed_is_a_fault():
+    books = running()
+    books.enter(0, 0, 0)
+    instructions = books.rank_started(1, 0)
+    assert instructions[0].cause.error == "lost: its process was replaced"
+    assert instructions[-2:] == [do.ResetRank(0, 1), do.ResetRank(1, 1)]
+
+
+@pytest.mark.parametrize("how", ["lost", "failed", "refused"])
+def test_a_fault_while_restoring_starts_another_generation(how):
+    books = ledger()
+    books.start(0)
+    for rank in (0, 1):
+        books.rank_reset(rank, 0, 0)
+    if how == "lost":
+        told = books.rank_lost(1, "killed", 0)
+    elif how == "failed":
+        told = books.rank_failed(failure(1, RESTORE, SETUP), 0) or books.tick(2)
+    else:
+        told = books.rank_refused(1, key(RESTORE, SETUP), "no lease", 0) or books.tick(2)
+    assert isinstance(told[0], do.Fault)
+    assert told[0].cause.iteration is None
+    assert (books.phase, books.generation) == (Phase.RESETTING, 1)
+
+
+def test_a_refused_lease_ends_the_attempt_with_the_holders_name():
+    books = ledger()
+    books.start(0)
+    (given_up,) = books.rank_refused(1, key(RESET, SETUP), "held by run 'other'", 0)
+    assert given_up == do.GiveUp("rank 1, call reset: held by run 'other'", 0)
+    assert books.enter(0, 0, 0)[0].reason == "the attempt has ended."
+
+
+def test_a_gap_or_a_refused_request_is_a_fault():
+    books = running()
+    books.enter(0, 0, 0)
+    assert books.rank_refused(1, key("save"), "request 0 was not delivered", 0) == []
+    assert str(books.tick(2)[0].cause) == "rank 1, call save, iteration 0: request 0 was not delivered"
+
+
+def test_three_rebuilds_without_a_commit_then_a_clear_stop():
+    books = running(max_rebuilds=3)
+    for _ in range(3):
+        assert isinstance(books.rank_lost(1, "killed", 0)[-1], do.RestartRank)
+        books.rank_started(1, 0)
+        rebuilt(books)
+    assert books.rank_lost(1, "killed", 0)[-1] == do.GiveUp(
+        "rank 1: lost: killed (after 3 rebuilds without a commit in between)", 0
+    )
+
+
+@pytest.mark.parametrize("max_rebuilds", [0, 1])
+def test_a_commit_in_between_allows_further_rebuilds_also_when_it_ends_during_one(max_rebuilds):
+    books = running(max_rebuilds=max_rebuilds)
+    for generation in range(6):
+        books.enter(generation, generation, 0)
+        do_nodes(books, generation)
+        do_parts(books, generation)
+        assert isinstance(books.rank_lost(1, "killed", 0)[-1], do.RestartRank)
+        books.commit_done(generation + 1, 0)
+        books.rank_started(1, 0)
+        rebuilt(books)
+    assert books.committed_step == 6
+
+
+def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt():
+    books = running(timeouts=Timeouts(commit_s=30))
+    books.enter(0, 0, 0)
+    do_nodes(books, 0)
+    do_parts(books, 0, now=5)
+    told = books.commit_failed(1, "disk full", 6)
+    assert kinds(told) == [do.Fault, do.AbortIteration, do.ResetRank, do.ResetRank]
+    assert str(told[0].cause) == "step 1 could not be committed: disk full"
+    rebuilt(books, 7)
+    books.enter(0, 1, 8)
+    do_nodes(books, 0, 8)
+    do_parts(books, 0, now=9)
+    assert books.tick(39) == []
+    assert books.tick(39.1) == [do.GiveUp("step 1 was not committed within 30 s", 0)]

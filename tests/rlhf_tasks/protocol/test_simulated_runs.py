@@ -1,0 +1,55 @@
+"""Whole runs on a simulated cluster: ledger and inboxes together."""
+
+import random
+
+import pytest
+
+from rlhf_tasks.protocol import instructions as do
+from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
+from tests.rlhf_tasks.protocol.simulated_processes import Network
+from tests.rlhf_tasks.protocol.simulation import World
+
+
+def test_a_quiet_run_commits_every_step_in_order():
+    world = World(small_plan(), iterations=4)
+    assert world.run() == do.Finished(4)
+    assert list(world.disk.commits) == [0, 1, 2, 3, 4]
+    world.check_orders()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shuffled_doubled_and_lost_messages_change_nothing(seed):
+    plan = random_plan(random.Random(seed), n_devices=6, n_nodes=60)
+    quiet = World(plan, iterations=3)
+    noisy = World(plan, iterations=3, seed=seed, network=Network(loss=0.2, duplicate=0.3, delay_s=0.5))
+    assert quiet.run() == noisy.run() == do.Finished(3)
+    assert noisy.final == quiet.final
+    assert noisy.controller.faults == []
+    noisy.check_orders()
+
+
+def overlaps(seed: int) -> bool:
+    """Whether a rank begins iteration 1 before the critic of iteration 0 is trained."""
+    order = []
+
+    def watch(world, process, moment, instruction):
+        if isinstance(instruction, do.Run) and moment == "after":
+            order.append(("begins", *instruction.request.key[3:]))
+        if isinstance(instruction, do.Answer):
+            order.append(("ends", *instruction.result.key[3:]))
+
+    World(small_plan(), iterations=2, seed=seed, watch=watch).run()
+    return order.index(("begins", 1, "to_generate")) < order.index(("ends", 0, "critic_train"))
+
+
+def test_iterations_overlap_where_the_plan_allows():
+    """Depends on how long the nodes happen to take; never when iterations follow each other strictly."""
+    assert any(overlaps(seed) for seed in range(20))
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_fewer_snapshots_give_the_same_end(every):
+    dense, sparse = World(small_plan(), iterations=5), World(small_plan(), iterations=5, snapshot_every=every)
+    dense.run(), sparse.run()
+    assert sparse.final == dense.final
+    assert len(sparse.disk.commits) < len(dense.disk.commits)
