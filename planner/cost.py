@@ -6,7 +6,7 @@ kv_cache.py. Everything is per device, in seconds and bytes; the slowest stage a
 What the formulas are made of, seconds of a layer and the like, comes from a profile (planner/timing.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,11 +119,20 @@ class CostModel:
         return self._timings[key]
 
     def _crossings(self, placement: Placement) -> Crossings:
-        if len({self.cluster.host(device) for device in placement.devices}) == 1:
+        """Of the groups of the first device; looks no further than to the first one on another host."""
+        s, at = placement.strategy, placement.device
+        home = self.cluster.host(placement.devices[0])
+
+        def spans(devices: Iterable[int]) -> bool:
+            return any(self.cluster.host(device) != home for device in devices)
+
+        if not spans(placement.devices):
             return Crossings(False, False, False)
-        first = placement.devices[0]
-        groups = (placement.tp_group(first), placement.dp_group(first), placement.pp_group(first))
-        return Crossings(*(len({self.cluster.host(device) for device in group}) > 1 for group in groups))
+        return Crossings(
+            spans(at(0, rank, 0) for rank in range(s.tp)),
+            spans(at(rank, 0, 0) for rank in range(s.dp)),
+            spans(at(0, 0, rank) for rank in range(s.pp)),
+        )
 
 
 @dataclass(frozen=True)

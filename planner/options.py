@@ -138,7 +138,7 @@ def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...
         if mesh.size not in priced:
             fitting: list[Option] = []
             for strategy in strategies(problem, call, mesh.size):
-                alike = [_price(problem, call, strategy, n) for n in micro_batch_counts(call, strategy)]
+                alike = _prices(problem, call, strategy)
                 shortfalls += [(_needs(option) - memory, option) for option in alike]
                 fitting += _pareto(option for option in alike if _needs(option) <= memory)
             priced[mesh.size] = fitting
@@ -148,13 +148,10 @@ def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...
     return tuple(found)
 
 
-def _price(
-    problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy, micro_batches: int
-) -> Option:
-    """The option on the mesh at the cluster's start. Prices do not depend on where a mesh begins."""
+def _prices(problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy) -> list[Option]:
+    """The options under a strategy at the cluster's start. Prices do not depend on where a mesh begins."""
     model = problem.model
     placement = Placement(tuple(range(strategy.size)), strategy)
-    cost = model.call(call, CallAssignment(placement=placement, micro_batches=micro_batches))
     copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
     trainer = problem.graph.trainer(call.role)
     if trainer is None:
@@ -163,7 +160,13 @@ def _price(
         resident = model.training_bytes(call.role, placement)
     else:
         resident = (0.0,) * strategy.pp
-    return Option(0, strategy.size, strategy, micro_batches, cost.seconds, resident, copy, cost.active_bytes)
+    found = []
+    for count in micro_batch_counts(call, strategy):
+        cost = model.call(call, CallAssignment(placement=placement, micro_batches=count))
+        found.append(
+            Option(0, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
+        )
+    return found
 
 
 def _moved(option: Option, first: int) -> Option:

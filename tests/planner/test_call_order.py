@@ -1,0 +1,67 @@
+"""Orders of calls, and where the inserted nodes stand."""
+
+import networkx as nx
+import pytest
+
+from planner.call_order import call_orders, levels
+from planner.mesh import Cluster
+from planner.plan import PlanError, build_plan
+
+
+def test_ppo_has_twelve_orders_and_its_own_first(make_graph):
+    graph = make_graph()
+    orders = call_orders(graph)
+    assert len(set(orders)) == 3 * 2 * 2
+    assert orders[0] == tuple(call.name for call in graph.calls)
+    for order in orders:
+        place = {name: i for i, name in enumerate(order)}
+        assert all(place[a] < place[b] for a, b in graph.digraph.edges)
+
+
+def test_levels_are_depths(make_graph):
+    found = levels(make_graph())
+    assert found["actor_generate"] == 0
+    assert {found[name] for name in ("reward_inference", "ref_inference", "critic_inference")} == {1}
+    assert found["critic_train"] == 2
+
+
+@pytest.fixture
+def scattered(make_graph, assign):
+    """Every call on a device of its own."""
+    graph = make_graph()
+    return graph, {call.name: assign([i]) for i, call in enumerate(graph.calls)}
+
+
+def test_transfers_of_a_level_come_before_its_calls_and_copies_late(scattered):
+    graph, places = scattered
+    for order in call_orders(graph):
+        names = [node.name for node in build_plan(graph, places, Cluster(1, 8), call_order=order).nodes]
+        at = {name: i for i, name in enumerate(names)}
+        assert [name for name in names if name in order] == list(order)
+        assert names[0] == "fetch"
+        first_inference = min(at[name] for name in order[1:4])
+        assert all(
+            at[n] < first_inference for n in names if "transfer_actor_generate" in n and "inference" in n
+        )
+        assert names[at["critic_inference"] - 1] == "reallocate_critic_to_critic_inference"
+        assert names[at["critic_inference"] + 1] == "release_critic_of_critic_inference"
+        assert names[at["actor_train"] + 1] == "save_actor"
+
+
+def test_every_order_is_legal(scattered):
+    graph, places = scattered
+    for order in call_orders(graph):
+        plan = build_plan(graph, places, Cluster(1, 8), call_order=order)
+        place = {node.name: i for i, node in enumerate(plan.nodes)}
+        edges = [(before, node.name) for node in plan.nodes for before in node.after]
+        assert all(place[a] < place[b] for a, b in edges)
+        assert nx.is_directed_acyclic_graph(nx.DiGraph(edges))
+
+
+def test_impossible_orders_are_refused(scattered):
+    graph, places = scattered
+    names = [call.name for call in graph.calls]
+    with pytest.raises(PlanError, match="'actor_train' stands before 'reward_inference'"):
+        build_plan(graph, places, Cluster(1, 8), call_order=[names[0], names[4], *names[1:4], names[5]])
+    with pytest.raises(PlanError, match="does not name each call of ppo once"):
+        build_plan(graph, places, Cluster(1, 8), call_order=names[:-1])

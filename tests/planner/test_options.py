@@ -1,0 +1,100 @@
+"""Which options a call has, and what is said when it has none."""
+
+import pytest
+
+from planner.mesh import Cluster, meshes
+from planner.options import call_options, candidate_meshes, cut_points, micro_batch_counts
+from planner.problem import Problem, ProblemError
+from planner.profile import preset
+from rlhf_tasks.parallel.topology import ParallelStrategy
+
+
+ONE_HOST = Cluster(1, 8)
+
+
+@pytest.fixture
+def problem(make_graph, ppo_cost):
+    def make(cluster: Cluster = ONE_HOST, max_tp=None, **device) -> Problem:
+        changed = preset("a100-80g-sxm").model_copy(update=device)
+        return Problem(make_graph(n_seqs=64), ppo_cost(cluster, device=changed), max_tp)
+
+    return make
+
+
+def test_small_clusters_have_all_meshes():
+    assert list(candidate_meshes(Cluster(16, 4))) == list(meshes(Cluster(16, 4)))
+
+
+def test_large_clusters_have_meshes_between_cut_points():
+    cuts = cut_points(2048)
+    assert {0, 1, 2, 1024, 2046, 2047, 2048} <= set(cuts)
+    assert len(cuts) < 40
+    found = list(candidate_meshes(Cluster(2048, 8)))
+    assert max(mesh.size for mesh in found) == 2048 * 8
+    assert all(
+        mesh.first // 8 in cuts and (mesh.first + mesh.size) // 8 in cuts for mesh in found if mesh.size > 8
+    )
+
+
+def test_every_strategy_fills_its_mesh_and_keeps_the_limits(problem):
+    asked = problem(max_tp=4)
+    for call in asked.graph.calls:
+        for option in call_options(asked, call):
+            s = option.strategy
+            assert s.size == option.size
+            assert s.tp <= 4
+            assert s.pp <= 32
+            assert s.dp * call.mini_batches <= call.n_seqs
+            assert 1 <= option.micro_batches <= max(1, call.n_seqs // (call.mini_batches * s.dp))
+
+
+def test_options_keep_their_price_wherever_their_mesh_lies(problem):
+    asked = problem(Cluster(2, 8))
+    for call in asked.graph.calls:
+        for option in call_options(asked, call)[::7]:
+            cost = asked.model.call(call, option.assignment)
+            assert option.seconds == cost.seconds
+            assert option.active == cost.active_bytes
+
+
+def test_micro_batches_are_whole_and_within_the_share(problem):
+    train = problem().graph.call("actor_train")
+    assert micro_batch_counts(train, ParallelStrategy(2, 1, 3)) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert micro_batch_counts(problem().graph.call("actor_generate"), ParallelStrategy(2, 1, 3)) == [1]
+
+
+def test_what_is_left_out_is_matched_in_time_and_memory(problem):
+    """For every count of micro-batches that fits, an option at least as fast and as small is there."""
+    asked = problem(Cluster(1, 4))
+    for call in asked.graph.calls:
+        kept = call_options(asked, call)
+        for strategy in {option.strategy for option in kept}:
+            alike = [option for option in kept if option.strategy == strategy and option.first == 0]
+            for count in micro_batch_counts(call, strategy):
+                given = alike[0].assignment.model_copy(update={"micro_batches": count})
+                cost = asked.model.call(call, given)
+                fits = max(alike[0].resident) + max(alike[0].copy) + max(cost.active_bytes) <= 80e9
+                matched = [
+                    o
+                    for o in alike
+                    if o.seconds <= cost.seconds
+                    and all(a <= b for a, b in zip(o.active, cost.active_bytes, strict=True))
+                ]
+                assert matched or not fits
+
+
+def test_no_option_fits(problem):
+    asked = problem(memory_bytes=10**9)
+    with pytest.raises(
+        ProblemError, match=r"'actor_generate' fits no mesh of a cluster of 1x8: .* lacks"
+    ):
+        call_options(asked, asked.graph.call("actor_generate"))
+
+
+def test_a_problem_without_a_model_or_with_a_bad_limit(problem, make_graph, ppo_cost):
+    with pytest.raises(ProblemError, match="max_tp=0 is not a positive whole number"):
+        problem(max_tp=0)
+    model = ppo_cost(Cluster(1, 2))
+    del model.models["ref"]
+    with pytest.raises(ProblemError, match="No model is given for ref"):
+        Problem(make_graph(), model)
