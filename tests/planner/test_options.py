@@ -8,7 +8,6 @@ from planner.problem import Problem, ProblemError
 from planner.profile import preset
 from rlhf_tasks.parallel.topology import ParallelStrategy
 
-
 ONE_HOST = Cluster(1, 8)
 
 
@@ -85,9 +84,7 @@ def test_what_is_left_out_is_matched_in_time_and_memory(problem):
 
 def test_no_option_fits(problem):
     asked = problem(memory_bytes=10**9)
-    with pytest.raises(
-        ProblemError, match=r"'actor_generate' fits no mesh of a cluster of 1x8: .* lacks"
-    ):
+    with pytest.raises(ProblemError, match=r"'actor_generate' fits no mesh of a cluster of 1x8: .* lacks"):
         call_options(asked, asked.graph.call("actor_generate"))
 
 
