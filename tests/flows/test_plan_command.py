@@ -12,6 +12,8 @@ import yaml
 from flows.cli import run_command
 from rlhf_tasks.config import make_config, manual_assignments
 
+pytestmark = pytest.mark.timeout(300)  # the first to evaluate plans compiles that
+
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -101,7 +103,7 @@ def refused(outcome: tuple[int, str, str], *parts: str) -> None:
         assert part in err, err
 
 
-@pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
+@pytest.mark.parametrize("mode", ["search", "heuristic", "symmetric"])
 def test_a_plan_is_shown_and_its_figures_are_written(call, tmp_path, mode):
     figures = tmp_path / "figures.json"
     status, out, err = call(
@@ -122,6 +124,18 @@ def test_a_plan_is_shown_and_its_figures_are_written(call, tmp_path, mode):
         assert given["nodes"] == [0]
     assert found["peak_memory_bytes"].keys() == {"0", "1"}
     assert all(0 < size < 4e9 for size in found["peak_memory_bytes"].values())
+
+
+def test_the_modes_are_compared_by_hours(call):
+    status, out, err = call(ppo(), "--mode", "heuristic", "--time-limit", "1", "--iterations", "7200")
+    assert status == 0, err
+    assert "Rejected alternatives" in out
+    rows = {line.split()[0]: line.split() for line in out.split("7200 iterations")[1].splitlines() if line}
+    assert "on devices of their own" in " ".join(rows["disjoint"]), "four roles do not fit two devices"
+    assert "mcmc" in rows
+    for mode in ("search", "heuristic", "symmetric"):
+        time_s, hours = float(rows[mode][1]), float(rows[mode][2])
+        assert hours == pytest.approx(2 * time_s, rel=0.02), rows[mode]
 
 
 def test_a_found_plan_is_what_a_run_accepts_and_is_priced_alike(call, tmp_path):
