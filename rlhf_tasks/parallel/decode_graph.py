@@ -21,8 +21,9 @@ class DecodeGraphs:
 
     def __init__(self, forward: Forward, cache: KVCache) -> None:
         self._forward, self._cache = forward, cache
-        self._pool = torch.cuda.graph_pool_handle()
         self._shape: tuple[int, tuple[int, int]] | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._output: Tensor | None = None
 
     @staticmethod
     def rows_for(remaining: int) -> int:
@@ -33,15 +34,20 @@ class DecodeGraphs:
         """The stage's output; it stays valid until the next call."""
         shape = (self._cache.rows, self._cache.span)
         if shape != self._shape:
-            self._capture(x, micro)
+            # Rows and spans never come back once left. A graph's memory goes when the graph and its output are
+            # both gone; a capture into the pool of a graph that is gone is an error of torch's allocator.
+            self._graph = self._output = None
+            self._graph, self._output = self._capture(x, micro)
             self._shape = shape
+        assert self._graph is not None
+        assert self._output is not None
         self._x.copy_(x)
         self._positions.copy_(micro.position_ids)
         self._graph.replay()
         return self._output
 
-    def _capture(self, x: Tensor, micro: MicroBatch) -> None:
-        """Record a step. Rows and spans never come back once left, so the graph before is dropped."""
+    def _capture(self, x: Tensor, micro: MicroBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Record a step, in memory of its own: the graph, and where a replay puts its output."""
         self._x, self._positions = x.clone(), micro.position_ids.clone()
         micro = replace(micro, position_ids=self._positions)
         # Run once outside: kernels load and libraries take their workspaces, which a capture does not allow.
@@ -49,7 +55,8 @@ class DecodeGraphs:
         self._cache.forget_masks()
         self._forward(self._x, micro, self._cache)
         self._cache.forget_masks()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=self._pool):
-            self._output = self._forward(self._x, micro, self._cache)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self._forward(self._x, micro, self._cache)
         self._cache.forget_masks()
+        return graph, output

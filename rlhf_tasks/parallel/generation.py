@@ -9,6 +9,7 @@ do, which sequences have finished and which shapes come next: nothing else is ev
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +24,23 @@ from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.sampling import SamplingParams, sample, uniform
 
 PACK_FROM_STEPS = 12  # packing the weights takes about as long as it saves in 5 steps
-CUDA_CHECK_EVERY = 16  # steps between looks at who has finished: each look waits for the device
-CUDA_SPAN_MULTIPLE = 256  # columns of the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a kind of device decodes.
+
+    check_every    steps between looks at who has finished: each look waits for the device
+    span_multiple  columns of the cache that a read is rounded to
+    graphs         whether steps are captured as CUDA graphs
+    """
+
+    check_every: int
+    span_multiple: int
+    graphs: bool
+
+
+PACES = {"cpu": Pace(1, 1, graphs=False), "cuda": Pace(16, 256, graphs=True)}
 
 
 @torch.inference_mode()
@@ -54,7 +70,8 @@ def generate(
         kept_counts    [L] int32: how many tokens there were to draw from; 0 on the prompt
         kept_tokens    [sum(kept_counts)] int32: their ids, one place after the other
     and None on other ranks. Tokens depend on layout and batch by rounding only: they differ where a uniform
-    number falls within rounding error of the border between two tokens. Raises ValueError for an empty prompt.
+    number falls within rounding error of the border between two tokens. Raises ValueError for an empty prompt,
+    and, on the last stage, for logits that are not finite.
     """
     empty = [i for i, n in zip(batch.ids, batch["prompt_ids"].lengths, strict=True) if n == 0]
     if empty:
@@ -107,14 +124,12 @@ class _Group:
         record_kept: bool,
     ) -> None:
         device, lengths = engine.device, prompts["input_ids"].lengths
-        on_cuda = device.type == "cuda"
+        pace = PACES[device.type]
         self.done = False
         self._prompts, self._params, self._stage, self._relay = prompts, params, engine.stage, Relay(engine)
-        self._check_every = CUDA_CHECK_EVERY if on_cuda else 1
-        self._cache = KVCache(
-            lengths, params.max_new_tokens - 1, device, CUDA_SPAN_MULTIPLE if on_cuda else 1
-        )
-        self._graphs = DecodeGraphs(self._stage, self._cache) if on_cuda else None
+        self._check_every = pace.check_every
+        self._cache = KVCache(lengths, params.max_new_tokens - 1, device, pace.span_multiple)
+        self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None
         self._step = -1  # number of the response token that was computed last
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         # Of each row:
@@ -175,7 +190,22 @@ class _Group:
         self._tokens[self._order, self._step] = tokens
         self._finished |= torch.isin(tokens, self._stops)
         if (self._step + 1) % self._check_every == 0:
+            self._refuse_unsound_logits()
             self._drop_finished(self._finished.tolist())
+
+    def _refuse_unsound_logits(self) -> None:
+        """Raises ValueError naming sample and position of a token drawn since the last look from logits that
+        are not finite: it means nothing, and nor does what follows."""
+        first = max(0, self._step + 1 - self._check_every)
+        unsound = self._logprobs[:, first : self._step + 1].isnan().nonzero().tolist()
+        if unsound:
+            place, step = min(unsound, key=lambda found: found[1])
+            position = self._prompts["input_ids"].lengths[place] + first + step
+            raise ValueError(
+                f"generate: logits are not finite at position {position} of sample {self._prompts.ids[place]} "
+                f"(token {first + step} of its response). The model's weights, or what it computes in "
+                f"{self._stage.dtype}, hold NaN or infinity: check its weights, or lower the learning rate."
+            )
 
     def _drop_finished(self, finished: list[bool]) -> None:
         remaining = finished.count(False)
@@ -191,6 +221,7 @@ class _Group:
 
     def samples(self) -> dict[int, dict[str, Tensor]]:
         """Sample id -> key -> data, as `generate` gives them, on the CPU; on the last stage."""
+        self._refuse_unsound_logits()
         stopped = torch.isin(self._tokens, self._stops)
         ended = stopped.any(1)
         lengths = torch.where(ended, stopped.int().argmax(1) + 1, self._params.max_new_tokens).tolist()

@@ -61,7 +61,9 @@ class Draw(NamedTuple):
 
     tokens    [n] int64
     logprobs  [n] float64, of the distribution drawn from, after exclusion, temperature, top-k and top-p;
-              greedy sampling, whose distribution is a point, reports that of temperature 1 instead
+              greedy sampling, whose distribution is a point, reports that of temperature 1 instead.
+              NaN where there is no distribution: a logit is NaN or +inf, or all are -inf. The token, one of
+              the vocabulary, then means nothing
     scores    [n, vocab] float64, that distribution's logits; -inf for the tokens that could not be drawn
     """
 
@@ -94,6 +96,7 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: 
     # u < 1, but u * total may round up to total, above which there is no token.
     threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, total.new_zeros(())))
     tokens = torch.searchsorted(cumulative, threshold, right=True)
+    tokens = tokens.clamp(max=scores.shape[-1] - 1)  # a NaN threshold is found behind the last token
     return Draw(tokens[:, 0], (scores.gather(-1, tokens) - total.log())[:, 0], scores)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_tasks.parallel import generation
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.generation import generate
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
@@ -34,7 +35,10 @@ STOPS = tuple(range(8))  # of 61 tokens
 class Alone:
     """The process groups of a world of one rank, which needs none."""
 
-    rank, device = 0, CPU
+    rank = 0
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
 
     def __getitem__(self, devices: Iterable[int]) -> None:
         return None
@@ -47,7 +51,9 @@ def build(family: str, dtype: torch.dtype, strategy=ALONE, groups: Any = None, *
     placement = Placement(tuple(range(strategy.size)), strategy)
     layout = Layout(shape_of(config), "lm", placement)
     tp_group = groups[placement.tp_group(groups.rank)]
-    stage = Stage(config, layout, placement.coordinate(groups.rank), tp_group, device=CPU, dtype=dtype)
+    stage = Stage(
+        config, layout, placement.coordinate(groups.rank), tp_group, device=groups.device, dtype=dtype
+    )
     whole = dict(tiny_model(config).named_parameters())
     for name, mine in stage.named_slices().items():
         rows = layout.held(groups.rank)[name]
@@ -220,6 +226,30 @@ def test_an_empty_prompt_is_refused_by_its_sample():
     batch = prompts((3, 0, 2))
     with pytest.raises(ValueError, match="11"):
         draw(build("llama", torch.float32), batch, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("check_every", [1, 4])
+@pytest.mark.parametrize("bad_call", [0, 5, 9])
+def test_logits_that_are_not_finite_are_refused_by_sample_and_position(
+    monkeypatch, temperature: float, check_every: int, bad_call: int
+):
+    engine, calls = build("llama", torch.float32), []
+    monkeypatch.setitem(generation.PACES, "cpu", generation.Pace(check_every, 1, graphs=False))
+    forward = engine.stage.forward
+
+    def poisoned(x: Tensor, *rest: Any) -> Tensor:
+        calls.append(1)
+        logits = forward(x, *rest)
+        if len(calls) - 1 >= bad_call:
+            logits[2] = torch.nan
+        return logits
+
+    engine.stage.forward = poisoned  # type: ignore[method-assign]
+    place = f"logits are not finite at position {1 + bad_call} of sample 12 .token {bad_call} of its response"
+    with pytest.raises(ValueError, match=f"generate: {place}"):
+        draw(engine, prompts(), max_new_tokens=10, temperature=temperature)
+    assert len(calls) <= bad_call + check_every
 
 
 def test_finished_sequences_leave_the_batch():

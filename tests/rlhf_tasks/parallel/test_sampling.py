@@ -123,3 +123,17 @@ def test_half_precision_logits_are_sampled_in_float64():
 def test_fields_out_of_range_are_named(field: dict):
     with pytest.raises(ValueError, match=next(iter(field))):
         SamplingParams(**{"max_new_tokens": 4, **field})
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_logits_that_are_no_distribution_give_a_nan_and_leave_other_rows_alone(cut: dict, bad: float):
+    logits, numbers = random_logits(3, 7), spread(3)
+    params = SamplingParams(max_new_tokens=1, **cut)
+    sound = sample(logits, params, numbers, 0)
+    for unsound in (logits[1].index_fill(0, torch.tensor(4), bad), torch.full((7,), -math.inf)):
+        tokens, logprobs, _ = sample(torch.stack([logits[0], unsound, logits[2]]), params, numbers, 0)
+        assert logprobs.isnan().tolist() == [False, True, False]
+        assert 0 <= int(tokens[1]) < 7
+        assert torch.equal(tokens[[0, 2]], sound.tokens[[0, 2]])
+        assert torch.equal(logprobs[[0, 2]], sound.logprobs[[0, 2]])
