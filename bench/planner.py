@@ -72,7 +72,13 @@ def shape(name: str) -> ModelShape:
 
 def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
     """PPO's planning problem for a pair of models on some hosts."""
-    sizes = SimpleNamespace(batch_size=n_seqs, num_mini_batches=4, scoring_role="reward")
+    sizes = SimpleNamespace(
+        batch_size=n_seqs,
+        num_mini_batches=4,
+        scoring_role="reward",
+        records_kept=False,
+        truncated_responses="keep",
+    )
     ppo = GRAPHS["ppo"]
     graph = DataflowGraph(ppo.calls(sizes), ppo.dataset_keys, name="ppo")
     models = {
