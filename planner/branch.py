@@ -5,8 +5,8 @@ completions provably exceed the threshold (planner/bound.py, planner/relaxation.
 choices that are left are priced exactly. Thresholds rise from the root bound to the best plan's time, so that an
 interrupted search has a bound to show.
 
-A plan and its mirror image (devices numbered from the other end) cost the same; of two such only the one whose
-first mesh off the middle lies to the left is walked.
+Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
+from the other end) need not cost the same.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -205,7 +205,6 @@ def _enter_next(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float
     for k in range(len(r.trainer)):
         if r.trainer[k] == call or r.reader[k] == call:
             walk.moved_s[k] = 0.0
-    free = _is_off_middle(r, t, walk.choice, depth)
     low, high = r.arrays.start[call], r.arrays.start[call + 1]
     room = threshold * r.n_devices - _least_load(r, t, walk, depth, call, threshold)
     walk.place[depth] += 1
@@ -217,7 +216,7 @@ def _enter_next(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float
         if begins:
             if o[row].seconds > walk.allowed[depth, call]:
                 return False
-            if t.floor[place] > room or not (free or 2 * o[row].first + o[row].size <= r.n_devices):
+            if t.floor[place] > room:
                 walk.place[depth] = t.end[place] - low
                 continue
         walk.choice[call] = row
@@ -289,17 +288,6 @@ def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
                 load += t.load[row] / o[row].size
         least = min(least, load)
     return least
-
-
-@compiled
-def _is_off_middle(r: Relaxation, t: Tree, choice: Ints, depth: int) -> bool:
-    """Whether a mesh above this depth already tells a plan from its mirror image."""
-    o = r.arrays.options
-    for d in range(depth):
-        row = choice[t.order[d]]
-        if 2 * o[row].first + o[row].size != r.n_devices:
-            return True
-    return False
 
 
 @compiled

@@ -146,7 +146,7 @@ def exceeds(r: Relaxation, choice: Ints, moved_s: Floats, period: float, allowed
     allowed[:] = -np.inf
     before = -1
     for order in range(len(r.position)):
-        if before >= 0 and _same_order(related, r.position[before], r.position[order]):
+        if before >= 0 and _same_order(r, related, r.position[before], r.position[order]):
             continue
         before = order
         weight = _with_devices(r, free, related, choice, moved_s, r.position[order], period)
@@ -157,14 +157,22 @@ def exceeds(r: Relaxation, choice: Ints, moved_s: Floats, period: float, allowed
 
 
 @compiled
-def _same_order(related: Bools, before: Ints, now: Ints) -> bool:
-    """Whether calls that share devices stand alike in two orders."""
-    n = len(now)
-    for a in range(n):
+def _same_order(r: Relaxation, related: Bools, before: Ints, now: Ints) -> bool:
+    """Whether nodes that share devices stand alike in two orders of the calls."""
+    for a in range(len(related)):
         for b in range(a):
-            if related[a, b] and (before[a] < before[b]) != (now[a] < now[b]):
+            if related[a, b] and (
+                (_place(r, before, a) < _place(r, before, b)) != (_place(r, now, a) < _place(r, now, b))
+            ):
                 return False
     return True
+
+
+@compiled
+def _place(r: Relaxation, position: Ints, node: int) -> int:
+    """The place of a node in an order of the calls: a move stands directly before its reader."""
+    n = len(position)
+    return 2 * position[node] if node < n else 2 * position[r.reader[node - n]] - 1
 
 
 @compiled
@@ -261,18 +269,14 @@ def _with_devices(
     position: Ints,
     period: float,
 ) -> Floats:
-    """The free edges and, between nodes that share a device, those of an order. A move stands directly before
-    its reader."""
+    """The free edges and, between nodes that share a device, those of an order."""
     n = len(choice)
     weight = free.copy()
-    place = np.empty(len(related), np.int64)
-    for a in range(len(related)):
-        place[a] = 2 * position[a] if a < n else 2 * position[r.reader[a - n]] - 1
     for a in range(len(related)):
         seconds = moved_s[a - n] if a >= n else _seconds(r, choice, a) + _behind(r, choice, moved_s, a)
         for b in range(len(related)):
             if related[a, b]:
-                if place[a] < place[b]:
+                if _place(r, position, a) < _place(r, position, b):
                     gain = seconds
                 else:
                     gain = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)

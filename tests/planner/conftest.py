@@ -118,7 +118,7 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
             intermediate_size=2048,
             vocab_size=8192,
         )
-        device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(memory)})
+        device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(memory), "dispatch_s": 1e-4})
         return Problem(graph, ppo_cost(cluster, shape, device), max_tp)
 
     return make

@@ -1,10 +1,13 @@
 import numpy as np
+import pytest
 
 from planner.anneal import DRAWS, anneal, annealing, better, neighbours, polished, start_state, uniforms
 from planner.bound import call_cycles
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
 from planner.tables import Tables
+
+pytestmark = pytest.mark.timeout(600)  # the first run compiles
 
 
 def test_uniforms_are_a_pure_function_of_seed_purpose_and_round():

@@ -15,6 +15,8 @@ from planner.relaxation import OPEN, exceeds, lacks, move_s, relaxation
 from planner.search import bound_of
 from planner.tables import Tables
 
+pytestmark = pytest.mark.timeout(600)  # the first run compiles
+
 
 def proved(tables: Tables):
     """(best state, lower bound) of branch and bound that starts from the greedy choice and runs to its end."""
@@ -52,7 +54,7 @@ def test_more_memory_and_more_options_are_never_worse(small_problem):
     calls = ("actor_generate", "ref_inference", "actor_train")
     times = [
         proved(Tables(small_problem(Cluster(1, 4), calls, max_tp, memory)))[0].time_s
-        for max_tp, memory in ((1, 0.6e9), (1, 80e9), (4, 80e9))
+        for max_tp, memory in ((1, 0.27e9), (1, 80e9), (4, 80e9))
     ]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
