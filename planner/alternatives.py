@@ -1,15 +1,18 @@
 """Why not otherwise: for every call, the best plan found with another mesh for it, and why that plan loses."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from planner.anneal import neighbours, polished, start_state
+from planner.bound import call_cycles
+from planner.choices import assignments_of, nearest_choice
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
 from planner.search import SearchResult
 from planner.tables import Tables
-from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ReallocateNode
+from rlhf_tasks.spec import CallAssignment, ExecutionPlan, ReallocateNode
 
-TRIED = 12  # meshes per call
+TRIED = 200  # meshes per call, those of the fastest options
 
 
 @dataclass(frozen=True)
@@ -31,51 +34,31 @@ class Alternative:
 def rejected_alternatives(problem: Problem, result: SearchResult) -> tuple[Alternative, ...]:
     """One row per call, in the order of the graph; a call that has options on one mesh only has none."""
     tables = Tables(problem)
-    chosen = {node.name: node.assignment for node in result.plan.nodes if isinstance(node, CallNode)}
-    start = nearest_choice(tables, chosen)
+    start = nearest_choice(tables, assignments_of(result.plan))
     rows = []
     for number, name in enumerate(tables.calls):
-        choice = _forced_otherwise(tables, start, number, chosen[name])
+        choice = _forced_otherwise(tables, start, number)
         if choice is not None:
             rows.append(_row(tables, result, name, choice))
     return tuple(rows)
 
 
-def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) -> list[int]:
-    """For every call the option most like its assignment: the same mesh and strategy if there are, then the
-    nearest number of micro-batches."""
-
-    def unlike(call: str, number: int) -> tuple[bool, bool, int]:
-        option = tables.options[tables.calls.index(call)][number]
-        given = assignments[call]
-        devices = given.placement.devices
-        return (
-            (option.first, option.size) != (min(devices), len(devices)),
-            option.strategy != given.placement.strategy,
-            abs(option.micro_batches - given.micro_batches),
-        )
-
-    return [
-        min(range(len(options)), key=lambda n, call=call: unlike(call, n))
-        for call, options in zip(tables.calls, tables.options, strict=True)
-    ]
-
-
-def _forced_otherwise(
-    tables: Tables, start: Sequence[int], call: int, given: CallAssignment
-) -> list[int] | None:
-    """The best choice with another mesh for one call, the others as they are."""
-    fastest: dict[tuple[int, int], int] = {}
+def _forced_otherwise(tables: Tables, start: Sequence[int], call: int) -> list[int] | None:
+    """The best choice found with another mesh for one call: first only that call moves, then all may."""
     options = tables.options[call]
-    for number, option in enumerate(options):
-        mesh = option.first, option.size
-        if mesh != (min(given.placement.devices), len(given.placement.devices)) and (
-            mesh not in fastest or option.seconds < options[fastest[mesh]].seconds
-        ):
-            fastest[mesh] = number
-    tried = sorted(fastest.values(), key=lambda n: (options[n].seconds, n))[:TRIED]
-    choices = [[*start[:call], number, *start[call + 1 :]] for number in tried]
-    return min(choices, key=lambda choice: tables.evaluate(choice)[1::-1], default=None)
+    given = options[start[call]]
+    fastest: dict[tuple[int, int], int] = {}
+    for number in sorted(range(len(options)), key=lambda n: options[n].seconds):
+        fastest.setdefault((options[number].first, options[number].size), number)
+    fastest.pop((given.first, given.size), None)
+    moved = [[*start[:call], number, *start[call + 1 :]] for number in list(fastest.values())[:TRIED]]
+    if not moved:
+        return None
+    states = [start_state(tables, choice) for choice in moved]
+    state = min(states, key=lambda state: (state.excess_bytes, state.time_s))
+    near = neighbours(tables, (call, given.first, given.size))
+    found, _ = polished(tables, near, call_cycles(tables.problem.graph), state, 0, call)
+    return found.choice.tolist()
 
 
 def _row(tables: Tables, result: SearchResult, call: str, choice: Sequence[int]) -> Alternative:

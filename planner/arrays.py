@@ -94,6 +94,23 @@ class Skeletons(NamedTuple):
     sample_bytes: Floats
 
 
+class Models(NamedTuple):
+    """planner.move_seconds.Parts of all roles, one after another: so the type is the same for any number of roles.
+
+    entries, kinds  of all roles; role r has rows start[r, 0] .. start[r + 1, 0] - 1 of entries and start[r, 1] ..
+                    start[r + 1, 1] - 1 of kinds
+    start           [roles + 1, 2] int64
+    layers          [roles] int64
+    itemsize        bytes of an element
+    """
+
+    entries: Ints
+    kinds: Ints
+    start: Ints
+    layers: Ints
+    itemsize: int
+
+
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
@@ -103,7 +120,7 @@ class Arrays(NamedTuple):
     options  [options of all calls] OPTION_ROW
     stages   [stages of all different options] STAGE_ROW
     sides    [sides, 4] int64: first head, distance of heads, dp, blocks that are dealt separately
-    models   one planner.move_seconds.Parts per role
+    models   the models that move, by role
     redistributions, reallocations  [MEMORY_SLOTS] PRICE_ROW: prices that are remembered
     """
 
@@ -119,7 +136,7 @@ class Arrays(NamedTuple):
     stages: Rows
     sides: Ints
     skeletons: Skeletons
-    models: tuple[Parts, ...]
+    models: Models
     redistributions: Rows
     reallocations: Rows
 
@@ -148,9 +165,20 @@ def make_arrays(
         stages=stages,
         sides=sides,
         skeletons=_skeletons(problem, orders),
-        models=tuple(parts(m.shape, m.head, model.workload.itemsize) for m in shapes),
+        models=_models([parts(m.shape, m.head, model.workload.itemsize) for m in shapes]),
         redistributions=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
         reallocations=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
+    )
+
+
+def _models(of_roles: Sequence[Parts]) -> Models:
+    counts = [(len(model.entries), len(model.kinds)) for model in of_roles]
+    return Models(
+        np.concatenate([model.entries for model in of_roles]),
+        np.concatenate([model.kinds for model in of_roles]),
+        np.cumsum([(0, 0), *counts], axis=0),
+        np.array([model.layers for model in of_roles]),
+        of_roles[0].itemsize,
     )
 
 

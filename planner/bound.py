@@ -17,15 +17,18 @@ T for which one option per call satisfies all three. A call's options enter as i
 is both shorter and lighter.
 """
 
+# pyright: reportArgumentType=false, reportReturnType=false
+# (compiled code takes elements of arrays for the numbers they are)
+
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import networkx as nx
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from planner.graph import DataflowGraph
+from planner.move_seconds import compiled
 from planner.simulate import IN_FLIGHT
 
 Floats = NDArray[np.float64]
@@ -54,7 +57,7 @@ class Front(NamedTuple):
 def call_cycles(graph: DataflowGraph) -> Cycles:
     """The model cycles of a graph and the paths of one iteration, without those that others imply."""
     names = [call.name for call in graph.calls]
-    ordered = _ordered(graph)
+    ordered = data_order(graph)
     found: dict[frozenset[str], int] = {}
 
     def note(members: Iterable[str], delay: int) -> None:
@@ -81,7 +84,7 @@ def call_cycles(graph: DataflowGraph) -> Cycles:
     )
 
 
-def _ordered(graph: DataflowGraph) -> nx.DiGraph:
+def data_order(graph: DataflowGraph) -> nx.DiGraph:
     """The calls with the edges that hold wherever copies are made."""
     trainers = {trainer.name for role in graph.roles if (trainer := graph.trainer(role)) is not None}
     ordered = nx.DiGraph()
@@ -137,7 +140,7 @@ def root_bound(fronts: Sequence[Front], cycles: Cycles, n_devices: int) -> float
     return low
 
 
-@njit(cache=True)
+@compiled
 def _feasible(
     seconds: Floats,
     load: Floats,
@@ -167,7 +170,7 @@ def _feasible(
         decided[call] = False
         time[call] = seconds[call, 0]
         choice[call] += 1
-        limit = _allowance(call, time, members, delays, period)
+        limit = allowance(call, time, members, delays, period)
         if choice[call] >= sizes[call] or seconds[call, choice[call]] > limit:
             depth -= 1
             continue
@@ -177,7 +180,7 @@ def _feasible(
         total = 0.0
         for other in range(n_calls):
             if not decided[other]:
-                limit = _allowance(other, time, members, delays, period)
+                limit = allowance(other, time, members, delays, period)
                 last = np.searchsorted(seconds[other, : sizes[other]], limit * (1 + 1e-12), side="right") - 1
                 weight[other] = load[other, last] if last >= 0 else np.inf
                 leisure[other] = seconds[other, max(last, 0)]
@@ -192,7 +195,7 @@ def _feasible(
     return False
 
 
-@njit(cache=True)
+@compiled
 def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> bool:
     """Whether calls that take `time` keep all cycles within `period`."""
     for cycle in range(len(delays)):
@@ -205,8 +208,8 @@ def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: flo
     return True
 
 
-@njit(cache=True)
-def _allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> float:
+@compiled
+def allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> float:
     """The most seconds that the cycles leave a call when all others take `time`."""
     allowed = np.inf
     for cycle in range(len(delays)):

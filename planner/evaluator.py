@@ -9,8 +9,8 @@ times settle under a given period: the period rises from cycle to cycle until no
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrays import CALL, REALLOCATE, RELEASE, SAVE, TRANSFER, Arrays
-from planner.move_seconds import compiled, reallocation_s, redistribution_s
+from planner.arrays import CALL, REALLOCATE, RELEASE, SAVE, TRANSFER, Arrays, Models
+from planner.move_seconds import Parts, compiled, reallocation_s, redistribution_s
 from planner.simulate import IN_FLIGHT
 
 Ints = NDArray[np.int64]
@@ -61,6 +61,18 @@ def redistribution(arrays: Arrays, moved: int, source: int, destination: int) ->
 
 
 @compiled
+def _parts(models: Models, role: int) -> Parts:
+    """The model of a role."""
+    start = models.start
+    return Parts(
+        models.entries[start[role, 0] : start[role + 1, 0]],
+        models.kinds[start[role, 1] : start[role + 1, 1]],
+        models.layers[role],
+        models.itemsize,
+    )
+
+
+@compiled
 def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> float:
     """Seconds in which a role's parameters go from one option's placement to another's, by row.
 
@@ -77,7 +89,7 @@ def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> fl
     known = arrays.reallocations[_slot(key, len(arrays.reallocations))]
     if known.key != key:
         known.seconds = reallocation_s(
-            arrays.models[role],
+            _parts(arrays.models, role),
             np.array([a.first, a.dp, a.tp, a.pp]),
             np.array([b.first, b.dp, b.tp, b.pp]),
             arrays.links,

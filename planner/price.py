@@ -190,9 +190,10 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
 
 
 def _by_device(placement: Placement, per_stage: Iterable[float]) -> list[tuple[int, float]]:
-    """(device, bytes) from bytes per stage."""
+    """(device, bytes) from bytes per stage. Devices stand stage by stage (pp-major)."""
     stages = list(per_stage)
-    return [(device, stages[placement.coordinate(device).pp]) for device in placement.devices]
+    width = len(placement.devices) // len(stages)
+    return [(device, stages[i // width]) for i, device in enumerate(placement.devices)]
 
 
 def shortfall(price: PlanPrice, model: CostModel) -> str | None:

@@ -2,12 +2,17 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planner.anneal import State, annealing, neighbours, start_state
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
+from planner.branch import branching
+from planner.choices import assignments_of, nearest_choice
 from planner.disjoint import disjoint_choice
+from planner.mcmc import greedy_choice, metropolis
 from planner.plan import PlanError
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
@@ -72,6 +77,46 @@ class Request:
     evaluate: Mapping[str, CallAssignment] | None
     started: float
 
+    @property
+    def deadline(self) -> float:
+        return self.started + self.time_limit_s
+
+
+class Progress:
+    """The best plan so far and how it came about.
+
+    rules  plans by rule: the search begins with them and never ends with a worse plan
+    """
+
+    def __init__(self, request: Request, rules: Sequence[Priced]) -> None:
+        self._request, self._rules = request, rules
+        self.starts = [nearest_choice(request.tables, assignments_of(rule.plan)) for rule in rules]
+        self.starts.append(greedy_choice(request.tables))
+        self.state = start_state(request.tables, self.starts[0])
+        self._lower_bound_s, self._evaluations = request.lower_bound_s, 0
+        self._trace: list[TracePoint] = []
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self._request.deadline
+
+    def note(self, state: State, n_priced: int, lower_bound_s: float = 0.0) -> None:
+        """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
+        self._evaluations += n_priced
+        self._lower_bound_s = max(self._lower_bound_s, lower_bound_s)
+        self.state = state
+        seconds = time.monotonic() - self._request.started
+        if state.excess_bytes <= 0:
+            self._trace.append(TracePoint(seconds, state.time_s, self._lower_bound_s))
+
+    def found(self) -> Found:
+        """The best plan, priced from its transfer lists. Raises PlanError when nothing fits memory."""
+        candidates = list(self._rules)
+        if self.state.excess_bytes <= 0 or not candidates:
+            candidates.append(priced_choice(self._request.tables, self.state.choice.tolist()))
+        best = min(candidates, key=lambda one: one.price.iteration_time_s)
+        return Found(best, self._lower_bound_s, self._evaluations, tuple(self._trace))
+
 
 def find_plan(
     problem: Problem,
@@ -121,8 +166,13 @@ def find_plan(
 
 def bound_of(tables: Tables) -> float:
     """The root bound of a problem's options (planner/bound.py)."""
-    fronts = [front([o.seconds for o in options], [o.size for o in options]) for options in tables.options]
-    return root_bound(fronts, call_cycles(tables.problem.graph), tables.problem.cluster.n_devices)
+    problem = tables.problem
+    dispatch_s = problem.model.device.dispatch_s
+    fronts = [
+        front([o.seconds + dispatch_s for o in options], [o.size for o in options])
+        for options in tables.options
+    ]
+    return root_bound(fronts, call_cycles(problem.graph), problem.cluster.n_devices)
 
 
 def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
@@ -166,13 +216,50 @@ def _manual(request: Request) -> Found:
 
 
 def _search(request: Request) -> Found:
-    """The better of the rules' plans."""
-    found = [_heuristic(request), _symmetric(request)]
-    return min(found, key=lambda one: one.priced.price.iteration_time_s)
+    """Annealing from the rules' plans, then branch and bound."""
+    progress = Progress(request, _by_rule(request))
+    near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
+    with suppress(KeyboardInterrupt):
+        for state, n_priced in annealing(request.tables, near, cycles, progress.starts, request.seed):
+            progress.note(state, n_priced)
+            if progress.is_late:
+                return progress.found()
+        for state, lower_bound_s, n_priced in branching(
+            request.tables,
+            near,
+            cycles,
+            progress.state,
+            request.lower_bound_s,
+            request.seed,
+            request.deadline,
+        ):
+            progress.note(state, n_priced, lower_bound_s)
+    return progress.found()
+
+
+def _mcmc(request: Request) -> Found:
+    progress = Progress(request, ())
+    near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
+    with suppress(KeyboardInterrupt):
+        for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
+            progress.note(state, n_priced)
+            if progress.is_late:
+                break
+    return progress.found()
+
+
+def _by_rule(request: Request) -> list[Priced]:
+    """The plans by rule that fit memory."""
+    found = []
+    for rule in (heuristic_plan, symmetric_plan):
+        with suppress(PlanError):
+            found.append(rule(request.problem.graph, request.problem.model))
+    return found
 
 
 MODES: dict[str, Callable[[Request], Found]] = {
     "search": _search,
+    "mcmc": _mcmc,
     "heuristic": _heuristic,
     "symmetric": _symmetric,
     "disjoint": _disjoint,

@@ -1,6 +1,6 @@
 """PPO's graph and short ways to write assignments, shared by the planner's tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +11,7 @@ from planner.cost import CostModel
 from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import build_plan
+from planner.problem import Problem
 from planner.profile import preset
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
@@ -92,5 +93,32 @@ def ppo_cost(llama) -> Callable[..., CostModel]:
         }
         sizes = {"prompt_tokens": 128, "new_tokens": Lengths.fixed(128), **workload}
         return CostModel(cluster, device or preset("a100-80g-sxm"), models, Workload(**sizes))
+
+    return make
+
+
+@pytest.fixture
+def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
+    """PPO, or some of its calls, with 0.05 billion parameters per model and few options, on A100s."""
+
+    def make(
+        cluster: Cluster, calls: Sequence[str] | None = None, max_tp: int | None = None, memory: float = 80e9
+    ) -> Problem:
+        graph = make_graph(n_seqs=4, mini_batches=2)
+        if calls is not None:
+            kept = [graph.call(name) for name in calls]
+            made = {*graph.dataset_keys, *(key for call in kept for key in call.outputs)}
+            kept = [c.model_copy(update={"inputs": tuple(k for k in c.inputs if k in made)}) for c in kept]
+            graph = DataflowGraph(kept, graph.dataset_keys, name="small")
+        shape = llama(
+            hidden_size=768,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=2048,
+            vocab_size=8192,
+        )
+        device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(memory), "dispatch_s": 1e-4})
+        return Problem(graph, ppo_cost(cluster, shape, device), max_tp)
 
     return make

@@ -2,7 +2,10 @@
 
 import pytest
 
-from planner.alternatives import nearest_choice, rejected_alternatives
+from planner import search
+from planner.alternatives import rejected_alternatives
+from planner.anneal import annealing
+from planner.choices import assignments_of, nearest_choice
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.price import price_plan
@@ -11,32 +14,28 @@ from planner.profile import preset
 from planner.search import MODES, find_plan
 from planner.tables import Tables
 
+pytestmark = pytest.mark.timeout(600)  # the first run compiles
+
 
 @pytest.fixture
-def problem(make_graph, ppo_cost, llama) -> Problem:
-    """PPO with a model of 0.1 billion parameters on 1x2 A100s."""
-    shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
-    return Problem(make_graph(n_seqs=64), ppo_cost(Cluster(1, 2), shape))
-
-
-def assignments_of(result, problem):
-    return {call.name: result.plan.node(call.name).assignment for call in problem.graph.calls}
+def problem(small_problem) -> Problem:
+    return small_problem(Cluster(1, 2))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("manual", "disjoint")])
 def test_the_price_is_that_of_the_transfer_lists_and_above_the_bound(problem, mode):
-    result = find_plan(problem, mode)
+    result = find_plan(problem, mode, time_limit_s=1)
     assert result.mode == mode
     assert result.iteration_time_s == price_plan(result.plan, problem.model).iteration_time_s
     assert 0 < result.lower_bound_s <= result.iteration_time_s
     assert result.gap == pytest.approx(1 - result.lower_bound_s / result.iteration_time_s)
-    assert result.trace[-1].time_s == result.iteration_time_s
+    assert result.trace[-1].time_s == pytest.approx(result.iteration_time_s)
 
 
 def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama):
     shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
     problem = Problem(make_graph(n_seqs=64), ppo_cost(Cluster(1, 4), shape))
-    found = assignments_of(find_plan(problem, "disjoint"), problem)
+    found = assignments_of(find_plan(problem, "disjoint").plan)
     devices = {
         role: {
             d for call in problem.graph.calls if call.role == role for d in found[call.name].placement.devices
@@ -53,9 +52,9 @@ def test_disjoint_needs_a_device_per_role(problem):
 
 def test_manual_prices_what_it_is_given(problem):
     heuristic = find_plan(problem, "heuristic")
-    given = assignments_of(heuristic, problem)
+    given = assignments_of(heuristic.plan)
     manual = find_plan(problem, "manual", evaluate=given)
-    assert assignments_of(manual, problem) == given
+    assert assignments_of(manual.plan) == given
     assert manual.iteration_time_s == heuristic.iteration_time_s
     with pytest.raises(PlanError, match="give one for each call"):
         find_plan(problem, "manual")
@@ -66,7 +65,7 @@ def test_replicas_and_micro_batches_grow_until_memory_suffices(make_graph, ppo_c
     """Two trained and two frozen 7B models on eight A100s: one device alone cannot hold a replica."""
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8)))
     result = find_plan(problem, mode)
-    strategy = assignments_of(result, problem)["actor_train"].placement.strategy
+    strategy = assignments_of(result.plan)["actor_train"].placement.strategy
     assert strategy.tp * strategy.pp > 1
     assert max(peak.total_bytes for peak in result.price.peaks.values()) <= 80e9
 
@@ -77,6 +76,54 @@ def test_what_fits_nowhere_is_refused_with_device_bytes_and_field(make_graph, pp
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
     with pytest.raises(PlanError, match=r"Device \d lacks \d+ bytes: .* would lower it\."):
         find_plan(problem, mode)
+
+
+def test_search_proves_its_plan_optimal_and_equal_seeds_find_equal_plans(problem):
+    first, second, other = (find_plan(problem, "search", 60, seed) for seed in (0, 0, 1))
+    assert first.proven_optimal
+    assert first.gap < 1e-8
+    assert first.plan == second.plan
+    assert other.iteration_time_s == pytest.approx(first.iteration_time_s, rel=1e-8)
+    times = [point.time_s for point in first.trace]
+    bounds = [point.lower_bound_s for point in first.trace]
+    assert times == sorted(times, reverse=True)
+    assert bounds == sorted(bounds)
+
+
+def test_no_mode_beats_a_proven_search(problem):
+    best = find_plan(problem, "search", 60).iteration_time_s
+    for mode in ("heuristic", "symmetric", "mcmc"):
+        assert find_plan(problem, mode, 0.5).iteration_time_s >= best * (1 - 1e-8)
+
+
+def test_without_time_a_search_gives_no_worse_than_the_rules(problem):
+    result = find_plan(problem, "search", time_limit_s=1e-9)
+    assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+    assert result.lower_bound_s < result.iteration_time_s
+
+
+def test_an_interrupt_gives_the_best_plan_so_far_with_its_gap(problem, monkeypatch):
+    """Ctrl-C arrives after the second round of annealing."""
+
+    def interrupted(*arguments, **named):
+        rounds = annealing(*arguments, **named)
+        yield next(rounds)
+        yield next(rounds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "annealing", interrupted)
+    result = find_plan(problem, "search", 60)
+    assert len(result.trace) == 2
+    assert 0 < result.gap < 1
+    assert not result.proven_optimal
+    assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+
+
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+def test_a_search_where_nothing_fits_together_says_what_lacks(small_problem, mode):
+    """Each call fits the one device alone, together they do not."""
+    with pytest.raises(PlanError, match=r"Device 0 lacks \d+ bytes: .* would lower it\."):
+        find_plan(small_problem(Cluster(1, 1), memory=1.0e9), mode, 1)
 
 
 def test_bad_requests(problem):

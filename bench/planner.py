@@ -1,0 +1,204 @@
+"""How good and how fast the plan search is: one cost model, one process.
+
+    python -m bench.planner [--seeds 10] [--settings 7B+7B/1x8 ...] [--limits 1 10 60]
+                            [--large 70B+70B/128x8 ...] [--json FILE]
+
+PPO with Llama-2 shapes on A100-80G nodes (NVLink 300 GB/s each way inside a node, 200 Gb/s between nodes): prompt
+128, generated 896, batch 128, 4 mini-batches; ref like the actor, reward like the critic. For each setting: seconds
+per iteration after 1, 10 and 60 s of search and of MCMC (each of them one run per seed, read off its trace), the
+lower bound, the gap, choices priced per second, the time to the final plan. Compilation is done before the
+clock starts. Every reported plan is replayed (planner/replay.py shares no code with the simulator) and compared.
+--large adds 1,024 GPUs (60 s) and 16,384 GPUs (5 minutes).
+"""
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+from typing import Any
+
+from planner.cost import CostModel
+from planner.graph import DataflowGraph
+from planner.mesh import Cluster
+from planner.problem import Problem
+from planner.profile import preset
+from planner.replay import replay
+from planner.search import SearchResult, find_plan
+from planner.workload import Lengths, RoleModel, Workload
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.parallel.shape import ModelShape
+
+SHAPES = {
+    "7B": (4096, 32, 32, 32, 11008),
+    "13B": (5120, 40, 40, 40, 13824),
+    "34B": (8192, 48, 64, 8, 22016),
+    "70B": (8192, 80, 64, 8, 28672),
+}
+"""hidden size, layers, query heads, KV heads, MLP width (Llama-2 and Code Llama, config.json)."""
+
+SETTINGS = {
+    "7B+7B/1x8": ("7B", "7B", 1),
+    "13B+7B/2x8": ("13B", "7B", 2),
+    "34B+7B/4x8": ("34B", "7B", 4),
+    "70B+7B/8x8": ("70B", "7B", 8),
+    "70B+70B/16x8": ("70B", "70B", 16),
+    "7B+34B/4x8": ("7B", "34B", 4),
+}
+"""actor and ref, critic and reward, hosts of eight GPUs."""
+
+LARGE = {"70B+70B/128x8": ("70B", "70B", 128, 60.0), "70B+70B/2048x8": ("70B", "70B", 2048, 300.0)}
+"""The same with the time limit in seconds; the batch grows with the cluster."""
+
+
+def shape(name: str) -> ModelShape:
+    """A Llama-2 shape by its size."""
+    hidden, layers, heads, kv_heads, width = SHAPES[name]
+    return ModelShape.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": width,
+            "vocab_size": 32000,
+            "max_position_embeddings": 4096,
+        }
+    )
+
+
+def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
+    """PPO's planning problem for a pair of models on some hosts."""
+    sizes = SimpleNamespace(
+        batch_size=n_seqs,
+        num_mini_batches=4,
+        scoring_role="reward",
+        records_kept=False,
+        truncated_responses="keep",
+    )
+    ppo = GRAPHS["ppo"]
+    graph = DataflowGraph(ppo.calls(sizes), ppo.dataset_keys, name="ppo")
+    models = {
+        "actor": RoleModel(shape=shape(actor)),
+        "ref": RoleModel(shape=shape(actor)),
+        "critic": RoleModel(shape=shape(critic), head="scalar"),
+        "reward": RoleModel(shape=shape(critic), head="scalar"),
+    }
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(896))
+    return Problem(graph, CostModel(Cluster(hosts, 8), preset("a100-80g-sxm"), models, workload))
+
+
+def cost_after(result: SearchResult, seconds: float) -> float | None:
+    """The best plan's seconds per iteration after so much search; None when there was none."""
+    found = [point.time_s for point in result.trace if point.seconds <= seconds]
+    return min(found, default=None)
+
+
+def replay_error(result: SearchResult, iterations: int = 40) -> float:
+    """By how much the replay's time per iteration differs from the reported one, as a share of it."""
+    ends: dict[int, float] = {}
+    for execution in replay(result.plan, result.price.duration_s, iterations):
+        ends[execution.iteration] = max(ends.get(execution.iteration, 0.0), execution.end_s)
+    # An even number of iterations apart: with two in flight the ends may alternate
+    period = (ends[iterations - 1] - ends[iterations // 2 - 1]) / (iterations // 2)
+    return abs(period / result.iteration_time_s - 1)
+
+
+def summary(result: SearchResult, limits: list[float]) -> dict[str, Any]:
+    """What is reported of one run."""
+    final = result.trace[-1].time_s
+    return {
+        "cost_after_s": {f"{limit:g}": cost_after(result, limit) for limit in limits},
+        "iteration_time_s": result.iteration_time_s,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "proven_optimal": result.proven_optimal,
+        "seconds": result.seconds,
+        "final_plan_after_s": next(point.seconds for point in result.trace if point.time_s == final),
+        "evaluations_per_s": result.evaluations / result.seconds,
+        "replay_error": replay_error(result),
+    }
+
+
+def measure(name: str, given: Problem, seeds: int, limits: list[float]) -> dict[str, Any]:
+    """Search and MCMC on one setting, a run per seed."""
+    runs = {
+        mode: [summary(find_plan(given, mode, max(limits), seed), limits) for seed in range(seeds)]
+        for mode in ("search", "mcmc")
+    }
+    rules = {mode: find_plan(given, mode).iteration_time_s for mode in ("heuristic", "symmetric", "disjoint")}
+    best = min(run["iteration_time_s"] for mode in runs.values() for run in mode)
+    for mode, found in runs.items():
+        cells = [_over_best(found, f"{limit:g}", best) for limit in limits]
+        print(f"{name:16} {mode:7} {' '.join(cells)}  {_range(found)}", flush=True)
+    print(
+        f"{name:16} rules   {', '.join(f'{mode} {time_s:.3f} s' for mode, time_s in rules.items())}",
+        flush=True,
+    )
+    return {"best_s": best, "runs": runs, "rules_s": rules}
+
+
+def _over_best(runs: list[dict[str, Any]], limit: str, best: float) -> str:
+    """Mean and worst excess over the best plan known, in percent."""
+    costs = [run["cost_after_s"][limit] for run in runs]
+    if None in costs:
+        return f"{limit} s: {costs.count(None)} of {len(costs)} without a plan;"
+    return f"{limit} s: +{100 * (mean(costs) / best - 1):.2f}% (worst +{100 * (max(costs) / best - 1):.2f}%);"
+
+
+def _range(runs: list[dict[str, Any]]) -> str:
+    def most(key: str) -> float:
+        return max(run[key] for run in runs)
+
+    def usual(key: str) -> float:
+        return mean(run[key] for run in runs)
+
+    return (
+        f"best {min(run['iteration_time_s'] for run in runs):.3f} s, bound {most('lower_bound_s'):.3f} s, "
+        f"gap at most {most('gap'):.2%}, proved {sum(run['proven_optimal'] for run in runs)} of {len(runs)}, "
+        f"{usual('evaluations_per_s'):,.0f} choices/s, final plan after {usual('final_plan_after_s'):.1f} s, "
+        f"ended after {usual('seconds'):.1f} s, replay off by {most('replay_error'):.1e}"
+    )
+
+
+def measure_large(name: str, actor: str, critic: str, hosts: int, limit_s: float) -> dict[str, Any]:
+    """One search on a large cluster."""
+    given = problem(actor, critic, hosts, n_seqs=4 * 8 * hosts)
+    started = time.monotonic()
+    result = find_plan(given, "search", limit_s)
+    run = summary(result, [limit_s])
+    print(f"{name:16} search  {_range([run])}; {time.monotonic() - started:.1f} s in all", flush=True)
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--limits", type=float, nargs="+", default=[1.0, 10.0, 60.0])
+    parser.add_argument("--large", nargs="*", default=[], choices=list(LARGE))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    compiling = time.monotonic()
+    for mode in ("search", "mcmc"):
+        find_plan(problem("7B", "7B", 1), mode, 1.0)
+    report: dict[str, Any] = {
+        "platform": platform.platform(),
+        "compile_or_load_s": time.monotonic() - compiling,
+        "settings": {
+            name: measure(name, problem(*SETTINGS[name]), given.seeds, given.limits)
+            for name in given.settings
+        },
+        "large": {name: measure_large(name, *LARGE[name]) for name in given.large},
+    }
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

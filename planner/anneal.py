@@ -1,0 +1,249 @@
+"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983).
+
+A proposal's energy limit is drawn before the proposal is priced. Most proposals are refused by a lower bound that
+needs only seconds and meshes: the longest model cycle and the fullest device.
+"""
+
+# pyright: reportArgumentType=false, reportReturnType=false
+# (compiled code takes elements of arrays for the numbers they are)
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.arrays import Arrays
+from planner.bound import Cycles
+from planner.evaluator import value
+from planner.move_seconds import compiled
+from planner.tables import Tables
+from rlhf_tasks.parallel.random import stream, stream_key
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+STEPS = 20_000  # proposals of a round
+ROUNDS = 6
+HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
+CALM = 0.004  # the same at the beginning of a round that polishes a plan
+PAIRS = 0.4  # share of the proposals that change two calls
+DRAWS = 12  # random numbers per proposal: one half per call that it changes
+SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
+
+
+class Neighbours(NamedTuple):
+    """Where proposals go.
+
+    start   [calls + 1] call c has the meshes start[c] .. start[c + 1] - 1 of the arrays over meshes
+    first, size  [meshes] devices
+    begin   [meshes + 1] the options of mesh m are by_speed[begin[m]] .. by_speed[begin[m + 1] - 1], fastest first
+    """
+
+    start: Ints
+    first: Ints
+    size: Ints
+    begin: Ints
+    by_speed: Ints
+
+
+class State(NamedTuple):
+    """A choice (option number per call), its seconds per iteration and its missing bytes."""
+
+    choice: Ints
+    time_s: float
+    excess_bytes: float
+
+
+def neighbours(tables: Tables, barred: tuple[int, int, int] | None = None) -> Neighbours:
+    """The options of each call by mesh, fastest first.
+
+    barred  (call, first device, size): a mesh that the call may not have
+    """
+    start, first, size, begin, by_speed = [0], [], [], [0], []
+    for call, options in enumerate(tables.options):
+        meshes: dict[tuple[int, int], list[int]] = {}
+        for number, option in enumerate(options):
+            meshes.setdefault((option.first, option.size), []).append(number)
+        for (a, n), numbers in sorted(meshes.items()):
+            if (call, a, n) == barred:
+                continue
+            first.append(a)
+            size.append(n)
+            by_speed += sorted(numbers, key=lambda number: options[number].seconds)
+            begin.append(len(by_speed))
+        start.append(len(first))
+    return Neighbours(*(np.array(column, np.int64) for column in (start, first, size, begin, by_speed)))
+
+
+def uniforms(seed: int, purpose: str, round_number: int, steps: int) -> Floats:
+    """[steps, DRAWS] random numbers in [0, 1), a pure function of the arguments."""
+    with np.errstate(over="ignore"):
+        bits = stream(stream_key(seed, purpose, round_number), np.arange(steps * DRAWS, dtype=np.int64))
+    return ((bits >> 11) & ((1 << 53) - 1)).reshape(steps, DRAWS) / float(1 << 53)
+
+
+def start_state(tables: Tables, choice: Sequence[int]) -> State:
+    """The state of a choice."""
+    found = tables.evaluate(choice)
+    return State(np.asarray(choice, np.int64), found.time_s, found.excess_bytes)
+
+
+def annealing(
+    tables: Tables, near: Neighbours, cycles: Cycles, starts: Sequence[Sequence[int]], seed: int
+) -> Iterator[tuple[State, int]]:
+    """After each round: the best state so far, and the number of choices that the round priced.
+
+    starts  choices to begin with; the rounds take them in turn, and the best state after them
+    """
+    best: State | None = None
+    for number in range(ROUNDS):
+        start = start_state(tables, starts[number]) if number < len(starts) or best is None else best
+        draws = uniforms(seed, "annealing", number, STEPS)
+        found, _, n_priced = anneal(
+            tables.arrays, near, cycles, start, draws, HOT * start.time_s, COLD * start.time_s, True
+        )
+        best = found if best is None else better(best, found)
+        yield best, n_priced
+
+
+def polished(
+    tables: Tables, near: Neighbours, cycles: Cycles, state: State, seed: int, number: int
+) -> tuple[State, int]:
+    """The best state met near a state, and the number of choices priced. number: of the polishing, from 0."""
+    draws = uniforms(seed, "polishing", number, STEPS // 4)
+    found, _, n_priced = anneal(
+        tables.arrays, near, cycles, state, draws, CALM * state.time_s, COLD * state.time_s, True
+    )
+    return found, n_priced
+
+
+def better(a: State, b: State) -> State:
+    """The state that lacks less memory; of two that lack the same, the faster; of two such, a."""
+    return b if (b.excess_bytes, b.time_s) < (a.excess_bytes, a.time_s) else a
+
+
+@compiled
+def anneal(
+    arrays: Arrays,
+    near: Neighbours,
+    cycles: Cycles,
+    start: State,
+    draws: Floats,
+    hot: float,
+    cold: float,
+    local: bool,
+) -> tuple[State, State, int]:
+    """One round of proposals from a start; each changes one call, or two if they are local.
+
+    draws      [steps, DRAWS] random numbers
+    hot, cold  temperatures of the first and last step, in seconds; between them geometric
+    local      whether proposals look near the meshes in use (annealing), or anywhere alike (MCMC)
+    Returns the best state met, of those that fit memory if any does, the last one, and the number of choices priced.
+    """
+    state = best = start
+    n_priced = 0
+    for step in range(len(draws)):
+        u = draws[step]
+        call = int(u[0] * arrays.n_calls)
+        choice = state.choice.copy()
+        choice[call] = _propose(arrays, near, choice, call, u, local)
+        if local and u[11] < PAIRS:
+            second = int(u[6] * arrays.n_calls)
+            choice[second] = _propose(arrays, near, choice, second, u[6:], local)
+        if np.array_equal(choice, state.choice):
+            continue
+        temperature = hot * (cold / hot) ** (step / len(draws))
+        limit = _energy(arrays, state) - temperature * np.log(1 - u[1])
+        if _surely_above(arrays, cycles, choice, limit):
+            continue
+        time_s, excess_bytes, _ = value(arrays, choice)
+        n_priced += 1
+        proposed = State(choice, time_s, excess_bytes)
+        if _energy(arrays, proposed) > limit:
+            continue
+        state = proposed
+        if (excess_bytes, time_s) < (best.excess_bytes, best.time_s):
+            best = state
+    return best, state, n_priced
+
+
+@compiled
+def _energy(arrays: Arrays, state: State) -> float:
+    if state.excess_bytes <= 0:
+        return state.time_s
+    return state.time_s * (1 + SHORT_OF_MEMORY + 2 * state.excess_bytes / arrays.memory_bytes)
+
+
+@compiled
+def _surely_above(arrays: Arrays, cycles: Cycles, choice: Ints, limit: float) -> bool:
+    """Whether a choice's model cycles or the load of a device exceed a limit."""
+    o, n = arrays.options, arrays.n_calls
+    for k in range(len(cycles.delays)):
+        total = 0.0
+        for c in range(n):
+            if cycles.members[k, c]:
+                total += o[arrays.start[c] + choice[c]].seconds
+        if total > limit * cycles.delays[k]:
+            return True
+    for point in range(n):
+        device, load = o[arrays.start[point] + choice[point]].first, 0.0
+        for c in range(n):
+            row = arrays.start[c] + choice[c]
+            if o[row].first <= device < o[row].first + o[row].size:
+                load += o[row].seconds
+        if load > limit:
+            return True
+    return False
+
+
+@compiled
+def _propose(arrays: Arrays, near: Neighbours, choice: Ints, call: int, u: Floats, local: bool) -> int:
+    """Another option for a call: on its mesh, on another call's, beside one, at one of its own ends, or anywhere."""
+    o = arrays.options
+    if not local:
+        return int(u[2] * (arrays.start[call + 1] - arrays.start[call]))
+    low, high = near.start[call], near.start[call + 1]
+    mesh = low + int(u[3] * (high - low))
+    if u[2] < 0.75:
+        peer = int(u[4] * arrays.n_calls)
+        mine, other = arrays.start[call] + choice[call], arrays.start[peer] + choice[peer]
+        mesh = _mesh_like(
+            near,
+            low,
+            high,
+            mesh,
+            u[2],
+            (o[mine].first, o[mine].first + o[mine].size),
+            (o[other].first, o[other].first + o[other].size),
+        )
+    options = near.begin[mesh + 1] - near.begin[mesh]
+    return near.by_speed[near.begin[mesh] + int(u[5] * u[5] * options)]
+
+
+@compiled
+def _mesh_like(
+    near: Neighbours,
+    low: int,
+    high: int,
+    begin: int,
+    kind: float,
+    mine: tuple[int, int],
+    other: tuple[int, int],
+) -> int:
+    """The first mesh from `begin` on, cyclically, that stands as wanted to a call's own mesh or another's (first
+    device, device after the last); `begin` when there is none."""
+    for i in range(high - low):
+        mesh = low + (begin - low + i) % (high - low)
+        first, end = near.first[mesh], near.first[mesh] + near.size[mesh]
+        if kind < 0.25:
+            wanted = first == mine[0] and end == mine[1]
+        elif kind < 0.4:
+            wanted = first == other[0] and end == other[1]
+        elif kind < 0.55:
+            wanted = first == other[1] or end == other[0]
+        else:
+            wanted = first == mine[0] or end == mine[1]
+        if wanted:
+            return mesh
+    return begin

@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+
+from planner.anneal import DRAWS, anneal, annealing, better, neighbours, polished, start_state, uniforms
+from planner.bound import call_cycles
+from planner.mcmc import greedy_choice
+from planner.mesh import Cluster
+from planner.tables import Tables
+
+pytestmark = pytest.mark.timeout(600)  # the first run compiles
+
+
+def test_uniforms_are_a_pure_function_of_seed_purpose_and_round():
+    first = uniforms(3, "annealing", 1, 1000)
+    assert first.shape == (1000, DRAWS)
+    assert np.array_equal(first, uniforms(3, "annealing", 1, 1000))
+    assert not np.array_equal(first, uniforms(4, "annealing", 1, 1000))
+    assert not np.array_equal(first, uniforms(3, "annealing", 2, 1000))
+    assert 0 <= first.min() < first.max() < 1
+    assert abs(first.mean() - 0.5) < 0.02
+
+
+def test_neighbours_hold_every_option_once(small_problem):
+    tables = Tables(small_problem(Cluster(2, 2)))
+    near = neighbours(tables)
+    for call, options in enumerate(tables.options):
+        found = []
+        for mesh in range(near.start[call], near.start[call + 1]):
+            numbers = near.by_speed[near.begin[mesh] : near.begin[mesh + 1]]
+            assert {(options[n].first, options[n].size) for n in numbers} == {
+                (near.first[mesh], near.size[mesh])
+            }
+            assert sorted(numbers, key=lambda n: options[n].seconds) == list(numbers)
+            found += list(numbers)
+        assert sorted(found) == list(range(len(options)))
+
+
+def test_rounds_only_get_better_and_states_are_priced_right(small_problem):
+    tables = Tables(small_problem(Cluster(2, 2)))
+    cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
+    start = greedy_choice(tables)
+    states = [state for state, _ in annealing(tables, near, cycles, [start], seed=0)]
+    times = [state.time_s for state in states]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < start_state(tables, start).time_s
+    assert tables.evaluate(states[-1].choice)[:2] == (times[-1], 0)
+    final, _ = polished(tables, near, cycles, states[-1], 0, 0)
+    assert final.time_s <= times[-1]
+
+
+def test_a_cold_round_never_gets_worse(small_problem):
+    """Without heat only improvements are accepted: the last state is the best one."""
+    tables = Tables(small_problem(Cluster(1, 4)))
+    start = start_state(tables, greedy_choice(tables))
+    cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
+    best, last, n_priced = anneal(
+        tables.arrays, near, cycles, start, uniforms(0, "x", 0, 2000), 1e-9, 1e-9, True
+    )
+    assert np.array_equal(best.choice, last.choice)
+    assert 0 < n_priced < 2000
+
+
+def test_missing_memory_ranks_before_time(small_problem):
+    state = start_state(Tables(small_problem(Cluster(1, 1))), [0] * 6)
+    assert better(state._replace(excess_bytes=1.0), state) is state
+    slow = state._replace(time_s=9 * state.time_s)
+    assert better(slow, state) is state

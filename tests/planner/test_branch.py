@@ -1,0 +1,100 @@
+"""Branch and bound against enumeration, and its bound against exact prices."""
+
+from itertools import product
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from planner.anneal import neighbours, start_state
+from planner.bound import call_cycles
+from planner.branch import branching
+from planner.mcmc import greedy_choice
+from planner.mesh import Cluster
+from planner.relaxation import OPEN, exceeds, lacks, move_s, relaxation
+from planner.search import bound_of
+from planner.tables import Tables
+
+pytestmark = pytest.mark.timeout(600)  # the first run compiles
+
+
+def proved(tables: Tables):
+    """(best state, lower bound) of branch and bound that starts from the greedy choice and runs to its end."""
+    start, cycles = start_state(tables, greedy_choice(tables)), call_cycles(tables.problem.graph)
+    steps = branching(tables, neighbours(tables), cycles, start, bound_of(tables), 0, monotonic() + 60)
+    *_, (state, lower_bound_s, _) = steps
+    return state, lower_bound_s
+
+
+def enumerated(tables: Tables) -> float:
+    """The least seconds per iteration of all choices that fit."""
+    values = (tables.evaluate(choice) for choice in product(*(range(len(found)) for found in tables.options)))
+    return min((value.time_s for value in values if value.excess_bytes <= 0), default=np.inf)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "calls", "max_tp", "memory"),
+    [
+        (Cluster(1, 8), ("actor_generate", "ref_inference", "actor_train"), 1, 80e9),
+        (Cluster(1, 8), ("actor_generate", "actor_train"), 8, 0.5e9),
+        (Cluster(2, 2), ("actor_generate", "critic_inference", "critic_train"), 2, 0.6e9),
+        (Cluster(2, 2), ("actor_generate", "ref_inference", "critic_inference", "critic_train"), 1, 80e9),
+    ],
+)
+def test_equals_enumeration(small_problem, cluster, calls, max_tp, memory):
+    tables = Tables(small_problem(cluster, calls, max_tp, memory))
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+
+
+def test_more_memory_and_more_options_are_never_worse(small_problem):
+    calls = ("actor_generate", "ref_inference", "actor_train")
+    times = [
+        proved(Tables(small_problem(Cluster(1, 4), calls, max_tp, memory)))[0].time_s
+        for max_tp, memory in ((1, 0.27e9), (1, 80e9), (4, 80e9))
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem):
+    """Random choices, and the same with some calls open, on PPO."""
+    tables = Tables(small_problem(Cluster(2, 2)))
+    r, random = relaxation(tables), np.random.default_rng(0)
+    starts = r.arrays.start[:-1]
+    allowed = np.zeros(r.arrays.n_calls)
+    tight = 0
+    for _ in range(200):
+        choice = np.array([random.integers(len(found)) for found in tables.options])
+        time_s, excess_bytes, _ = tables.evaluate(choice)
+        for share in (0.0, 0.5):
+            rows = np.where(random.random(len(choice)) < share, OPEN, choice + starts)
+            moved_s = np.zeros(len(r.trainer))
+            for k in range(len(moved_s)):
+                if rows[r.trainer[k]] != OPEN and rows[r.reader[k]] != OPEN:
+                    moved_s[k] = move_s(r, k, rows[r.trainer[k]], rows[r.reader[k]])
+            assert not exceeds(r, rows, moved_s, time_s * (1 + 1e-9), allowed)
+            seconds = r.arrays.options.seconds[choice + starts]
+            assert all(seconds[rows == OPEN] <= allowed[rows == OPEN] * (1 + 1e-9))
+            assert excess_bytes > 0 or not lacks(r, rows)
+            tight += share == 0 and exceeds(r, rows, moved_s, 0.7 * time_s, allowed)
+    assert tight > 150
+
+
+def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
+    tables = Tables(small_problem(Cluster(1, 4)))
+    state = start_state(tables, greedy_choice(tables))
+    cycles = call_cycles(tables.problem.graph)
+    steps = list(branching(tables, neighbours(tables), cycles, state, bound_of(tables), 0, monotonic()))
+    assert len(steps) <= 1
+
+
+def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem):
+    """Each call fits alone, together they do not."""
+    tables = Tables(small_problem(Cluster(1, 1), max_tp=1, memory=1.0e9))
+    state, lower_bound_s = proved(tables)
+    assert state.excess_bytes > 0
+    assert lower_bound_s > state.time_s
