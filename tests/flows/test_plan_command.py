@@ -132,8 +132,7 @@ def test_the_modes_are_compared_by_hours(call):
     assert "Rejected alternatives" in out
     rows = {line.split()[0]: line.split() for line in out.split("7200 iterations")[1].splitlines() if line}
     assert "on devices of their own" in " ".join(rows["disjoint"]), "four roles do not fit two devices"
-    assert "mcmc" in rows
-    for mode in ("search", "heuristic", "symmetric"):
+    for mode in ("search", "mcmc", "heuristic", "symmetric"):
         time_s, hours = float(rows[mode][1]), float(rows[mode][2])
         assert hours == pytest.approx(2 * time_s, rel=0.02), rows[mode]
 
