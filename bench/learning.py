@@ -112,14 +112,15 @@ async def tune(
     return await measure(demo, trained["model"], name), used_s
 
 
-def seed_flow(demo: Demo, clock: CpuClock) -> Any:
-    """A flow without parameters: Prefect would copy them."""
+async def all_rows(folder: Path, seed: int) -> dict[str, Any]:
+    """All rows of one seed, with a Prefect server and a cluster of their own."""
+    with demo_at(folder, seed) as demo:
 
-    @flow(name="bench-learning", persist_result=False)
-    async def one_seed() -> dict[str, Any]:
-        return await run_seed(demo, clock)
+        @flow(name="bench-learning", persist_result=False)  # without parameters: Prefect would copy them
+        async def one_seed() -> dict[str, Any]:
+            return await run_seed(demo, CpuClock(demo.scheduler))
 
-    return one_seed
+        return await one_seed()
 
 
 def main() -> None:
@@ -135,8 +136,7 @@ def main() -> None:
         folder = arguments.folder / f"seed-{seed}"
         # A stage that is there already would cost no CPU seconds, and the budget is what PPO costs.
         folder.mkdir(parents=True)
-        with demo_at(folder, seed) as demo:
-            rows.append(asyncio.run(seed_flow(demo, CpuClock(demo.scheduler))()))
+        rows.append(asyncio.run(all_rows(folder, seed)))
         print(yaml.safe_dump(rows[-1], sort_keys=False), flush=True)
     if arguments.json is not None:
         machine = {"platform": platform.platform(), "cpus": psutil.cpu_count(), "date": time.strftime("%F")}
