@@ -12,6 +12,7 @@ from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
+from planner.profile import preset_of_gpu
 from planner.profile_cache import cached
 from planner.search import SearchResult, find_plan
 from planner.workload import Lengths, RoleModel, Workload
@@ -26,6 +27,8 @@ COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
 """The modes of the planner that find a plan by themselves."""
 
 PROFILES = "profiles"  # folder of measured profiles, in the output folder
+
+GPUS = Path("/proc/driver/nvidia/gpus")  # where the driver describes them, for processes without torch
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -80,7 +83,16 @@ def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware
     if cluster_file is not None:
         return read_cluster(cluster_file)
     stated = config.cluster
-    return Hardware(Cluster(stated.n_hosts, stated.devices_per_host), read_device(config.planning.device))
+    return Hardware(
+        Cluster(stated.n_hosts, stated.devices_per_host), read_device(config.planning.device or device_here())
+    )
+
+
+def device_here() -> str:
+    """The preset of this machine's devices: its GPU's where there is one that we know, else a CPU slot's."""
+    described = (path.read_text() for path in sorted(GPUS.glob("*/information")))
+    models = [line for text in described for line in text.splitlines() if line.startswith("Model:")]
+    return next((name for name in map(preset_of_gpu, models) if name is not None), "cpu-slot")
 
 
 def workload_of(config: AnyConfig) -> Workload:

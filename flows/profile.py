@@ -3,6 +3,7 @@
 Its figures go to a cache in the output folder, from where plans of runs with these models take them.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -10,6 +11,7 @@ from statistics import median
 
 from prefect import flow
 
+from flows.ending import ending_in_time
 from flows.planning import hardware_of, problem_of, profile_folder
 from flows.runs import cluster_of
 from flows.server import prefect_server
@@ -54,6 +56,7 @@ async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
         results.update(committed.results)
 
     with (
+        ending_in_time(asyncio.current_task()),
         prefect_server(folder) as server,
         cluster_of(config, folder, server.environment) as cluster,
     ):

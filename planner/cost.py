@@ -49,7 +49,8 @@ class CostModel:
 
     device    its peaks, its memory and its links
     models    role -> its model
-    measured  profiles of some of the models on such devices; the others are priced by `device`
+    measured  profiles of some of the models on such devices; other models, and tp degrees that were not measured,
+              are priced by `device`
     Raises ValueError for a profile of a model that no role has, and when a strategy has more tp ranks than heads
     or more stages than layers.
     """
@@ -65,7 +66,7 @@ class CostModel:
         self.cluster, self.device, self.models, self.workload = cluster, device, models, workload
         for profile in measured:
             profile.check(models, workload.itemsize)
-        self._measured = {profile.model: profile for profile in measured}
+        self.measured = {profile.model: profile for profile in measured}
         self._timings: dict[tuple[str, int, bool], Timing] = {}
         self._costs: dict[tuple, CallCost] = {}
 
@@ -110,8 +111,8 @@ class CostModel:
         key = (role, tp, crosses)
         if key not in self._timings:
             model, itemsize = self.models[role], self.workload.itemsize
-            profile = self._measured.get(model.shape)
-            if profile is not None:
+            profile = self.measured.get(model.shape)
+            if profile is not None and tp in profile.tp_degrees:
                 self._timings[key] = Tables(profile, model.head, tp, crosses)
             else:
                 local = sizes(model.shape, model.head, tp)

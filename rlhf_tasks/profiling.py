@@ -238,15 +238,16 @@ def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -
 
 
 def exchange_sets(n_ranks: int, devices_per_host: int) -> list[tuple[int, ...]]:
-    """The sets that exchanges are measured in: neighbours (2, 4, ... of them), and one rank of each of some hosts."""
-    sets, size = [], 2
+    """The sets that exchanges are measured in: neighbours, 2, 4, ... and all of them, and one rank of some hosts."""
+    sets = [tuple(range(n_ranks))] if n_ranks > 1 else []
+    size = 2
     while size <= n_ranks:
         sets += [tuple(range(first, first + size)) for first in range(0, n_ranks - size + 1, size)]
         across = tuple(range(0, size * devices_per_host, devices_per_host))
         if across[-1] < n_ranks and devices_per_host > 1:
             sets.append(across)
         size *= 2
-    return sets
+    return sorted(set(sets))
 
 
 def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock) -> Iterator[TimedExchange]:
@@ -263,7 +264,7 @@ def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock
             )
 
 
-EXCHANGE_BYTES = tuple(2**power for power in range(10, 25, 2))
+EXCHANGE_BYTES = tuple(2**power for power in range(10, 23, 3))  # 1 KiB to 4 MiB; beyond, bandwidth is all
 
 
 def _exchanges(
