@@ -71,7 +71,11 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _link(exchanges: Iterable[TimedExchange], crosses: bool, device: DeviceProfile) -> Link:
-    """Latency and bandwidth of messages between two ranks, so that `DeviceProfile.send_s` gives what was measured."""
+    """Latency and bandwidth of a transfer between two ranks, so that `DeviceProfile.send_s` gives what was measured.
+
+    The latency holds all that ranks tell each other before they send: the cost model uses this link for transfers, and
+    has a profile's own figures for the messages inside calls.
+    """
     sends = [
         (float(e.size_bytes), e.seconds) for e in exchanges if (e.kind, e.crosses_hosts) == ("send", crosses)
     ]
