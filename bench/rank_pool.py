@@ -4,8 +4,6 @@ Starting a rank takes seconds of imports, so one pool serves all plans of a benc
 executor; only the runtime around it is replaced by a loop in plan order.
 """
 
-import ctypes
-import gc
 import os
 import time
 import traceback
@@ -122,13 +120,13 @@ def run_plan(
     import torch.distributed as dist
 
     from rlhf_tasks.executor import Executor
-    from rlhf_tasks.memory import peak_bytes, reset_peak
+    from rlhf_tasks.memory import give_back, peak_bytes, reset_peak
     from rlhf_tasks.protocol.sequencer import Sequencer
 
     host, port, prefix = store
     plan = ExecutionPlan.model_validate_json(plan_json)
     executor = Executor(rank, lambda part: None)
-    give_memory_back()
+    give_back()
     reset_peak(torch.device("cpu"))
     executor.load(generation_spec(rank, store, plan, config, folder))
     ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))
@@ -183,9 +181,3 @@ def generation_spec(
         store_prefix=prefix,
         timeout_s=GROUP_TIMEOUT_S,
     )
-
-
-def give_memory_back() -> None:
-    """Return what the plan before has left to the kernel, so that it does not count for the next one."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -300,9 +300,7 @@ def _cut(values: Tensor, n: int) -> Packed:
 
 
 def _redistribute(store: SampleStore, devices: tuple[int, ...], groups: ProcessGroups) -> None:
-    source, destination = (
-        DataSide(placement=Placement((device,), ParallelStrategy())) for device in devices
-    )
+    source, destination = (DataSide(placement=Placement((device,), ParallelStrategy())) for device in devices)
     redistribute(source, destination, range(SAMPLES), ["x"], store, groups, devices_per_host=max(devices) + 1)
     if groups.rank == devices[1]:
         store.clear()

@@ -72,7 +72,7 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
                 assert tables.head_s(kind, 20, 8) >= 0
             assert tables.update_s(1000, 1) == 1.0  # one tick
             assert tables.exchange_s("send", 2, 1000, False) == 0.5  # there and back in a tick
-            for kind in ("all_reduce", "all_gather", "reduce_scatter", "share", "objects"):
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "share", "objects", "redistribute"):
                 assert tables.exchange_s(kind, 2, 1000, False) == 1.0
     lm = Tables(profile, "lm", 2, crosses=False)
     assert all(lm.layer_s(kind, 2, 4) >= 0 and lm.head_s(kind, 2, 4) >= 0 for kind in ("prefill", "decode"))
@@ -85,7 +85,6 @@ def test_a_plan_of_pieces_has_tp_degrees_that_divide_the_hosts():
     plan = profile_plan(pieces, 12, 6)
     assert [node.name for node in plan.nodes] == list(pieces)
     assert all(node.devices == tuple(range(12)) for node in plan.nodes)
-    assert not any(piece.kind == "exchanges" for piece in pieces_of({}, 1, 1).values())
 
 
 def test_exchanges_are_measured_among_neighbours_and_across_hosts():
