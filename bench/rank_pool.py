@@ -146,8 +146,9 @@ def run_plan(
 
 def measure_pieces(
     rank: int, store: Store, plan_json: str, config: Mapping[str, Any], folder: str
-) -> list[Measurements]:
-    """Run a profile's plan (rlhf_tasks/profile_spec.py); what this rank measured, node by node."""
+) -> tuple[list[Measurements], float]:
+    """Run a profile's plan (rlhf_tasks/profile_spec.py): what this rank measured, node by node, and seconds per node
+    without work."""
     from rlhf_tasks.profile_executor import ProfileExecutor
 
     plan = ExecutionPlan.model_validate_json(plan_json)
@@ -155,8 +156,13 @@ def measure_pieces(
     executor.load(generation_spec(rank, store, plan, config, folder))
     pieces = ProfileSpec.model_validate(config).pieces
     measured = [executor.measure(pieces[node.name]) for node in plan.nodes]
+    idle = [piece for piece in pieces.values() if piece.kind == "idle"]
+    started_s = time.monotonic()
+    for piece in idle:
+        executor.measure(piece)
+    dispatch_s = (time.monotonic() - started_s) / len(idle)
     executor.close()
-    return measured
+    return measured, dispatch_s
 
 
 def generation_spec(
