@@ -89,7 +89,7 @@ class Grid(NamedTuple):
         longest = min(total_tokens, context)
         return Grid(
             tokens=_powers(max(tokens // 64, 16), tokens),
-            lengths=_powers(max(longest // 4, 1), longest, at_most=context),
+            lengths=_powers(max(longest // 2, 1), longest, at_most=context),
             rows=_powers(1, min(n_seqs, MOST_ROWS)),
             contexts=_powers(min(prompt_tokens, longest // 2), longest // 2),
         )
