@@ -4,8 +4,6 @@ Starting a rank takes seconds of imports, so one pool serves all plans of a benc
 executor; only the runtime around it is replaced by a loop in plan order.
 """
 
-import ctypes
-import gc
 import os
 import time
 import traceback
@@ -122,13 +120,13 @@ def run_plan(
     import torch.distributed as dist
 
     from rlhf_tasks.executor import Executor
-    from rlhf_tasks.memory import peak_bytes, reset_peak
+    from rlhf_tasks.memory import give_back, peak_bytes, reset_peak
     from rlhf_tasks.protocol.sequencer import Sequencer
 
     host, port, prefix = store
     plan = ExecutionPlan.model_validate_json(plan_json)
     executor = Executor(rank, lambda part: None)
-    give_memory_back()
+    give_back()
     reset_peak(torch.device("cpu"))
     executor.load(generation_spec(rank, store, plan, config, folder))
     ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))
@@ -148,8 +146,9 @@ def run_plan(
 
 def measure_pieces(
     rank: int, store: Store, plan_json: str, config: Mapping[str, Any], folder: str
-) -> list[Measurements]:
-    """Run a profile's plan (rlhf_tasks/profile_spec.py); what this rank measured, node by node."""
+) -> tuple[list[Measurements], float]:
+    """Run a profile's plan (rlhf_tasks/profile_spec.py): what this rank measured, node by node, and seconds per node
+    without work."""
     from rlhf_tasks.profile_executor import ProfileExecutor
 
     plan = ExecutionPlan.model_validate_json(plan_json)
@@ -157,8 +156,13 @@ def measure_pieces(
     executor.load(generation_spec(rank, store, plan, config, folder))
     pieces = ProfileSpec.model_validate(config).pieces
     measured = [executor.measure(pieces[node.name]) for node in plan.nodes]
+    idle = [piece for piece in pieces.values() if piece.kind == "idle"]
+    started_s = time.monotonic()
+    for piece in idle:
+        executor.measure(piece)
+    dispatch_s = (time.monotonic() - started_s) / len(idle)
     executor.close()
-    return measured
+    return measured, dispatch_s
 
 
 def generation_spec(
@@ -183,9 +187,3 @@ def generation_spec(
         store_prefix=prefix,
         timeout_s=GROUP_TIMEOUT_S,
     )
-
-
-def give_memory_back() -> None:
-    """Return what the plan before has left to the kernel, so that it does not count for the next one."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -140,8 +140,9 @@ class Reality:
         per_rank = self._pool.run(
             measure_pieces, plan.model_dump_json(), spec.model_dump(mode="json"), str(self._folder)
         )
-        measured = [piece for pieces in per_rank for piece in pieces]
-        return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured)
+        measured = [piece for pieces, _ in per_rank for piece in pieces]
+        dispatch_s = max(seconds for _, seconds in per_rank)
+        return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured, dispatch_s)
 
     def run(self, label: str, setting: Setting, plan: ExecutionPlan, iterations: int) -> Outcome:
         """Run a plan; its seconds per iteration after the warm-up."""

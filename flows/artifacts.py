@@ -110,6 +110,27 @@ async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
         await acreate_table_artifact(table, key="completions", description="Samples with their scores.")
 
 
+async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:
+    """A run's time and memory as planned and as measured; figures: of `flows.planned`."""
+    rows = [
+        _planned_row("iteration, s", figures["iteration"]),
+        *(_planned_row(f"{name}, s", pair) for name, pair in figures["calls"].items()),
+        *(
+            _planned_row(f"memory of device {rank}, MB", {key: value / 1e6 for key, value in pair.items()})
+            for rank, pair in figures["peak_memory_bytes"].items()
+        ),
+    ]
+    await acreate_table_artifact(
+        rows, key="planned-and-measured", description=f"Planned by a {figures['source']}."
+    )
+
+
+def _planned_row(what: str, pair: Mapping[str, float]) -> dict[str, Any]:
+    planned, measured = pair["planned"], pair["measured"]
+    off = f"{planned / measured - 1:+.0%}" if measured else ""
+    return {"what": what, "planned": f"{planned:.4g}", "measured": f"{measured:.4g}", "difference": off}
+
+
 async def start_progress(total: int) -> UUID:
     """A progress bar over `total` iterations; gives the id for `show_progress`."""
     artifact = await acreate_progress_artifact(

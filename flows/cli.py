@@ -15,6 +15,7 @@ app = App(
 config_app = App(name="config", help="Look at run configurations.")
 app.command("flows.commands.graphs:graph")
 app.command("flows.commands.plans:plan")
+app.command("flows.commands.profiles:profile")
 app.command("flows.commands.training:run")
 app.command("flows.commands.training:demo")
 app.command("flows.commands.folders:ui")

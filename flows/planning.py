@@ -5,12 +5,15 @@ from functools import cache
 from pathlib import Path
 
 from planner.baselines import Priced, priced_plan
+from planner.calibrate import recalibrated
 from planner.cluster_file import Hardware, read_cluster, read_device
 from planner.cost import CostModel
 from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
+from planner.profile import preset_of_gpu
+from planner.profile_cache import cached
 from planner.search import SearchResult, find_plan
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
@@ -23,12 +26,18 @@ from rlhf_tasks.spec import CallAssignment
 COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
 """The modes of the planner that find a plan by themselves."""
 
+PROFILES = "profiles"  # folder of measured profiles, in the output folder
+
+GPUS = Path("/proc/driver/nvidia/gpus")  # where the driver describes them, for processes without torch
+
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 def problem_of(config: AnyConfig, hardware: Hardware) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
+    Models that were measured on such hardware (`profile_folder`) are priced by what was found, the others by the
+    device's figures, recalibrated.
     Raises ConfigError with one sentence for models, lengths and graphs that cannot be.
     """
     try:
@@ -44,8 +53,16 @@ def _problem(config: AnyConfig, hardware: Hardware) -> Problem:
     models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
     workload = workload_of(config)
     _check_context(shapes, workload)
-    model = CostModel(hardware.cluster, hardware.device, models, workload)
-    return Problem(graph_of(config, shapes), model)
+    device, cluster = hardware.device, hardware.cluster
+    measured = cached(profile_folder(config), device.name, cluster, models, workload.itemsize)
+    if measured:
+        device = recalibrated(device, measured[0])
+    return Problem(graph_of(config, shapes), CostModel(cluster, device, models, workload, measured))
+
+
+def profile_folder(config: AnyConfig) -> Path:
+    """Where measured profiles of a configuration's models are kept."""
+    return Path(config.output_dir) / PROFILES
 
 
 def shapes_of(config: AnyConfig) -> dict[str, ModelShape]:
@@ -66,7 +83,16 @@ def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware
     if cluster_file is not None:
         return read_cluster(cluster_file)
     stated = config.cluster
-    return Hardware(Cluster(stated.n_hosts, stated.devices_per_host), read_device(config.planning.device))
+    return Hardware(
+        Cluster(stated.n_hosts, stated.devices_per_host), read_device(config.planning.device or device_here())
+    )
+
+
+def device_here() -> str:
+    """The preset of this machine's devices: its GPU's where there is one that we know, else a CPU slot's."""
+    described = (path.read_text() for path in sorted(GPUS.glob("*/information")))
+    models = [line for text in described for line in text.splitlines() if line.startswith("Model:")]
+    return next((name for name in map(preset_of_gpu, models) if name is not None), "cpu-slot")
 
 
 def workload_of(config: AnyConfig) -> Workload:

@@ -19,6 +19,7 @@ from flows.clocks import spans_of
 from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.ending import ending_in_time
 from flows.model_card import model_card
+from flows.planned import Planned, planned, planned_and_measured
 from flows.prepare import PLAN, Prepared, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, taken
 from flows.server import prefect_server
@@ -46,6 +47,7 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
     """
     folder, config = open_run(config, run_folder)
     prepared = prepare(config, folder)
+    expected = planned(config, prepared.plan)
     folder = folder or new_run_folder(config)
     with (
         ending_in_time(asyncio.current_task()),
@@ -68,9 +70,11 @@ async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> 
             deadline_factor=config.runtime.deadline_factor,
             deadline_floor_s=config.runtime.deadline_floor_s,
             max_rebuilds=config.runtime.max_restarts,
+            predicted_s=expected.price.duration_s,
         )
         await view.end()
-        summary = await asyncio.to_thread(_finish, folder, prepared)
+        summary = await asyncio.to_thread(_finish, folder, prepared, expected)
+        await artifacts.show_planned_and_measured(summary["planned_and_measured"])
     return summary
 
 
@@ -179,10 +183,11 @@ def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
     return [{name: row[name] for name in shown} for row in read_jsonl(files[-1])[:count]]
 
 
-def _finish(folder: Path, prepared: Prepared) -> dict[str, Any]:
+def _finish(folder: Path, prepared: Prepared, expected: Planned) -> dict[str, Any]:
     """Export the trained model and write `summary.json`."""
-    metrics = read_jsonl(folder / METRICS)
-    summary = run_figures(prepared.plan, read_jsonl(folder / LINEAGE))
+    metrics, lineage = read_jsonl(folder / METRICS), read_jsonl(folder / LINEAGE)
+    summary = run_figures(prepared.plan, lineage)
+    summary["planned_and_measured"] = planned_and_measured(prepared.plan, expected, lineage)
     summary["run"] = folder.name
     summary["metrics"] = metrics[-1] if metrics else {}
     trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]

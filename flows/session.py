@@ -13,12 +13,15 @@ from rich.markup import escape
 
 from flows.ending import Watch, ending_in_time
 from flows.pipeline import rlhf_pipeline
+from flows.planning import profile_folder
 from flows.ppo import rlhf_ppo
+from flows.profile import rlhf_profile
 from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.server import prefect_server
 from flows.sft import sft
 from flows.training import RunFailed
+from planner.profile_cache import read_profiles, write_profiles
 from rlhf_tasks.config import AnyConfig
 
 FLOWS = {"ppo": rlhf_ppo, "sft": sft, "reward_model": reward_model, "rollout": rollout}
@@ -52,7 +55,18 @@ def demo_here(folder: Path, seed: int) -> None:
     )
 
 
-def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
+def profile_here(config: AnyConfig, out: Path | None) -> None:
+    """Measure a configuration's models in this process; out: a file for all profiles besides the cache."""
+    folder = profile_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = _watched(folder, "prefect-rlhf profile with the same configuration", lambda: rlhf_profile(config))
+    if out is not None:
+        write_profiles([profile for file in files for profile in read_profiles(Path(file))], out)
+    for file in files:
+        console.print(f"measured: {file}", highlight=False, soft_wrap=True)
+
+
+def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any:
     stopped = f"\nstopped. To go on: {again}"
     try:
         with ending_in_time() as watch:

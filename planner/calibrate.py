@@ -10,7 +10,7 @@ from statistics import median
 from planner.measured import MeasuredProfile
 from planner.profile import DeviceProfile, Link
 from planner.sizes import Sizes, sizes
-from rlhf_tasks.measurements import TimedExchange
+from rlhf_tasks.measurements import Exchange, TimedExchange
 
 LEAST_EFFICIENCY = 1e-4  # a fit below this is no efficiency but an error of unit
 
@@ -36,8 +36,8 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
             "flops_per_s": peak,
             "matmul_efficiency": max(reached / peak, LEAST_EFFICIENCY),
             "layer_overhead_s": overhead_s,
-            "inside_host": _link(measured.exchanges, False, device),
-            "between_hosts": _link(measured.exchanges, True, device),
+            "inside_host": _link(measured.exchanges, "send", False, device),
+            "between_hosts": _link(measured.exchanges, "send", True, device),
             "dispatch_s": measured.dispatch_s or device.dispatch_s,
             "process_bytes": measured.process_bytes or device.process_bytes,
             "sources": (*device.sources, f"calibrated by a measured profile of {measured.device}"),
@@ -70,12 +70,25 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return intercept, slope
 
 
-def _link(exchanges: Iterable[TimedExchange], crosses: bool, device: DeviceProfile) -> Link:
-    """Latency and bandwidth of messages between two ranks, so that `DeviceProfile.send_s` gives what was measured."""
-    sends = [
-        (float(e.size_bytes), e.seconds) for e in exchanges if (e.kind, e.crosses_hosts) == ("send", crosses)
+def with_transfer_links(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProfile:
+    """The device with links as transfers and reallocations find them.
+
+    The latency holds all that ranks tell each other before they send.
+    """
+    return device.model_copy(
+        update={
+            "inside_host": _link(measured.exchanges, "redistribute", False, device),
+            "between_hosts": _link(measured.exchanges, "redistribute", True, device),
+        }
+    )
+
+
+def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, device: DeviceProfile) -> Link:
+    """Latency and bandwidth between two ranks, so that `DeviceProfile.send_s` gives what was measured."""
+    timed = [
+        (float(e.size_bytes), e.seconds) for e in exchanges if (e.kind, e.crosses_hosts) == (kind, crosses)
     ]
-    latency_s, per_byte_s = _line(sends)
+    latency_s, per_byte_s = _line(timed)
     if per_byte_s <= 0:
         return device.link(crosses)
     return Link(bytes_per_s=1 / (per_byte_s * device.link_efficiency), latency_s=latency_s)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from planner.calibrate import with_transfer_links
 from planner.measured import MeasuredProfile, Tables
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile
@@ -47,9 +48,10 @@ class Crossings(NamedTuple):
 class CostModel:
     """Prices calls on one kind of device.
 
-    device    its peaks, its memory and its links
+    device    its peaks, its memory and its links; as an attribute with the links that transfers find
     models    role -> its model
-    measured  profiles of some of the models on such devices; the others are priced by `device`
+    measured  profiles of some of the models on such devices; other models, and tp degrees that were not measured,
+              are priced by `device`
     Raises ValueError for a profile of a model that no role has, and when a strategy has more tp ranks than heads
     or more stages than layers.
     """
@@ -62,10 +64,12 @@ class CostModel:
         workload: Workload,
         measured: Sequence[MeasuredProfile] = (),
     ) -> None:
-        self.cluster, self.device, self.models, self.workload = cluster, device, models, workload
+        self.cluster, self.models, self.workload = cluster, models, workload
         for profile in measured:
             profile.check(models, workload.itemsize)
-        self._measured = {profile.model: profile for profile in measured}
+        self.device = with_transfer_links(device, measured[0]) if measured else device
+        self._inside_calls = device
+        self.measured = {profile.model: profile for profile in measured}
         self._timings: dict[tuple[str, int, bool], Timing] = {}
         self._costs: dict[tuple, CallCost] = {}
 
@@ -110,12 +114,12 @@ class CostModel:
         key = (role, tp, crosses)
         if key not in self._timings:
             model, itemsize = self.models[role], self.workload.itemsize
-            profile = self._measured.get(model.shape)
-            if profile is not None:
+            profile = self.measured.get(model.shape)
+            if profile is not None and tp in profile.tp_degrees:
                 self._timings[key] = Tables(profile, model.head, tp, crosses)
             else:
                 local = sizes(model.shape, model.head, tp)
-                self._timings[key] = Roofline(self.device, local, model.head, tp, crosses, itemsize)
+                self._timings[key] = Roofline(self._inside_calls, local, model.head, tp, crosses, itemsize)
         return self._timings[key]
 
     def _crossings(self, placement: Placement) -> Crossings:
@@ -268,9 +272,9 @@ def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> Cal
         rows = max(share * running / groups, 1.0)
         context = prompt + (first + last) / 2
         stages = [mesh.stage_s("decode", stage, rows, context) for stage in range(pp)]
+        message = mesh.pass_on_s(rows)  # of hidden states; the tokens drawn take about as long
         # A stage takes all groups in turn for each token, and a group's next token waits for its last one
-        around = sum(stages) + pp * mesh.pass_on_s(rows)
-        seconds += steps * max(groups * max(stages), around)
+        seconds += steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
 
     def active(stage: int) -> float:
         cache = share * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize

@@ -116,6 +116,11 @@ class MeasuredProfile(Frozen):
         return {key: Table(found) for key, found in points.items()}
 
     @cached_property
+    def tp_degrees(self) -> frozenset[int]:
+        """The tp degrees that were measured."""
+        return frozenset(o.tp for o in self.operations)
+
+    @cached_property
     def exchange_tables(self) -> Mapping[tuple[str, bool], "Table"]:
         """(kind, crosses hosts) -> seconds by (ranks, bytes)."""
         points: dict[tuple[str, bool], list[tuple[float, float, float]]] = defaultdict(list)
@@ -169,9 +174,8 @@ class Tables:
 
     def __init__(self, profile: MeasuredProfile, head: Head, tp: int, crosses: bool) -> None:
         self._profile, self._head, self._tp, self._crosses = profile, head, tp, crosses
-        measured = {degree for _, degree in profile.operation_tables}
-        if tp not in measured:
-            degrees = ", ".join(map(str, sorted(measured)))
+        if tp not in profile.tp_degrees:
+            degrees = ", ".join(map(str, sorted(profile.tp_degrees)))
             raise ProfileError(
                 f"The profile of {profile.device} has no figures for tp={tp} (it has tp={degrees}). "
                 "Measure on the run's cluster with prefect-rlhf profile."

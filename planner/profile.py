@@ -139,6 +139,11 @@ PRESETS: dict[str, DeviceProfile] = {
 }
 
 
+def preset_of_gpu(model: str) -> str | None:
+    """The preset for a GPU by its model's name, as in "NVIDIA H100 80GB HBM3"; None where there is none."""
+    return next((name for name in PRESETS if name.split("-")[0].upper() in model.upper()), None)
+
+
 def preset(name: str) -> DeviceProfile:
     """A device by name. Raises ValueError naming the presets there are."""
     if name not in PRESETS:

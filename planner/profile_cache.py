@@ -53,6 +53,8 @@ def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
     """The profiles in a file of `write_profiles`. Raises ProfileError naming the file and what is wrong."""
     try:
         documents = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(documents, list):
+            raise ValueError("not a list of profiles")
         return tuple(MeasuredProfile.model_validate(document) for document in documents)
     except ValidationError as error:
         first = error.errors()[0]
@@ -60,7 +62,7 @@ def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
         raise ProfileError(
             f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}. Measure again with prefect-rlhf profile."
         ) from None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ProfileError(
             f"{path} is no profile ({error}). Measure again with prefect-rlhf profile."
         ) from None

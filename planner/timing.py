@@ -94,7 +94,7 @@ class Roofline:
                 return device.gather_s(size_bytes, ranks, crosses_hosts)
             case "share":
                 return device.send_s(size_bytes, crosses_hosts) + device.link(crosses_hosts).latency_s
-            case "send":
+            case "send" | "redistribute":
                 return device.send_s(size_bytes, crosses_hosts)
 
     def _reduce_s(self, tokens: float) -> float:

@@ -347,8 +347,9 @@ def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:
         role: absolute(source) if isinstance(source, str) else source
         for role, source in document["models"].items()
     }
-    if config.planning.device.endswith(FIGURES):
-        document["planning"]["device"] = absolute(config.planning.device)
+    device = config.planning.device
+    if device is not None and device.endswith(FIGURES):
+        document["planning"]["device"] = absolute(device)
     if config.resume not in ("never", "auto"):
         document["resume"] = absolute(config.resume)
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:

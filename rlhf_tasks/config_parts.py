@@ -275,9 +275,10 @@ class PlanningConfig(Settings):
         default=None,
         description="Generated tokens: a number or {number: share}; default: sampling.max_completion_length.",
     )
-    device: str = Field(
-        default="cpu-slot",
-        description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures.",
+    device: str | None = Field(
+        default=None,
+        description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures; "
+        "default: this machine's.",
     )
     time_limit_s: float = Field(default=10.0, gt=0, description="Seconds that a search may take.")
 

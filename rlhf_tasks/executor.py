@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from rlhf_tasks.memory import peak_bytes, reset_peak
 from rlhf_tasks.parallel.groups import join_world, leave_world
 from rlhf_tasks.rank_run import RankRun
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
@@ -34,6 +35,7 @@ class Executor:
         store = dist.PrefixStore(spec.store_prefix, server)
         join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
         self._run = RankRun(spec, device, self._on_saved)
+        reset_peak(device)
         self._run.start()
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
@@ -49,6 +51,7 @@ class Executor:
             metrics=dict(outcome.metrics),
             versions=self._run.versions(),
             bytes_sent=outcome.bytes_sent,
+            peak_bytes=peak_bytes(self._run.device),
             digest=outcome.digest,
         )
 

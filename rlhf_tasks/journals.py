@@ -30,7 +30,7 @@ def metrics_line(iteration: int, results: IterationResults) -> str:
 
 
 def lineage_lines(iteration: int, results: IterationResults) -> Iterator[str]:
-    """What each node of an iteration ran on: attempt, generation, versions, clocks, bytes and digest."""
+    """What each node of an iteration ran on: attempt, generation, versions, clocks, bytes, memory and digest."""
     for node, ranks in results.items():
         if not ranks:
             continue
@@ -48,6 +48,7 @@ def lineage_lines(iteration: int, results: IterationResults) -> Iterator[str]:
                 "ended_s": max(result.ended_s for result in ranks.values()),
                 "versions": {k: v for result in ranks.values() for k, v in result.versions.items()},
                 "bytes_sent": sum(result.bytes_sent for result in ranks.values()),
+                "peak_bytes": {rank: result.peak_bytes for rank, result in sorted(ranks.items())},
                 "digest": first.digest,
             }
         )

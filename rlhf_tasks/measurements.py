@@ -26,9 +26,9 @@ Operation = Literal[
 ]
 """`lm` and `scalar` are the heads: all of a micro-batch's work besides embedding and layers."""
 
-Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects"]
+Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects", "redistribute"]
 """`send`: one message between two stages; `share`: a batch from its head to the replica; `objects`: small Python
-objects of all ranks to all."""
+objects of all ranks to all; `redistribute`: samples from one head to another, with what heads tell each other."""
 
 
 class Timed(Frozen):
@@ -89,7 +89,7 @@ class Grid(NamedTuple):
         longest = min(total_tokens, context)
         return Grid(
             tokens=_powers(max(tokens // 64, 16), tokens),
-            lengths=_powers(max(longest // 4, 1), longest, at_most=context),
+            lengths=_powers(max(longest // 2, 1), longest, at_most=context),
             rows=_powers(1, min(n_seqs, MOST_ROWS)),
             contexts=_powers(min(prompt_tokens, longest // 2), longest // 2),
         )

@@ -1,5 +1,8 @@
 """Memory of one rank: anonymous memory of the process on the CPU, torch's own account on CUDA."""
 
+import contextlib
+import ctypes
+import gc
 from pathlib import Path
 
 import torch
@@ -14,6 +17,13 @@ def process_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status("RssAnon")
+
+
+def give_back() -> None:
+    """Return free memory to the kernel, so that it does not count as held. Does nothing where libc cannot."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.measurements import Measurements
-from rlhf_tasks.memory import process_bytes
+from rlhf_tasks.memory import give_back, process_bytes
 from rlhf_tasks.parallel.groups import ProcessGroups, join_world, leave_world
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.weights import load_config
@@ -62,6 +62,7 @@ class ProfileExecutor:
         if piece.kind == "idle":
             return Measurements()
         if piece.kind == "exchanges":
+            give_back()
             own = process_bytes(self._groups.device)
             exchanges = measure_exchanges(self._groups, self._spec.devices_per_host, self._clock)
             return Measurements(exchanges=tuple(exchanges), process_bytes=own)

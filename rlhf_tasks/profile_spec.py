@@ -32,12 +32,16 @@ class ProfileSpec(Frozen):
 
 
 def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -> dict[str, Piece]:
-    """The pieces of a profile: exchanges, and every model folder under each tp degree that divides a host."""
-    pieces = {"exchanges": Piece(kind="exchanges")} if n_devices > 1 else {}
+    """The pieces of a profile: every model folder under each tp degree that divides a host, then exchanges.
+
+    The process' own memory is measured with the exchanges: by then it has loaded all that it will load.
+    """
+    pieces = {}
     tps = [tp for tp in range(1, devices_per_host + 1) if devices_per_host % tp == 0 and n_devices % tp == 0]
     for number, (folder, grid) in enumerate(folders.items()):
         for tp in tps:
             pieces[f"model_{number}_tp{tp}"] = Piece(kind="model", folder=folder, tp=tp, grid=grid)
+    pieces["exchanges"] = Piece(kind="exchanges")
     return pieces | {f"idle_{number}": Piece(kind="idle") for number in range(IDLE_NODES)}
 
 

@@ -26,12 +26,14 @@ from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.messages import Blank, exchange
 from rlhf_tasks.parallel.micro_batch import MicroBatch
 from rlhf_tasks.parallel.optimizer import OptimizerSettings, all_gather, reduce_scatter
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.redistribution import redistribute
+from rlhf_tasks.parallel.samples import Packed, SampleBatch, SampleStore
 from rlhf_tasks.parallel.sampling import SamplingParams
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.weights import initialise
+from rlhf_tasks.spec import DataSide
 
 Clock = Callable[[], float]
 
@@ -43,6 +45,7 @@ FEW_STEPS, MORE_STEPS = (
 # generation would not pack its weights (generation.py)
 REPEATS = 5
 LEARNING_RATE = 1e-6
+SAMPLES = 32  # of a redistribution
 
 
 @dataclass(frozen=True)
@@ -238,15 +241,16 @@ def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -
 
 
 def exchange_sets(n_ranks: int, devices_per_host: int) -> list[tuple[int, ...]]:
-    """The sets that exchanges are measured in: neighbours (2, 4, ... of them), and one rank of each of some hosts."""
-    sets, size = [], 2
+    """The sets that exchanges are measured in: neighbours, 2, 4, ... and all of them, and one rank of some hosts."""
+    sets = [tuple(range(n_ranks))] if n_ranks > 1 else []
+    size = 2
     while size <= n_ranks:
         sets += [tuple(range(first, first + size)) for first in range(0, n_ranks - size + 1, size)]
         across = tuple(range(0, size * devices_per_host, devices_per_host))
         if across[-1] < n_ranks and devices_per_host > 1:
             sets.append(across)
         size *= 2
-    return sets
+    return sorted(set(sets))
 
 
 def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock) -> Iterator[TimedExchange]:
@@ -263,7 +267,7 @@ def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock
             )
 
 
-EXCHANGE_BYTES = tuple(2**power for power in range(10, 25, 2))
+EXCHANGE_BYTES = tuple(2**power for power in range(10, 23, 3))  # 1 KiB to 4 MiB; beyond, bandwidth is all
 
 
 def _exchanges(
@@ -283,6 +287,23 @@ def _exchanges(
         yield "share", size_bytes, lambda p=placement, b=batch: _share(b, p, groups)
         if n == 2:
             yield "send", size_bytes, lambda x=whole: _pass_round(x, devices, groups)
+            store = SampleStore()
+            if groups.rank == devices[0]:
+                store.put(SampleBatch(tuple(range(SAMPLES)), {"x": _cut(whole, SAMPLES)}))
+            yield "redistribute", size_bytes, lambda s=store: _redistribute(s, devices, groups)
+
+
+def _cut(values: Tensor, n: int) -> Packed:
+    """Values as n samples of like sizes."""
+    parts = values.tensor_split(n)
+    return Packed.of(parts)
+
+
+def _redistribute(store: SampleStore, devices: tuple[int, ...], groups: ProcessGroups) -> None:
+    source, destination = (DataSide(placement=Placement((device,), ParallelStrategy())) for device in devices)
+    redistribute(source, destination, range(SAMPLES), ["x"], store, groups, devices_per_host=max(devices) + 1)
+    if groups.rank == devices[1]:
+        store.clear()
 
 
 def _share(batch: SampleBatch, placement: Placement, groups: ProcessGroups) -> None:

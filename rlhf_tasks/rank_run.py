@@ -48,12 +48,12 @@ class Outcome:
 
 
 class RankRun:
-    """Groups, engines, samples and data of one generation on one rank."""
+    """Groups, engines, samples and data of one generation on one rank, whose tensors live on `device`."""
 
     def __init__(
         self, spec: GenerationSpec, device: torch.device, on_saved: Callable[[SavedPart], None]
     ) -> None:
-        self._spec, self._plan = spec, spec.plan
+        self._spec, self._plan, self.device = spec, spec.plan, device
         self._config = RUN_CONFIG.validate_python(spec.config)
         self._groups = ProcessGroups(plan_device_sets(spec.plan), spec.timeout_s, device)
         self._rows = load_rows(self._config.data)

@@ -241,6 +241,7 @@ class NodeResult(Frozen):
     started_s, ended_s  time.time() of the rank
     metrics             global values, equal on all ranks of the mesh
     bytes_sent          bytes this rank sent to others for a transfer or reallocation
+    peak_bytes          the most memory that this rank has held since the generation was loaded
     """
 
     key: NodeKey
@@ -250,6 +251,7 @@ class NodeResult(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
     versions: dict[str, int] = Field(default_factory=dict)
     bytes_sent: int = 0
+    peak_bytes: int = 0
     digest: str = ""
     details: dict[str, Any] = Field(default_factory=dict)
 

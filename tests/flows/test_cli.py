@@ -224,6 +224,27 @@ def test_a_missing_data_file_is_refused(call, tmp_path):
     refused(call, "prompts.jsonl: no such file")
 
 
+def test_what_cannot_be_measured_is_refused(call, document, tmp_path):
+    document["data"]["train"] = str(tmp_path / "nowhere.jsonl")
+    refused(call, "nowhere.jsonl", command=("profile", "--config", "FILE"))
+
+
+def test_a_profile_that_is_damaged_is_refused(call, document, tmp_path):
+    """The cache is read with the plan; the sentence names the file."""
+    from flows.planning import hardware_of, problem_of
+    from planner.profile_cache import cache_file
+
+    config = make_config({**document, "output_dir": str(tmp_path / "runs"), "plan": "heuristic"})
+    hardware = hardware_of(config)
+    model = problem_of(config, hardware).model
+    shape = model.models["actor"].shape
+    path = cache_file(tmp_path / "runs/profiles", hardware.device.name, hardware.cluster, shape, 4)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    document |= {"output_dir": str(tmp_path / "runs")}
+    refused(call, path.name, "prefect-rlhf profile", command=("plan", "--config", "FILE"))
+
+
 def test_a_run_name_in_use_is_refused_with_the_way_to_go_on(call, document, tmp_path):
     document["name"] = "mine"
     (tmp_path / "runs" / "mine").mkdir(parents=True)

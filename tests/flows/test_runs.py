@@ -80,6 +80,11 @@ def test_the_summary_tells_what_each_call_did(finished):
     assert summary["calls"]["actor_generate"]["tp"] == 2
     assert summary["bytes_reallocated"] > 0
     assert summary["bytes_redistributed"] > 0
+    told = summary["planned_and_measured"]
+    assert told["calls"].keys() == summary["calls"].keys()
+    assert told["iteration"]["planned"] > 0 < told["iteration"]["measured"]
+    assert told["peak_memory_bytes"].keys() == {"0", "1", "2", "3"}
+    assert all(pair["measured"] > 100e6 for pair in told["peak_memory_bytes"].values())
     metrics = read_jsonl(folder / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == list(range(ITERATIONS))
     assert metrics[-1]["policy/mismatch"] < 1e-5  # generation and training layouts score alike
@@ -110,6 +115,7 @@ def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, pr
 
     shown = asyncio.run(keys())
     assert {"execution-plan", "curves", "device-timeline", "completions", "progress"} <= shown
+    assert "planned-and-measured" in shown
 
 
 def test_the_flow_run_has_the_tags_of_its_run(finished, prefect):

@@ -60,7 +60,7 @@ def tiny(llama):
     )
 
 
-EXCHANGES = ("all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects")
+EXCHANGES = ("all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects", "redistribute")
 
 
 def sampled_operations(shape, tp: int):
@@ -201,3 +201,25 @@ def test_layers_whose_tp_groups_span_hosts_are_dearer(sampled):
     )
     reduce_s = Tables(both, "lm", 2, False).exchange_s("all_reduce", 2, 512 * 128 * 4, False)
     assert outside - inside == pytest.approx(2 * 9 * reduce_s)
+
+
+def test_tp_degrees_that_were_not_measured_are_priced_by_the_device(cost_of, sampled, make_graph, assign):
+    whole = sampled()
+    only_one = whole.model_copy(update={"operations": tuple(o for o in whole.operations if o.tp == 1)})
+    call, tp2 = make_graph().call("ref_inference"), assign([0, 1], tp=2)
+    assert cost_of(only_one).call(call, tp2) == cost_of().call(call, tp2)
+    assert cost_of(only_one).call(call, assign([0])) == cost_of(whole).call(call, assign([0]))
+
+
+def test_transfers_are_priced_by_what_redistributions_took(cost_of, sampled):
+    """The handshake of the heads is in the link's latency; what happens inside calls does not see it."""
+    profile = sampled()
+    slower = tuple(
+        e.model_copy(update={"seconds": e.seconds + 0.5}) if e.kind == "redistribute" else e
+        for e in profile.exchanges
+    )
+    before, after = cost_of(profile), cost_of(profile.model_copy(update={"exchanges": slower}))
+    assert after.device.send_s(1000, False) == pytest.approx(
+        before.device.send_s(1000, False) + 0.5, rel=1e-6
+    )
+    assert cost_of().device == preset("cpu-slot")

@@ -1,0 +1,123 @@
+"""Measured profiles: a run of its own on the run's cluster, whose nodes time layers and collectives.
+
+Its figures go to a cache in the output folder, from where plans of runs with these models take them.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from statistics import median
+
+from prefect import flow
+
+from flows.ending import ending_in_time
+from flows.planning import hardware_of, problem_of, profile_folder
+from flows.runs import cluster_of
+from flows.server import prefect_server
+from flows.training import run_training
+from planner.cost import CostModel
+from planner.measured import MeasuredProfile
+from planner.profile_cache import store
+from rlhf_tasks.config import AnyConfig, ConfigError
+from rlhf_tasks.measurements import Grid, Measurements
+from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.profile_spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.spec import NodeResult
+from rlhf_tasks.transport import Committed
+
+PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
+
+
+@flow(name="rlhf-profile", persist_result=False)
+async def rlhf_profile(config: AnyConfig) -> list[str]:
+    """Measure the models of a configuration on its cluster, in minutes. Returns the profiles' files."""
+    profiles = await measure_profiles(config)
+    return [str(store(profile, profile_folder(config))) for profile in profiles]
+
+
+async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
+    """One profile for each shape among a configuration's models. Called inside a flow.
+
+    Raises ConfigError for models without weights' folders and for a cluster that does not fit, RunFailed when the
+    measuring run fails.
+    """
+    hardware = hardware_of(config)
+    model = problem_of(config, hardware).model
+    folders = _folders(config, model)
+    n_devices, per_host = config.cluster.n_devices, config.cluster.devices_per_host
+    pieces = pieces_of({f: _grid(model, config, s) for s, f in folders.items()}, n_devices, per_host)
+    spec = ProfileSpec(dtype=config.dtype, devices_per_host=per_host, pieces=pieces)
+    folder = profile_folder(config) / f"run-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+    folder.mkdir(parents=True)
+    results: dict[str, Sequence[NodeResult]] = {}
+
+    async def on_commit(committed: Committed, stop_after: Callable[[int], None]) -> None:
+        results.update(committed.results)
+
+    with (
+        ending_in_time(asyncio.current_task()),
+        prefect_server(folder) as server,
+        cluster_of(config, folder, server.environment) as cluster,
+    ):
+        await run_training(
+            profile_plan(pieces, n_devices, per_host),
+            spec.model_dump(mode="json"),
+            cluster,
+            run=folder.name,
+            run_folder=folder,
+            iterations=1,
+            on_commit=on_commit,
+            executor="rlhf_tasks.profile_executor:make_executor",
+            snapshots="rlhf_tasks.profile_spec:NoSnapshots",
+            deadline_floor_s=PIECE_DEADLINE_S,
+            max_rebuilds=0,
+        )
+    shared = [m for node, piece in pieces.items() if piece.folder == "" for m in _measured(results[node])]
+    dispatch_s = dispatch_of(results, [node for node, piece in pieces.items() if piece.kind == "idle"])
+    return [
+        MeasuredProfile.of(
+            hardware.device.name,
+            config.cluster.n_hosts,
+            per_host,
+            shape,
+            model.workload.itemsize,
+            [
+                *shared,
+                *(m for node, piece in pieces.items() if piece.folder == f for m in _measured(results[node])),
+            ],
+            dispatch_s,
+        )
+        for shape, f in folders.items()
+    ]
+
+
+def dispatch_of(results: Mapping[str, Sequence[NodeResult]], idle: Sequence[str]) -> float:
+    """Median seconds on a rank from one node without work to the next: what a node's dispatch costs."""
+    ends = [{r.rank: (r.started_s, r.ended_s) for r in results[node]} for node in idle]
+    return median(
+        max(after[rank][0] - before[rank][1], 0.0) for before, after in pairwise(ends) for rank in after
+    )
+
+
+def _measured(results: Sequence[NodeResult]) -> list[Measurements]:
+    return [Measurements.model_validate(result.details) for result in results]
+
+
+def _folders(config: AnyConfig, model: CostModel) -> dict[ModelShape, str]:
+    """A folder for each shape among the models. Raises ConfigError for an inline model."""
+    folders: dict[ModelShape, str] = {}
+    for role, parts in config.roles().items():
+        if not parts.folder:
+            raise ConfigError(
+                f"models of role {role!r} are given inline: only models in folders can be measured. "
+                "Name a Hugging Face model folder."
+            )
+        folders.setdefault(model.models[role].shape, parts.folder)
+    return folders
+
+
+def _grid(model: CostModel, config: AnyConfig, shape: ModelShape) -> Grid:
+    workload = model.workload
+    longest = min(workload.cache_tokens, shape.context)
+    return Grid.around(config.batch_size, workload.prompt_tokens, longest, shape.context)

@@ -1,0 +1,95 @@
+"""What ranks measure: every operation and exchange, on the engine's own modules, for any family and tp."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from planner.measured import MeasuredProfile, Tables
+from rlhf_tasks.measurements import Grid, Measurements
+from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.profile_executor import ProfileExecutor
+from rlhf_tasks.profile_spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.profiling import exchange_sets
+from rlhf_tasks.transport import GenerationSpec
+from tests.tiny_models import tiny_config
+
+GRID = Grid(tokens=(8, 32), lengths=(8,), rows=(1, 4), contexts=(4,))
+
+
+def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
+    """All pieces on one rank, by a clock that ticks with every look at it."""
+    dist.destroy_process_group()
+    spec = ProfileSpec.model_validate(document)
+    ticks = iter(range(10**9))
+    executor = ProfileExecutor(rank, clock=lambda: float(next(ticks)))
+    plan = profile_plan(spec.pieces, world, spec.devices_per_host)
+    executor.load(
+        GenerationSpec(
+            run="profile",
+            attempt=1,
+            generation=0,
+            rank=rank,
+            n_ranks=world,
+            plan=plan,
+            config=document,
+            run_folder="",
+            restore_step=None,
+            iterations=1,
+            snapshot_every=1,
+            store_host="127.0.0.1",
+            store_port=port,
+            store_prefix="profile",
+            timeout_s=100,
+        )
+    )
+    found = [executor.measure(spec.pieces[node.name]).model_dump(mode="json") for node in plan.nodes]
+    executor.close()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, family):
+    config = tiny_config(family)
+    config.save_pretrained(tmp_path)
+    pieces = pieces_of({str(tmp_path): GRID}, 2, 2)
+    spec = ProfileSpec(dtype="float32", devices_per_host=2, pieces=pieces)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    per_rank = ranks.run(2, measure, json.loads(spec.model_dump_json()), store.port, timeout=200)
+    shape = ModelShape.from_folder(tmp_path)
+    found = [Measurements.model_validate(piece) for rank in per_rank for piece in rank]
+    profile = MeasuredProfile.of("cpu-slot", 1, 2, shape, 4, found)
+    assert profile.tp_degrees == {1, 2}
+    assert profile.process_bytes > 50e6
+    for head in ("lm", "scalar"):
+        for tp in (1, 2):
+            tables = Tables(profile, head, tp, crosses=False)
+            for kind in ("forward", "backward"):
+                assert tables.layer_s(kind, 20, 8) >= 0
+                assert tables.embedding_s(kind, 20) >= 0
+                assert tables.head_s(kind, 20, 8) >= 0
+            assert tables.update_s(1000, 1) == 1.0  # one tick
+            assert tables.exchange_s("send", 2, 1000, False) == 0.5  # there and back in a tick
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "share", "objects", "redistribute"):
+                assert tables.exchange_s(kind, 2, 1000, False) == 1.0
+    lm = Tables(profile, "lm", 2, crosses=False)
+    assert all(lm.layer_s(kind, 2, 4) >= 0 and lm.head_s(kind, 2, 4) >= 0 for kind in ("prefill", "decode"))
+
+
+def test_a_plan_of_pieces_has_tp_degrees_that_divide_the_hosts():
+    pieces = pieces_of({"a": GRID, "b": GRID}, n_devices=12, devices_per_host=6)
+    models = [(piece.folder, piece.tp) for piece in pieces.values() if piece.kind == "model"]
+    assert models == [(folder, tp) for folder in "ab" for tp in (1, 2, 3, 6)]
+    plan = profile_plan(pieces, 12, 6)
+    assert [node.name for node in plan.nodes] == list(pieces)
+    assert all(node.devices == tuple(range(12)) for node in plan.nodes)
+
+
+def test_exchanges_are_measured_among_neighbours_and_across_hosts():
+    assert exchange_sets(1, 1) == []
+    assert exchange_sets(3, 3) == [(0, 1), (0, 1, 2)]
+    assert exchange_sets(8, 4) == [
+        (0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7), (0, 4), (2, 3), (4, 5), (4, 5, 6, 7), (6, 7),
+    ]  # fmt: skip
