@@ -95,6 +95,7 @@ class Progress:
         self.state = start_state(request.tables, self.starts[0])
         self._lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace: list[TracePoint] = []
+        self._trace_up_to(min((rule.price.iteration_time_s for rule in rules), default=float("inf")))
 
     @property
     def is_late(self) -> bool:
@@ -105,9 +106,14 @@ class Progress:
         self._evaluations += n_priced
         self._lower_bound_s = max(self._lower_bound_s, lower_bound_s)
         self.state = state
-        seconds = time.monotonic() - self._request.started
-        if state.excess_bytes <= 0:
-            self._trace.append(TracePoint(seconds, state.time_s, self._lower_bound_s))
+        self._trace_up_to(state.time_s if state.excess_bytes <= 0 else float("inf"))
+
+    def _trace_up_to(self, time_s: float) -> None:
+        """Notes the time of a plan, or the best one's before it if that is less, unless there is none yet."""
+        best = min([time_s, *(point.time_s for point in self._trace[-1:])])
+        if best < float("inf"):
+            seconds = time.monotonic() - self._request.started
+            self._trace.append(TracePoint(seconds, best, self._lower_bound_s))
 
     def found(self) -> Found:
         """The best plan, priced from its transfer lists. Raises PlanError when nothing fits memory."""
