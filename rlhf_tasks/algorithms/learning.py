@@ -5,6 +5,7 @@ sent from one to
 the other, and both come to the same numbers, since every statistic is global and in float64.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.algorithms.ppo_math import adapted_kl_coef, gae, kl_divergence, shaped_rewards
-from rlhf_tasks.algorithms.schedule import block_of_samples
+from rlhf_tasks.algorithms.schedule import counts_per_block
 from rlhf_tasks.config import PPOConfig
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.samples import SampleBatch
@@ -48,6 +49,7 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
 
     A response that ended by length keeps its score, has 0 instead, or also has the value of the state that it
     was truncated in to come (`truncated_responses`: keep, zero, bootstrap).
+    A KL that is not finite leaves the coefficient as it is.
     Must be called once per iteration by each trained role, on all ranks of its mesh. The coefficient is in
     `engine.state`, so each role has its own copy; the one used is that of before the update.
     """
@@ -69,7 +71,7 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     rewards = shaped_rewards(kl, scores, mask, lengths, kl_coef)
     advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam, final_values)
 
-    tokens = _tokens_per_block(batch, context, config.num_mini_batches).to(mask.device)
+    tokens = counts_per_block(batch, context, "response_mask").to(mask.device)
     errors = torch.where(mask, returns - values, 0.0)
     firsts = torch.stack([_sum(x) for x in (advantages, returns, errors, kl, rewards)])
     *blocks, advantage, total_return, error, total_kl, reward = engine.sum_over_dp(
@@ -84,7 +86,7 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     variances = [total / count for total in engine.sum_over_dp(torch.stack(deviations)).tolist()]
 
     kl_per_sequence = total_kl / context.n_seqs
-    if config.kl_target is not None:
+    if config.kl_target is not None and math.isfinite(kl_per_sequence):
         engine.state[KL_STATE] = adapted_kl_coef(
             kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
         )
@@ -105,12 +107,3 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
 
 def _sum(values: Tensor) -> Tensor:
     return values.double().sum()
-
-
-def _tokens_per_block(batch: SampleBatch, context: CallContext, mini_batches: int) -> Tensor:
-    """[mini_batches] float64: this replica's response tokens in each mini-batch."""
-    tokens = torch.zeros(mini_batches, dtype=torch.float64)
-    masks = batch["response_mask"].split()
-    for block, mask in zip(block_of_samples(batch, context, mini_batches), masks, strict=True):
-        tokens[block] += mask.sum().item()
-    return tokens

@@ -11,6 +11,7 @@ from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.learning import learning_targets
 from rlhf_tasks.algorithms.ppo_math import log_ratio, policy_loss, shifted, value_loss
 from rlhf_tasks.algorithms.schedule import optimizer_steps
+from rlhf_tasks.algorithms.steps import Steps
 from rlhf_tasks.algorithms.value_norm import ValueNorm
 from rlhf_tasks.config import PPOConfig
 from rlhf_tasks.parallel.engine import Engine, LossTerms
@@ -63,10 +64,10 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     """Clipped policy steps; none in the critic's warm-up.
 
     Once a step's mean ratio over its global mini-batch exceeds `early_stop_ratio`, the iteration's other
-    steps are skipped, on every rank alike. Metrics besides those of `learning_targets`, means over tokens of
-    the steps taken: loss/policy, entropy, clip_ratio, policy/ratio, policy/approx_kl (k3 of old to new);
+    steps are not taken, on every rank alike. Metrics besides those of `learning_targets`, means over tokens of
+    the steps applied: loss/policy, entropy, clip_ratio, policy/ratio, policy/approx_kl (k3 of old to new);
     policy/mismatch, mean |logprobs - old_logprobs| before the first step: rounding, if all is sound;
-    policy/steps, grad_norm/actor, learning_rate/actor.
+    policy/steps (those applied), grad_norm/actor, learning_rate/actor, skipped_steps/actor.
     """
     config = _ppo(context)
     targets = learning_targets(engine, batch, context)
@@ -100,27 +101,25 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
             {name: torch.where(mask, values, 0).sum() for name, values in sums.items()},
         )
 
-    totals = _Means()
+    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches)
     mismatch = 0.0
     first = config.critic_warmup_iterations
     for step in optimizer_steps(learned, context, config.optimizer, config.num_ppo_epochs, first):
-        tokens = targets.mini_batch_tokens[step.block]
-        report = engine.train_step(step.batch, loss, tokens, context.micro_batches, step.learning_rate)
-        if totals.steps == 0:
-            mismatch = report["mismatch"] / tokens
-        totals.add(report, tokens, step.learning_rate)
-        if config.early_stop_ratio is not None and report["ratio"] / tokens > config.early_stop_ratio:
+        unchanged = steps.applied == 0
+        means = steps.take(step)
+        if unchanged:
+            mismatch = means["mismatch"]
+        if config.early_stop_ratio is not None and means["ratio"] > config.early_stop_ratio:
             break
     metrics = {
-        "loss/policy": totals.mean("loss"),
-        "entropy": totals.mean("entropy"),
-        "clip_ratio": totals.mean("clip_ratio"),
-        "policy/ratio": totals.mean("ratio"),
-        "policy/approx_kl": totals.mean("approx_kl"),
+        "loss/policy": steps.mean("loss"),
+        "entropy": steps.mean("entropy"),
+        "clip_ratio": steps.mean("clip_ratio"),
+        "policy/ratio": steps.mean("ratio"),
+        "policy/approx_kl": steps.mean("approx_kl"),
         "policy/mismatch": mismatch,
-        "policy/steps": float(totals.steps),
-        "grad_norm/actor": totals.grad_norm,
-        "learning_rate/actor": totals.learning_rate,
+        "policy/steps": float(steps.applied),
+        **steps.end("actor"),
     }
     return CallOutput(metrics={**targets.metrics, **metrics})
 
@@ -130,7 +129,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
 
     The running mean and std take in this iteration's returns first. Old values are clipped around as the net
     gave them: normalised as they were at inference. Metrics, means over the response tokens: loss/value,
-    value/clip_ratio; grad_norm/critic, learning_rate/critic.
+    value/clip_ratio; grad_norm/critic, learning_rate/critic, skipped_steps/critic.
     """
     config = _ppo(context)
     targets = learning_targets(engine, batch, context)
@@ -157,47 +156,17 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
         )
         return LossTerms(torch.where(mask, terms, 0.0).sum(), {"clip_ratio": (mask & clipped).sum()})
 
-    totals = _Means()
+    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches)
     settings = config.critic_optimizer or config.optimizer
     for step in optimizer_steps(learned, context, settings, config.num_ppo_epochs):
-        tokens = targets.mini_batch_tokens[step.block]
-        report = engine.train_step(step.batch, loss, tokens, context.micro_batches, step.learning_rate)
-        totals.add(report, tokens, step.learning_rate)
+        steps.take(step)
     return CallOutput(
         metrics={
-            "loss/value": totals.mean("loss"),
-            "value/clip_ratio": totals.mean("clip_ratio"),
-            "grad_norm/critic": totals.grad_norm,
-            "learning_rate/critic": totals.learning_rate,
+            "loss/value": steps.mean("loss"),
+            "value/clip_ratio": steps.mean("clip_ratio"),
+            **steps.end("critic"),
         }
     )
-
-
-class _Means:
-    """Means over the tokens of several optimizer steps, from each step's sums."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.learning_rate = 0.0
-        self._tokens = 0.0
-        self._norms = 0.0
-        self._sums: dict[str, float] = {}
-
-    def add(self, report: dict[str, float], tokens: float, learning_rate: float) -> None:
-        """report is what `Engine.train_step` gives; its `loss` is a mean already."""
-        for name, value in {**report, "loss": report["loss"] * tokens}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        self.steps += 1
-        self._tokens += tokens
-        self._norms += report["grad_norm"]
-        self.learning_rate = learning_rate
-
-    def mean(self, name: str) -> float:
-        return self._sums[name] / self._tokens
-
-    @property
-    def grad_norm(self) -> float:
-        return self._norms / self.steps
 
 
 def _ppo(context: CallContext) -> PPOConfig:

@@ -1,12 +1,12 @@
 """Reward modelling: the Bradley-Terry loss on pairs (arXiv:1909.08593, eq. 1; arXiv:2203.02155, eq. 1)."""
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.schedule import block_of_samples, optimizer_steps
+from rlhf_tasks.algorithms.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.scoring import last_value
+from rlhf_tasks.algorithms.steps import Steps
 from rlhf_tasks.config import RewardModelConfig
 from rlhf_tasks.parallel.engine import Engine, LossTerms
 from rlhf_tasks.parallel.micro_batch import MicroBatch
@@ -17,7 +17,8 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     """One optimizer step per mini-batch, on the mean over its global number of pairs.
 
     Metrics, over the iteration: loss/reward_model, accuracy (pairs whose chosen answer scores higher),
-    reward/margin (mean difference of the scores), grad_norm/reward, learning_rate/reward.
+    reward/margin (mean difference of the scores), grad_norm/reward, learning_rate/reward,
+    skipped_steps/reward.
     """
     config = context.config
     assert isinstance(config, RewardModelConfig)
@@ -26,29 +27,16 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
         scores = last_value(values, micro)
         return pair_loss(scores[0::2], scores[1::2], config.center_rewards_coefficient)
 
-    pairs = torch.zeros(config.num_mini_batches, dtype=torch.float64)
-    for block in block_of_samples(batch, context, len(pairs)):
-        pairs[block] += 1
-    denominators = engine.sum_over_dp(pairs.to(engine.device)).tolist()
-
-    sums = dict.fromkeys(("loss", "accuracy", "margin", "grad_norm"), 0.0)
-    rate, steps = 0.0, 0
+    pairs = engine.sum_over_dp(counts_per_block(batch, context).to(engine.device))
+    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches)
     for step in optimizer_steps(batch, context, config.optimizer):
-        rate, denominator = step.learning_rate, denominators[step.block]
-        report = engine.train_step(side_by_side(step.batch), loss, denominator, context.micro_batches, rate)
-        sums["loss"] += report["loss"] * denominator
-        sums["accuracy"] += report.get("accuracy", 0.0)
-        sums["margin"] += report.get("margin", 0.0)
-        sums["grad_norm"] += report["grad_norm"]
-        steps += 1
-    total = sum(denominators)
+        steps.take(step._replace(batch=side_by_side(step.batch)))
     return CallOutput(
         metrics={
-            "loss/reward_model": sums["loss"] / total,
-            "accuracy": sums["accuracy"] / total,
-            "reward/margin": sums["margin"] / total,
-            "grad_norm/reward": sums["grad_norm"] / steps,
-            "learning_rate/reward": rate,
+            "loss/reward_model": steps.mean("loss"),
+            "accuracy": steps.mean("accuracy"),
+            "reward/margin": steps.mean("margin"),
+            **steps.end("reward"),
         }
     )
 

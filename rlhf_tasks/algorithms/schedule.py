@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.config_parts import OptimizerConfig, TrainingConfig
 from rlhf_tasks.parallel.random import permutation
@@ -53,6 +56,19 @@ def block_of_samples(batch: SampleBatch, context: CallContext, mini_batches: int
     blocks = mini_batch_blocks(iteration_ids(context), mini_batches)
     block_of = {sample: number for number, block in enumerate(blocks) for sample in block}
     return [block_of[sample] for sample in batch.ids]
+
+
+def counts_per_block(batch: SampleBatch, context: CallContext, mask: str | None = None) -> Tensor:
+    """[num_mini_batches] float64: how many samples this replica has in each of the iteration's mini-batches.
+
+    mask  key of a bool tensor per token: counts the tokens where it is True instead
+    """
+    config = context.config
+    assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
+    counts = [1] * len(batch) if mask is None else [int(part.sum()) for part in batch[mask].split()]
+    blocks = torch.tensor(block_of_samples(batch, context, config.num_mini_batches), dtype=torch.int64)
+    totals = torch.zeros(config.num_mini_batches, dtype=torch.float64)
+    return totals.index_add_(0, blocks, torch.tensor(counts, dtype=torch.float64))
 
 
 def optimizer_steps(

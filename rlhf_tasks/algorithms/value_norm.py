@@ -4,6 +4,7 @@ The state is three numbers in `engine.state["value_norm"]`, float64 and JSON-abl
 critic's parameters and stands in its snapshots. The average is exponential and debiased, as Adam's moments.
 """
 
+import math
 from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,7 +44,12 @@ class ValueNorm:
         return max(self.square_sum / self.weight - self.mean**2, VARIANCE_FLOOR) ** 0.5
 
     def updated(self, mean: float, square: float) -> "ValueNorm":
-        """After an iteration whose returns have this mean and this mean of squares, over the global batch."""
+        """After an iteration whose returns have this mean and this mean of squares, over the global batch.
+
+        What is not finite is left out: it would stay in the average for ever.
+        """
+        if not (math.isfinite(mean) and math.isfinite(square)):
+            return self
         return ValueNorm(
             DECAY * self.mean_sum + (1 - DECAY) * mean,
             DECAY * self.square_sum + (1 - DECAY) * square,

@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.rollout import read_samples
 from rlhf_tasks.algorithms.scoring import reward_model_part
 from rlhf_tasks.config import make_config
 from rlhf_tasks.config_parts import RewardModelScore
-from rlhf_tasks.parallel.samples import SampleStore
+from rlhf_tasks.parallel.samples import Packed, SampleBatch, SampleStore
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 
 N_SEQS = 8
@@ -268,6 +268,31 @@ def test_normalised_values_come_out_in_reward_units(start: Any):
     std = (state["square_sum"] / state["weight"] - mean**2) ** 0.5
     expected = torch.where(raw["response_mask"].values, raw["values"].values * std + mean, 0.0)
     torch.testing.assert_close(whole(store, "values")["values"].values, expected)
+
+
+def test_a_score_that_is_not_a_number_costs_an_iteration_and_no_more(start: Any):
+    run = start("ppo", normalize_values=True, kl_target=1.0)
+    store = run.iterate(0)[1]
+    train = [call for call in run.calls if call.kind == "train_step"]
+    before = {role: (weights(run, role), dict(run.engines[role].state)) for role in ("actor", "critic")}
+    sound = whole(store, "scores", "ref_logprobs")
+    for key, place in (("scores", 3), ("ref_logprobs", -1)):
+        values = sound[key].values.clone()
+        values[place] = math.nan
+        store.put(SampleBatch(sound.ids, {key: Packed(values, sound[key].lengths)}))
+    metrics = run.call(train[0], 1, store, range(N_SEQS)) | run.call(train[1], 1, store, range(N_SEQS))
+    assert math.isnan(metrics["returns/mean"])
+    assert (metrics["policy/steps"], math.isnan(metrics["loss/policy"])) == (0, True)
+    for role, (weight, state) in before.items():
+        assert metrics[f"skipped_steps/{role}"] == 2
+        assert not changed(run, role, weight)
+        assert run.engines[role].state == {**state, "skipped_calls": 1}
+    metrics, _ = run.iterate(1)
+    for role, (weight, _) in before.items():
+        assert metrics[f"skipped_steps/{role}"] == 0
+        assert changed(run, role, weight)
+        assert "skipped_calls" not in run.engines[role].state
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_sft_lowers_its_loss(start: Any):

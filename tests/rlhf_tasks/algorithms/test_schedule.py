@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_tasks.algorithms.context import CallContext
-from rlhf_tasks.algorithms.schedule import learning_rate, optimizer_steps
+from rlhf_tasks.algorithms.schedule import counts_per_block, learning_rate, optimizer_steps
 from rlhf_tasks.config import make_config
 from rlhf_tasks.config_parts import OptimizerConfig
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
@@ -88,3 +88,15 @@ def test_the_schedule_goes_on_from_iteration_to_iteration_and_starts_at_the_role
     assert first_rate(4, 0) == pytest.approx(0.2)
     assert first_rate(1, 1) == 1.0
     assert first_rate(4, 1) == pytest.approx(0.25)
+
+
+def test_counts_per_block_are_of_samples_or_of_tokens_under_a_mask():
+    """Blocks of 12 samples in 4 mini-batches are 0-2, 3-5, 6-8 and 9-11."""
+    ids = (4, 0, 11, 5, 3)
+    masks = [torch.arange(6) < sample % 4 for sample in ids]  # 0, 0, 3, 1, 3 tokens
+    some = SampleBatch(ids, {"response_mask": Packed.of(masks)})
+    assert counts_per_block(some, context(0)).tolist() == [1, 3, 0, 1]
+    assert counts_per_block(some, context(0), "response_mask").tolist() == [0, 4, 0, 3]
+    none = some.take([])
+    assert counts_per_block(none, context(0)).tolist() == [0] * 4
+    assert counts_per_block(none, context(0), "response_mask").tolist() == [0] * 4

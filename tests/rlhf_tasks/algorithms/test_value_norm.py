@@ -1,6 +1,7 @@
 """The running mean and standard deviation of returns."""
 
 import json
+import math
 import random
 
 import pytest
@@ -42,6 +43,13 @@ def test_normalising_there_and_back():
 
 def test_returns_that_are_all_alike_do_not_divide_by_zero():
     assert ValueNorm().updated(2.0, 4.0).std == VARIANCE_FLOOR**0.5
+
+
+@pytest.mark.parametrize("bad", [(math.nan, 1.0), (1.0, math.inf), (-math.inf, math.nan)])
+def test_what_is_not_finite_is_left_out(bad: tuple[float, float]):
+    norm = ValueNorm().updated(3.0, 25.0)
+    assert norm.updated(*bad) == norm
+    assert ValueNorm().updated(*bad) == ValueNorm()
 
 
 def test_its_state_survives_json_bit_by_bit():
