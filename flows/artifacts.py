@@ -79,7 +79,7 @@ async def show_price(result: SearchResult, model: CostModel) -> None:
     )
 
 
-async def show_curves(metrics: Sequence[Mapping[str, float]]) -> None:
+async def show_curves(metrics: Sequence[Mapping[str, float | None]]) -> None:
     """Reward, KL, losses over the committed iterations."""
     if metrics:
         png = await asyncio.to_thread(curves, metrics, PANELS)  # about a second: the run must go on meanwhile

@@ -25,21 +25,24 @@ CALL_KINDS = ("generate", "inference", "train_step")
 LETTER_WIDTH = 1 / 200  # of a label, as a share of the timeline's width
 
 
-def curves(metrics: Sequence[Mapping[str, float]], panels: Sequence[tuple[str, Sequence[str]]]) -> bytes:
+def curves(
+    metrics: Sequence[Mapping[str, float | None]], panels: Sequence[tuple[str, Sequence[str]]]
+) -> bytes:
     """Small line charts over iterations, one panel each.
 
-    metrics  one mapping per committed iteration, in order, with `iteration` (0-based)
+    metrics  one mapping per committed iteration, in order, with `iteration` (0-based); None for a value that
+             was not finite, which is left out
     panels   (title, metric names drawn in it); names that no iteration has are left out, and so are panels
              that are left with nothing
     """
-    known = {name for row in metrics for name in row}
+    known = {name for row in metrics for name, value in row.items() if value is not None}
     shown = [(title, [n for n in names if n in known]) for title, names in panels]
     shown = [(title, names) for title, names in shown if names]
     figure = Figure(figsize=(4.2 * max(1, len(shown)), 3.1), dpi=110, layout="constrained")
     for index, (title, names) in enumerate(shown):
         axes = figure.add_subplot(1, len(shown), index + 1)
         for name in names:
-            points = [(row["iteration"] + 1, row[name]) for row in metrics if name in row]
+            points = [(row["iteration"] + 1, row[name]) for row in metrics if row.get(name) is not None]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.6, label=name)
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("iteration", fontsize=9)

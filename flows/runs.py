@@ -147,7 +147,7 @@ class RunView:
         metrics = json.loads(metrics_line(committed.iteration, results))
         self._recent.extend(map(json.loads, lineage_lines(committed.iteration, results)))
         done = committed.iteration + 1
-        figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if name in metrics]
+        figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if metrics.get(name) is not None]
         head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
         line = ", ".join([head, *figures])
         get_run_logger().info(line)

@@ -1,6 +1,7 @@
 """What a commit appends to the run's journals: one line of metrics per iteration, one of lineage per node."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,10 @@ IterationResults = Mapping[str, Mapping[int, NodeResult]]
 
 def metrics_line(iteration: int, results: IterationResults) -> str:
     """One iteration's metrics: `iteration`, what its nodes report, and `time/<node>` in seconds, from the
-    first rank's start to the last rank's end. A name that several nodes use is prefixed with the node's."""
+    first rank's start to the last rank's end. A name that several nodes use is prefixed with the node's.
+
+    A value that is not finite stands as null: JSON has no other word for it (a step that was skipped has such).
+    """
     reported = {node: next(iter(ranks.values())).metrics for node, ranks in results.items() if ranks}
     names = [name for metrics in reported.values() for name in metrics]
     line: dict[str, Any] = {"iteration": iteration}
@@ -26,7 +30,8 @@ def metrics_line(iteration: int, results: IterationResults) -> str:
         if ranks:
             ended_s = max(result.ended_s for result in ranks.values())
             line[f"time/{node}"] = ended_s - min(result.started_s for result in ranks.values())
-    return json.dumps(line)
+    finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+    return json.dumps(finite, allow_nan=False)
 
 
 def lineage_lines(iteration: int, results: IterationResults) -> Iterator[str]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -41,13 +42,23 @@ class RankPool:
         `timeout` seconds.
         """
         assert 1 <= n <= SIZE, f"{n} ranks; the pool has {SIZE}"
-        self._start(n)
-        self._runs += 1
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         call = cloudpickle.dumps((function, args))
-        for rank in range(n):
-            self._ranks[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, timeout, call)))
-        return self._collect(n, timeout)
+        with ExitStack() as interrupted:
+            # A test's timeout may strike anywhere: what is then still to come must not be read as a later answer.
+            interrupted.callback(self.close)
+            self._start(n)
+            self._runs += 1
+            for rank in range(n):
+                self._ranks[rank][1].send_bytes(pickle.dumps((self._runs, rank, n, timeout, call)))
+            results, failures, stuck = self._collect(n, timeout)
+            if not stuck:
+                interrupted.pop_all()
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        if stuck:
+            raise TimeoutError(f"ranks {stuck} of {n} gave no result in {timeout} s (stacks on stderr)")
+        return results
 
     def close(self) -> None:
         """End every process."""
@@ -73,11 +84,11 @@ class RankPool:
             self._ranks.append((process, ours))
         for rank in started:
             if not self._ranks[rank][1].poll(START_S):
-                self.close()
                 raise TimeoutError(f"rank process {rank} did not start within {START_S} s")
             assert self._ranks[rank][1].recv_bytes() == b"ready"
 
-    def _collect(self, n: int, timeout: float) -> list[Any]:
+    def _collect(self, n: int, timeout: float) -> tuple[list[Any], list[str], list[int]]:
+        """Results in rank order, what failed, and the ranks that are of no use any more: stuck or dead."""
         waiting = {self._ranks[rank][1]: rank for rank in range(n)}
         results: list[Any] = [None] * n
         failures: list[str] = []
@@ -95,15 +106,10 @@ class RankPool:
                 if not done:
                     failures.append(f"rank {rank} of {n}: {value}")
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if waiting:
-            stuck = sorted(waiting.values())
+        stuck = sorted(waiting.values())
+        if stuck:
             self._dump_stacks(stuck)
-            self.close()
-            if not failures:
-                raise TimeoutError(f"ranks {stuck} of {n} gave no result in {timeout} s (stacks on stderr)")
-        if failures:
-            raise RuntimeError("\n".join(failures))
-        return results
+        return results, failures, stuck
 
     def _dump_stacks(self, stuck: list[int]) -> None:
         for rank in stuck:

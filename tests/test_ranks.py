@@ -2,6 +2,8 @@
 
 import os
 import time
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -52,3 +54,29 @@ def test_a_hang_and_a_death_end_and_the_pool_starts_again(ranks) -> None:
     with pytest.raises(RuntimeError, match="died"):
         ranks.run(2, _die)
     assert ranks.run(2, _sum, 0.0)[1][2] == 1.0
+
+
+class Struck(BaseException):
+    """What a test's timeout raises, wherever the test is."""
+
+
+def _strike(*_: Any) -> None:
+    raise Struck
+
+
+@pytest.mark.parametrize("place", ["while ranks start", "while they work"])
+def test_an_interrupted_run_leaves_nothing_to_be_read_as_a_later_result(
+    ranks, monkeypatch, place: str
+) -> None:
+    pool = type(ranks)()
+    try:
+        with monkeypatch.context() as patch:
+            if place == "while ranks start":
+                patch.setattr(Connection, "poll", _strike)
+            else:
+                patch.setattr(pool, "_collect", _strike)
+            with pytest.raises(Struck):
+                pool.run(1, _sum, 5.0)
+        assert pool.run(1, _sum, 1.0) == [(0, 1, 3.0)]
+    finally:
+        pool.close()
