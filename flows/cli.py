@@ -2,6 +2,8 @@
 
 import os
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 from cyclopts import App, CycloptsError
 from rich.console import Console
@@ -26,6 +28,7 @@ config_app.command("flows.commands.configs:validate")
 app.command(config_app)
 
 USER_ERROR = 2  # exit status of a command that the user must mend
+OUR_PACKAGES = ("flows", "rlhf_tasks", "planner", "blocks", "deployments")
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
@@ -60,15 +63,15 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _refuse_shadowing() -> None:
-    """Our import names are flat; a folder `flows/` of the user's that came first would be imported instead."""
-    import planner
-
-    ours = __file__.rsplit("/", 2)[0]
-    theirs = (planner.__file__ or "").rsplit("/", 2)[0]
-    if ours != theirs:
-        message = f"error: {theirs}/planner hides prefect-rlhf's own package in {ours}. Rename that folder."
-        print(message, file=sys.stderr)
-        sys.exit(USER_ERROR)
+    """Our import names are flat: a user's package of such a name that comes first would be imported instead."""
+    ours = Path(__file__).parents[1]
+    for package in OUR_PACKAGES:
+        found = find_spec(package)
+        if found is None or found.origin is None or Path(found.origin).parents[1] != ours:
+            theirs = "nowhere" if found is None or found.origin is None else Path(found.origin).parent
+            message = f"{package} is to be imported from {theirs}, which hides prefect-rlhf's own package in {ours}."
+            print(f"error: {message} Rename that folder, or take it off PYTHONPATH.", file=sys.stderr)
+            sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,33 @@
 """The Dask cluster of a run: ranks and a controller, made here or found by address.
 
 One made here has its scheduler and nannies inside this process, so it dies with it. One found by address is
-checked first: its unsafe settings are refused by name. A *member* is a worker seen as rank or controller; it
-keeps its name when its process is replaced, and changes its address.
+checked first (flows/cluster_checks.py).
 """
 
+import asyncio
 import logging
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
-from itertools import groupby
 from pathlib import Path
-from platform import python_version
 from typing import Any, cast
-from uuid import uuid4
 
 import dask
-from distributed import Client, Nanny, Scheduler, Security, SpecCluster, Worker
+from distributed import Client, Nanny, Scheduler, Security, SpecCluster
 
-from rlhf_tasks.config import ConfigError
-from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES, ProcessPlugin
+from flows.cluster_checks import (
+    address_of,
+    refuse_exposed,
+    refuse_other_versions,
+    refuse_private_folder,
+    refuse_unsafe,
+)
+from flows.members import ClusterError, Member, members, whole_hosts
+from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,  # a task whose worker died is not run again behind our back
@@ -38,29 +39,10 @@ SETTINGS = {
     "distributed.worker.memory.spill": False,
     "distributed.comm.timeouts.connect": "30s",
 }
-MIN_WORKER_TTL_S = 120.0  # shorter: a long call that holds the GIL would count as a dead worker
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 180.0
+CONNECT_S = 30.0  # to a scheduler
 CLOSE_S = 8.0  # workers end in half a second
 CONTROLLER_THREADS = 64  # Prefect tasks wait in them: two iterations of a plan of up to 32 nodes at once
-SAME_VERSIONS = ("distributed", "prefect", "prefect-dask", "torch", "transformers")
-
-
-class ClusterError(ConfigError):
-    """A cluster that cannot serve the run; the message names what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A worker as rank or controller.
-
-    name     stable over restarts: its own name, or its nanny's address where nobody gave it one
-    address  of the worker process now
-    host     as the scheduler sees it; ranks are grouped by it
-    """
-
-    name: str
-    address: str
-    host: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +66,12 @@ class Cluster:
 
 @contextmanager
 def local_cluster(
-    n_ranks: int, environment: Mapping[str, str], *, gpus: bool = False, folder: Path
+    n_ranks: int,
+    environment: Mapping[str, str],
+    *,
+    gpus: bool = False,
+    folder: Path,
+    deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[Cluster]:
     """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
 
@@ -92,8 +79,15 @@ def local_cluster(
     gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
                  offers `slot`
     folder       where workers keep scratch files
-    All processes are gone when the context ends. Raises TimeoutError when they are not up in time.
+    deadline_s   how long to wait for the workers
+    All processes are gone when the context ends. Raises ClusterError when the workers are not up in time.
     """
+    nannies: list[Nanny] = []
+
+    def nanny(*arguments: Any, **options: Any) -> Nanny:
+        nannies.append(Nanny(*arguments, **options))
+        return nannies[-1]
+
     threads = max(1, (os.cpu_count() or 1) // n_ranks)
     # An HTTP server starts all the same: not on port 8787 of every interface, its default.
     no_dashboard = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -107,7 +101,7 @@ def local_cluster(
     with _environment(environment), dask.config.set(SETTINGS):
         workers = {
             f"rank-{rank}": {
-                "cls": Nanny,
+                "cls": nanny,
                 "options": {
                     **common,
                     "nthreads": 1,
@@ -122,7 +116,7 @@ def local_cluster(
             for rank in range(n_ranks)
         }
         workers["controller"] = {
-            "cls": Nanny,
+            "cls": nanny,
             "options": {
                 **common,
                 "nthreads": CONTROLLER_THREADS,
@@ -131,20 +125,39 @@ def local_cluster(
             },
         }
         scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **no_dashboard}}
-        cluster = SpecCluster(workers, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
+        cluster = SpecCluster({}, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
         try:
+            cluster.worker_spec.update(workers)
+            _wait_up(cluster, n_ranks, deadline_s)
             with Client(cluster, set_as_default=False) as client:
                 yield form_cluster(client, n_ranks)
         finally:
-            _close(cluster)
+            _close(cluster, nannies)
 
 
-def _close(cluster: SpecCluster) -> None:
+def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
+    """Start the workers of a cluster of ours. Raises ClusterError when they are not up in time."""
+
+    async def start() -> None:
+        await cluster
+
+    started = asyncio.run_coroutine_threadsafe(start(), cast(Any, cluster.loop).asyncio_loop)
+    try:
+        started.result(deadline_s)
+    except TimeoutError:
+        came = len(cast(Scheduler, cluster.scheduler).workers)
+        raise ClusterError(
+            f"{came} of {n_ranks + 1} workers ({n_ranks} ranks and a controller) came up within "
+            f"runtime.startup_timeout_s={deadline_s:g}. Raise it, or end what else keeps this machine busy."
+        ) from None
+
+
+def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
     """End scheduler and workers. A nanny lets a worker that only just starts finish that first: those that are not
     gone in time are killed."""
 
     def kill_workers() -> None:
-        for nanny in list(cluster.workers.values()):
+        for nanny in nannies:
             if nanny.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(nanny.pid, signal.SIGKILL)
@@ -184,7 +197,6 @@ def found_cluster(
     folder: Path,
     devices_per_host: int = 1,
     environment: Mapping[str, str] | None = None,
-    security: Security | None = None,
     deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[Cluster]:
     """A cluster that runs already, by its scheduler's address; it is left as it was found.
@@ -193,16 +205,32 @@ def found_cluster(
     devices_per_host  ranks of the plan that must share a host
     environment       the Prefect server's address and login, which the controller reports to as soon as the
                       run holds its lease
-    security          certificates for a tls:// address
     deadline_s        how long to wait for enough workers
-    Raises ClusterError naming the setting, the version or the number of workers to change.
+    Certificates for a tls:// address are those of Dask's own configuration, `distributed.comm.tls`. Raises
+    ClusterError naming the address, the setting, the version or the number of workers to change.
     """
-    with Client(address, set_as_default=False, timeout=30, security=security) as client:
+    with _connected(address, deadline_s) as client:
         refuse_unsafe(client)
         cluster = form_cluster(client, n_ranks, devices_per_host, deadline_s)
-        _refuse_exposed(client, cluster)
-        _refuse_private_folder(client, cluster, folder)
+        serving = (*cluster.ranks, cluster.controller)
+        refuse_exposed(client, serving)
+        refuse_private_folder(client, serving, folder)
         yield replace(cluster, environment=environment)
+
+
+def _connected(address: str, deadline_s: float) -> Client:
+    """A client of a scheduler. Raises ClusterError when there is none, or it does not trust us."""
+    try:
+        return Client(address, set_as_default=False, timeout=min(deadline_s, CONNECT_S))
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # nobody there, no such address, no certificates for tls://
+        raise ClusterError(
+            f"no Dask scheduler answers at cluster.address={address}: {str(error) or type(error).__name__}. Start "
+            "it, or correct the address; for tls:// set distributed.comm.tls.* of Dask's configuration."
+        ) from None
 
 
 def form_cluster(
@@ -221,75 +249,13 @@ def form_cluster(
         if len(ranks) >= n_ranks and controllers:
             break
         if time.monotonic() > deadline:
-            raise ClusterError(
-                _too_few(_address(client), n_ranks, devices_per_host, offered, ranks, controllers)
-            )
+            lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
+            raise ClusterError(f"{lack} (runtime.startup_timeout_s={deadline_s:g} have passed)")
         time.sleep(0.1)
-    _refuse_other_versions(client, ranks[:n_ranks] + controllers[:1])
+    serving = (*ranks[:n_ranks], controllers[0])
+    refuse_other_versions(client, serving)
     client.register_plugin(ProcessPlugin())
-    return Cluster(
-        _address(client),
-        tuple(ranks[:n_ranks]),
-        controllers[0],
-        client.security,
-    )
-
-
-def refuse_unsafe(client: Client) -> None:
-    """Raises ClusterError for a scheduler whose settings make a run unsafe, naming the setting and the safe
-    value."""
-    address = _address(client)
-    settings = cast(dict[str, Any], client.run_on_scheduler(_scheduler_settings))
-    _refuse_reachable(f"the scheduler {address}", settings["listens_on"])
-    if settings["allowed_failures"] != 0:
-        raise ClusterError(
-            f"distributed.scheduler.allowed-failures is {settings['allowed_failures']} on {address}: the "
-            "scheduler would run finished calls again when a worker dies. Start it with "
-            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0."
-        )
-    ttl_s = settings["worker_ttl"]
-    if ttl_s is not None and ttl_s < MIN_WORKER_TTL_S:
-        raise ClusterError(
-            f"distributed.scheduler.worker-ttl is {ttl_s:g} s on {address}: a rank inside a long call would "
-            "count as dead. Start the scheduler with DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL='10 minutes'."
-        )
-
-
-def members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
-    """(ranks, controllers) among the workers that a scheduler describes, each by host, then name."""
-    ranks, controllers = [], []
-    for address, worker in workers.items():
-        resources = worker["resources"]
-        name = worker["name"] if worker["name"] != address else worker["nanny"] or address
-        member = Member(str(name), address, worker["host"])
-        if resources.get(CONTROLLER_RESOURCE, 0) > 0:
-            controllers.append(member)
-            continue
-        for resource in RANK_RESOURCES:
-            if resources.get(resource, 0) > 1:
-                raise ClusterError(
-                    f"worker {name} offers {resource}={resources[resource]:g}: a rank drives one device. "
-                    f"Start one worker per device, each with --resources {resource}=1."
-                )
-        if any(resources.get(resource, 0) for resource in RANK_RESOURCES):
-            ranks.append(member)
-    return sorted(ranks, key=_order), sorted(controllers, key=_order)
-
-
-def whole_hosts(ranks: Sequence[Member], devices_per_host: int) -> list[Member]:
-    """The ranks, sorted by host, that fill hosts of the plan: each run of `devices_per_host` is on one host. What
-    is left over on a host does not serve."""
-    whole: list[Member] = []
-    for _, group in groupby(ranks, key=lambda rank: rank.host):
-        there = list(group)
-        whole += there[: len(there) // devices_per_host * devices_per_host]
-    return whole
-
-
-def _order(member: Member) -> tuple[str, list[str | int]]:
-    """By host, then by name with its numbers compared as numbers: rank-10 follows rank-9."""
-    parts = re.split(r"(\d+)", member.name)  # text and numbers alternate
-    return member.host, [int(part) if i % 2 else part for i, part in enumerate(parts)]
+    return Cluster(address_of(client), serving[:-1], serving[-1], client.security)
 
 
 def _too_few(
@@ -314,85 +280,3 @@ def _too_few(
         f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found}. "
         f"Start {n_ranks - len(ranks)} more: dask worker {address}{here} --nthreads 1 --resources slot=1"
     )
-
-
-def _refuse_reachable(who: str, listens_on: Sequence[str]) -> None:
-    """Raises ClusterError for a process that others than this host reach without TLS."""
-    for address in listens_on:
-        host = address.split("://")[-1].rsplit(":", 1)[0].strip("[]")
-        if not address.startswith("tls://") and host != "localhost" and not ip_address(host).is_loopback:
-            raise ClusterError(
-                f"{who} listens on {address} without TLS: whoever reaches it can run code. Start it with "
-                "--host 127.0.0.1, or scheduler and workers with certificates (tls://)."
-            )
-
-
-def _refuse_exposed(client: Client, cluster: Cluster) -> None:
-    """What holds for the scheduler holds for the workers: they run what they are sent."""
-    members = (*cluster.ranks, cluster.controller)
-    found = cast(
-        dict[str, list[str]], client.run(_worker_listeners, workers=[member.address for member in members])
-    )
-    for member in members:
-        _refuse_reachable(f"worker {member.name}", found[member.address])
-
-
-def _refuse_private_folder(client: Client, cluster: Cluster, folder: Path) -> None:
-    """Every member must find a token file in the run folder. Raises ClusterError naming a host that does not."""
-    members = (*cluster.ranks, cluster.controller)
-    token = folder / f"token-{uuid4().hex}"
-    token.touch()
-    try:
-        workers = [member.address for member in members]
-        seen = cast(dict[str, bool], client.run(os.path.exists, str(token), workers=workers))
-    finally:
-        token.unlink()
-    for member in members:
-        if not seen[member.address]:
-            raise ClusterError(
-                f"worker {member.name} on host {member.host} does not see the run folder {folder}. "
-                "Choose a folder that all hosts share."
-            )
-
-
-def _refuse_other_versions(client: Client, members: list[Member]) -> None:
-    """Raises ClusterError for a worker that runs other versions than this process."""
-    here = _versions()
-    found = cast(
-        dict[str, dict[str, str]], client.run(_versions, workers=[member.address for member in members])
-    )
-    for address, there in found.items():
-        for package, ours in here.items():
-            if there[package] != ours:
-                raise ClusterError(
-                    f"worker {address} has {package} {there[package]}; this process has {ours}. "
-                    "Install the same versions on all hosts (requirements.lock)."
-                )
-
-
-def _versions() -> dict[str, str]:
-    """Package -> installed version, "none" where it is not installed; Python too, without its patch level."""
-    found = {"python": python_version().rsplit(".", 1)[0]}
-    for package in SAME_VERSIONS:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
-
-
-def _address(client: Client) -> str:
-    assert client.scheduler is not None, "the client is connected"
-    return str(client.scheduler.address)
-
-
-def _scheduler_settings(dask_scheduler: Scheduler) -> dict[str, Any]:
-    return {
-        "allowed_failures": dask_scheduler.allowed_failures,
-        "worker_ttl": dask_scheduler.worker_ttl,
-        "listens_on": [listener.listen_address for listener in dask_scheduler.listeners],
-    }
-
-
-def _worker_listeners(dask_worker: Worker) -> list[str]:
-    return [str(listener.listen_address) for listener in dask_worker.listeners]

@@ -22,8 +22,8 @@ async def rlhf_ppo(config: PPOConfig | None = None, run_folder: str | None = Non
     Returns the run's summary.
     """
     if config is not None or run_folder is not None:
-        return await carry_out(config, run_folder)
+        return await carry_out("ppo", config, run_folder)
     with demo_at(RUNS / "demo", seed=None) as demo:
         policy = await make_models(demo)
         fresh = policy.model_copy(update={"name": None, "output_dir": str(RUNS.resolve())})
-        return await carry_out(fresh)
+        return await carry_out("ppo", fresh)

@@ -39,13 +39,22 @@ SHOWN_METRICS = ("reward", "rewards/exact/mean", "kl", "accuracy", "loss/sft", "
 console = Console()
 
 
-async def carry_out(config: AnyConfig | None, run_folder: str | None = None) -> dict[str, Any]:
+async def carry_out(
+    algorithm: str, config: AnyConfig | None, run_folder: str | None = None
+) -> dict[str, Any]:
     """Run a configuration to its end, or go on from the last commit in `run_folder`; gives the summary.
+
+    algorithm  the type of configuration that the flow carries out
 
     Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can mend,
     RunFailed for what happened on the way.
     """
     folder, config = open_run(config, run_folder)
+    if config.type != algorithm:
+        raise ConfigError(
+            f"{folder} is a run of type {config.type!r}, and this flow carries out {algorithm!r}. Go on with it by "
+            f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
+        )
     prepared = prepare(config, folder)
     expected = planned(config, prepared.plan)
     folder = folder or new_run_folder(config)
@@ -108,6 +117,7 @@ def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> 
             folder=folder,
             devices_per_host=place.devices_per_host,
             environment=environment,
+            deadline_s=config.runtime.startup_timeout_s,
         ) as cluster:
             yield cluster
     else:
@@ -118,7 +128,11 @@ def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> 
                 f"ranks; this machine has {n_gpus} GPUs. Ask for fewer, or name a larger cluster by cluster.address."
             )
         with local_cluster(
-            place.n_devices, environment, gpus=n_gpus > 0, folder=folder / "scratch"
+            place.n_devices,
+            environment,
+            gpus=n_gpus > 0,
+            folder=folder / "scratch",
+            deadline_s=config.runtime.startup_timeout_s,
         ) as cluster:
             yield cluster
 

@@ -16,4 +16,4 @@ async def sft(config: SFTConfig, run_folder: str | None = None) -> dict[str, Any
     run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
     Returns the run's summary.
     """
-    return await carry_out(config, run_folder)
+    return await carry_out("sft", config, run_folder)

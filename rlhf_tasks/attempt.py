@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pkgutil import resolve_name
 from typing import Any, Protocol
 from uuid import uuid4
@@ -82,6 +83,7 @@ class Attempt:
         self._client = uuid4().hex
         self._rendezvous = Rendezvous(worker.ip)
         self._snapshots: Snapshots | None = None
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._save_nodes = {node.role: node.name for node in spec.plan.nodes if isinstance(node, SaveNode)}
         self._links: list[RankLink] = []
         self._lost_early: dict[int, str] = {}
@@ -128,7 +130,7 @@ class Attempt:
         """
         spec = self.spec
         self._snapshots = snapshots = resolve_name(spec.snapshots)(spec)
-        latest = await asyncio.to_thread(snapshots.latest)
+        latest = await asyncio.get_running_loop().run_in_executor(self._disk, snapshots.latest)
         step, cursor = latest if latest is not None else (None, 0)
         news = (self._receive, self._lost, self._started)
         self._links = [
@@ -155,7 +157,8 @@ class Attempt:
         self._background(self._tick())
 
     async def close(self) -> None:
-        """Let every rank go. Watchers learn that the attempt has ended."""
+        """Let every rank go, and leave the run folder to the next attempt: a commit under way is completed first.
+        Watchers learn that the attempt has ended."""
         self._closed = True
         self._changed.set()
         for task in self._tasks:
@@ -163,6 +166,7 @@ class Attempt:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links))
         self._rendezvous.close()
+        await asyncio.to_thread(self._disk.shutdown)
 
     # --- for the flow and the tasks ---------------------------------------------------------------------
 
@@ -319,7 +323,8 @@ class Attempt:
         }
         assert self._snapshots is not None
         try:
-            await asyncio.to_thread(self._snapshots.commit, order, results)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._disk, self._snapshots.commit, order, results)
         except Exception as error:
             logger.exception("step %d could not be committed", order.step)
             self._feed(self.ledger.commit_failed, order.step, f"{type(error).__name__}: {error}")

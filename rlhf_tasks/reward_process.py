@@ -53,8 +53,9 @@ class RewardProcess:
 
     def close(self) -> None:
         """End the helper, whatever it is doing; a request under way fails."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process  # read once: the judging thread may take it away meanwhile
+        if process is not None:
+            process.kill()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._kill()
 

@@ -1,6 +1,7 @@
 """The command line: every mistake of a user ends in one sentence and status 2, before anything is started."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -350,3 +351,20 @@ def test_the_console_entry_point_gives_the_status_to_the_shell(tmp_path):
     failed = subprocess.run([*command, "config", "show", "nowhere.yaml"], capture_output=True, text=True)
     assert failed.returncode == 2
     assert failed.stderr == "error: nowhere.yaml: no such file.\n"
+
+
+def test_a_package_that_hides_one_of_ours_is_refused(tmp_path: Path):
+    hiding = tmp_path / "blocks"
+    hiding.mkdir()
+    (hiding / "__init__.py").touch()
+    ours = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", "from flows.cli import main; main()"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ours}", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: blocks is to be imported from {hiding}, which hides")
+    assert "Traceback" not in ended.stderr

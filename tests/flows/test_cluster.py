@@ -2,25 +2,17 @@
 
 import asyncio
 import os
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
-from pathlib import Path
 
+import psutil
 import pytest
 from distributed import Client
 from prefect import flow
 
-from flows.cluster import ClusterError, Member, found_cluster, members, whole_hosts
+from flows.cluster import found_cluster, local_cluster
+from flows.members import ClusterError, Member, members, whole_hosts
 from flows.training import run_training
+from tests.flows.dask_commands import SAFE, dask_command, dask_scheduler
 from tests.rlhf_tasks.plans import small_plan
-
-ROOT = Path(__file__).parents[2]
-SAFE = {
-    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
-    "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10 minutes",
-}
 
 
 def worker(name, host, **resources):
@@ -44,37 +36,6 @@ def test_ranks_are_grouped_by_host_and_numbers_in_names_count_as_numbers():
 def test_a_worker_with_several_devices_is_refused():
     with pytest.raises(ClusterError, match=r"worker w offers GPU=4: a rank drives one device"):
         members({"tcp://a:1": worker("w", "a", GPU=4)})
-
-
-@contextmanager
-def dask_command(*arguments, **environment):
-    """A `dask` command as a user types it."""
-    command = [sys.executable, "-m", "dask", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def dask_scheduler(folder, *, host=("--host", "127.0.0.1"), **environment):
-    """A scheduler started by command; its address."""
-    file = folder / "scheduler.json"
-    options = [*host, "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
-    with dask_command("scheduler", *options, **environment):
-        deadline = time.monotonic() + 60
-        while not file.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        with Client(scheduler_file=str(file), set_as_default=False, timeout=30) as client:
-            yield client.scheduler.address
 
 
 @pytest.mark.cluster
@@ -141,6 +102,31 @@ def test_a_run_that_only_looks_at_a_cluster_does_not_turn_its_tasks_to_another_s
         told = client.run(os.environ.get, "PREFECT_API_URL", workers=[found.controller.address])
     assert set(told.values()) == {prefect.api_url}
     assert found.environment == other
+
+
+@pytest.mark.cluster
+def test_workers_of_our_own_that_are_not_up_in_time_are_counted_and_ended(tmp_path):
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    with (
+        pytest.raises(
+            ClusterError, match=r"\d of 3 workers .* came up within runtime\.startup_timeout_s=0\.1"
+        ),
+        local_cluster(2, {}, folder=tmp_path, deadline_s=0.1),
+    ):
+        pass
+    left = [" ".join(child.cmdline()) for child in set(me.children(recursive=True)) - before]
+    assert not [name for name in left if "resource_tracker" not in name]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tls://127.0.0.1:1", "nonsense://127.0.0.1:1"])
+def test_an_address_at_which_no_scheduler_answers_is_named(tmp_path, address):
+    with (
+        pytest.raises(ClusterError, match=f"no Dask scheduler answers at cluster.address={address}: "),
+        found_cluster(address, 2, folder=tmp_path, deadline_s=1),
+    ):
+        pass
 
 
 @pytest.mark.cluster

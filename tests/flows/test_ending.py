@@ -113,7 +113,7 @@ def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, p
 
     async def flow():
         if place == "a run":
-            await runs.carry_out(ppo_config(tmp_path))
+            await runs.carry_out("ppo", ppo_config(tmp_path))
         else:
             with demo.demo_at(tmp_path, seed=0):
                 await lose_a_signal()

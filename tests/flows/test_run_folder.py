@@ -65,5 +65,13 @@ def test_a_demo_of_another_seed_is_not_taken_for_this_one(tmp_path):
 
 def test_a_faulty_configuration_leaves_no_run_folder(tmp_path):
     with pytest.raises(ConfigError, match="Name a Hugging Face model folder"):
-        asyncio.run(carry_out(config(tmp_path, name="a")))
+        asyncio.run(carry_out("sft", config(tmp_path, name="a")))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_of_another_type_is_not_gone_on_with(tmp_path):
+    folder = new_run_folder(config(tmp_path, name="a"))
+    with pytest.raises(
+        ConfigError, match=r"runs/a is a run of type 'sft', and this flow carries out 'ppo'\. Go on"
+    ):
+        asyncio.run(carry_out("ppo", None, str(folder)))

@@ -3,6 +3,8 @@ faults, leases."""
 
 import asyncio
 import json
+import threading
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 from flows.cluster import local_cluster
 from rlhf_tasks import attempt
 from rlhf_tasks.attempt import group_timeout_s
+from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished, GaveUp, RunSpec
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
@@ -141,43 +144,82 @@ def test_no_wait_for_peers_that_keep_their_deadlines_reaches_the_groups_timeout(
         assert wait_s < group_timeout_s(plan, deadlines)
 
 
+class Link:
+    """Rank 0 connects and is gone before rank 1 has connected."""
+
+    def __init__(self, worker, rank, name, client, executor, on_news, on_lost, on_started):
+        self.rank, self.on_lost, self.restarts = rank, on_lost, []
+
+    async def open(self, deadline_s):
+        if self.rank == 0:
+            asyncio.get_running_loop().call_soon(self.on_lost, 0, "killed")
+        else:
+            await asyncio.sleep(0.05)
+
+    def restart(self, lost, deadline_s):
+        self.restarts.append(lost)
+
+    def send(self, message):
+        pass
+
+    async def close(self):
+        pass
+
+
+def linkless(tmp_path, monkeypatch):
+    """An attempt whose links are `Link`s; inside an event loop."""
+    monkeypatch.setattr(attempt, "RankLink", Link)
+    spec = RunSpec(
+        run="fake",
+        attempt=1,
+        ranks=("a", "b"),
+        plan=small_plan(),
+        config={},
+        run_folder=str(tmp_path),
+        iterations=1,
+        snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+    )
+    return attempt.Attempt(SimpleNamespace(ip="127.0.0.1"), spec, lambda event: None)
+
+
 def test_a_rank_lost_while_the_others_connect_is_started_anew(tmp_path, monkeypatch):
-    class Link:
-        """Rank 0 connects and is gone before rank 1 has connected."""
-
-        def __init__(self, worker, rank, name, client, executor, on_news, on_lost, on_started):
-            self.rank, self.on_lost, self.restarts = rank, on_lost, []
-
-        async def open(self, deadline_s):
-            if self.rank == 0:
-                asyncio.get_running_loop().call_soon(self.on_lost, 0, "killed")
-            else:
-                await asyncio.sleep(0.05)
-
-        def restart(self, lost, deadline_s):
-            self.restarts.append(lost)
-
-        def send(self, message):
-            pass
-
-        async def close(self):
-            pass
-
     async def run():
-        spec = RunSpec(
-            run="fake",
-            attempt=1,
-            ranks=("a", "b"),
-            plan=small_plan(),
-            config={},
-            run_folder=str(tmp_path),
-            iterations=1,
-            snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
-        )
-        started = attempt.Attempt(SimpleNamespace(ip="127.0.0.1"), spec, lambda event: None)
+        started = linkless(tmp_path, monkeypatch)
         await started.start()
         await started.close()
         return [link.restarts for link in started._links]
 
-    monkeypatch.setattr(attempt, "RankLink", Link)
     assert asyncio.run(run()) == [[True], []]
+
+
+class SlowDisk:
+    """Snapshots whose commit takes its time."""
+
+    def __init__(self):
+        self.begun, self.ended = threading.Event(), False
+
+    def latest(self):
+        return None
+
+    def commit(self, order, results):
+        self.begun.set()
+        time.sleep(0.3)
+        self.ended = True
+
+
+def slow_disk(spec):
+    return SlowDisk()
+
+
+def test_an_attempt_that_ends_leaves_no_commit_half_written(tmp_path, monkeypatch):
+    async def run():
+        closing = linkless(tmp_path, monkeypatch)
+        monkeypatch.setattr(attempt, "resolve_name", lambda name: slow_disk)
+        await closing.start()
+        disk = closing._snapshots
+        closing._apply([do.WriteCommit(step=0, cursor=0, iterations=(), parts={}, versions={})])
+        await asyncio.to_thread(disk.begun.wait)
+        await closing.close()
+        return disk.ended
+
+    assert asyncio.run(run())

@@ -1,0 +1,47 @@
+"""Dask clusters started by commands, as a user types them."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from distributed import Client
+
+ROOT = Path(__file__).parents[2]
+SAFE = {
+    "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+    "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10 minutes",
+}
+
+
+@contextmanager
+def dask_command(*arguments, **environment):
+    """A `dask` command as a user types it."""
+    command = [sys.executable, "-m", "dask", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def dask_scheduler(folder, *, host=("--host", "127.0.0.1"), **environment):
+    """A scheduler started by command; its address."""
+    file = folder / "scheduler.json"
+    options = [*host, "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
+    with dask_command("scheduler", *options, **environment):
+        deadline = time.monotonic() + 60
+        while not file.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        with Client(scheduler_file=str(file), set_as_default=False, timeout=30) as client:
+            yield client.scheduler.address
