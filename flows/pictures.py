@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -26,7 +27,7 @@ LETTER_WIDTH = 1 / 200  # of a label, as a share of the timeline's width
 
 
 def curves(
-    metrics: Sequence[Mapping[str, float | None]], panels: Sequence[tuple[str, Sequence[str]]]
+    metrics: Sequence[Mapping[str, Any]], panels: Sequence[tuple[str, Sequence[str]]]
 ) -> bytes:
     """Small line charts over iterations, one panel each.
 
