@@ -22,6 +22,7 @@ from rlhf_tasks.config import (
 from rlhf_tasks.config_parts import InlineModel
 from rlhf_tasks.examples import load_and_check
 from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.weight_files import weight_files
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
 PLAN = "plan.json"
@@ -64,6 +65,9 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
     if isinstance(config, PPOConfig | RolloutConfig):
         check_rewards(config.rewards)
     shapes = shapes_of(config)
+    for role in config.roles().values():
+        if not role.random_init:
+            weight_files(Path(role.folder))
     rows, tokenizer = load_and_check(config)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:

@@ -14,7 +14,8 @@ from transformers.models.auto.modeling_auto import (
 
 from rlhf_tasks.durable import sync
 from rlhf_tasks.parallel.layout import Head, Layout
-from rlhf_tasks.parallel.weights import INDEX, SINGLE, load_config
+from rlhf_tasks.parallel.weight_files import INDEX, SINGLE
+from rlhf_tasks.parallel.weights import load_config
 
 SHARD_BYTES = 5 * 1024**3  # transformers' habit of several years
 _BESIDE_WEIGHTS = (

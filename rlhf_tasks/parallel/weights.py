@@ -1,7 +1,6 @@
 """Where a stage's parameters come from: a Hugging Face folder, of which a rank reads its own slices only, or
 a random start that is the same whole model in every layout."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from rlhf_tasks.parallel.layout import ParameterSpec
 from rlhf_tasks.parallel.random import stream_key
 from rlhf_tasks.parallel.stage import Stage
+from rlhf_tasks.parallel.weight_files import weight_files
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 NEW_HEAD = "score.weight"
 """The parameter that a folder of a language model lacks when it becomes a critic or a reward model."""
 
@@ -105,20 +103,11 @@ def _fill(parameter: Tensor, values: Tensor) -> None:
 
 def _files_of(folder: Path) -> dict[str, Path]:
     """Parameter name -> the file that holds it."""
-    index, single = folder / INDEX, folder / SINGLE
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        absent = sorted(file for file in set(weight_map.values()) if not (folder / file).is_file())
-        if absent:
-            raise ValueError(f"{index} names files that are not there: {', '.join(absent[:4])}.")
-        return {name: folder / file for name, file in weight_map.items()}
-    if not single.is_file():
-        raise ValueError(
-            f"Model folder {str(folder)!r} has neither {SINGLE} nor {INDEX}. "
-            "Save the model with save_pretrained, which writes safetensors."
-        )
+    found = weight_files(folder)
+    if not isinstance(found, Path):
+        return found
     try:
-        with safe_open(single, framework="pt", device="cpu") as tensors:
-            return dict.fromkeys(tensors.keys(), single)
+        with safe_open(found, framework="pt", device="cpu") as tensors:
+            return dict.fromkeys(tensors.keys(), found)
     except SafetensorError as error:
-        raise ValueError(f"{single} cannot be read: {error}.") from error
+        raise ValueError(f"{found} cannot be read: {error}.") from error

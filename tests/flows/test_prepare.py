@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows import prepare
+from flows.demo_data import write_model_folder
 from flows.planning import shapes_of
 from flows.prepare import PLAN, make_plan
 from planner.search import find_plan
@@ -85,3 +86,30 @@ def test_a_kept_plan_that_cannot_be_read_is_refused(kept):
 def test_what_can_only_be_planned_does_not_run(change, sentence):
     with pytest.raises(ConfigError, match=sentence):
         prepare.prepare(make_config(ppo(**change)))
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        (None, "actor' has neither model.safetensors nor model.safetensors.index.json"),
+        ({"a": "one.safetensors", "b": "two.safetensors"}, "files that are not there: two.safetensors"),
+    ],
+)
+def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index, sentence: str):
+    write_model_folder(tmp_path / "actor")
+    if index:
+        (tmp_path / "actor" / "one.safetensors").touch()
+        text = json.dumps({"weight_map": index})
+        (tmp_path / "actor" / "model.safetensors.index.json").write_text(text)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "ab>", "completion": "ba"}) + "\n")
+    document = {
+        "type": "sft",
+        "models": {"actor": str(tmp_path / "actor")},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "batch_size": 1,
+        "total_iterations": 1,
+    }
+    with pytest.raises(ConfigError, match=sentence):
+        prepare.prepare(make_config(document))
+    drawn = make_config({**document, "random_init": True})
+    assert prepare.prepare(drawn).iterations == 1
