@@ -52,7 +52,7 @@ class CpuClock:
 async def run_seed(demo: Demo, clock: CpuClock) -> dict[str, Any]:
     """All rows of one seed."""
     policy = await make_models(demo)
-    start = policy.models.actor
+    start = policy.roles()["actor"].folder
     row: dict[str, Any] = {"seed": demo.seed, "sft": await measure(demo, start, "before")}
     before_s = clock.now()
     trained = await demo.run(rlhf_ppo, policy)

@@ -27,7 +27,7 @@ async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, A
     started_s = time.time()
     with demo_at(Path(folder), seed) as demo:
         policy = await make_models(demo)
-        before = await measure(demo, policy.models.actor, "before")
+        before = await measure(demo, policy.roles()["actor"].folder, "before")
         trained = await demo.run(rlhf_ppo, policy)
         after = await measure(demo, trained["model"], "after")
     summary = {
