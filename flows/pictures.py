@@ -26,9 +26,7 @@ CALL_KINDS = ("generate", "inference", "train_step")
 LETTER_WIDTH = 1 / 200  # of a label, as a share of the timeline's width
 
 
-def curves(
-    metrics: Sequence[Mapping[str, Any]], panels: Sequence[tuple[str, Sequence[str]]]
-) -> bytes:
+def curves(metrics: Sequence[Mapping[str, Any]], panels: Sequence[tuple[str, Sequence[str]]]) -> bytes:
     """Small line charts over iterations, one panel each.
 
     metrics  one mapping per committed iteration, in order, with `iteration` (0-based); None for a value that
