@@ -41,9 +41,12 @@ class CpuClock:
 
     def __init__(self, scheduler: str) -> None:
         with Client(scheduler, set_as_default=False) as client:
-            pids = client.run(os.getpid)
-            names = {a: w["name"] for a, w in client.scheduler_info()["workers"].items()}
-        self._ranks = [psutil.Process(pid) for a, pid in pids.items() if str(names[a]).startswith("rank")]
+            pids: Any = client.run(os.getpid)
+            found: Any = client.scheduler_info(n_workers=-1)
+        names = {address: str(worker["name"]) for address, worker in found["workers"].items()}
+        self._ranks = [
+            psutil.Process(pid) for address, pid in pids.items() if names[address].startswith("rank")
+        ]
 
     def now(self) -> float:
         return sum(sum(rank.cpu_times()[:2]) for rank in self._ranks)
