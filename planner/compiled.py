@@ -1,0 +1,41 @@
+"""How the plan search's inner loops are compiled.
+
+Numba links what a function calls into it and optimises all of that anew at each level, wrappers for Python
+included. So only the few functions that Python calls get wrappers, and only they are kept beside the source.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+inner: Callable[..., Any] = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For functions that only compiled code calls."""
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """For functions that Python calls: compiled at the first call; later processes load them."""
+    dispatcher = njit(error_model="numpy")(function)
+    dispatcher._cache = _Cache(function)
+    return dispatcher
+
+
+class _Cache(FunctionCache):
+    """Compiled code that is stale as soon as any source of this package changes; numba itself looks only at the
+    file of the function, not at those of the functions that were linked into it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, _source_stamp())
+
+
+@cache
+def _source_stamp() -> str:
+    digest = sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
