@@ -13,20 +13,28 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-inner: Callable[..., Any] = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""For functions that only compiled code calls."""
+LINKED = (
+    *("anneal", "arrays", "bound", "branch", "compiled", "evaluator", "move_seconds", "relaxation"),
+    "simulate",  # whose IN_FLIGHT is a constant there
+)
+"""The modules of this package whose functions and constants go into compiled code."""
+
+_njit: Any = njit  # its type lists neither all options nor the cache
+
+inner: Callable[..., Any] = _njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For functions that only compiled code calls. A call from Python would crash."""
 
 
 def compiled(function: Callable[..., Any]) -> Any:
     """For functions that Python calls: compiled at the first call; later processes load them."""
-    dispatcher = njit(error_model="numpy")(function)
+    dispatcher = _njit(error_model="numpy")(function)
     dispatcher._cache = _Cache(function)
     return dispatcher
 
 
 class _Cache(FunctionCache):
-    """Compiled code that is stale as soon as any source of this package changes; numba itself looks only at the
-    file of the function, not at those of the functions that were linked into it."""
+    """Compiled code that is stale as soon as any source changes that is linked into it; numba itself looks only at
+    the file of the function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -36,6 +44,6 @@ class _Cache(FunctionCache):
 @cache
 def _source_stamp() -> str:
     digest = sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    for module in LINKED:
+        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
     return digest.hexdigest()
