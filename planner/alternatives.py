@@ -7,7 +7,6 @@ from planner.anneal import neighbours, polished, start_state
 from planner.bound import call_cycles
 from planner.choices import assignments_of, nearest_choice
 from planner.price import PlanPrice, price_plan, shortfall
-from planner.problem import Problem
 from planner.search import SearchResult
 from planner.tables import Tables
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, ReallocateNode
@@ -31,9 +30,9 @@ class Alternative:
     reason: str
 
 
-def rejected_alternatives(problem: Problem, result: SearchResult) -> tuple[Alternative, ...]:
+def rejected_alternatives(result: SearchResult) -> tuple[Alternative, ...]:
     """One row per call, in the order of the graph; a call that has options on one mesh only has none."""
-    tables = Tables(problem)
+    tables = result.tables
     start = nearest_choice(tables, assignments_of(result.plan))
     rows = []
     for number, name in enumerate(tables.calls):

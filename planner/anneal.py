@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from planner.arrays import Arrays
 from planner.bound import Cycles
+from planner.compiled import compiled, inner
 from planner.evaluator import value
-from planner.move_seconds import compiled
 from planner.tables import Tables
 from rlhf_tasks.parallel.random import stream, stream_key
 
@@ -28,7 +28,9 @@ ROUNDS = 6
 HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
 CALM = 0.004  # the same at the beginning of a round that polishes a plan
 PAIRS = 0.4  # share of the proposals that change two calls
-DRAWS = 12  # random numbers per proposal: one half per call that it changes
+CHUNK = 2_500  # proposals between two looks at the clock
+ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
+DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
 SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
 
 
@@ -92,19 +94,22 @@ def start_state(tables: Tables, choice: Sequence[int]) -> State:
 def annealing(
     tables: Tables, near: Neighbours, cycles: Cycles, starts: Sequence[Sequence[int]], seed: int
 ) -> Iterator[tuple[State, int]]:
-    """After each round: the best state so far, and the number of choices that the round priced.
+    """After each part of a round: the best state so far, and the number of choices that the part priced.
 
     starts  choices to begin with; the rounds take them in turn, and the best state after them
     """
     best: State | None = None
     for number in range(ROUNDS):
-        start = start_state(tables, starts[number]) if number < len(starts) or best is None else best
+        state = start_state(tables, starts[number]) if number < len(starts) or best is None else best
         draws = uniforms(seed, "annealing", number, STEPS)
-        found, _, n_priced = anneal(
-            tables.arrays, near, cycles, start, draws, HOT * start.time_s, COLD * start.time_s, True
-        )
-        best = found if best is None else better(best, found)
-        yield best, n_priced
+        heat = state.time_s * HOT * (COLD / HOT) ** (np.arange(STEPS + 1) / STEPS)
+        for step in range(0, STEPS, CHUNK):
+            hot, cold = heat[step], heat[step + CHUNK]
+            found, state, n_priced = anneal(
+                tables.arrays, near, cycles, state, draws[step : step + CHUNK], hot, cold, True
+            )
+            best = found if best is None else better(best, found)
+            yield best, n_priced
 
 
 def polished(
@@ -148,7 +153,7 @@ def anneal(
         call = int(u[0] * arrays.n_calls)
         choice = state.choice.copy()
         choice[call] = _propose(arrays, near, choice, call, u, local)
-        if local and u[11] < PAIRS:
+        if local and u[12] < PAIRS:
             second = int(u[6] * arrays.n_calls)
             choice[second] = _propose(arrays, near, choice, second, u[6:], local)
         if np.array_equal(choice, state.choice):
@@ -157,7 +162,7 @@ def anneal(
         limit = _energy(arrays, state) - temperature * np.log(1 - u[1])
         if _surely_above(arrays, cycles, choice, limit):
             continue
-        time_s, excess_bytes, _ = value(arrays, choice)
+        time_s, excess_bytes, _ = value(arrays, choice, limit)
         n_priced += 1
         proposed = State(choice, time_s, excess_bytes)
         if _energy(arrays, proposed) > limit:
@@ -168,14 +173,14 @@ def anneal(
     return best, state, n_priced
 
 
-@compiled
+@inner
 def _energy(arrays: Arrays, state: State) -> float:
     if state.excess_bytes <= 0:
         return state.time_s
     return state.time_s * (1 + SHORT_OF_MEMORY + 2 * state.excess_bytes / arrays.memory_bytes)
 
 
-@compiled
+@inner
 def _surely_above(arrays: Arrays, cycles: Cycles, choice: Ints, limit: float) -> bool:
     """Whether a choice's model cycles or the load of a device exceed a limit."""
     o, n = arrays.options, arrays.n_calls
@@ -197,7 +202,7 @@ def _surely_above(arrays: Arrays, cycles: Cycles, choice: Ints, limit: float) ->
     return False
 
 
-@compiled
+@inner
 def _propose(arrays: Arrays, near: Neighbours, choice: Ints, call: int, u: Floats, local: bool) -> int:
     """Another option for a call: on its mesh, on another call's, beside one, at one of its own ends, or anywhere."""
     o = arrays.options
@@ -205,8 +210,8 @@ def _propose(arrays: Arrays, near: Neighbours, choice: Ints, call: int, u: Float
         return int(u[2] * (arrays.start[call + 1] - arrays.start[call]))
     low, high = near.start[call], near.start[call + 1]
     mesh = low + int(u[3] * (high - low))
+    peer = int(u[4] * arrays.n_calls)
     if u[2] < 0.75:
-        peer = int(u[4] * arrays.n_calls)
         mine, other = arrays.start[call] + choice[call], arrays.start[peer] + choice[peer]
         mesh = _mesh_like(
             near,
@@ -217,11 +222,15 @@ def _propose(arrays: Arrays, near: Neighbours, choice: Ints, call: int, u: Float
             (o[mine].first, o[mine].first + o[mine].size),
             (o[other].first, o[other].first + o[other].size),
         )
-    options = near.begin[mesh + 1] - near.begin[mesh]
+    options, other = near.begin[mesh + 1] - near.begin[mesh], arrays.start[peer] + choice[peer]
+    if u[5] < ALIKE and o[other].first == near.first[mesh] and o[other].size == near.size[mesh]:
+        for i in range(near.begin[mesh], near.begin[mesh + 1]):
+            if o[arrays.start[call] + near.by_speed[i]].strategy == o[other].strategy:
+                return near.by_speed[i]
     return near.by_speed[near.begin[mesh] + int(u[5] * u[5] * options)]
 
 
-@compiled
+@inner
 def _mesh_like(
     near: Neighbours,
     low: int,

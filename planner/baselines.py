@@ -8,7 +8,7 @@ from planner.graph import DataflowGraph
 from planner.heuristic import Limits, heuristic, symmetric
 from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
-from planner.price import MemoryPeak, PlanPrice, price_plan, shortfall
+from planner.price import MemoryPeak, PlanPrice, lack_of_memory, memory_peaks, price_plan, shortfall
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, PlanNode
 
 Assignments = Mapping[str, CallAssignment]
@@ -55,14 +55,19 @@ def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments
 
 
 def _price(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
-    """Plan and price; which of two nodes on a device comes first is decided by what calls cost."""
+    """Plan and price."""
+    plan = _plan(graph, model, assignments)
+    return Priced(plan, price_plan(plan, model))
+
+
+def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> ExecutionPlan:
+    """The plan; which of two nodes on a device comes first is decided by what calls cost."""
 
     def duration_s(node: PlanNode) -> float:
         seconds = model.call(node.call, node.assignment).seconds if isinstance(node, CallNode) else 0.0
         return seconds + model.device.dispatch_s
 
-    plan = build_plan(graph, assignments, model.cluster, duration_s)
-    return Priced(plan, price_plan(plan, model))
+    return build_plan(graph, assignments, model.cluster, duration_s)
 
 
 def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
@@ -83,11 +88,12 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
                 raise
             raise PlanError(missing) from None
         found = {name: _cut(given, cuts[name]) for name, given in found.items()}
-        priced = _price(graph, model, found)
-        missing = shortfall(priced.price, model)
+        plan = _plan(graph, model, found)
+        peaks = memory_peaks(plan, model)
+        missing = lack_of_memory(peaks, model)
         if missing is None:
-            return priced
-        fullest = max(priced.price.peaks.values(), key=lambda peak: peak.total_bytes)
+            return Priced(plan, price_plan(plan, model))
+        fullest = max(peaks.values(), key=lambda peak: peak.total_bytes)
         _give_way(fullest, graph, found, replicas, cuts)
 
 

@@ -27,8 +27,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.compiled import compiled, inner
 from planner.graph import DataflowGraph
-from planner.move_seconds import compiled
 from planner.simulate import IN_FLIGHT
 
 Floats = NDArray[np.float64]
@@ -195,7 +195,7 @@ def _feasible(
     return False
 
 
-@compiled
+@inner
 def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> bool:
     """Whether calls that take `time` keep all cycles within `period`."""
     for cycle in range(len(delays)):
@@ -208,7 +208,7 @@ def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: flo
     return True
 
 
-@compiled
+@inner
 def allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> float:
     """The most seconds that the cycles leave a call when all others take `time`."""
     allowed = np.inf

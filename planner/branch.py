@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from planner.anneal import Neighbours, State, better, polished
 from planner.bound import Cycles
+from planner.compiled import compiled, inner
 from planner.evaluator import value
-from planner.move_seconds import compiled
 from planner.relaxation import OPEN, Relaxation, exceeds, lacks, move_s, relaxation
 from planner.tables import Tables
 
@@ -187,7 +187,7 @@ def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) ->
             walk.place[depth] = -1
         else:
             walk.counts[1] += 1
-            time_s, excess_bytes, _ = value(r.arrays, walk.choice - r.arrays.start[:n])
+            time_s, excess_bytes, _ = value(r.arrays, walk.choice - r.arrays.start[:n], threshold)
             if excess_bytes <= 0 and time_s < threshold:
                 walk.depth[0] = depth
                 return FOUND, time_s
@@ -197,7 +197,7 @@ def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) ->
     return DONE, np.inf
 
 
-@compiled
+@inner
 def _enter_next(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Gives the call of a depth its next row that the bounds let pass; leaves it open when there is none."""
     o, call = r.arrays.options, t.order[depth]
@@ -233,7 +233,7 @@ def _enter_next(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float
     return False
 
 
-@compiled
+@inner
 def _mesh_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, floor: float, threshold: float) -> bool:
     """Whether the mesh of the depth's call may stay with some row, given its fastest, its least load, and a
     threshold raised by what another row may spare elsewhere."""
@@ -243,7 +243,7 @@ def _mesh_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, floor: float,
     return others + floor <= threshold * r.n_devices
 
 
-@compiled
+@inner
 def _least_load(r: Relaxation, t: Tree, walk: Walk, depth: int, but: int, threshold: float) -> float:
     """The least load of all calls but one: as chosen, or the lightest row in the time that is left to an open
     call by the cycles and by the emptiest device. Infinite when there is no such row."""
@@ -269,7 +269,7 @@ def _least_load(r: Relaxation, t: Tree, walk: Walk, depth: int, but: int, thresh
     return total
 
 
-@compiled
+@inner
 def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
     """The least load of a device by the chosen rows. Loads change only where a mesh begins or ends."""
     o, least = r.arrays.options, np.inf
@@ -290,25 +290,29 @@ def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
     return least
 
 
-@compiled
+@inner
 def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Whether some completion may keep to memory, threshold and the cluster's load. Prices the moves that the
-    depth's call decides, but only when the bound without them lets the choice pass."""
+    depth's call decides, but only when the bound with their least seconds lets the choice pass."""
     allowed, call = walk.allowed[depth + 1], t.order[depth]
     if lacks(r, walk.choice) or exceeds(r, walk.choice, walk.moved_s, threshold, allowed):
         return False
     if _least_load(r, t, walk, depth + 1, -1, threshold) > threshold * r.n_devices:
         return False
-    moves, stays = False, True
-    for k in range(len(r.trainer)):
-        if r.trainer[k] == call or r.reader[k] == call:
-            trainer, reader = walk.choice[r.trainer[k]], walk.choice[r.reader[k]]
-            if trainer != OPEN and reader != OPEN:
-                walk.moved_s[k] = move_s(r, k, trainer, reader)
-                moves = moves or walk.moved_s[k] > 0
-    if moves:
-        stays = not exceeds(r, walk.choice, walk.moved_s, threshold, allowed)
-        stays = stays and _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices
+    moves, stays = True, True
+    for exact in (False, True):
+        if not (moves and stays):
+            break
+        moves = False
+        for k in range(len(r.trainer)):
+            if r.trainer[k] == call or r.reader[k] == call:
+                trainer, reader = walk.choice[r.trainer[k]], walk.choice[r.reader[k]]
+                if trainer != OPEN and reader != OPEN:
+                    walk.moved_s[k] = move_s(r, k, trainer, reader, exact)
+                    moves = moves or walk.moved_s[k] > 0
+        if moves:
+            stays = not exceeds(r, walk.choice, walk.moved_s, threshold, allowed)
+            stays = stays and _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices
     if not stays:
         for k in range(len(r.trainer)):
             if r.trainer[k] == call or r.reader[k] == call:

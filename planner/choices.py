@@ -1,7 +1,8 @@
 """Between plans and choices of options."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from planner.options import Option
 from planner.tables import Tables
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan
 
@@ -15,17 +16,16 @@ def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) ->
     """For every call the option most like its assignment: the same mesh and strategy if there are, then the
     nearest number of micro-batches."""
 
-    def unlike(call: str, number: int) -> tuple[bool, bool, int]:
-        option = tables.options[tables.calls.index(call)][number]
-        given = assignments[call]
-        devices = given.placement.devices
-        return (
-            (option.first, option.size) != (min(devices), len(devices)),
-            option.strategy != given.placement.strategy,
-            abs(option.micro_batches - given.micro_batches),
-        )
+    def nearest(options: Sequence[Option], given: CallAssignment) -> int:
+        devices, strategy = given.placement.devices, given.placement.strategy
+        mesh = min(devices), len(devices)
+        unlike = [
+            ((o.first, o.size) != mesh, o.strategy != strategy, abs(o.micro_batches - given.micro_batches))
+            for o in options
+        ]
+        return unlike.index(min(unlike))
 
     return [
-        min(range(len(options)), key=lambda n, call=call: unlike(call, n))
+        nearest(options, assignments[call])
         for call, options in zip(tables.calls, tables.options, strict=True)
     ]

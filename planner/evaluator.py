@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.arrays import CALL, REALLOCATE, RELEASE, SAVE, TRANSFER, Arrays, Models
-from planner.move_seconds import Parts, compiled, reallocation_s, redistribution_s
+from planner.compiled import compiled, inner
+from planner.move_seconds import Parts, reallocation_s, redistribution_s
 from planner.simulate import IN_FLIGHT
 
 Ints = NDArray[np.int64]
@@ -21,7 +22,7 @@ ROUNDING = 1e-12  # relative; smaller gains are noise of floating-point sums
 _HOSTS_APART = 1 << 22  # stands for the distance of meshes that share no host
 
 
-@compiled
+@inner
 def pattern(arrays: Arrays, rows: Ints) -> int:
     """The number of the pattern of equal sides and placements (planner.arrays) of some options by row."""
     options, number = arrays.options, 0
@@ -42,7 +43,7 @@ def pattern(arrays: Arrays, rows: Ints) -> int:
     return number
 
 
-@compiled
+@inner
 def redistribution(arrays: Arrays, moved: int, source: int, destination: int) -> float:
     """Seconds in which samples go from one side to another; moved: index into sample_bytes."""
     key = ((moved << 24) + source << 24) + destination
@@ -60,7 +61,7 @@ def redistribution(arrays: Arrays, moved: int, source: int, destination: int) ->
     return known.seconds
 
 
-@compiled
+@inner
 def _parts(models: Models, role: int) -> Parts:
     """The model of a role."""
     start = models.start
@@ -72,7 +73,7 @@ def _parts(models: Models, role: int) -> Parts:
     )
 
 
-@compiled
+@inner
 def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> float:
     """Seconds in which a role's parameters go from one option's placement to another's, by row.
 
@@ -98,16 +99,30 @@ def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> fl
     return known.seconds
 
 
-@compiled
+@inner
+def least_reallocation(arrays: Arrays, source: int, destination: int) -> float:
+    """Seconds that a reallocation takes at least: a device receives what it does not hold, over its fastest link."""
+    a, b, per_host = arrays.options[source], arrays.options[destination], arrays.links.per_host
+    missing = b.copy
+    if a.first < b.first + b.size and b.first < a.first + a.size:
+        missing = max(0.0, b.copy - a.copy)
+    apart = (
+        a.first // per_host > (b.first + b.size - 1) // per_host
+        or b.first // per_host > (a.first + a.size - 1) // per_host
+    )
+    return missing * arrays.links.per_byte_s[1 if apart else 0]
+
+
+@inner
 def _slot(key: int, slots: int) -> int:
     """Where a memory keeps a key (multiplicative hashing by the golden ratio)."""
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
     return int(mixed) % slots
 
 
-@compiled
-def durations(arrays: Arrays, made: int, rows: Ints, out: Floats) -> None:
-    """Seconds of every slot of a skeleton."""
+@inner
+def durations(arrays: Arrays, made: int, rows: Ints, out: Floats, exact: bool) -> None:
+    """Seconds of every slot of a skeleton. exact: else at least so many, without pricing any move."""
     options = arrays.options
     for i in range(len(out)):
         slot = arrays.skeletons.slots[made, i]
@@ -118,13 +133,15 @@ def durations(arrays: Arrays, made: int, rows: Ints, out: Floats) -> None:
             out[i] = options[here].save_s
         else:
             out[i] = arrays.dispatch_s
-            if slot.kind == TRANSFER:
+            if slot.kind == TRANSFER and exact:
                 out[i] += redistribution(arrays, slot.moved, options[there].where, options[here].where)
-            elif slot.kind == REALLOCATE:
+            elif slot.kind == REALLOCATE and exact:
                 out[i] += reallocation(arrays, int(arrays.role[slot.call]), there, here)
+            elif slot.kind == REALLOCATE:
+                out[i] += least_reallocation(arrays, there, here)
 
 
-@compiled
+@inner
 def device_masks(arrays: Arrays, rows: Ints, out: Ints) -> int:
     """Writes the largest sets of calls that share a device (bit c: call c) to out; returns their number.
 
@@ -153,43 +170,65 @@ def device_masks(arrays: Arrays, rows: Ints, out: Ints) -> int:
 
 
 @compiled
-def value(arrays: Arrays, choice: Ints) -> tuple[float, float, int]:
-    """(steady-state seconds per iteration, missing bytes, order) of a choice: planner.tables.Value."""
+def value(arrays: Arrays, choice: Ints, limit: float) -> tuple[float, float, int]:
+    """(steady-state seconds per iteration, missing bytes, order) of a choice: planner.tables.Value; with infinite
+    seconds if they are not less than a limit.
+
+    Moves are what takes time to price; so they are, only if their least seconds leave the choice below the limit.
+    """
     n_calls, s = arrays.n_calls, arrays.skeletons
     rows = np.empty(n_calls, np.int64)
     for i in range(n_calls):
         rows[i] = arrays.start[i] + choice[i]
     made = s.of[pattern(arrays, rows)]
     size = s.size[made]
-    seconds = np.empty(size)
-    durations(arrays, made, rows, seconds)
     masks = np.empty(n_calls, np.int64)
     n_masks = device_masks(arrays, rows, masks)
-    load, chains = np.zeros(n_masks), np.zeros(size, np.int64)
-    for i in range(size):
-        for k in range(n_masks):
-            if s.slots[made, i].mask & masks[k]:
-                load[k] += seconds[i]
-                chains[i] |= 1 << k
-    lower = load.max()
-    n_orders = s.order.shape[1]
-    excess, tight = np.zeros(n_orders), not _surely_fits(arrays, made, rows, masks, n_masks)
+    excess, tight = np.zeros(s.order.shape[1]), not _surely_fits(arrays, made, rows, masks, n_masks)
     if tight:
         excess = excesses(arrays, made, rows)
     least = excess.min()
+    seconds, chains = np.empty(size), np.zeros(size, np.int64)
+    for i in range(size):
+        for k in range(n_masks):
+            if s.slots[made, i].mask & masks[k]:
+                chains[i] |= 1 << k
     best, best_order = np.inf, 0
-    for order in range(n_orders):
-        if excess[order] > least:
-            continue
-        found = period(arrays, made, order, seconds, chains, n_masks, lower, best)
-        if found < best:
-            best, best_order = found, order
-            if best <= lower * (1 + ROUNDING):
-                break
+    for exact in range(0 if limit < np.inf else 1, 2):
+        durations(arrays, made, rows, seconds, exact == 1)
+        best, best_order = _best_order(arrays, made, seconds, chains, n_masks, excess, limit)
+        if best == np.inf:
+            break
     return best, least, best_order
 
 
-@compiled
+@inner
+def _best_order(
+    arrays: Arrays, made: int, seconds: Floats, chains: Ints, n_chains: int, excess: Floats, limit: float
+) -> tuple[float, int]:
+    """(seconds, order) of the fastest of the orders of least excess; infinite if none is below the limit."""
+    load = np.zeros(n_chains)
+    for i in range(len(seconds)):
+        for k in range(n_chains):
+            if chains[i] >> k & 1:
+                load[k] += seconds[i]
+    lower = load.max()
+    found, found_order = np.inf, 0
+    if lower >= limit:
+        return found, found_order
+    least = excess.min()
+    for order in range(len(excess)):
+        if excess[order] > least:
+            continue
+        time_s = period(arrays, made, order, seconds, chains, n_chains, lower, min(found, limit))
+        if time_s < found:
+            found, found_order = time_s, order
+            if found <= lower * (1 + ROUNDING):
+                break
+    return found, found_order
+
+
+@inner
 def period(
     arrays: Arrays,
     made: int,
@@ -216,7 +255,7 @@ def period(
     return _settle(arrays, made, order, seconds, chains, n_chains, lower, np.inf)
 
 
-@compiled
+@inner
 def _settle(
     arrays: Arrays,
     made: int,
@@ -293,7 +332,7 @@ def _settle(
                 because[i] = -1
 
 
-@compiled
+@inner
 def _cycle_ratio(because: Ints, delay: Ints, seconds: Floats) -> float:
     """The largest sum of seconds over sum of delays of the cycles that `because` closes; 0 if there are none."""
     n, best = len(because), 0.0
@@ -319,7 +358,7 @@ def _cycle_ratio(because: Ints, delay: Ints, seconds: Floats) -> float:
 # Memory
 
 
-@compiled
+@inner
 def _counts(arrays: Arrays, rows: Ints, call: int) -> bool:
     """Whether a call's resident bytes are its own: of a frozen role's calls at one placement the first has them."""
     if arrays.trainer[call] >= 0:
@@ -331,7 +370,7 @@ def _counts(arrays: Arrays, rows: Ints, call: int) -> bool:
     return True
 
 
-@compiled
+@inner
 def _surely_fits(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int) -> bool:
     """Whether every device has room for the largest stages, all copies and the largest call at once."""
     for k in range(n_masks):
@@ -350,7 +389,7 @@ def _surely_fits(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: in
     return True
 
 
-@compiled
+@inner
 def excesses(arrays: Arrays, made: int, rows: Ints) -> Floats:
     """Missing bytes of the fullest device, order by order.
 
@@ -373,7 +412,7 @@ def excesses(arrays: Arrays, made: int, rows: Ints) -> Floats:
     return worst
 
 
-@compiled
+@inner
 def _stages_on(arrays: Arrays, made: int, rows: Ints, device: int, stage: Ints) -> tuple[float, float]:
     """Writes the row of each call's stage on a device, -1 off its mesh.
 
@@ -395,7 +434,7 @@ def _stages_on(arrays: Arrays, made: int, rows: Ints, device: int, stage: Ints) 
     return resident, resident + copies + active
 
 
-@compiled
+@inner
 def _peak(arrays: Arrays, made: int, order: int, stage: Ints, resident: float) -> float:
     """The most that a device holds in an order. stage: row of each call's stage there, -1 off its mesh."""
     held, peak = resident, 0.0

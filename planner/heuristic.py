@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from planner.graph import DataflowGraph
-from planner.mesh import Cluster, meshes
+from planner.mesh import Cluster, meshes_from_start
 from planner.plan import PlanError
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
@@ -62,9 +62,8 @@ def symmetric(
 
 def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> CallAssignment:
     """The largest mesh from the first device on that some strategy fits, and that strategy."""
-    from_start = [mesh for mesh in meshes(cluster) if mesh.first == 0]
     most_dp = call.n_seqs // call.mini_batches
-    for mesh in sorted(from_start, key=lambda mesh: -mesh.size):
+    for mesh in meshes_from_start(cluster):
         for strategy in _strategies(mesh.size, cluster.devices_per_host):
             if strategy.dp <= most_dp and all(limit.allow(strategy) for limit in limits):
                 share = call.n_seqs // (call.mini_batches * strategy.dp)

@@ -109,3 +109,13 @@ def meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
     for n_hosts in range(2, cluster.n_hosts + 1):
         for host in range(cluster.n_hosts - n_hosts + 1):
             yield DeviceMesh(cluster, host * per_host, n_hosts * per_host)
+
+
+def meshes_from_start(cluster: Cluster) -> Iterator[DeviceMesh]:
+    """The meshes that begin with the first device, largest first."""
+    per_host = cluster.devices_per_host
+    for n_hosts in range(cluster.n_hosts, 1, -1):
+        yield DeviceMesh(cluster, 0, n_hosts * per_host)
+    for size in range(per_host, 0, -1):
+        if per_host % size == 0:
+            yield DeviceMesh(cluster, 0, size)

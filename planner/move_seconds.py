@@ -8,9 +8,9 @@ parameters and ids of samples are left out. Nothing here is an approximation.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from planner.compiled import compiled, inner
 from planner.profile import DeviceProfile
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import Head, ModelShape
@@ -18,9 +18,6 @@ from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-compiled = njit(cache=True, error_model="numpy")
-"""Compiled at the first call; later processes load it from the cache beside the source."""
 
 LAYER, FIRST, LAST, ENDS = range(4)  # ParameterSpec.place
 NEED, PIECE = 5, 8  # numbers per need and per piece
@@ -92,7 +89,7 @@ def parts(shape: ModelShape, head: Head, itemsize: int) -> Parts:
 # Samples
 
 
-@compiled
+@inner
 def _deal(n_seqs: int, dp: int, blocks: int) -> Ints:
     """The dp rank of each sample, dealt by count inside each block."""
     rank = np.empty(n_seqs, np.int64)
@@ -143,7 +140,7 @@ def redistribution_s(
 # Parameters
 
 
-@compiled
+@inner
 def _stage(place: int, layer: int, layers: int, pp: int) -> int:
     """The stage that holds an entry; pp stands for both ends of a pipeline."""
     if place == LAYER:
@@ -153,14 +150,14 @@ def _stage(place: int, layer: int, layers: int, pp: int) -> int:
     return pp - 1 if place == LAST else pp
 
 
-@compiled
+@inner
 def _rows(kind: Ints, tp: int, rank: int) -> tuple[int, int]:
     """(first row, row after the last) of a tp rank. kind: a row of Parts.kinds."""
     total, group, unit = kind
     return rank * total // tp // group * unit, ((rank + 1) * total // tp + group - 1) // group * unit
 
 
-@compiled
+@inner
 def _devices(side: Ints, stage: int, low: int, high: int, pool: Ints, n: int) -> int:
     """Writes the devices of a stage (or of both ends) and of tp ranks low .. high - 1, ascending, to pool from n on;
     returns the end.
@@ -177,7 +174,7 @@ def _devices(side: Ints, stage: int, low: int, high: int, pool: Ints, n: int) ->
     return n
 
 
-@compiled
+@inner
 def _covering(kind: Ints, tp: int, start: int, stop: int) -> tuple[int, int]:
     """The tp ranks (first, last + 1) whose rows hold start .. stop - 1."""
     low, high = -1, 0
@@ -190,7 +187,7 @@ def _covering(kind: Ints, tp: int, start: int, stop: int) -> tuple[int, int]:
     return low, high
 
 
-@compiled
+@inner
 def _cuts(kind: Ints, tp_a: int, tp_b: int, cuts: Ints) -> int:
     """Writes the different borders of both sides' rows, ascending; returns their number."""
     n = 0
@@ -208,7 +205,7 @@ def _cuts(kind: Ints, tp_a: int, tp_b: int, cuts: Ints) -> int:
     return n
 
 
-@compiled
+@inner
 def _pieces(model: Parts, source: Ints, destination: Ints, out: Ints) -> tuple[int, int, int]:
     """Writes the pieces of all parameters, PIECE numbers each: stage, other stage, elements, rows (0: whole
     parameters), tp ranks (first, last + 1) of both sides that hold them.
@@ -237,19 +234,19 @@ def _pieces(model: Parts, source: Ints, destination: Ints, out: Ints) -> tuple[i
     return n, devices, needs
 
 
-@compiled
+@inner
 def _gcd(a: int, b: int) -> int:
     while b:
         a, b = b, a % b
     return a
 
 
-@compiled
+@inner
 def _cut_into(holders: int, wanters: int) -> int:
     return max(holders // wanters, min(8, holders // _gcd(holders, wanters)))
 
 
-@compiled
+@inner
 def _groups(model: Parts, pp_a: int, pp_b: int, out: Ints) -> int:
     """Writes entries that are split alike on the same stages of both sides as one, in the order of the first of
     them: stage, other stage, kind, elements. Returns their number."""
@@ -267,7 +264,7 @@ def _groups(model: Parts, pp_a: int, pp_b: int, out: Ints) -> int:
     return n
 
 
-@compiled
+@inner
 def _add_needs(needs: Ints, n: int, rows: int, row_bytes: int, h0: int, h1: int, w0: int, w1: int) -> int:
     """Writes the needs of one piece from number n on: bytes, then the ranges of holders and wanters. Returns the end.
 
@@ -289,7 +286,7 @@ def _add_needs(needs: Ints, n: int, rows: int, row_bytes: int, h0: int, h1: int,
     return n + n_parts
 
 
-@compiled
+@inner
 def _drop_held(pool: Ints, holders: int, wanters: int, end: int) -> int:
     """Removes from pool[wanters:end] what is in pool[holders:wanters], both ascending; returns the new end."""
     kept, h = wanters, holders
@@ -302,7 +299,7 @@ def _drop_held(pool: Ints, holders: int, wanters: int, end: int) -> int:
     return kept
 
 
-@compiled
+@inner
 def _add_near(
     needs: Ints, n: int, pool: Ints, h0: int, w0: int, w1: int, per_host: int, rows: int, row_bytes: int
 ) -> tuple[int, int]:
@@ -330,14 +327,14 @@ def _add_near(
     return n, end
 
 
-@compiled
+@inner
 def _on_host(pool: Ints, start: int, end: int, host: int, per_host: int) -> tuple[int, int]:
     """The range inside pool[start:end], ascending, that lies on a host."""
     low = _first_from(pool, start, end, host * per_host)
     return low, _first_from(pool, low, end, (host + 1) * per_host)
 
 
-@compiled
+@inner
 def _first_from(pool: Ints, start: int, end: int, device: int) -> int:
     """The first place in pool[start:end], ascending, of a device that is not below `device`; else end."""
     while start < end:
@@ -349,7 +346,7 @@ def _first_from(pool: Ints, start: int, end: int, device: int) -> int:
     return start
 
 
-@compiled
+@inner
 def _sink(heap: Ints, n: int, loads: Ints, at: int) -> None:
     """Restores the order of heap[:n], holders by (load, number), below a place whose load has grown."""
     holder = heap[at]
@@ -364,7 +361,7 @@ def _sink(heap: Ints, n: int, loads: Ints, at: int) -> None:
     heap[at] = holder
 
 
-@compiled
+@inner
 def _before(loads: Ints, a: int, b: int) -> bool:
     return loads[a] < loads[b] or (loads[a] == loads[b] and a < b)
 

@@ -4,7 +4,7 @@ Transfers are priced from the very lists that the executors run (rlhf_tasks/para
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from planner.cost import OPTIMIZER_BYTES, CostModel
@@ -198,7 +198,12 @@ def _by_device(placement: Placement, per_stage: Iterable[float]) -> list[tuple[i
 
 def shortfall(price: PlanPrice, model: CostModel) -> str | None:
     """One sentence about the device that lacks most memory, or None when the plan fits."""
-    device, peak = max(price.peaks.items(), key=lambda item: item[1].total_bytes)
+    return lack_of_memory(price.peaks, model)
+
+
+def lack_of_memory(peaks: Mapping[int, MemoryPeak], model: CostModel) -> str | None:
+    """`shortfall` from the peaks alone."""
+    device, peak = max(peaks.items(), key=lambda item: item[1].total_bytes)
     missing = peak.total_bytes - model.device.memory_bytes
     if missing <= 0:
         return None

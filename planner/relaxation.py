@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from planner.arrays import Arrays, Rows
 from planner.bound import data_order
-from planner.evaluator import reallocation
-from planner.move_seconds import compiled
+from planner.compiled import compiled, inner
+from planner.evaluator import least_reallocation, reallocation
 from planner.simulate import IN_FLIGHT
 from planner.tables import Tables
 
@@ -109,24 +109,28 @@ def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, 
     return found
 
 
-@compiled
+@inner
 def overlap(o: Rows, a: int, b: int) -> bool:
     """Whether the meshes of two options share a device."""
     return o[a].first < o[b].first + o[b].size and o[b].first < o[a].first + o[a].size
 
 
-@compiled
+@inner
 def save_s(arrays: Arrays, call: int, row: int) -> float:
     """Seconds of the save behind a call; 0 where it trains nothing."""
     return arrays.options[row].save_s if arrays.trainer[call] == call else 0.0
 
 
 @compiled
-def move_s(r: Relaxation, move: int, trainer: int, reader: int) -> float:
-    """Seconds of a reallocation between two options, its dispatch included; 0 when none is needed."""
+def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> float:
+    """Seconds of a reallocation between two options, its dispatch included; 0 when none is needed.
+
+    exact  else at least so many, at once"""
     place = r.arrays.options.place
     if place[trainer] == place[reader]:
         return 0.0
+    if not exact:
+        return r.arrays.dispatch_s + least_reallocation(r.arrays, trainer, reader)
     return r.arrays.dispatch_s + reallocation(r.arrays, r.arrays.role[r.trainer[move]], trainer, reader)
 
 
@@ -156,7 +160,7 @@ def exceeds(r: Relaxation, choice: Ints, moved_s: Floats, period: float, allowed
     return allowed[0] == -np.inf
 
 
-@compiled
+@inner
 def _same_order(r: Relaxation, related: Bools, before: Ints, now: Ints) -> bool:
     """Whether nodes that share devices stand alike in two orders of the calls."""
     for a in range(len(related)):
@@ -168,14 +172,14 @@ def _same_order(r: Relaxation, related: Bools, before: Ints, now: Ints) -> bool:
     return True
 
 
-@compiled
+@inner
 def _place(r: Relaxation, position: Ints, node: int) -> int:
     """The place of a node in an order of the calls: a move stands directly before its reader."""
     n = len(position)
     return 2 * position[node] if node < n else 2 * position[r.reader[node - n]] - 1
 
 
-@compiled
+@inner
 def _free_edges(r: Relaxation, choice: Ints, moved_s: Floats, period: float) -> Floats:
     """[nodes, nodes] seconds less delays of the edges that hold in every order; nodes are calls, then moves."""
     n, n_moves = len(choice), len(moved_s)
@@ -204,19 +208,19 @@ def _free_edges(r: Relaxation, choice: Ints, moved_s: Floats, period: float) -> 
     return weight
 
 
-@compiled
+@inner
 def _seconds(r: Relaxation, choice: Ints, call: int) -> float:
     return r.fastest[call] if choice[call] == OPEN else r.arrays.options[choice[call]].seconds
 
 
-@compiled
+@inner
 def _load(r: Relaxation, choice: Ints, moved_s: Floats, call: int) -> float:
     """Seconds of a call on its devices, with the fetch, save or release that stands beside it."""
     seconds = _seconds(r, choice, call) + _behind(r, choice, moved_s, call)
     return seconds + r.arrays.dispatch_s if call == r.source else seconds
 
 
-@compiled
+@inner
 def _behind(r: Relaxation, choice: Ints, moved_s: Floats, call: int) -> float:
     """Seconds of the save or release that follows a call on its devices."""
     if choice[call] == OPEN:
@@ -228,7 +232,7 @@ def _behind(r: Relaxation, choice: Ints, moved_s: Floats, call: int) -> float:
     return seconds
 
 
-@compiled
+@inner
 def _shared_devices(r: Relaxation, choice: Ints, moved_s: Floats) -> Bools:
     """[nodes, nodes] whether two decided nodes share a device."""
     n, n_moves = len(choice), len(moved_s)
@@ -259,7 +263,7 @@ def _shared_devices(r: Relaxation, choice: Ints, moved_s: Floats) -> Bools:
     return related
 
 
-@compiled
+@inner
 def _with_devices(
     r: Relaxation,
     free: Floats,
@@ -284,7 +288,7 @@ def _with_devices(
     return weight
 
 
-@compiled
+@inner
 def _has_gain(weight: Floats, period: float) -> bool:
     """Whether a cycle's weights add up to more than nothing (longest paths between all nodes; overwrites)."""
     n = len(weight)
@@ -329,7 +333,7 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
     return False
 
 
-@compiled
+@inner
 def _counts(arrays: Arrays, choice: Ints, call: int) -> bool:
     """Whether a call's resident bytes are its own: of a frozen role's calls at one placement the first has them."""
     if arrays.trainer[call] >= 0:

@@ -34,7 +34,7 @@ class Tables:
     calls    names of the calls, in the graph's order
     options  call number -> its options
     orders   the orders of calls that are tried (planner.call_order)
-    arrays   all of this for compiled searches; planner.evaluator.value(arrays, choice) prices a choice there
+    arrays   all of this for compiled searches; planner.evaluator.value(arrays, choice, limit) prices a choice there
     A choice is one option number per call, in the order of `calls`.
     Raises ProblemError when a call has no option that fits.
     """
@@ -50,7 +50,7 @@ class Tables:
 
     def evaluate(self, choice: Sequence[int]) -> Value:
         """The price of a choice under the best order of calls."""
-        return Value(*value(self.arrays, np.asarray(choice, np.int64)))
+        return Value(*value(self.arrays, np.asarray(choice, np.int64), np.inf))
 
     def assignments(self, choice: Sequence[int]) -> dict[str, CallAssignment]:
         """The assignment of every call."""

@@ -87,7 +87,7 @@ def plan(
     show_timeline(console, result.plan, result.price)
     show_proof(console, result)
     if comparison:
-        show_alternatives(console, rejected_alternatives(problem, result))
+        show_alternatives(console, rejected_alternatives(result))
         with console.status("the other modes ..."):
             found = compare(problem, result, min(limit_s, SHORT_S), chosen_seed)
         show_comparison(console, found, iterations or getattr(settings, "total_iterations", 1))

@@ -11,6 +11,7 @@ from planner.bound import call_cycles
 from planner.branch import branching
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
+from planner.problem import Problem
 from planner.relaxation import OPEN, exceeds, lacks, move_s, relaxation
 from planner.search import bound_of
 from planner.tables import Tables
@@ -75,7 +76,7 @@ def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem
             moved_s = np.zeros(len(r.trainer))
             for k in range(len(moved_s)):
                 if rows[r.trainer[k]] != OPEN and rows[r.reader[k]] != OPEN:
-                    moved_s[k] = move_s(r, k, rows[r.trainer[k]], rows[r.reader[k]])
+                    moved_s[k] = move_s(r, k, rows[r.trainer[k]], rows[r.reader[k]], random.random() < 0.5)
             assert not exceeds(r, rows, moved_s, time_s * (1 + 1e-9), allowed)
             seconds = r.arrays.options.seconds[choice + starts]
             assert all(seconds[rows == OPEN] <= allowed[rows == OPEN] * (1 + 1e-9))
@@ -98,3 +99,19 @@ def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem)
     state, lower_bound_s = proved(tables)
     assert state.excess_bytes > 0
     assert lower_bound_s > state.time_s
+
+
+def test_a_move_takes_no_less_than_its_least_seconds(make_graph, ppo_cost, llama):
+    """With shapes that no tp or pp divides, which fill the stages and ranks of a placement unequally."""
+    shape = llama(
+        hidden_size=512, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=3, vocab_size=1001
+    )
+    r = relaxation(Tables(Problem(make_graph(n_seqs=8), ppo_cost(Cluster(2, 4), shape))))
+    random, starts, bounded = np.random.default_rng(0), r.arrays.start, 0
+    for _ in range(300):
+        k = random.integers(len(r.trainer))
+        ends = [random.integers(starts[call], starts[call + 1]) for call in (r.trainer[k], r.reader[k])]
+        least_s, exact_s = (move_s(r, k, *ends, exact) for exact in (False, True))
+        assert least_s <= exact_s * (1 + 1e-9)
+        bounded += least_s > 0.5 * exact_s
+    assert bounded > 100

@@ -1,6 +1,6 @@
 import pytest
 
-from planner.mesh import Cluster, DeviceMesh, MeshError, meshes
+from planner.mesh import Cluster, DeviceMesh, MeshError, meshes, meshes_from_start
 
 
 def test_meshes_of_a_cluster():
@@ -73,3 +73,9 @@ def test_devices_that_are_no_mesh_are_refused(devices, message):
 def test_a_cluster_needs_devices():
     with pytest.raises(MeshError, match="n_hosts=0"):
         Cluster(0, 8)
+
+
+@pytest.mark.parametrize("cluster", [Cluster(3, 6), Cluster(1, 8)], ids=str)
+def test_the_meshes_from_the_start_are_all_of_them_largest_first(cluster):
+    sizes = [mesh.size for mesh in meshes_from_start(cluster)]
+    assert sizes == sorted((mesh.size for mesh in meshes(cluster) if mesh.first == 0), reverse=True)

@@ -135,7 +135,7 @@ def test_bad_requests(problem):
 
 def test_alternatives_have_another_mesh_and_a_reason(problem):
     result = find_plan(problem, "heuristic")
-    rows = rejected_alternatives(problem, result)
+    rows = rejected_alternatives(result)
     assert [row.call for row in rows] == [call.name for call in problem.graph.calls]
     for row in rows:
         chosen = result.plan.node(row.call).assignment.placement

@@ -1,0 +1,49 @@
+"""How the plan search's inner loops are compiled.
+
+Numba links what a function calls into it and optimises all of that anew at each level, wrappers for Python
+included. So only the few functions that Python calls get wrappers, and only they are kept beside the source.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+LINKED = (
+    *("anneal", "arrays", "bound", "branch", "compiled", "evaluator", "move_seconds", "relaxation"),
+    "simulate",  # whose IN_FLIGHT is a constant there
+)
+"""The modules of this package whose functions and constants go into compiled code."""
+
+_njit: Any = njit  # its type lists neither all options nor the cache
+
+inner: Callable[..., Any] = _njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For functions that only compiled code calls. A call from Python would crash."""
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """For functions that Python calls: compiled at the first call; later processes load them."""
+    dispatcher = _njit(error_model="numpy")(function)
+    dispatcher._cache = _Cache(function)
+    return dispatcher
+
+
+class _Cache(FunctionCache):
+    """Compiled code that is stale as soon as any source changes that is linked into it; numba itself looks only at
+    the file of the function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, _source_stamp())
+
+
+@cache
+def _source_stamp() -> str:
+    digest = sha256()
+    for module in LINKED:
+        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+    return digest.hexdigest()
