@@ -41,12 +41,13 @@ CALLS = (
 
 
 def model_folder(folder: Path, **config: Any) -> Path:
-    """What is checked of a model before anything starts: its configuration and its tokenizer."""
+    """What is checked of a model before anything starts: its configuration, its tokenizer, a file of weights."""
     folder.mkdir()
     tokenizer = byte_tokenizer()
     eos = tokenizer.token_to_id(EOS)
     (folder / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": eos, **config}))
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "model.safetensors").touch()
     return folder
 
 
