@@ -15,7 +15,7 @@ from flows.ending import Watch, ending_in_time
 from flows.pipeline import rlhf_pipeline
 from flows.planning import profile_folder
 from flows.ppo import rlhf_ppo
-from flows.profile import rlhf_profile
+from flows.profiling import rlhf_profile
 from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.server import prefect_server

@@ -40,6 +40,12 @@ def test_every_deployment_names_a_flow_that_is_there():
     }
 
 
+def test_no_module_of_flows_hides_one_of_the_standard_library():
+    """Prefect puts an entry point's folder first on the path: flows/profile.py broke torch's import."""
+    modules = {path.stem for path in (ROOT / "flows").glob("*.py")} - {"__init__"}
+    assert not modules & sys.stdlib_module_names
+
+
 @contextmanager
 def process_worker(environment: dict[str, str]) -> Iterator[None]:
     """`prefect worker start`, ended with its children as a terminal would end it."""

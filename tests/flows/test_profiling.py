@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from flows import profile as profile_flow
+from flows import profiling as profile_flow
 from flows.planning import hardware_of, problem_of, profile_folder
 from flows.prepare import prepare
-from flows.profile import rlhf_profile
+from flows.profiling import rlhf_profile
 from planner.cost import CostModel
 from planner.price import price_plan
 from planner.profile_cache import read_profiles
