@@ -17,10 +17,13 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 torch.set_num_threads(1)  # tiny tensors: more threads only cost, and change the last digits
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+settings.register_profile("seeded", derandomize=True, deadline=None)
+settings.load_profile("seeded")
 
 SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
 START_S = 90.0  # to import torch on a busy machine; not counted in a run's timeout

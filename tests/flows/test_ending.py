@@ -26,6 +26,8 @@ STUBBORN = """
 
     async def run(watch):
         watch.run = asyncio.current_task()
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid, flush=True)
         while True:
             try:
                 await asyncio.sleep(600)
@@ -34,8 +36,6 @@ STUBBORN = """
 
     with ending_in_time(end_s=float(sys.argv[1])) as watch:
         watch.last_words = "the last words"
-        child = subprocess.Popen(["sleep", "600"])
-        print(child.pid, flush=True)
         asyncio.run(run(watch))
 """
 

@@ -43,7 +43,7 @@ def test_front_keeps_what_is_shorter_or_lighter():
     ),
     st.integers(8, 24),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_root_bound_is_the_smallest_period(options, n_devices):
     """Against all choices, on PPO's cycles."""
     members = np.array(

@@ -107,7 +107,7 @@ def peak(price: PlanPrice) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(st.data())
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_a_choice_costs_what_its_plan_costs(name, data):
     """Under the order that was found best, which is the best of all orders."""
     found = tables_of(name)
@@ -126,7 +126,7 @@ def test_a_choice_costs_what_its_plan_costs(name, data):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(st.data())
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 def test_the_replay_settles_at_the_time_and_no_device_works_longer(name, data):
     found = tables_of(name)
     choice = draw_choice(data, found)
@@ -142,7 +142,7 @@ def test_the_replay_settles_at_the_time_and_no_device_works_longer(name, data):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_mirrored_hosts_cost_the_same(data):
     """Hosts are alike: exchanging the two of them changes nothing where no mesh spans both."""
     found = tables_of("2x2")
@@ -163,7 +163,7 @@ def slower_tables(factor: float) -> Tables:
 
 
 @given(st.data(), st.sampled_from([0.5, 4.0]))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_scaling_all_times_scales_the_result(data, scale):
     plain, scaled = tables_of("2x2"), slower_tables(scale)
     choice = draw_choice(data, plain)

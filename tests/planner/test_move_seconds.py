@@ -83,7 +83,7 @@ def side(placement: Placement) -> np.ndarray:
 
 
 @given(pairs(), st.sampled_from(["lm", "scalar"]))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_reallocations_cost_what_their_lists_cost(pair, head):
     cluster, model, source, destination = pair
     layouts = (Layout(model, head, placement) for placement in (source, destination))
@@ -97,7 +97,7 @@ def test_reallocations_cost_what_their_lists_cost(pair, head):
 
 
 @given(pairs(), st.integers(12, 40), st.sampled_from([1, 2, 3]), st.sampled_from([1, 3]))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_redistributions_cost_what_their_lists_cost(pair, n_seqs, blocks_a, blocks_b):
     cluster, _, source, destination = pair
     sides = (

@@ -295,7 +295,7 @@ class _Sizes:
 GRAPH = DataflowGraph(GRAPHS["ppo"].calls(_Sizes), GRAPHS["ppo"].dataset_keys, name="ppo")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(PLACES), min_size=6, max_size=6))
 def test_every_plan_is_executable(places):
     """The order is topological; each call finds its keys on its heads and the right version of its

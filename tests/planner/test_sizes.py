@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.sizes import sizes
@@ -24,7 +24,6 @@ def shape(**changes) -> ModelShape:
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.booleans(), st.sampled_from(["lm", "scalar"]))
-@settings(deadline=None)
 def test_no_device_holds_more_than_its_stage_and_one_holds_as_much(tp, pp, tied, head):
     """The layout's own count, device by device, is the judge."""
     placement = Placement(tuple(range(tp * pp)), ParallelStrategy(1, tp, pp))

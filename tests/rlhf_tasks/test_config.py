@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -287,16 +286,14 @@ def test_rollouts_hold_whole_prompts():
         make_config({**document, "batch_size": 8, "num_generations": 3})
 
 
-def test_loading_needs_neither_torch_nor_two_seconds(file: Path):
+def test_loading_needs_neither_torch_nor_prefect(file: Path):
     code = f"""
 import sys
 from rlhf_tasks.config import load_config
 load_config({str(file)!r})
 assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modules)
 """
-    started = time.process_time()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
-    assert time.process_time() - started < 2
 
 
 def test_a_single_snapshot_is_refused_there_would_be_none_to_go_back_to():

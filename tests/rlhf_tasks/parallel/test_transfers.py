@@ -1,4 +1,3 @@
-import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -124,15 +123,13 @@ def test_equal_layouts_move_nothing_and_a_narrower_one_neither():
         ((64, 1, 16), (16, 8, 8)),
     ],
 )
-def test_a_thousand_ranks_are_planned_in_under_a_second(source, destination):
+def test_a_thousand_ranks_move_the_least_bytes(source, destination):
     llama_70b = ModelShape("llama", 8192, 80, 64, 8, 128, 28672, 32000, 4096)
-    start_s = time.process_time()
+    before, after = layout(llama_70b, range(1024), *source), layout(llama_70b, range(1024), *destination)
 
-    plan_reallocation(
-        layout(llama_70b, range(1024), *source), layout(llama_70b, range(1024), *destination), 2, 8
-    )
+    plan = plan_reallocation(before, after, 2, 8)
 
-    assert time.process_time() - start_s < 1.0
+    assert sum(transfer.size_bytes for transfer in plan) == reallocation_bound(before, after, 2)
 
 
 # Samples
