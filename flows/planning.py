@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from flows.this_machine import device_here
 from planner.baselines import Priced, priced_plan
 from planner.calibrate import recalibrated
 from planner.cluster_file import Hardware, read_cluster, read_device
@@ -12,7 +13,6 @@ from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
-from planner.profile import preset_of_gpu
 from planner.profile_cache import cached
 from planner.search import SearchResult, find_plan
 from planner.workload import Lengths, RoleModel, Workload
@@ -27,8 +27,6 @@ COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
 """The modes of the planner that find a plan by themselves."""
 
 PROFILES = "profiles"  # folder of measured profiles, in the output folder
-
-GPUS = Path("/proc/driver/nvidia/gpus")  # where the driver describes them, for processes without torch
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -82,17 +80,12 @@ def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware
     """The cluster in a file, or the one that the configuration names. Raises ConfigError."""
     if cluster_file is not None:
         return read_cluster(cluster_file)
-    stated = config.cluster
-    return Hardware(
-        Cluster(stated.n_hosts, stated.devices_per_host), read_device(config.planning.device or device_here())
-    )
-
-
-def device_here() -> str:
-    """The preset of this machine's devices: its GPU's where there is one that we know, else a CPU slot's."""
-    described = (path.read_text() for path in sorted(GPUS.glob("*/information")))
-    models = [line for text in described for line in text.splitlines() if line.startswith("Model:")]
-    return next((name for name in map(preset_of_gpu, models) if name is not None), "cpu-slot")
+    stated, device = config.cluster, config.planning.device
+    if device is not None:
+        profile = read_device(device)
+    else:  # a cluster of our own has all its hosts here
+        profile = device_here(stated.n_devices if stated.address is None else stated.devices_per_host)
+    return Hardware(Cluster(stated.n_hosts, stated.devices_per_host), profile)
 
 
 def workload_of(config: AnyConfig) -> Workload:

@@ -6,10 +6,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flows.find_rewards import check_rewards
-from flows.planning import graph_of, hardware_of, problem_of, shapes_of
-from planner.heuristic import Limits, heuristic
+from flows.planning import hardware_of, problem_of, shapes_of
+from planner.baselines import check_strategies, heuristic_plan
 from planner.mesh import Cluster
-from planner.plan import build_plan
+from planner.plan import PlanError, build_plan
+from planner.price import lack_of_memory, memory_peaks
+from planner.problem import Problem, ProblemError
 from planner.search import find_plan
 from rlhf_tasks.config import (
     AnyConfig,
@@ -21,7 +23,6 @@ from rlhf_tasks.config import (
 )
 from rlhf_tasks.config_parts import InlineModel
 from rlhf_tasks.examples import load_and_check
-from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.weight_files import weight_files
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
@@ -77,36 +78,53 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
         )
     return Prepared(
         config=config,
-        plan=make_plan(config, shapes, folder),
+        plan=make_plan(config, folder),
         iterations=iterations_of(config, len(rows)),
         data_digest=rows.digest,
         n_rows=len(rows),
     )
 
 
-def make_plan(config: AnyConfig, shapes: dict[str, ModelShape], folder: Path | None = None) -> ExecutionPlan:
+def make_plan(config: AnyConfig, folder: Path | None = None) -> ExecutionPlan:
     """The execution plan of a configuration: by hand where it names assignments, searched, or by the heuristic.
 
     A search is made once in a run's life: where `folder` has its plan, that is it.
+    Raises PlanError or ProblemError, with device, bytes and remedy, where the plan does not fit memory.
     """
-    graph = graph_of(config, shapes)
-    cluster = Cluster(config.cluster.n_hosts, config.cluster.devices_per_host)
-    if config.plan == "auto":
-        if folder is not None and (folder / PLAN).exists():
-            return _kept_plan(folder / PLAN, [call.name for call in graph.calls], cluster, graph.n_seqs)
-        found = find_plan(
-            problem_of(config, hardware_of(config)),
-            time_limit_s=config.planning.time_limit_s,
-            seed=config.seed,
+    problem = problem_of(config, hardware_of(config))
+    manual, kept = manual_assignments(config), None if folder is None else folder / PLAN
+    if config.plan == "auto" and kept is not None and kept.exists():
+        plan = _kept_plan(
+            kept, [call.name for call in problem.graph.calls], problem.cluster, problem.graph.n_seqs
         )
-        return found.plan
-    assignments = manual_assignments(config)
-    if assignments is None:
-        limits = {
-            role: Limits(max_tp=shape.query_heads, max_pp=shape.layers) for role, shape in shapes.items()
-        }
-        assignments = heuristic(graph, cluster, limits)
-    return build_plan(graph, assignments, cluster)
+    elif manual is not None:
+        check_strategies(problem.graph, problem.model, manual)
+        plan = build_plan(problem.graph, manual, problem.cluster)
+    else:
+        return _made_plan(config, problem)
+    missing = lack_of_memory(memory_peaks(plan, problem.model), problem.model)
+    if missing is not None:
+        raise PlanError(missing + _devices_assumed(config, problem))
+    return plan
+
+
+def _made_plan(config: AnyConfig, problem: Problem) -> ExecutionPlan:
+    """The plan that is searched, or the heuristic's; it fits memory."""
+    try:
+        if config.plan == "auto":
+            return find_plan(problem, time_limit_s=config.planning.time_limit_s, seed=config.seed).plan
+        return heuristic_plan(problem.graph, problem.model).plan
+    except (PlanError, ProblemError) as error:
+        raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error
+
+
+def _devices_assumed(config: AnyConfig, problem: Problem) -> str:
+    """What a plan that does not fit took devices for, where the configuration does not say."""
+    if config.planning.device is not None:
+        return ""
+    return (
+        f" Devices are taken for this machine's, {problem.model.device.name}: planning.device names others."
+    )
 
 
 def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> ExecutionPlan:

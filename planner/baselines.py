@@ -45,13 +45,18 @@ def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments
 def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
     """The plan of given assignments, whether it fits memory or not. Raises PlanError when they are for another
     graph or cluster, and when a strategy does not suit its model."""
+    check_strategies(graph, model, assignments)
+    return _price(graph, model, assignments)
+
+
+def check_strategies(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> None:
+    """Raises PlanError naming the call whose strategy does not suit its model."""
     for call in graph.calls:
         if call.name in assignments:
             try:
                 model.call(call, assignments[call.name])
             except ValueError as error:
                 raise PlanError(f"Call {call.name!r}: {error}") from None
-    return _price(graph, model, assignments)
 
 
 def _price(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:

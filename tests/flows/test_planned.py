@@ -2,10 +2,8 @@
 
 import pytest
 
-from flows import planning
 from flows.artifacts import _planned_row
 from flows.planned import Planned, planned, planned_and_measured
-from flows.planning import device_here
 from planner.price import MemoryPeak, PlanPrice
 from planner.simulate import SteadyState
 from tests.rlhf_tasks.plans import small_plan
@@ -83,11 +81,3 @@ def test_a_run_is_priced_before_it_starts(tmp_path):
     assert expectation.source == "preset of cpu-slot"
     assert expectation.price.duration_s.keys() == {node.name for node in plan.nodes}
     assert expectation.process_bytes > 0
-
-
-def test_this_machines_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "GPUS", tmp_path)
-    assert device_here() == "cpu-slot"
-    (tmp_path / "0000:1b:00.0").mkdir()
-    (tmp_path / "0000:1b:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 45\n")
-    assert device_here() == "h100-sxm"

@@ -7,10 +7,12 @@ import pytest
 
 from flows import prepare
 from flows.demo_data import write_model_folder
-from flows.planning import shapes_of
 from flows.prepare import PLAN, make_plan
+from planner.plan import PlanError
+from planner.profile import preset
 from planner.search import find_plan
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config
+from rlhf_tasks.parallel.topology import ParallelStrategy
 from tests.flows.test_plan_command import CALLS, ppo
 
 
@@ -22,7 +24,7 @@ def auto(**changes) -> AnyConfig:
 def kept(tmp_path: Path) -> Path:
     """A run folder with its plan."""
     config = auto()
-    (tmp_path / PLAN).write_text(make_plan(config, shapes_of(config)).model_dump_json())
+    (tmp_path / PLAN).write_text(make_plan(config).model_dump_json())
     return tmp_path
 
 
@@ -35,9 +37,70 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
 
     monkeypatch.setattr(prepare, "find_plan", find)
     config = auto(seed=7)
-    plan = make_plan(config, shapes_of(config))
+    plan = make_plan(config)
     assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
     assert {node.name for node in plan.nodes if node.kind == "call"} == CALLS
+
+
+LAYER_OF_70B = {  # as in Llama 2 70B, which has 80 such layers
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def large(layers: int, **changes) -> AnyConfig:
+    """PPO of an actor with so many layers, and a small reward model and critic, on 2 hosts of 8 GPUs."""
+    actor, reward = ({"config": {**LAYER_OF_70B, "num_hidden_layers": n}} for n in (layers, 4))
+    fields = {
+        "models": {"actor": actor, "reward": reward},
+        "dtype": "bfloat16",
+        "batch_size": 64,
+        "cluster": {"n_hosts": 2, "devices_per_host": 8},
+        "planning": {"prompt_tokens": 16, "device": "h200-sxm"},
+    }
+    return make_config(ppo(**{**fields, **changes}))
+
+
+@pytest.mark.parametrize(("layers", "strategy"), [(4, (16, 1, 1)), (20, (8, 2, 1)), (40, (2, 8, 1))])
+def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, strategy):
+    """tp grows inside a host; what does not fit a host is cut in stages over hosts."""
+    calls = {
+        node.name: node.placement.strategy for node in make_plan(large(layers)).nodes if node.kind == "call"
+    }
+    assert calls["actor_train"] == ParallelStrategy(*strategy)
+    assert calls["reward_inference"] == ParallelStrategy(16, 1, 1)
+
+
+@pytest.mark.parametrize("plan", ["heuristic", {name: {"hosts": [0], "dp": 2, "tp": 4} for name in CALLS}])
+def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
+    with pytest.raises(PlanError) as refused:
+        make_plan(large(140, plan=plan))
+    for part in ("Device 0 lacks ", " bytes", "actor: parameters", "would lower it"):
+        assert part in str(refused.value)
+    assert "planning.device" not in str(refused.value)
+
+
+@pytest.mark.parametrize("plan", ["heuristic", {name: {"devices": [0]} for name in CALLS}])
+def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, monkeypatch):
+    monkeypatch.setattr(
+        "flows.planning.device_here",
+        lambda slots: preset("cpu-slot").model_copy(update={"memory_bytes": 10**5}),
+    )
+    with pytest.raises(
+        PlanError, match=r"lacks .* for this machine's, cpu-slot: planning\.device names others"
+    ):
+        make_plan(make_config(ppo(plan=plan)))
+
+
+def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
+    config = large(4, plan={name: {"hosts": [0, 1], "pp": 16} for name in CALLS})
+    with pytest.raises(PlanError, match=r"Call 'actor_generate': pp=16 exceeds the model's 4 layers"):
+        make_plan(config)
 
 
 def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
@@ -46,13 +109,13 @@ def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
 
     monkeypatch.setattr(prepare, "find_plan", find)
     config = auto()
-    plan = make_plan(config, shapes_of(config), kept)
+    plan = make_plan(config, kept)
     assert json.loads(plan.model_dump_json()) == json.loads((kept / PLAN).read_text())
 
 
 def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
     config = make_config(ppo(plan={name: {"devices": [1]} for name in CALLS}))
-    plan = make_plan(config, shapes_of(config), kept)
+    plan = make_plan(config, kept)
     assert all(node.devices == (1,) for node in plan.nodes)
 
 
@@ -67,7 +130,7 @@ def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
 def test_a_kept_plan_of_another_run_is_refused(kept, change, parts):
     config = auto(**change)
     with pytest.raises(ConfigError) as refused:
-        make_plan(config, shapes_of(config), kept)
+        make_plan(config, kept)
     for part in parts:
         assert part in str(refused.value)
 
@@ -76,7 +139,7 @@ def test_a_kept_plan_that_cannot_be_read_is_refused(kept):
     (kept / PLAN).write_text("{")
     config = auto()
     with pytest.raises(ConfigError, match="is no execution plan"):
-        make_plan(config, shapes_of(config), kept)
+        make_plan(config, kept)
 
 
 @pytest.mark.parametrize(
