@@ -4,7 +4,9 @@ Each tp rank holds the logits of its interval of the vocabulary. Only [T] vector
 maximum and the sums below it (as in Megatron-LM, arXiv:1909.08053, section 3).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -32,10 +34,11 @@ class VocabShard:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens that top-k and top-p kept where a response's tokens were drawn, as `generate` records them.
+    """The tokens that top-k and top-p kept where a response's tokens were drawn. Row p, as in logits, is about
+    token p + 1.
 
-    counts  [T] int32: how many tokens there were to draw this one from; 0 where nothing was drawn
-    tokens  [sum(counts)] int32: their ids, one place after the other
+    counts  [T] int32: how many tokens there were to draw that one from; 0 where nothing was drawn
+    tokens  [sum(counts)] int32: their ids, one row after the other
     """
 
     counts: Tensor
@@ -43,23 +46,32 @@ class Kept:
 
     @staticmethod
     def of(micro: MicroBatch) -> "Kept | None":
-        """What a micro-batch carries under `kept_counts` and `kept_tokens`, None where it does not."""
+        """What a micro-batch carries under `kept_counts` and `kept_tokens`, as `generate` records them; None where
+        it does not."""
         if "kept_counts" not in micro.data:
             return None
-        return Kept(micro.data["kept_counts"], micro.data["kept_tokens"])
+        # By place they become by row; a sample's first token was not drawn, so the order of the ids stays.
+        return Kept(micro.data["kept_counts"].roll(-1), micro.data["kept_tokens"])
 
-    def allowed(self, start: int, width: int) -> Tensor:
-        """[T, width] bool for `width` token ids from `start` on: row p, as in logits, is about token p + 1.
+    def left_out(self, chunks: Sequence[slice], start: int, width: int) -> Iterator[Tensor]:
+        """For one chunk of rows after the other: [rows, width] bool, which of the `width` token ids from `start` on
+        could not be drawn. None is left out where nothing was drawn.
 
-        Every token is allowed where nothing was drawn.
+        chunks  consecutive slices, all rows together
         """
         counts = self.counts.long()
-        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts) - 1
-        columns = self.tokens.long() - start
-        here = (columns >= 0) & (columns < width)
-        allowed = (counts.roll(-1) == 0)[:, None].repeat(1, width)
-        allowed[rows[here], columns[here]] = True
-        return allowed
+        last = torch.tensor([rows.stop - 1 for rows in chunks], dtype=torch.int64, device=counts.device)
+        begin = 0
+        for rows, end in zip(chunks, counts.cumsum(0)[last].tolist(), strict=True):
+            here = counts[rows]
+            numbers = torch.arange(len(here), device=here.device)
+            numbers = numbers.repeat_interleave(here, output_size=end - begin)
+            columns = self.tokens[begin:end].long() - start
+            inside = (columns >= 0) & (columns < width)
+            left_out = (here > 0)[:, None].repeat(1, width)
+            left_out[numbers[inside], columns[inside]] = False
+            yield left_out
+            begin = end
 
 
 def token_logprobs(
@@ -67,16 +79,16 @@ def token_logprobs(
     targets: Tensor,
     shard: VocabShard,
     temperature: float = 1.0,
-    allowed: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """log softmax(logits / temperature)[t, targets[t]]; differentiable in the logits.
 
     logits   [T, V_local] this rank's slice of the vocabulary; targets [T] int64 ids of the whole vocabulary
-    allowed  [T, V_local] bool: the softmax is over these tokens only; default: over all
+    kept     the softmax is over these tokens only; default: over all
     Returns [T], float32 (float64 for float64 logits), equal on all tp ranks.
     A cross entropy is minus this. All ranks of the tp group must call it together.
     """
-    return _TokenStatistics.apply(logits, targets, shard, temperature, allowed, False)[0]  # type: ignore[index]
+    return _TokenStatistics.apply(logits, targets, shard, temperature, kept, False)[0]  # type: ignore[index]
 
 
 def token_logprobs_and_entropy(
@@ -84,10 +96,10 @@ def token_logprobs_and_entropy(
     targets: Tensor,
     shard: VocabShard,
     temperature: float = 1.0,
-    allowed: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, with each distribution's entropy in nats [T]; differentiable too."""
-    return _TokenStatistics.apply(logits, targets, shard, temperature, allowed, True)  # type: ignore[return-value]
+    return _TokenStatistics.apply(logits, targets, shard, temperature, kept, True)  # type: ignore[return-value]
 
 
 def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0) -> Tensor:
@@ -96,22 +108,18 @@ def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temper
     logits [T, V_local]: row p is the prediction for token p + 1 of the same sample. Where the micro-batch says
     which tokens sampling kept (see `Kept`), the probability is that among them.
     """
-    allowed = _allowed(logits, micro, shard)
-    return _shift(token_logprobs(logits, _next_tokens(micro), shard, temperature, allowed), micro)
+    logprobs = token_logprobs(logits, _next_tokens(micro), shard, temperature, Kept.of(micro))
+    return _shift(logprobs, micro)
 
 
 def packed_logprobs_and_entropy(
     logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `packed_logprobs`, with the entropy [T] of the distribution that token p was drawn from."""
-    allowed = _allowed(logits, micro, shard)
-    logprobs, entropy = token_logprobs_and_entropy(logits, _next_tokens(micro), shard, temperature, allowed)
+    logprobs, entropy = token_logprobs_and_entropy(
+        logits, _next_tokens(micro), shard, temperature, Kept.of(micro)
+    )
     return _shift(logprobs, micro), _shift(entropy, micro)
-
-
-def _allowed(logits: Tensor, micro: MicroBatch, shard: VocabShard) -> Tensor | None:
-    kept = Kept.of(micro)
-    return None if kept is None else kept.allowed(shard.start, logits.shape[1])
 
 
 def _next_tokens(micro: MicroBatch) -> Tensor:
@@ -137,7 +145,7 @@ class _TokenStatistics(torch.autograd.Function):
         targets: Tensor,
         shard: VocabShard,
         temperature: float,
-        allowed: Tensor | None,
+        kept: Kept | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         columns = targets - shard.start
@@ -148,10 +156,10 @@ class _TokenStatistics(torch.autograd.Function):
         maximum = torch.empty(tokens, dtype=dtype, device=logits.device)
         # With x the distance to the maximum: sum of exp(x), of exp(x) x, and the target's logit itself.
         sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)
-        for rows in _chunks(logits):
+        for rows, left_out in _chunks(logits, kept, shard.start):
             x = logits[rows].to(dtype) / temperature
-            if allowed is not None:
-                x.masked_fill_(~allowed[rows], LEFT_OUT)
+            if left_out is not None:
+                x.masked_fill_(left_out, LEFT_OUT)
             maximum[rows] = x.amax(1)
             sums[2, rows] = torch.where(here[rows], x.gather(1, columns[rows, None]).squeeze(1), 0.0)
             x -= maximum[rows, None]
@@ -169,8 +177,9 @@ class _TokenStatistics(torch.autograd.Function):
         log_sum = sums[0].log()
         logprobs = sums[2] - maximum - log_sum
         entropy = log_sum - sums[1] / sums[0]
-        ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy, allowed)
+        ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.kept, ctx.start = kept, shard.start
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -178,12 +187,12 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         grad_logprobs, grad_entropy = gradients
-        logits, columns, here, maximum, log_sum, entropy, allowed = ctx.saved_tensors
+        logits, columns, here, maximum, log_sum, entropy = ctx.saved_tensors
         result = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows, left_out in _chunks(logits, ctx.kept, ctx.start):
             log_p = logits[rows].to(maximum.dtype) / ctx.temperature
-            if allowed is not None:
-                log_p.masked_fill_(~allowed[rows], LEFT_OUT)
+            if left_out is not None:
+                log_p.masked_fill_(left_out, LEFT_OUT)
             log_p -= maximum[rows, None]
             log_p -= log_sum[rows, None]
             slope = -grad_logprobs[rows, None]
@@ -196,8 +205,9 @@ class _TokenStatistics(torch.autograd.Function):
         return result, None, None, None, None, None
 
 
-def _chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows with about CHUNK_ELEMENTS logits each."""
+def _chunks(logits: Tensor, kept: Kept | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:
+    """Slices of rows with about CHUNK_ELEMENTS logits each, and which of a slice's logits are left out."""
     tokens, vocab = logits.shape
     step = max(1, CHUNK_ELEMENTS // max(1, vocab))
-    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+    chunks = [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
+    return zip(chunks, repeat(None) if kept is None else kept.left_out(chunks, start, vocab), strict=False)

@@ -44,6 +44,11 @@ def _allowed(targets: Tensor) -> Tensor:
     return allowed | (torch.arange(VOCAB) == targets[:, None])
 
 
+def _kept(allowed: Tensor) -> Kept:
+    """The same as `generate` would record it."""
+    return Kept(allowed.sum(1).int(), allowed.nonzero()[:, 1].int())
+
+
 def _weighted(logprobs: Tensor, entropy: Tensor) -> Tensor:
     """A scalar that gives every row another gradient."""
     weights = torch.linspace(-1, 2, TOKENS, dtype=logprobs.dtype)
@@ -65,13 +70,13 @@ def test_values_and_gradients_equal_log_softmax(monkeypatch, chunk: int, tempera
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunk", [1 << 20, 1])
+@pytest.mark.parametrize("chunk", [1 << 20, 4 * VOCAB, 1])
 def test_tokens_that_are_left_out_have_no_share(monkeypatch, chunk: int) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
     logits, targets = _logits(torch.float64)
     allowed = _allowed(targets)
     ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    got = token_logprobs_and_entropy(ours, targets, WHOLE, 0.7, allowed)
+    got = token_logprobs_and_entropy(ours, targets, WHOLE, 0.7, _kept(allowed))
     want = _plain(plain, targets, 0.7, allowed)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert got[0][5] == 0
@@ -108,8 +113,11 @@ def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
     torch.testing.assert_close(entropy[inside], want[1].roll(1)[inside])
     kept_here = Kept.of(micro)
     assert kept_here is not None
-    halves = [kept_here.allowed(start, width) for start, width in ((0, 4), (4, VOCAB - 4))]
-    assert torch.equal(torch.cat(halves, 1), among)
+    chunks = [slice(0, 9), slice(9, 10), slice(10, TOKENS)]
+    for start, width in ((0, 4), (4, VOCAB - 4)):
+        masks = list(kept_here.left_out(chunks, start, width))
+        assert [len(mask) for mask in masks] == [9, 1, TOKENS - 10]  # never more than a chunk at a time
+        assert torch.equal(torch.cat(masks), ~among[:, start : start + width])
 
 
 def test_logprobs_alone_have_the_same_gradient() -> None:
@@ -170,7 +178,7 @@ def _sharded(rank: int, world: int, temperature: float, some: bool) -> tuple[Ten
         targets,
         VocabShard(start, dist.group.WORLD),
         temperature,
-        _allowed(targets)[:, start:stop] if some else None,
+        _kept(_allowed(targets)) if some else None,
     )
     _weighted(logprobs, entropy).backward()
     return logprobs.detach(), entropy.detach(), mine.grad
