@@ -20,10 +20,10 @@ from rlhf_tasks.config_parts import (
     ModelsConfig,
     OptimizerConfig,
     RewardFunction,
-    RewardModelScore,
     Role,
     RolloutModels,
     SamplingConfig,
+    ScoringConfig,
     TrainingConfig,
 )
 from rlhf_tasks.spec import CallAssignment
@@ -59,25 +59,13 @@ class RewardModelConfig(TrainingConfig):
         return {"reward": Role.of(self.models.actor, "scalar", self.optimizer)}
 
 
-class RolloutConfig(BaseConfig):
+class RolloutConfig(ScoringConfig, BaseConfig):
     """Samples from a model, scored and written as JSONL: all rows once, in file order."""
 
     type: Literal["rollout"] = "rollout"
     models: RolloutModels
     sampling: SamplingConfig
     num_generations: int = Field(default=1, gt=0, description="Samples per prompt.")
-    rewards: tuple[RewardFunction, ...] = Field(
-        default=(), description="Python rewards, summed with weights."
-    )
-    reward_model: RewardModelScore = Field(
-        default=RewardModelScore(), description="How the reward model's score enters."
-    )
-    missing_eos_penalty: float = Field(
-        default=0.0, ge=0, description="Subtracted where a response has no end token."
-    )
-    reward_timeout_s: float = Field(
-        default=60.0, gt=0, description="Seconds that the Python rewards get per batch."
-    )
 
     @property
     def scoring_role(self) -> str:
@@ -98,24 +86,12 @@ class RolloutConfig(BaseConfig):
         return self
 
 
-class PPOConfig(TrainingConfig):
+class PPOConfig(ScoringConfig, TrainingConfig):
     """Proximal policy optimisation (arXiv:1707.06347) with a learned critic and a KL-shaped reward."""
 
     type: Literal["ppo"] = "ppo"
     models: ModelsConfig
     sampling: SamplingConfig
-    rewards: tuple[RewardFunction, ...] = Field(
-        default=(), description="Python rewards, summed with weights."
-    )
-    reward_model: RewardModelScore = Field(
-        default=RewardModelScore(), description="How the reward model's score enters."
-    )
-    missing_eos_penalty: float = Field(
-        default=0.0, ge=0, description="Subtracted where a response has no end token."
-    )
-    reward_timeout_s: float = Field(
-        default=60.0, gt=0, description="Seconds that the Python rewards get per batch."
-    )
     score_clip: float | None = Field(default=None, gt=0, description="Bound of a score; default: none.")
     truncated_responses: Literal["keep", "zero", "bootstrap"] = Field(
         default="keep",

@@ -12,6 +12,7 @@ from flows.plan_view import show_alternatives, show_calls, show_comparison, show
 from flows.planning import compare, hardware_of, plan_for, price_manual, problem_of
 from planner.alternatives import rejected_alternatives
 from planner.price import shortfall
+from planner.problem import Problem
 from planner.report import plan_document, result_document
 from planner.search import SearchResult
 from rlhf_tasks.config import ConfigError, load_config, read_assignments
@@ -71,17 +72,11 @@ def plan(
     problem = problem_of(settings, hardware)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     chosen_seed = settings.seed if seed is None else seed
-    if evaluate is not None:
-        manual = read_assignments(evaluate, problem.cluster.devices_per_host)
-        priced = price_manual(problem, manual)
-        missing = shortfall(priced.price, problem.model)
-        if missing is not None:
-            show_calls(console, priced.plan, priced.price, problem.model)
-            raise ConfigError(f"{evaluate} does not fit. {missing}")
-        result = plan_for(problem, "manual", limit_s, chosen_seed, manual)
-    else:
+    if evaluate is None:
         with console.status(f"{mode}, up to {limit_s:g} s ..."):
             result = plan_for(problem, mode, limit_s, chosen_seed)
+    else:
+        result = _evaluated(problem, evaluate, limit_s, chosen_seed)
     _write(result, json_file, out)
     show_calls(console, result.plan, result.price, problem.model)
     show_timeline(console, result.plan, result.price)
@@ -91,6 +86,17 @@ def plan(
         with console.status("the other modes ..."):
             found = compare(problem, result, min(limit_s, SHORT_S), chosen_seed)
         show_comparison(console, found, iterations or getattr(settings, "total_iterations", 1))
+
+
+def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:
+    """A plan in a file, with its price. Raises ConfigError when it does not fit, having shown what it needs."""
+    manual = read_assignments(path, problem.cluster.devices_per_host)
+    priced = price_manual(problem, manual)
+    missing = shortfall(priced.price, problem.model)
+    if missing is not None:
+        show_calls(console, priced.plan, priced.price, problem.model)
+        raise ConfigError(f"{path} does not fit. {missing}")
+    return plan_for(problem, "manual", limit_s, seed, manual)
 
 
 def _write(result: SearchResult, json_file: Path | None, out: Path | None) -> None:

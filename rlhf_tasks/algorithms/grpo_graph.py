@@ -2,20 +2,23 @@
 
 from typing import Protocol
 
+from rlhf_tasks.algorithms.rollout_calls import (
+    PROMPT_KEYS,
+    SEQUENCES,
+    RolloutSizes,
+    generate_and_score,
+    ref_inference,
+)
 from rlhf_tasks.spec import ModelFunctionCall
 
-DATASET_KEYS = ("prompt_ids", "columns")
+DATASET_KEYS = PROMPT_KEYS
 
 
-class GRPOSizes(Protocol):
+class GRPOSizes(RolloutSizes, Protocol):
     """What the graph depends on in a GRPO configuration."""
 
     @property
-    def batch_size(self) -> int: ...
-    @property
     def num_mini_batches(self) -> int: ...
-    @property
-    def scoring_role(self) -> str: ...
 
 
 def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
@@ -24,40 +27,15 @@ def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
     A sequence's advantage is its score against the others of its group (arXiv:2402.03300, eq. 3), so no values
     are needed. The reward call is as in PPO.
     """
-    n_seqs = config.batch_size
-    sequences = ("input_ids", "response_mask")
     return [
-        ModelFunctionCall(
-            name="actor_generate",
-            role="actor",
-            kind="generate",
-            inputs=("prompt_ids",),
-            outputs=(*sequences, "old_logprobs", "truncated"),
-            n_seqs=n_seqs,
-        ),
-        ModelFunctionCall(
-            name="reward_inference",
-            role=config.scoring_role,
-            kind="inference",
-            inputs=(*sequences, "truncated", "columns"),
-            outputs=("scores",),
-            n_seqs=n_seqs,
-        ),
-        ModelFunctionCall(
-            name="ref_inference",
-            role="ref",
-            kind="inference",
-            inputs=sequences,
-            outputs=("ref_logprobs",),
-            n_seqs=n_seqs,
-            remap={"ref_logprobs": "logprobs"},
-        ),
+        *generate_and_score(config),
+        ref_inference(config),
         ModelFunctionCall(
             name="actor_train",
             role="actor",
             kind="train_step",
-            inputs=(*sequences, "old_logprobs", "ref_logprobs", "scores"),
-            n_seqs=n_seqs,
+            inputs=(*SEQUENCES, "old_logprobs", "ref_logprobs", "scores"),
+            n_seqs=config.batch_size,
             mini_batches=config.num_mini_batches,
         ),
     ]

@@ -4,6 +4,8 @@ Each function runs on all ranks of its call's mesh. The walk of a batch: actor_g
 ref_inference, critic_inference -> actor_train, critic_train.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -81,26 +83,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         | {"advantages": Packed(targets.advantages, lengths)},
     )
 
-    def loss(logits: Tensor, micro: MicroBatch) -> LossTerms:
-        mask, old = micro.data["response_mask"], micro.data["old_logprobs"]
-        logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
-        logprobs = torch.where(mask, logprobs, 0.0)
-        terms, ratio, clipped = policy_loss(
-            logprobs, old, micro.data["advantages"], config.cliprange, config.dual_clip
-        )
-        change = log_ratio(logprobs, old).detach()
-        sums = {
-            "ratio": ratio,
-            "entropy": entropy.detach(),
-            "clip_ratio": clipped,
-            "approx_kl": torch.expm1(change) - change,
-            "mismatch": change.abs(),
-        }
-        return LossTerms(
-            torch.where(mask, terms, 0.0).sum(),
-            {name: torch.where(mask, values, 0).sum() for name, values in sums.items()},
-        )
-
+    loss = partial(_policy_terms, engine, config)
     steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches)
     mismatch = 0.0
     first = config.critic_warmup_iterations
@@ -122,6 +105,28 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         **steps.end("actor"),
     }
     return CallOutput(metrics={**targets.metrics, **metrics})
+
+
+def _policy_terms(engine: Engine, config: PPOConfig, logits: Tensor, micro: MicroBatch) -> LossTerms:
+    """The clipped loss of one micro-batch, and the sums over its response tokens that the metrics are made of."""
+    mask, old = micro.data["response_mask"], micro.data["old_logprobs"]
+    logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
+    logprobs = torch.where(mask, logprobs, 0.0)
+    terms, ratio, clipped = policy_loss(
+        logprobs, old, micro.data["advantages"], config.cliprange, config.dual_clip
+    )
+    change = log_ratio(logprobs, old).detach()
+    sums = {
+        "ratio": ratio,
+        "entropy": entropy.detach(),
+        "clip_ratio": clipped,
+        "approx_kl": torch.expm1(change) - change,
+        "mismatch": change.abs(),
+    }
+    return LossTerms(
+        torch.where(mask, terms, 0.0).sum(),
+        {name: torch.where(mask, values, 0).sum() for name, values in sums.items()},
+    )
 
 
 def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

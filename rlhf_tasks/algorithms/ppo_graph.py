@@ -2,20 +2,23 @@
 
 from typing import Protocol
 
+from rlhf_tasks.algorithms.rollout_calls import (
+    PROMPT_KEYS,
+    SEQUENCES,
+    RolloutSizes,
+    generate_and_score,
+    ref_inference,
+)
 from rlhf_tasks.spec import ModelFunctionCall
 
-DATASET_KEYS = ("prompt_ids", "columns")
+DATASET_KEYS = PROMPT_KEYS
 
 
-class PPOSizes(Protocol):
+class PPOSizes(RolloutSizes, Protocol):
     """What the graph depends on in a PPO configuration."""
 
     @property
-    def batch_size(self) -> int: ...
-    @property
     def num_mini_batches(self) -> int: ...
-    @property
-    def scoring_role(self) -> str: ...
     @property
     def records_kept(self) -> bool: ...
     @property
@@ -25,47 +28,22 @@ class PPOSizes(Protocol):
 def graph(config: PPOSizes) -> list[ModelFunctionCall]:
     """actor generate; reward, ref and critic inference; actor and critic train_step.
 
-    The reward call combines the reward model's score with the Python rewards; without a reward model it only
-    runs the latter, on the mesh that `scoring_role` names. Which tokens top-k and top-p kept goes where
-    log-probabilities are computed; which responses were truncated, and the value of where they were, to training.
+    Which tokens top-k and top-p kept goes where log-probabilities are computed; which responses were truncated,
+    and the value of where they were, to training.
     """
     n_seqs, mini_batches = config.batch_size, config.num_mini_batches
-    sequences = ("input_ids", "response_mask")
     kept = ("kept_counts", "kept_tokens") if config.records_kept else ()
     cut = () if config.truncated_responses == "keep" else ("truncated",)
     final = ("final_values",) if config.truncated_responses == "bootstrap" else ()
-    learning = (*sequences, "old_logprobs", "ref_logprobs", "values", "scores", *cut, *final)
+    learning = (*SEQUENCES, "old_logprobs", "ref_logprobs", "values", "scores", *cut, *final)
     return [
-        ModelFunctionCall(
-            name="actor_generate",
-            role="actor",
-            kind="generate",
-            inputs=("prompt_ids",),
-            outputs=(*sequences, "old_logprobs", "truncated", *kept),
-            n_seqs=n_seqs,
-        ),
-        ModelFunctionCall(
-            name="reward_inference",
-            role=config.scoring_role,
-            kind="inference",
-            inputs=(*sequences, "truncated", "columns"),
-            outputs=("scores",),
-            n_seqs=n_seqs,
-        ),
-        ModelFunctionCall(
-            name="ref_inference",
-            role="ref",
-            kind="inference",
-            inputs=(*sequences, *kept),
-            outputs=("ref_logprobs",),
-            n_seqs=n_seqs,
-            remap={"ref_logprobs": "logprobs"},
-        ),
+        *generate_and_score(config, kept),
+        ref_inference(config, kept),
         ModelFunctionCall(
             name="critic_inference",
             role="critic",
             kind="inference",
-            inputs=sequences,
+            inputs=SEQUENCES,
             outputs=("values", *final),
             n_seqs=n_seqs,
         ),
