@@ -15,7 +15,8 @@ Key = tuple[int, str]
 class Span:
     """One node's time on one rank, in seconds of that rank's clock.
 
-    kind  the node's kind, or for a call the kind of call (generate, inference, train_step)
+    kind        the node's kind, or for a call the kind of call (generate, inference, train_step)
+    generation  (attempt, generation) in which it ran: between two of them nothing runs
     """
 
     rank: int
@@ -24,17 +25,40 @@ class Span:
     kind: str
     started_s: float
     ended_s: float
+    generation: tuple[int, int] = (0, 0)
 
 
 def spans_of(plan: ExecutionPlan, lineage: Iterable[Mapping[str, Any]]) -> list[Span]:
     """The spans in rows of a run's lineage, in order of their start."""
     kinds = {node.name: node.call.kind if node.kind == "call" else node.kind for node in plan.nodes}
     spans = [
-        Span(int(rank), row["iteration"], row["node"], kinds[row["node"]], started_s, ended_s)
+        Span(
+            int(rank),
+            row["iteration"],
+            row["node"],
+            kinds[row["node"]],
+            started_s,
+            ended_s,
+            generation_of(row),
+        )
         for row in lineage
         for rank, (started_s, ended_s) in row["clocks"].items()
     ]
     return sorted(spans, key=lambda span: (span.started_s, span.rank))
+
+
+def generation_of(row: Mapping[str, Any]) -> tuple[int, int]:
+    """(attempt, generation) of a row of the lineage."""
+    return row["attempt"], row["generation"]
+
+
+def running_s(spans: Iterable[Span]) -> float:
+    """Seconds from the first span to the last, generation by generation: what lies between two is downtime."""
+    reach: dict[tuple[int, int], tuple[float, float]] = {}
+    for span in spans:
+        low, high = reach.get(span.generation, (span.started_s, span.ended_s))
+        reach[span.generation] = (min(low, span.started_s), max(high, span.ended_s))
+    return sum(high - low for low, high in reach.values())
 
 
 def predecessors_of(plan: ExecutionPlan, iterations: Iterable[int]) -> dict[Key, list[Key]]:
@@ -52,7 +76,7 @@ def idle_while_ready_s(spans: Sequence[Span], predecessors: Mapping[Key, Sequenc
     spans         of the iterations looked at
     predecessors  (iteration, node) -> the (iteration, node)s that must end first, on any rank
     The next node of a rank could run from the moment its own previous node and all its predecessors have
-    ended on all their ranks.
+    ended on all their ranks. Between two generations nothing could: that is downtime.
     """
     ended: dict[Key, float] = {}
     for span in spans:
@@ -63,6 +87,8 @@ def idle_while_ready_s(spans: Sequence[Span], predecessors: Mapping[Key, Sequenc
         own = sorted((s for s in spans if s.rank == rank), key=lambda s: s.started_s)
         idle[rank] = 0.0
         for before, after in pairwise(own):
+            if before.generation != after.generation:
+                continue
             needed = predecessors.get((after.iteration, after.node), ())
             ready = max([before.ended_s, *(ended[key] for key in needed if key in ended)])
             idle[rank] += max(0.0, after.started_s - ready)

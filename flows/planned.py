@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from flows.clocks import generation_of
 from flows.planning import hardware_of, problem_of
 from planner.price import PlanPrice, price_plan
 from rlhf_tasks.config import AnyConfig, ConfigError
@@ -48,11 +49,12 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
 
     A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end:
     what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
-    first iteration of a call counts only where it is the one.
+    first iteration of a call counts only where it is the one, and no time between two generations does.
     """
     spans: dict[tuple[str, int], float] = {}
     ends: dict[int, float] = defaultdict(float)
     peaks: dict[str, int] = defaultdict(int)
+    generations = {row["iteration"]: generation_of(row) for row in lineage}
     for row in lineage:  # an iteration that an older version ran tells no memory
         clocks = row["clocks"].values()
         spans[row["node"], row["iteration"]] = row["ended_s"] - max(start for start, _ in clocks)
@@ -62,7 +64,8 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     price, first = expected.price, min(ends)
     kept = [t for t in sorted(ends) if t > first] or [first]
     starts = min(row["started_s"] for row in lineage)
-    between = [b - a for a, b in pairwise(ends[t] for t in sorted(ends))] or [ends[first] - starts]
+    pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
+    between = [ends[after] - ends[t] for t, after in pairs] or [ends[first] - starts]
     calls = {
         node.name: (price.duration_s[node.name], median(spans[node.name, t] for t in kept))
         for node in plan.nodes

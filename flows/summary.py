@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flows.clocks import idle_while_ready_s, overlapping_s, predecessors_of, spans_of
+from flows.clocks import idle_while_ready_s, overlapping_s, predecessors_of, running_s, spans_of
 from rlhf_tasks.spec import ExecutionPlan
 
 Row = Mapping[str, Any]
@@ -21,7 +21,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def run_figures(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, Any]:
-    """The figures of a run's committed iterations.
+    """The figures of a run's committed iterations; no downtime between generations or attempts is in them.
 
     orchestration_overhead_s  per iteration: seconds in which a rank idled although its next node could run,
                               as a mean over ranks; beside it that of the worst rank
@@ -30,7 +30,7 @@ def run_figures(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, Any]:
     spans = spans_of(plan, lineage)
     iterations = sorted({span.iteration for span in spans})
     idle = idle_while_ready_s(spans, predecessors_of(plan, iterations))
-    wall_s = max(s.ended_s for s in spans) - min(s.started_s for s in spans)
+    wall_s = running_s(spans)
     count = len(iterations)
     return {
         "iterations": count,

@@ -10,11 +10,13 @@ from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config
 
 
-def row(node, iteration, clocks, **peaks):
+def row(node, iteration, clocks, attempt=1, **peaks):
     starts, ends = zip(*clocks.values(), strict=True)
     return {
         "node": node,
         "iteration": iteration,
+        "attempt": attempt,
+        "generation": 0,
         "clocks": clocks,
         "started_s": min(starts),
         "ended_s": max(ends),
@@ -65,6 +67,16 @@ def test_one_iteration_is_better_than_none(expected):
     found = planned_and_measured(small_plan(), expected, lineage)
     assert found["iteration"]["measured"] == 2.0
     assert found["calls"]["generate"]["measured"] == 2.0
+
+
+def test_a_pause_between_two_attempts_is_no_part_of_an_iteration(expected):
+    lineage = []
+    for t, (attempt, start) in enumerate(((1, 0.0), (1, 3.0), (2, 36_000.0))):
+        lineage.append(row("generate", t, {"0": (start, start + 1)}, attempt))
+        lineage += [
+            row(name, t, {"0": (start + 1, start + 2)}, attempt) for name in ("actor_train", "critic_train")
+        ]
+    assert planned_and_measured(small_plan(), expected, lineage)["iteration"]["measured"] == 3.0
 
 
 def test_the_table_says_how_far_off():
