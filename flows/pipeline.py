@@ -8,8 +8,9 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.demo import demo_at, make_models, measure
+from flows.demo import demo_at, make_models, measure, settle_seed
 from flows.ppo import rlhf_ppo
+from rlhf_tasks.durable import replace_file
 
 
 def _run_name() -> str:
@@ -20,12 +21,16 @@ def _run_name() -> str:
 async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, Any]:
     """Supervised fine-tuning on sloppy demonstrations, a reward model, then PPO; accuracy before and after.
 
-    folder  where everything goes; a pipeline that was interrupted there goes on
+    folder  where everything goes; a pipeline that was interrupted there goes on, a finished one is not run again
     seed    of data, weights and sampling
     Returns the summary that is also written to FOLDER/summary.json.
     """
-    started_s = time.time()
-    with demo_at(Path(folder), seed) as demo:
+    place, started_s = Path(folder).resolve(), time.time()
+    finished = place / "summary.json"
+    if finished.exists():
+        settle_seed(place, seed)
+        return json.loads(finished.read_text(encoding="utf-8"))
+    with demo_at(place, seed) as demo:
         policy = await make_models(demo)
         before = await measure(demo, policy.roles()["actor"].folder, "before")
         trained = await demo.run(rlhf_ppo, policy)
@@ -37,5 +42,5 @@ async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, A
         "accuracy_before": before,
         "accuracy_after": after,
     }
-    (demo.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    replace_file(finished, json.dumps(summary, indent=2) + "\n")
     return summary

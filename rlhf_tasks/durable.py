@@ -15,6 +15,15 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Give a file a new content all at once: whoever reads it, and whenever this process ends, it is the old or the
+    new one. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.fresh")
+    write_file(fresh, text.encode())
+    fresh.rename(path)
+    sync(path.parent)
+
+
 def sync(path: Path) -> None:
     """Make a file's content durable, or a folder's entries (new, renamed and removed files)."""
     descriptor = os.open(path, os.O_RDONLY)
