@@ -100,7 +100,7 @@ def cost_after(result: SearchResult, seconds: float) -> float | None:
 def replay_error(result: SearchResult, iterations: int = 40) -> float:
     """By how much the replay's time per iteration differs from the reported one, as a share of it."""
     ends: dict[int, float] = {}
-    for execution in replay(result.plan, result.price.duration_s, iterations):
+    for execution in replay(result.plan, result.price.duration_s, iterations, result.price.copy_s):
         ends[execution.iteration] = max(ends.get(execution.iteration, 0.0), execution.end_s)
     # An even number of iterations apart: with two in flight the ends may alternate
     period = (ends[iterations - 1] - ends[iterations // 2 - 1]) / (iterations // 2)

@@ -19,6 +19,8 @@ COLOURS = {
     "transfer": "#009E73",
     "reallocate": "#CC79A7",
     "release": "#CC79A7",
+    "onload": "#CC79A7",
+    "offload": "#CC79A7",
     "save": "#E69F00",
 }
 

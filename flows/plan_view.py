@@ -23,6 +23,8 @@ STYLES = {
     "transfer": "black on green",
     "reallocate": "black on magenta",
     "release": "black on magenta",
+    "onload": "black on magenta",
+    "offload": "black on magenta",
     "save": "black on bright_yellow",
 }
 """Colours of the bars by kind of node, where the terminal has colours."""
@@ -30,7 +32,8 @@ STYLES = {
 
 def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> None:
     """A row for each call: where, how, how long, and the fullest of its devices."""
-    table = Table("call", "devices", "dp", "tp", "pp", "micro-batches", "seconds", "memory GB", box=None)
+    heads = ("call", "devices", "dp", "tp", "pp", "micro-batches", "offload", "seconds", "memory GB")
+    table = Table(*heads, box=None)
     for column in table.columns[2:]:
         column.justify = "right"
     capacity = model.device.memory_bytes
@@ -38,7 +41,7 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
         memory = f"{row.memory_bytes / 1e9:.3g}" + (
             " [red]too much[/]" if row.memory_bytes > capacity else ""
         )
-        table.add_row(*map(str, row[:6]), f"{row.time_s:.3g}", memory)
+        table.add_row(*map(str, row[:6]), "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
     console.print(
         f"[bold]Calls[/] on {model.cluster} {model.device.name}; memory: peak of the fullest device"
     )

@@ -9,7 +9,7 @@ from planner.heuristic import Limits, heuristic, symmetric
 from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
 from planner.price import MemoryPeak, PlanPrice, lack_of_memory, memory_peaks, price_plan, shortfall
-from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, PlanNode
+from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, OnloadNode, PlanNode
 
 Assignments = Mapping[str, CallAssignment]
 Rule = Callable[[DataflowGraph, Cluster, Mapping[str, Limits]], Assignments]
@@ -72,7 +72,10 @@ def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> E
         seconds = model.call(node.call, node.assignment).seconds if isinstance(node, CallNode) else 0.0
         return seconds + model.device.dispatch_s
 
-    return build_plan(graph, assignments, model.cluster, duration_s)
+    def copy_s(node: OnloadNode) -> float:
+        return model.onload_s(node.role, node.placement)
+
+    return build_plan(graph, assignments, model.cluster, duration_s, copy_s=copy_s)
 
 
 def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:

@@ -2,8 +2,9 @@
 
 The search tries the orders of the calls; the inserted nodes follow by rule: fetch first; all transfers to
 calls of one level (depth in the dataflow graph) before the first call of that level or a deeper one, so that no
-call that runs meanwhile holds them up; a reallocation directly before the first reader of its copy, so that the
-copy lives shortly. Where the rule contradicts what a node needs, the need wins.
+call that runs meanwhile holds them up; the onloads for these calls before the transfers, so that they overlap with
+both; a reallocation directly before the first reader of its copy, so that the copy lives shortly. Where the rule
+contradicts what a node needs, the need wins.
 """
 
 import heapq
@@ -48,7 +49,7 @@ def levels(graph: DataflowGraph) -> dict[str, int]:
 
 
 def phased_order(level: Mapping[str, int], made: Skeleton, calls: Sequence[str]) -> list[str]:
-    """The total order of a skeleton's slots, releases and saves left out, under an order of the calls.
+    """The total order of a skeleton's slots that move (`Skeleton.moving`), under an order of the calls.
 
     level  call -> its depth in the graph (`levels`)
     """
@@ -63,9 +64,9 @@ def phased_order(level: Mapping[str, int], made: Skeleton, calls: Sequence[str])
         match slot.kind:
             case "fetch":
                 return -1, 0, 0
-            case "transfer":
+            case "transfer" | "onload":
                 first = min(position[other] for other in calls if level[other] >= level[slot.call])
-                return first, 0, position[slot.call]
+                return first, 0 if slot.kind == "transfer" else -1, position[slot.call]
             case "reallocate":
                 readers = (other for other in followers[name] if other != slot.source)
                 return min(position[other] for other in readers), 1, 0
@@ -89,8 +90,8 @@ def phased_order(level: Mapping[str, int], made: Skeleton, calls: Sequence[str])
 
 
 def with_trailing(made: Skeleton, moving: Sequence[str]) -> list[str]:
-    """An order with releases and saves. A release directly follows the last reader, a save its train_step:
-    nothing comes between."""
+    """An order with releases, offloads and saves. A release or offload directly follows the last reader, a save its
+    train_step: nothing comes between."""
     order: list[str] = []
     placed = set(moving)
     waiting = {name: set(made.after[name]) for name in made.slots if name not in placed}

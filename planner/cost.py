@@ -103,6 +103,10 @@ class CostModel:
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
         return tuple(local.stage_parameters(s.pp, stage) * per_parameter for stage in range(s.pp))
 
+    def onload_s(self, role: str, placement: Placement) -> float:
+        """Seconds of the copy of a role's parameters from host memory; of the fullest device, the others wait."""
+        return max(self.parameter_bytes(role, placement)) / self.device.host_copy_bytes_per_s
+
     def _sizes(self, role: str, strategy: ParallelStrategy) -> Sizes:
         model = self.models[role]
         if strategy.pp > model.shape.layers:

@@ -1,5 +1,5 @@
-"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases and saves, with what
-they wait for.
+"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads and saves,
+with what they wait for.
 
 Which ones there are is said by planner.skeleton; here they get their devices.
 """
@@ -17,6 +17,8 @@ from rlhf_tasks.spec import (
     DataSide,
     FetchNode,
     ModelFunctionCall,
+    OffloadNode,
+    OnloadNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -57,6 +59,7 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
         },
         placement={call.name: assignments[call.name].placement for call in graph.calls},
         dealt_by={call.name: call.token_key for call in by_tokens},
+        offloaded={name for name, given in assignments.items() if given.offload},
     )
     return Draft({name: _node(slot, graph, assignments) for name, slot in made.slots.items()}, made)
 
@@ -72,7 +75,10 @@ def role_placements(
         if trainer is not None:
             calls.insert(0, trainer)
         placements = dict.fromkeys(assignments[call.name].placement for call in calls)
-        found[role] = RolePlacements(trained=trainer is not None, placements=tuple(placements))
+        offloaded = dict.fromkeys(a.placement for call in calls if (a := assignments[call.name]).offload)
+        found[role] = RolePlacements(
+            trained=trainer is not None, placements=tuple(placements), offloaded=tuple(offloaded)
+        )
     return found
 
 
@@ -150,5 +156,9 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
             )
         case "release":
             return ReleaseNode(name=slot.name, role=call.role, placement=here.placement)
+        case "onload":
+            return OnloadNode(name=slot.name, role=call.role, placement=here.placement)
+        case "offload":
+            return OffloadNode(name=slot.name, role=call.role, placement=here.placement)
         case "save":
             return SaveNode(name=slot.name, role=call.role, placement=here.placement)

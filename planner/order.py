@@ -7,12 +7,12 @@ nor a disjoint call waits for training that it does not need, also where duratio
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import networkx as nx
 
-from planner.simulate import device_classes, execution_edges, max_cycle_ratio
+from planner.simulate import Work, copy_of, execution_edges, max_cycle_ratio, with_copies, work_of
 
 _Value = tuple[float, int]
 
@@ -25,6 +25,7 @@ class OrderProblem:
     devices         node -> the devices it occupies
     duration_s      node -> its time, roughly
     late            nodes whose result takes memory: as late as they cost no time
+    copy_s          onload -> the time of the copy that it starts, roughly
     """
 
     after: Mapping[str, frozenset[str]]
@@ -32,11 +33,12 @@ class OrderProblem:
     devices: Mapping[str, frozenset[int]]
     duration_s: Mapping[str, float]
     late: frozenset[str] = frozenset()
+    copy_s: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def classes(self) -> dict[str, frozenset[int]]:
-        """Node -> its device classes."""
-        return device_classes(self.devices)
+    def work(self) -> Work:
+        """Nodes and copies: what waits for what, and device classes."""
+        return work_of(self.after, self.devices, self.copy_s)
 
 
 def total_order(problem: OrderProblem) -> list[str]:
@@ -69,17 +71,18 @@ def _list_schedule(problem: OrderProblem) -> list[str]:
 
 def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
     """Orders that differ by one node moved ahead of an earlier one, or one of `late` behind a later one."""
+    classes = problem.work.classes
     for i, node in enumerate(order):
         for j in range(i - 1, -1, -1):
             if order[j] in problem.after[node]:
                 break
-            if problem.classes[order[j]] & problem.classes[node]:
+            if classes[order[j]] & classes[node]:
                 yield [*order[:j], node, *order[j:i], *order[i + 1 :]]
         if node in problem.late:
             for j in range(i + 1, len(order)):
                 if node in problem.after[order[j]]:
                     break
-                if problem.classes[order[j]] & problem.classes[node]:
+                if classes[order[j]] & classes[node]:
                     yield [*order[:i], *order[i + 1 : j + 1], node, *order[j + 1 :]]
 
 
@@ -87,14 +90,15 @@ def _objective(
     problem: OrderProblem, scenarios: Sequence[Mapping[str, float]], order: Sequence[str]
 ) -> _Value:
     """(mean steady-state seconds per iteration, minus the sum of the positions of late nodes)."""
-    edges = execution_edges(order, problem.after, problem.across, problem.classes)
-    periods = [max_cycle_ratio([*(s[name] for name in order), 0.0], edges)[0] for s in scenarios]
+    work, timed = problem.work, with_copies(order, problem.copy_s)
+    edges = execution_edges(timed, work.after, problem.across, work.classes)
+    periods = [max_cycle_ratio([*(s[name] for name in timed), 0.0], edges)[0] for s in scenarios]
     lateness = sum(i for i, node in enumerate(order) if node in problem.late)
     return round(sum(periods) / len(periods), 9), -lateness
 
 
 def _scenarios(problem: OrderProblem) -> list[Mapping[str, float]]:
     """The given durations, and each of the long ones (above 1% of their sum) doubled."""
-    given = problem.duration_s
+    given = {**problem.duration_s, **{copy_of(name): seconds for name, seconds in problem.copy_s.items()}}
     total = sum(given.values())
     return [given, *({**given, node: 2 * s} for node, s in given.items() if s > total / 100)]

@@ -10,10 +10,14 @@ from planner.graph import DataflowGraph
 from planner.insertion import Draft, draft, role_placements
 from planner.mesh import Cluster, DeviceMesh, MeshError
 from planner.order import OrderProblem, total_order
+from rlhf_tasks.parallel.topology import Placement
 from rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     ExecutionPlan,
+    ModelFunctionCall,
+    OffloadNode,
+    OnloadNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -31,11 +35,20 @@ _MOVE_S = 0.02
 """Rough seconds of any other node, for the same purpose."""
 
 
+_COPY_S = 0.1
+"""Rough seconds of the copy that an onload starts, for the same purpose."""
+
+
 def rough_duration_s(node: PlanNode) -> float:
     """Seconds that a node takes, roughly: for ordering where no profile is at hand."""
     if isinstance(node, CallNode):
         return _WORK_S[node.call.kind] / len(node.devices)
     return _MOVE_S
+
+
+def rough_copy_s(node: OnloadNode) -> float:
+    """Seconds of the copy that an onload starts, roughly."""
+    return _COPY_S
 
 
 def build_plan(
@@ -44,20 +57,22 @@ def build_plan(
     cluster: Cluster,
     duration_s: Callable[[PlanNode], float] = rough_duration_s,
     call_order: Sequence[str] | None = None,
+    copy_s: Callable[[OnloadNode], float] = rough_copy_s,
 ) -> ExecutionPlan:
     """The execution plan of a graph under assignments (call -> placement, micro-batches, balance).
 
     duration_s  seconds of a node; decides only which of two nodes on a shared device comes first
     call_order  all calls in a topological order of the graph: then this order decides, and the inserted nodes
                 stand where planner.call_order puts them; None: planner.order finds an order for `duration_s`
+    copy_s      seconds of the copy that an onload starts; for that order
 
     Raises PlanError when an assignment is missing, names an unknown call, uses devices that are no device
-    mesh of the cluster, or has more dp ranks than a mini-batch has sequences.
+    mesh of the cluster, has more dp ranks than a mini-batch has sequences, or offloads what cannot be.
     """
     _check(graph, assignments, cluster)
     made = draft(graph, assignments)
     if call_order is None:
-        order = total_order(_order_problem(made, duration_s))
+        order = total_order(_order_problem(made, duration_s, copy_s))
     else:
         _check_order(graph, call_order)
         order = phased_order(levels(graph), made.skeleton, call_order)
@@ -102,6 +117,26 @@ def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], clus
                 f"{call.mini_batches} mini-batches = {dp * call.mini_batches}. "
                 "Enlarge the batch or choose a smaller dp."
             )
+    _check_offloads(graph, assignments)
+
+
+def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> None:
+    """Raises PlanError unless offloaded roles are frozen and their calls on one placement agree."""
+    seen: dict[tuple[str, Placement], ModelFunctionCall] = {}
+    for call in graph.calls:
+        given, trainer = assignments[call.name], graph.trainer(call.role)
+        if given.offload and trainer is not None:
+            raise PlanError(
+                f"Call {call.name!r}: offload is for frozen roles, and {call.role!r} is trained by {trainer.name!r}. "
+                "Leave offload out."
+            )
+        other = seen.setdefault((call.role, given.placement), call)
+        if assignments[other.name].offload != given.offload:
+            raise PlanError(
+                f"Calls {other.name!r} and {call.name!r} share one copy of {call.role!r} on devices "
+                f"{list(given.placement.devices)}, but offload is {assignments[other.name].offload} for one and "
+                f"{given.offload} for the other. Give both the same."
+            )
 
 
 def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
@@ -119,7 +154,9 @@ def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
             )
 
 
-def _order_problem(made: Draft, duration_s: Callable[[PlanNode], float]) -> OrderProblem:
+def _order_problem(
+    made: Draft, duration_s: Callable[[PlanNode], float], copy_s: Callable[[OnloadNode], float]
+) -> OrderProblem:
     """What planner.order needs to know of the nodes that it orders."""
     moving = {name: made.nodes[name] for name in made.skeleton.moving}
     return OrderProblem(
@@ -127,14 +164,17 @@ def _order_problem(made: Draft, duration_s: Callable[[PlanNode], float]) -> Orde
         across={name: frozenset(made.across[name] & moving.keys()) for name in moving},
         devices={name: frozenset(node.devices) for name, node in moving.items()},
         duration_s={name: duration_s(node) for name, node in moving.items()},
-        late=frozenset(name for name, node in moving.items() if isinstance(node, ReallocateNode)),
+        late=frozenset(
+            name for name, node in moving.items() if isinstance(node, ReallocateNode | OnloadNode)
+        ),
+        copy_s={name: copy_s(node) for name, node in moving.items() if isinstance(node, OnloadNode)},
     )
 
 
 def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     """Node -> (after, after_previous): data, version and memory edges without those that others imply.
 
-    A memory edge leads from a release to the next call on its devices.
+    A memory edge leads from a release or offload to the next call on its devices.
     """
     graph = nx.DiGraph()
     for t in (0, 1):
@@ -158,7 +198,7 @@ def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tu
 def _memory_edges(made: Draft, order: list[str]) -> Iterator[tuple[str, str]]:
     for i, name in enumerate(order):
         release = made.nodes[name]
-        if not isinstance(release, ReleaseNode):
+        if not isinstance(release, ReleaseNode | OffloadNode):
             continue
         for later in order[i + 1 :]:
             node = made.nodes[later]

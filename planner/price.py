@@ -5,7 +5,7 @@ Transfers are priced from the very lists that the executors run (rlhf_tasks/para
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.cost import OPTIMIZER_BYTES, CostModel
 from planner.simulate import SteadyState, steady_state
@@ -17,6 +17,8 @@ from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
     FetchNode,
+    OffloadNode,
+    OnloadNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -52,6 +54,7 @@ class PlanPrice:
     """A plan under a cost model.
 
     duration_s   seconds of every node
+    copy_s       onload -> seconds of the copy that it starts
     moved_bytes  bytes that transfers and reallocations send between devices
     peaks        device -> its peak of memory, for the devices that the plan uses
     """
@@ -60,6 +63,7 @@ class PlanPrice:
     moved_bytes: dict[str, float]
     steady: SteadyState
     peaks: dict[int, MemoryPeak]
+    copy_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def iteration_time_s(self) -> float:
@@ -68,12 +72,15 @@ class PlanPrice:
 
 def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
     """Price every node of a plan. Raises ValueError when a strategy does not suit its model."""
-    duration_s, moved_bytes = {}, {}
+    duration_s, moved_bytes, copy_s = {}, {}, {}
     for node in plan.nodes:
         duration_s[node.name], moved = node_cost(node, plan, model)
         if isinstance(node, TransferNode | ReallocateNode):
             moved_bytes[node.name] = moved
-    return PlanPrice(duration_s, moved_bytes, steady_state(plan, duration_s), memory_peaks(plan, model))
+        if isinstance(node, OnloadNode):
+            copy_s[node.name] = model.onload_s(node.role, node.placement)
+    steady = steady_state(plan, duration_s, copy_s)
+    return PlanPrice(duration_s, moved_bytes, steady, memory_peaks(plan, model), copy_s)
 
 
 def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
@@ -89,7 +96,7 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case SaveNode():
             held = max(model.parameter_bytes(node.role, node.placement))
             seconds = save_s(held, node.placement.strategy.dp, model)
-        case FetchNode() | ReleaseNode():
+        case FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
             pass
     return seconds + model.device.dispatch_s, moved
 
@@ -145,13 +152,14 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
     """Device -> its peak of memory.
 
     Resident all the time: a trained role's parameters, gradients and optimizer on its training placement, a
-    frozen role's parameters on each of its placements. Copies live from their reallocation to their release,
-    a call's temporary memory while it runs.
+    frozen role's parameters on each of its placements where they are not offloaded. Copies live from their
+    reallocation to their release, offloaded parameters on the devices from their onload to their offload, a
+    call's temporary memory while it runs.
     """
     resident: dict[int, dict[str, float]] = {node: {} for node in range(plan.n_devices)}
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
-            if where.trained and number:
+            if (where.trained and number) or placement in where.offloaded:
                 continue
             held = model.training_bytes if where.trained else model.parameter_bytes
             part = f"{role}: {'parameters, gradients, optimizer' if where.trained else 'frozen parameters'}"
@@ -164,22 +172,27 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
         if device not in peaks or sum(parts.values()) > peaks[device].total_bytes:
             peaks[device] = MemoryPeak(node, dict(parts))
 
+    def brought(node: str, role: str, part: str, placement: Placement) -> None:
+        for device, size_bytes in _by_device(placement, model.parameter_bytes(role, placement)):
+            live[device][part] = live[device].get(part, 0.0) + size_bytes  # of several at once the sum
+            note(device, node, live[device])
+
+    def freed(role: str, part: str, placement: Placement) -> None:
+        for device, size_bytes in _by_device(placement, model.parameter_bytes(role, placement)):
+            live[device][part] -= size_bytes
+            if not live[device][part]:
+                del live[device][part]
+
     for node in plan.nodes:
         match node:
             case ReallocateNode():
-                copy = model.parameter_bytes(node.role, node.destination)
-                for device, size_bytes in _by_device(node.destination, copy):
-                    part = f"{node.role}: copy"  # of several at once the sum
-                    live[device][part] = live[device].get(part, 0.0) + size_bytes
-                    note(device, node.name, live[device])
+                brought(node.name, node.role, f"{node.role}: copy", node.destination)
             case ReleaseNode():
-                for device, size_bytes in _by_device(
-                    node.placement, model.parameter_bytes(node.role, node.placement)
-                ):
-                    part = f"{node.role}: copy"
-                    live[device][part] -= size_bytes
-                    if not live[device][part]:
-                        del live[device][part]
+                freed(node.role, f"{node.role}: copy", node.placement)
+            case OnloadNode():
+                brought(node.name, node.role, f"{node.role}: onloaded parameters", node.placement)
+            case OffloadNode():
+                freed(node.role, f"{node.role}: onloaded parameters", node.placement)
             case CallNode():
                 active = model.call(node.call, node.assignment).active_bytes
                 for device, size_bytes in _by_device(node.placement, active):
@@ -220,4 +233,6 @@ def remedy(part: str) -> str:
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."
     if part.endswith("optimizer"):
         return "A larger tp, pp or dp (ZeRO-1 shards the optimizer) on more devices would lower it."
+    if part.endswith("frozen parameters"):
+        return "A larger tp or pp, or offload: true for its calls, would lower it."
     return "A larger tp or pp would lower it."

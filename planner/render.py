@@ -9,6 +9,8 @@ from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
     FetchNode,
+    OffloadNode,
+    OnloadNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -22,6 +24,8 @@ _SHAPES = {
     "transfer": ("([", "])"),
     "reallocate": ("{{", "}}"),
     "release": (">", "]"),
+    "onload": ("[[", "]]"),
+    "offload": (">", "]"),
     "save": ("[/", "/]"),
 }
 """Mermaid's brackets of a node kind."""
@@ -125,12 +129,13 @@ def _detail(node: PlanNode) -> str:
             detail = f"{call.role}: {assignment.placement.strategy}"
             if assignment.micro_batches > 1:
                 detail += f", {assignment.micro_batches} micro-batches"
-            return detail + (", by tokens" if assignment.balance == "tokens" else "")
+            detail += ", by tokens" if assignment.balance == "tokens" else ""
+            return detail + (", offloaded" if assignment.offload else "")
         case FetchNode(keys=keys) | TransferNode(keys=keys):
             return ", ".join(keys)
         case ReallocateNode(role=role, source=source, destination=destination):
             return f"{role}: {source.strategy} → {destination.strategy}"
-        case ReleaseNode(role=role) | SaveNode(role=role):
+        case ReleaseNode(role=role) | OnloadNode(role=role) | OffloadNode(role=role) | SaveNode(role=role):
             return role
 
 

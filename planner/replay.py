@@ -4,7 +4,7 @@ It shares no code with the simulator, so that the two can check each other.
 """
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_tasks.spec import ExecutionPlan
@@ -19,12 +19,19 @@ class Execution(NamedTuple):
     end_s: float
 
 
-def replay(plan: ExecutionPlan, duration_s: Mapping[str, float], iterations: int) -> list[Execution]:
+def replay(
+    plan: ExecutionPlan,
+    duration_s: Mapping[str, float],
+    iterations: int,
+    copy_s: Mapping[str, float] | None = None,
+) -> list[Execution]:
     """Run `iterations` iterations of a plan as the runtime does; executions in the order of their ends.
 
     Every device works off its nodes in the total order. A node starts when it is next on all its devices, all
-    its predecessors have ended, and the iteration but one before has ended.
+    its predecessors have ended, and the iteration but one before has ended. When an onload ends, a copy of copy_s
+    seconds queues up for its devices beside their work, and a node whose predecessor is an onload waits for that.
     """
+    copy_s = copy_s or {}
     todo: dict[int, list[tuple[int, str]]] = {}
     for iteration in range(iterations):
         for node in plan.nodes:
@@ -37,6 +44,7 @@ def replay(plan: ExecutionPlan, duration_s: Mapping[str, float], iterations: int
     remaining = [len(nodes)] * iterations
     running: list[tuple[float, int, str, float]] = []
     busy: set[int] = set()
+    copies = _Copies({name: nodes[name].devices for name in copy_s}, copy_s)
     executions: list[Execution] = []
 
     def may_start(iteration: int, name: str) -> bool:
@@ -44,6 +52,7 @@ def replay(plan: ExecutionPlan, duration_s: Mapping[str, float], iterations: int
         return (
             all(device not in busy and todo[device][-1] == (iteration, name) for device in node.devices)
             and all((iteration, before) in ended for before in node.after)
+            and all((iteration, before) in copies.done for before in node.after if before in copy_s)
             and (iteration == 0 or all((iteration - 1, before) in ended for before in node.after_previous))
             and (iteration < 2 or remaining[iteration - 2] == 0)
         )
@@ -55,9 +64,9 @@ def replay(plan: ExecutionPlan, duration_s: Mapping[str, float], iterations: int
             if may_start(iteration, name):
                 busy.update(nodes[name].devices)
                 heapq.heappush(running, (now + duration_s[name], iteration, name, now))
-        if not running:
+        if not running and not copies.running:
             break
-        now = running[0][0]
+        now = min(ends[0][0] for ends in (running, copies.running) if ends)
         while running and running[0][0] == now:
             _, iteration, name, started = heapq.heappop(running)
             executions.append(Execution(iteration, name, started, now))
@@ -66,5 +75,39 @@ def replay(plan: ExecutionPlan, duration_s: Mapping[str, float], iterations: int
             for device in nodes[name].devices:
                 busy.discard(device)
                 todo[device].pop()
+            if name in copy_s:
+                copies.ask_for(iteration, name)
+        copies.go_on(now)
     assert not any(todo.values()), "the plan's order is not executable"
     return executions
+
+
+class _Copies:
+    """What copies from host memory to the devices, one copy at a time on each of them, in the order asked for.
+
+    devices, seconds  of the copy that each onload starts
+    running           heap of (end, iteration, onload)
+    done              copies that have ended
+    """
+
+    def __init__(self, devices: Mapping[str, Sequence[int]], seconds: Mapping[str, float]) -> None:
+        self._devices, self._seconds = devices, seconds
+        self._queues: dict[int, list[tuple[int, str]]] = {d: [] for mesh in devices.values() for d in mesh}
+        self.running: list[tuple[float, int, str]] = []
+        self.done: set[tuple[int, str]] = set()
+
+    def ask_for(self, iteration: int, onload: str) -> None:
+        for device in self._devices[onload]:
+            self._queues[device].append((iteration, onload))
+
+    def go_on(self, now: float) -> None:
+        """End the copies that have ended and start those that nothing is before on any of their devices."""
+        while self.running and self.running[0][0] <= now:
+            _, iteration, onload = heapq.heappop(self.running)
+            self.done.add((iteration, onload))
+            for device in self._devices[onload]:
+                self._queues[device].pop(0)
+        under_way = {(iteration, onload) for _, iteration, onload in self.running}
+        for iteration, onload in sorted({queue[0] for queue in self._queues.values() if queue} - under_way):
+            if all(self._queues[device][0] == (iteration, onload) for device in self._devices[onload]):
+                heapq.heappush(self.running, (now + self._seconds[onload], iteration, onload))

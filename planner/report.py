@@ -35,6 +35,7 @@ class CallRow(NamedTuple):
     tp: int
     pp: int
     micro_batches: int
+    offload: bool
     time_s: float
     memory_bytes: int
 
@@ -49,6 +50,7 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice) -> list[CallRow]:
             node.placement.strategy.tp,
             node.placement.strategy.pp,
             node.assignment.micro_batches,
+            node.assignment.offload,
             price.duration_s[node.name],
             round(max(price.peaks[device].total_bytes for device in node.devices)),
         )
@@ -67,7 +69,7 @@ def proof_sentence(result: SearchResult) -> str:
 
 
 def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
-    """{call: {devices, dp, tp, pp, micro_batches, balance}}: what a run's `plan:` accepts."""
+    """{call: {devices, dp, tp, pp, micro_batches, balance, offload}}: what a run's `plan:` accepts."""
     document = {}
     for node in plan.nodes:
         if isinstance(node, CallNode):
@@ -79,6 +81,7 @@ def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
                 "pp": s.pp,
                 "micro_batches": given.micro_batches,
                 "balance": given.balance,
+                "offload": given.offload,
             }
     return document
 
@@ -88,7 +91,7 @@ def _assignments(plan: ExecutionPlan, price: PlanPrice) -> dict[str, dict[str, A
     return {
         call: {
             "nodes": sorted({cluster.host(device) for device in given["devices"]}),
-            **{key: given[key] for key in ("devices", "dp", "tp", "pp", "micro_batches")},
+            **{key: given[key] for key in ("devices", "dp", "tp", "pp", "micro_batches", "offload")},
             "time_s": price.duration_s[call],
         }
         for call, given in plan_document(plan).items()

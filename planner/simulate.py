@@ -1,12 +1,14 @@
 """The steady state of a plan: seconds per iteration when iterations follow each other without end.
 
 A node starts as soon as its predecessors have ended, its devices have finished the nodes that stand earlier
-in the total order (all of iteration t before any of t + 1), and iteration t - 2 has ended. That is a graph
-whose nodes take seconds and whose edges have a delay (how many iterations they reach ahead), and the steady
-state is its maximum cycle ratio: the largest sum of seconds over sum of delays along a cycle.
+in the total order (all of iteration t before any of t + 1), and iteration t - 2 has ended. The copy that an onload
+starts follows the node, and the copies of earlier onloads on its devices; it keeps no device from its work, and the
+onload's readers wait for it. That is a graph whose nodes, copies among them, take seconds and whose edges have a
+delay (how many iterations they reach ahead), and the steady state is its maximum cycle ratio: the largest sum of
+seconds over sum of delays along a cycle.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rlhf_tasks.spec import ExecutionPlan
@@ -36,24 +38,63 @@ class SteadyState(NamedTuple):
     start_s: dict[str, float]
 
 
-def steady_state(plan: ExecutionPlan, duration_s: Mapping[str, float]) -> SteadyState:
-    """The steady state of a plan. duration_s: seconds of every node by name."""
-    order = [node.name for node in plan.nodes]
-    edges = execution_edges(
-        order,
+def steady_state(
+    plan: ExecutionPlan, duration_s: Mapping[str, float], copy_s: Mapping[str, float] | None = None
+) -> SteadyState:
+    """The steady state of a plan. duration_s: seconds of every node by name; copy_s: of every onload's copy."""
+    copy_s = copy_s or {}
+    order = with_copies([node.name for node in plan.nodes], copy_s)
+    work = work_of(
         {node.name: node.after for node in plan.nodes},
-        {node.name: node.after_previous for node in plan.nodes},
-        device_classes({node.name: node.devices for node in plan.nodes}),
+        {node.name: node.devices for node in plan.nodes},
+        copy_s,
     )
-    seconds = [*(duration_s[name] for name in order), 0.0]
+    edges = execution_edges(
+        order, work.after, {node.name: node.after_previous for node in plan.nodes}, work.classes
+    )
+    taken_s = {**duration_s, **{copy_of(onload): seconds for onload, seconds in copy_s.items()}}
+    seconds = [*(taken_s[name] for name in order), 0.0]
     time_s, cycle = max_cycle_ratio(seconds, edges)
-    starts = _start_times(seconds, edges, time_s)[: len(order)]
-    first = min(starts)
+    starts = dict(zip(order, _start_times(seconds, edges, time_s), strict=False))
+    first = min(starts.values())
+    started_by = {copy_of(onload): onload for onload in copy_s}
     return SteadyState(
         time_s,
-        tuple(order[i] for i in cycle if i < len(order)),
-        {name: start - first for name, start in zip(order, starts, strict=True)},
+        tuple(dict.fromkeys(started_by.get(order[i], order[i]) for i in cycle if i < len(order))),
+        {node.name: starts[node.name] - first for node in plan.nodes},
     )
+
+
+class Work(NamedTuple):
+    """What takes time: nodes, and the copies that onloads start.
+
+    after    name -> what must have ended in the same iteration
+    classes  name -> numbers of device classes (`device_classes`); a copy occupies not its devices but what copies
+             from their hosts' memory
+    """
+
+    after: dict[str, set[str]]
+    classes: dict[str, frozenset[int]]
+
+
+def copy_of(onload: str) -> str:
+    """The name of the copy that an onload starts."""
+    return f"copy of {onload}"
+
+
+def with_copies(order: Iterable[str], onloads: Collection[str]) -> list[str]:
+    """An order of nodes with the copy of each onload directly behind it."""
+    return [each for name in order for each in ((name, copy_of(name)) if name in onloads else (name,))]
+
+
+def work_of(
+    after: Mapping[str, Iterable[str]], devices: Mapping[str, Iterable[int]], onloads: Collection[str]
+) -> Work:
+    """The work of nodes: whoever waits for an onload waits for its copy."""
+    waits = {name: {copy_of(b) if b in onloads else b for b in before} for name, before in after.items()}
+    waits.update({copy_of(onload): {onload} for onload in onloads})
+    used = {**devices, **{copy_of(onload): [~device for device in devices[onload]] for onload in onloads}}
+    return Work(waits, device_classes(used))
 
 
 def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: float) -> list[float]:
@@ -97,7 +138,7 @@ def execution_edges(
     end of an iteration."""
     place = {name: i for i, name in enumerate(order)}
     edges = {Edge(place[a], place[b], 0) for b in order for a in after[b]}
-    edges |= {Edge(place[a], place[b], 1) for b in order for a in across[b]}
+    edges |= {Edge(place[a], place[b], 1) for b in order for a in across.get(b, ())}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, name in enumerate(order):

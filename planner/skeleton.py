@@ -5,7 +5,7 @@ placement. So a plan and a plan search share this one rule: a plan gives real pl
 search numbers.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -13,14 +13,14 @@ from planner.graph import DataflowGraph
 
 FETCH = "fetch"
 
-SlotKind = Literal["fetch", "call", "transfer", "reallocate", "release", "save"]
+SlotKind = Literal["fetch", "call", "transfer", "reallocate", "release", "onload", "offload", "save"]
 
 
 class Slot(NamedTuple):
     """A node without its devices.
 
     call    whom it serves: itself, the source call of a fetch, the consumer of a transfer, the first reader of
-            a copy, the train_step that a save follows
+            a copy or of offloaded parameters, the train_step that a save follows
     source  a transfer: the call on whose side the keys lie, or FETCH; a reallocation or release: the role's
             train_step; else `call`
     keys    what a fetch or transfer brings
@@ -52,8 +52,9 @@ class Skeleton:
 
     @property
     def moving(self) -> list[str]:
-        """The slots that an order is chosen for: all but releases and saves, which directly follow others."""
-        return [name for name, slot in self.slots.items() if slot.kind not in ("release", "save")]
+        """The slots that an order is chosen for: all but releases, offloads and saves, which directly follow
+        others."""
+        return [name for name, slot in self.slots.items() if slot.kind not in ("release", "offload", "save")]
 
 
 def skeleton(
@@ -61,12 +62,14 @@ def skeleton(
     where: Mapping[str, Hashable],
     placement: Mapping[str, Hashable],
     dealt_by: Mapping[str, str] | None = None,
+    offloaded: Collection[str] = (),
 ) -> Skeleton:
     """The slots of one iteration with their data and version edges. None is there where nothing moves.
 
     where      call or FETCH -> label; equal labels: every sample lies on the same rank for both
     placement  call -> label; equal labels: the same devices under the same strategy
     dealt_by   call whose samples are dealt by tokens -> the key whose lengths deal them
+    offloaded  calls whose frozen role is offloaded on their placement; of one placement all or none
     """
     made = Skeleton()
     source = graph.source.name
@@ -74,6 +77,7 @@ def skeleton(
     for call in graph.calls:
         made.add(Slot(call.name, "call", call.name, call.name))
     _add_copies(made, graph, placement)
+    _add_onloads(made, graph, placement, offloaded)
     _add_transfers(made, graph, where, dealt_by or {})
     _add_saves(made, graph)
     return made
@@ -110,6 +114,22 @@ def _order_readers(made: Skeleton, trainer: str, readers: list[str], updated: bo
         else:
             made.across[reader].add(trainer)
             made.after[trainer].add(reader)
+
+
+def _add_onloads(
+    made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Hashable], offloaded: Collection[str]
+) -> None:
+    """An onload and an offload around the readers of every offloaded role on a placement."""
+    readers: dict[tuple[str, Hashable], list[str]] = {}
+    for call in graph.calls:
+        if call.name in offloaded:
+            readers.setdefault((call.role, placement[call.name]), []).append(call.name)
+    for (role, _), names in readers.items():
+        onload = f"onload_{role}_to_{names[0]}"
+        made.add(Slot(onload, "onload", names[0], names[0]))
+        for name in names:
+            made.after[name].add(onload)
+        made.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(names))
 
 
 def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:

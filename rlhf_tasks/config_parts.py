@@ -218,6 +218,9 @@ class ManualAssignment(Settings):
     balance: Literal["count", "tokens"] = Field(
         default="count", description="How samples are dealt to dp ranks."
     )
+    offload: bool = Field(
+        default=False, description="Whether a frozen model lies in host memory while it is not needed."
+    )
 
     @model_validator(mode="after")
     def _placement_holds(self) -> Self:
@@ -237,7 +240,12 @@ class ManualAssignment(Settings):
             for device in range(devices_per_host)
         )
         placement = Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp))
-        return CallAssignment(placement=placement, micro_batches=self.micro_batches, balance=self.balance)
+        return CallAssignment(
+            placement=placement,
+            micro_batches=self.micro_batches,
+            balance=self.balance,
+            offload=self.offload,
+        )
 
 
 Assignments = dict[str, ManualAssignment]

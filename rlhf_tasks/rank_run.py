@@ -28,6 +28,8 @@ from rlhf_tasks.spec import (
     ExecutionPlan,
     FetchNode,
     NodeRequest,
+    OffloadNode,
+    OnloadNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -89,8 +91,10 @@ class RankRun:
         self._groups.abort()
 
     def close(self, aborted: bool) -> None:
-        """End the reward process and the background writer, which after an abort leaves the rest unwritten."""
+        """End the reward process, the engines' copies, and the background writer, which after an abort leaves the
+        rest unwritten."""
         self._rewards.close()
+        self._engines.close()
         self._writer.close(wait=not aborted)
 
     @singledispatchmethod
@@ -158,6 +162,16 @@ class RankRun:
         return Outcome()
 
     @_perform.register
+    def _onload(self, node: OnloadNode, request: NodeRequest) -> Outcome:
+        self._engines.onload(node.role, node.placement)
+        return Outcome()
+
+    @_perform.register
+    def _offload(self, node: OffloadNode, request: NodeRequest) -> Outcome:
+        self._engines.offload(node.role, node.placement)
+        return Outcome()
+
+    @_perform.register
     def _save(self, node: SaveNode, request: NodeRequest) -> Outcome:
         if self._schedule.is_snapshot(request.key.iteration):
             engine = self._engines.get(node.role, node.placement)
@@ -194,7 +208,7 @@ def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
                 sets.append(heads_set(node.source, node.destination))
             case ReallocateNode():
                 sets.append(union_set(node.source, node.destination))
-            case ReleaseNode() | SaveNode():
+            case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode():
                 pass
     return sorted(set(sets))
 

@@ -9,6 +9,7 @@ from rlhf_tasks.config import AnyConfig
 from rlhf_tasks.config_parts import OptimizerConfig, Role, TrainingConfig
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.groups import ProcessGroups
+from rlhf_tasks.parallel.host_copies import HostCopy, copier
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.optimizer import OptimizerSettings
 from rlhf_tasks.parallel.reallocation import Reallocated, reallocate
@@ -24,8 +25,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class RoleEngines:
     """(role, placement) -> Engine, for the placements that this rank is in.
 
-    A trained role is resident on its training placement, a frozen one on all of its placements. Copies of trained
-    roles come by `reallocate` and go by `release`; between the two their engine's shell is kept without weights.
+    A trained role is resident on its training placement, a frozen one on all of its placements but for those where it
+    is offloaded: there its weights come by `onload` and go by `offload`. Copies of trained roles come by
+    `reallocate` and go by `release`; after that their engine's shell is kept without weights.
     """
 
     def __init__(self, plan: ExecutionPlan, config: AnyConfig, groups: ProcessGroups) -> None:
@@ -36,6 +38,8 @@ class RoleEngines:
         self._recompute = isinstance(config, TrainingConfig) and config.gradient_checkpointing
         self._engines: dict[tuple[str, Placement], Engine] = {}
         self._absent: set[tuple[str, Placement]] = set()
+        self._copier = copier(groups.device)
+        self._host_copies: dict[tuple[str, Placement], HostCopy] = {}
         for role, parts in self._roles.items():
             planned = plan.roles[role]
             residents = planned.placements[:1] if planned.trained else planned.placements
@@ -45,12 +49,19 @@ class RoleEngines:
                     _fill(stage, parts, self._seed)
                     settings = optimizer_settings(parts.optimizer) if parts.optimizer else None
                     self._engines[role, placement] = Engine(stage, stage.layout, groups, settings)
+                    if placement in planned.offloaded:
+                        self._host_copies[role, placement] = HostCopy(stage, self._copier)
 
     def get(self, role: str, placement: Placement) -> Engine:
-        """The engine of a role on a placement; its weights must be there."""
+        """The engine of a role on a placement; its weights must be there, or on their way: then it waits for them."""
         key = (role, placement)
         assert key in self._engines, f"role {role!r} has never been on {placement}"
         assert key not in self._absent, f"the copy of role {role!r} on {placement} was released"
+        if key in self._host_copies:
+            assert not self._host_copies[key].is_away, (
+                f"role {role!r} on {placement} is offloaded: onload it first"
+            )
+            self._host_copies[key].wait()
         return self._engines[key]
 
     def trained(self) -> Iterator[tuple[str, Engine]]:
@@ -90,6 +101,18 @@ class RoleEngines:
         assert engine.optimizer is None, f"{role} on {placement} is trained: it is not a copy"
         _replace(engine.stage, {})
         self._absent.add((role, placement))
+
+    def onload(self, role: str, placement: Placement) -> None:
+        """Start to bring an offloaded role's weights to this rank's device."""
+        self._host_copies[role, placement].onload()
+
+    def offload(self, role: str, placement: Placement) -> None:
+        """Free an offloaded role's weights on this rank's device."""
+        self._host_copies[role, placement].offload()
+
+    def close(self) -> None:
+        """Leave no copy under way."""
+        self._copier.close()
 
     def _install(self, role: str, placement: Placement, moved: Reallocated) -> None:
         key = (role, placement)

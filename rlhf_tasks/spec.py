@@ -48,12 +48,14 @@ class CallAssignment(Frozen):
     """Where and how one call runs: the planner's decision for it.
 
     micro_batches is the number of micro-batches that a dp rank's share of one (mini-)batch is cut into,
-    balanced by tokens; balance says how samples are dealt to dp ranks.
+    balanced by tokens; balance says how samples are dealt to dp ranks; offload, for frozen roles, that the
+    parameters lie in host memory from the role's last call on this placement to its next first one.
     """
 
     placement: Placement
     micro_batches: int = Field(default=1, gt=0)
     balance: Literal["count", "tokens"] = "count"
+    offload: bool = False
 
 
 class _Node(Frozen):
@@ -157,6 +159,34 @@ class ReleaseNode(_Node):
         return tuple(sorted(self.placement.devices))
 
 
+class OnloadNode(_Node):
+    """The copy of an offloaded role's parameters from host memory to the devices of a placement is started.
+
+    The node ends at once; whoever reads the parameters waits for the copy. On each device copies follow one another,
+    in the order of their nodes.
+    """
+
+    kind: Literal["onload"] = "onload"
+    role: str
+    placement: Placement
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+
+class OffloadNode(_Node):
+    """The parameters of a frozen role are freed on the devices of a placement: host memory has them too."""
+
+    kind: Literal["offload"] = "offload"
+    role: str
+    placement: Placement
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+
 class SaveNode(_Node):
     """The role's slices, optimizer and state are copied aside and written in the background."""
 
@@ -170,16 +200,19 @@ class SaveNode(_Node):
 
 
 PlanNode = Annotated[
-    FetchNode | CallNode | TransferNode | ReallocateNode | ReleaseNode | SaveNode, Field(discriminator="kind")
+    FetchNode | CallNode | TransferNode | ReallocateNode | ReleaseNode | OnloadNode | OffloadNode | SaveNode,
+    Field(discriminator="kind"),
 ]
 
 
 class RolePlacements(Frozen):
     """Where a role's parameters live. The first placement of a trained role is its training placement and
-    owns parameters, gradients and optimizer; a frozen role is resident on every placement listed."""
+    owns parameters, gradients and optimizer; a frozen role is resident on every placement listed, but for those
+    in `offloaded`, where its parameters are from an onload to the next offload only."""
 
     trained: bool
     placements: tuple[Placement, ...]
+    offloaded: tuple[Placement, ...] = ()
 
 
 class ExecutionPlan(Frozen):

@@ -48,6 +48,21 @@ def test_transfers_of_a_level_come_before_its_calls_and_copies_late(scattered):
         assert names[at["actor_train"] + 1] == "save_actor"
 
 
+def test_onloads_of_a_level_come_before_its_transfers(scattered, assign):
+    """So that their copies overlap generation on other devices, and transfers and earlier calls on the same."""
+    graph, places = scattered
+    for name in ("ref_inference", "reward_inference"):
+        places[name] = places[name].model_copy(update={"offload": True})
+    for order in call_orders(graph):
+        names = [node.name for node in build_plan(graph, places, Cluster(1, 8), call_order=order).nodes]
+        scorers = [name for name in order if name in ("ref_inference", "reward_inference")]
+        onloads = [f"onload_{name.split('_')[0]}_to_{name}" for name in scorers]
+        start = names.index("release_actor_of_actor_generate") + 1
+        assert names[start : start + 2] == onloads
+        for name in scorers:
+            assert names[names.index(name) + 1] == f"offload_{name.split('_')[0]}_of_{name}"
+
+
 def test_every_order_is_legal(scattered):
     graph, places = scattered
     for order in call_orders(graph):

@@ -57,3 +57,22 @@ def test_late_nodes_wait_when_that_costs_nothing():
         late=frozenset({"copy"}),
     )
     assert total_order(copying) == ["work", "copy", "use"]
+
+
+def test_an_onload_is_as_late_as_its_copy_overlaps():
+    """Twice the copy of 1 s fits beside the second piece of work; before the first it would hold memory longer."""
+    names = ("onload", "first", "second", "read")
+    before = {"first": set(), "second": {"first"}, "read": {"second", "onload"}, "onload": set()}
+    for copy_s, order in (
+        (1.0, ["first", "onload", "second", "read"]),
+        (0.0, ["first", "second", "onload", "read"]),
+    ):
+        loading = OrderProblem(
+            after={name: frozenset(before[name]) for name in names},
+            across={name: frozenset() for name in names},
+            devices={name: frozenset({0}) for name in names},
+            duration_s={"onload": 0.0, "first": 3.0, "second": 3.0, "read": 1.0},
+            late=frozenset({"onload"}),
+            copy_s={"onload": copy_s},
+        )
+        assert total_order(loading) == order

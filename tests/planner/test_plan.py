@@ -18,6 +18,8 @@ from rlhf_tasks.spec import (
     ExecutionPlan,
     FetchNode,
     ModelFunctionCall,
+    OffloadNode,
+    OnloadNode,
     ReallocateNode,
     ReleaseNode,
     SaveNode,
@@ -257,6 +259,89 @@ def test_refused_with_the_reason(make_graph, assign, change, message):
         build_plan(graph, places, Cluster(1, 2))
 
 
+@pytest.fixture
+def offloading(make_graph, assign) -> ExecutionPlan:
+    """ref and reward on the devices of all others, the one offloaded, the other not."""
+    graph = make_graph()
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
+    places["ref_inference"] = assign([0, 1], tp=2, offload=True)
+    return build_plan(graph, places, Cluster(1, 2))
+
+
+def test_an_offloaded_role_is_loaded_for_its_call_and_freed_after_it(offloading):
+    order = [node.name for node in offloading.nodes]
+    place = offloading.node("ref_inference").placement
+    assert names(offloading, OnloadNode) == ["onload_ref_to_ref_inference"]
+    assert offloading.node("onload_ref_to_ref_inference").placement == place
+    assert "onload_ref_to_ref_inference" in offloading.node("ref_inference").after
+    assert offloading.node("offload_ref_of_ref_inference").after == ("ref_inference",)
+    assert order[order.index("ref_inference") + 1] == "offload_ref_of_ref_inference"
+    assert offloading.roles["ref"].offloaded == (place,)
+    assert offloading.roles["reward"].offloaded == ()
+
+
+def test_the_next_call_on_the_devices_waits_for_the_memory(offloading):
+    order = [node.name for node in offloading.nodes]
+    later = order[order.index("offload_ref_of_ref_inference") + 1 :]
+    following = next(name for name in later if isinstance(offloading.node(name), CallNode))
+    assert "offload_ref_of_ref_inference" in offloading.node(following).after
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            "actor_generate",
+            "'actor_generate': offload is for frozen roles, and 'actor' is trained by 'actor_train'",
+        ),
+        ("critic_train", "'critic_train': offload is for frozen roles"),
+    ],
+)
+def test_trained_roles_are_not_offloaded(make_graph, assign, changed, message):
+    graph = make_graph()
+    places = {c.name: assign([0], offload=c.name == changed) for c in graph.calls}
+    with pytest.raises(PlanError, match=message):
+        build_plan(graph, places, Cluster(1, 1))
+
+
+@pytest.fixture
+def two_scorers() -> DataflowGraph:
+    """A frozen role with two calls beside one that trains."""
+    early = {
+        "name": "early",
+        "role": "judge",
+        "kind": "inference",
+        "inputs": ("input_ids",),
+        "outputs": ("a",),
+    }
+    call = ModelFunctionCall(**early, n_seqs=8)
+    calls = [
+        call,
+        call.model_copy(update={"name": "late", "inputs": ("input_ids", "a"), "outputs": ("b",)}),
+        ModelFunctionCall(name="train", role="actor", kind="train_step", inputs=("input_ids", "b"), n_seqs=8),
+    ]
+    return DataflowGraph(calls, ("input_ids",), name="judged")
+
+
+def test_calls_of_one_role_on_one_placement_share_an_onload(two_scorers, assign):
+    places = {"early": assign([0], offload=True), "late": assign([0], offload=True), "train": assign([0])}
+    plan = build_plan(two_scorers, places, Cluster(1, 2))
+    assert names(plan, OnloadNode) == ["onload_judge_to_early"]
+    assert plan.node("offload_judge_of_early").after == ("late",)
+    apart = build_plan(two_scorers, {**places, "late": assign([1])}, Cluster(1, 2))
+    assert names(apart, OnloadNode) == ["onload_judge_to_early"]
+    assert apart.node("offload_judge_of_early").after == ("early",)
+    both = build_plan(two_scorers, {**places, "late": assign([1], offload=True)}, Cluster(1, 2))
+    assert names(both, OnloadNode) == ["onload_judge_to_early", "onload_judge_to_late"]
+
+
+def test_calls_of_one_role_on_one_placement_agree_on_offload(two_scorers, assign):
+    places = {"early": assign([0], offload=True), "late": assign([0]), "train": assign([0])}
+    message = r"'early' and 'late' share one copy of 'judge' on devices \[0\], but offload is True for one and False"
+    with pytest.raises(PlanError, match=message):
+        build_plan(two_scorers, places, Cluster(1, 1))
+
+
 def executed(plan: ExecutionPlan, iterations: int) -> nx.DiGraph:
     """What orders execution: the edges of the plan, and every device's sequence of nodes."""
     graph = nx.DiGraph()
@@ -285,6 +370,7 @@ PLACES = [
     if mesh.size % (dp * tp) == 0
     for balance in ("count", "tokens")
 ]
+OFFLOADED = [set(), {"ref_inference"}, {"ref_inference", "reward_inference"}]
 
 
 class _Sizes:
@@ -296,15 +382,20 @@ GRAPH = DataflowGraph(GRAPHS["ppo"].calls(_Sizes), GRAPHS["ppo"].dataset_keys, n
 
 
 @settings(max_examples=25)
-@given(st.lists(st.sampled_from(PLACES), min_size=6, max_size=6))
-def test_every_plan_is_executable(places):
+@given(st.lists(st.sampled_from(PLACES), min_size=6, max_size=6), st.sampled_from(OFFLOADED))
+def test_every_plan_is_executable(places, offloaded):
     """The order is topological; each call finds its keys on its heads and the right version of its
-    parameters."""
-    plan = build_plan(GRAPH, {c.name: p for c, p in zip(GRAPH.calls, places, strict=True)}, CLUSTER)
+    parameters, which are not in host memory."""
+    assigned = {
+        c.name: p.model_copy(update={"offload": c.name in offloaded})
+        for c, p in zip(GRAPH.calls, places, strict=True)
+    }
+    plan = build_plan(GRAPH, assigned, CLUSTER)
     assert nx.is_directed_acyclic_graph(executed(plan, 3))
     done: set[str] = set()
     arrived: dict[str, set[str]] = {}  # consumer -> keys that transfers brought to it
     copies: dict[tuple[str, Placement], int] = {}
+    onloaded: set[tuple[str, Placement]] = set()
     versions = dict.fromkeys(plan.roles, 0)
     for iteration in range(2):
         done.clear()
@@ -316,18 +407,26 @@ def test_every_plan_is_executable(places):
                     own = not role.trained or role.placements[0] == node.placement
                     version = versions[node.call.role] if own else copies[node.call.role, node.placement]
                     assert version == (iteration if role.trained else 0)
+                    away = node.placement in role.offloaded
+                    assert away == (node.call.name in offloaded)
+                    assert not away or (node.call.role, node.placement) in onloaded
                     versions[node.call.role] += node.trains
                 case ReallocateNode():
                     assert node.source == plan.roles[node.role].placements[0]
                     copies[node.role, node.destination] = versions[node.role]
                 case ReleaseNode():
                     del copies[node.role, node.placement]
+                case OnloadNode():
+                    onloaded.add((node.role, node.placement))
+                case OffloadNode():
+                    onloaded.remove((node.role, node.placement))
                 case TransferNode():
                     arrived.setdefault(node.consumer, set()).update(node.keys)
                 case SaveNode():
                     assert versions[node.role] == iteration + 1
             done.add(node.name)
         assert not copies
+        assert not onloaded
     for call in GRAPH.calls:
         here = places[[c.name for c in GRAPH.calls].index(call.name)]
         for key in call.inputs:

@@ -8,6 +8,7 @@ from planner.plan import build_plan
 from planner.price import memory_peaks, price_plan, reallocation_messages, shortfall
 from planner.profile import preset
 from planner.replay import replay
+from planner.workload import Lengths
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.transfers import reallocation_bound
 from rlhf_tasks.spec import ReallocateNode, TransferNode
@@ -88,6 +89,57 @@ def test_a_copy_counts_until_its_release(make_graph, assign, ppo_cost):
     assert peaks[2].node == "actor_generate"
     assert set(peaks[2].parts) == {"actor: copy", "actor_generate: activations"}
     assert not any("copy" in part for part in peaks[0].parts)
+
+
+def offloaded_plan(make_graph, assign, offload: bool):
+    """Everything on two devices, ref's parameters in host memory between their uses or not."""
+    graph = make_graph()
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
+    places["ref_inference"] = assign([0, 1], tp=2, offload=offload)
+    calls = [call.name for call in graph.calls]
+    order = [calls[0], "critic_inference", "reward_inference", "ref_inference", *calls[4:]]
+    return build_plan(graph, places, Cluster(1, 2), call_order=order)
+
+
+def test_an_onload_costs_its_dispatch_and_starts_a_copy(make_graph, assign, ppo_cost):
+    model, plan = ppo_cost(Cluster(1, 2)), offloaded_plan(make_graph, assign, True)
+    price = price_plan(plan, model)
+    dispatch_s = model.device.dispatch_s
+    assert price.duration_s["onload_ref_to_ref_inference"] == dispatch_s
+    assert price.duration_s["offload_ref_of_ref_inference"] == dispatch_s
+    bytes_on_a_device = 13.48e9 / 2  # of Llama-2 7B in bf16
+    assert price.copy_s["onload_ref_to_ref_inference"] == pytest.approx(bytes_on_a_device / 25e9, rel=0.01)
+    # Two calls run meanwhile: only the dispatches are left of it
+    resident = price_plan(offloaded_plan(make_graph, assign, False), model)
+    assert price.iteration_time_s == pytest.approx(resident.iteration_time_s + 2 * dispatch_s)
+
+
+def test_a_slow_host_link_shows(make_graph, assign, ppo_cost):
+    slow = preset("a100-80g-sxm").model_copy(update={"host_copy_bytes_per_s": 1e8})
+    model, plan = ppo_cost(Cluster(1, 2), device=slow), offloaded_plan(make_graph, assign, True)
+    price = price_plan(plan, model)
+    assert price.copy_s["onload_ref_to_ref_inference"] > 60
+    waits = price.steady.start_s["ref_inference"] - price.steady.start_s["onload_ref_to_ref_inference"]
+    assert waits == pytest.approx(price.copy_s["onload_ref_to_ref_inference"] + model.device.dispatch_s)
+    ends = {e.iteration: e.end_s for e in replay(plan, price.duration_s, 12, price.copy_s)}
+    assert (ends[11] - ends[1]) / 10 == pytest.approx(price.iteration_time_s, rel=1e-9)
+
+
+def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, ppo_cost):
+    """At the peak, in generation of long responses, they are away."""
+    model = ppo_cost(Cluster(1, 2), new_tokens=Lengths.fixed(1024))
+    resident = memory_peaks(offloaded_plan(make_graph, assign, False), model)[0]
+    offloaded = memory_peaks(offloaded_plan(make_graph, assign, True), model)[0]
+    assert resident.node == offloaded.node == "actor_generate"
+    saved = max(
+        model.parameter_bytes("ref", offloaded_plan(make_graph, assign, True).roles["ref"].placements[0])
+    )
+    assert offloaded.total_bytes == pytest.approx(resident.total_bytes - saved)
+    alone = {c.name: assign([0]) for c in make_graph().calls}
+    alone["ref_inference"] = assign([1], offload=True)
+    peak = memory_peaks(build_plan(make_graph(), alone, Cluster(1, 2)), model)[1]
+    assert peak.node == "ref_inference"
+    assert set(peak.parts) == {"ref: onloaded parameters", "ref_inference: activations"}
 
 
 def test_shortfall_names_device_bytes_and_fields(make_graph, ppo_cost):

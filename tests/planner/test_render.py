@@ -2,6 +2,8 @@ import re
 
 import pytest
 
+from planner.mesh import Cluster
+from planner.plan import build_plan
 from planner.render import (
     algorithm_graph,
     dataflow_mermaid,
@@ -42,6 +44,17 @@ def test_plan_drawing_has_exactly_the_plan(demo_plan):
     table = plan_table(demo_plan).splitlines()
     assert len(table) == len(demo_plan.nodes) + 2
     assert "dp=2 tp=1 pp=1" in next(line for line in table if " actor_train " in line)
+
+
+def test_onloads_and_offloads_are_shown(make_graph, assign):
+    graph = make_graph()
+    places = {c.name: assign([0], offload=c.role == "ref") for c in graph.calls}
+    plan = build_plan(graph, places, Cluster(1, 1))
+    assert '    onload_ref_to_ref_inference[["onload_ref_to_ref_inference<br/>0"]]' in plan_mermaid(plan)
+    lines = plan_table(plan).splitlines()
+    assert any(line.split()[1:] == ["offload_ref_of_ref_inference", "offload", "0", "ref"] for line in lines)
+    shown = [line.split()[1] for line in lines if line.endswith(", offloaded")]
+    assert shown == ["ref_inference"]
 
 
 def test_devices_are_shortened():

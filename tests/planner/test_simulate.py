@@ -28,7 +28,9 @@ def plan_of(nodes: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, 
     )
 
 
-def settled_period(plan: ExecutionPlan, seconds: dict[str, float]) -> float:
+def settled_period(
+    plan: ExecutionPlan, seconds: dict[str, float], copy_s: dict[str, float] | None = None
+) -> float:
     """Mean seconds per iteration once the replay repeats itself; exact for integer seconds.
 
     What comes after iteration t is a function of the ends in t and t - 1: when these are, relative to the last of
@@ -36,7 +38,7 @@ def settled_period(plan: ExecutionPlan, seconds: dict[str, float]) -> float:
     """
     for iterations in (100, 1_000, 10_000):
         ends: list[dict[str, float]] = [{} for _ in range(iterations)]
-        for execution in replay(plan, seconds, iterations):
+        for execution in replay(plan, seconds, iterations, copy_s):
             ends[execution.iteration][execution.node] = execution.end_s
         seen: dict[tuple[float, ...], tuple[int, float]] = {}
         for t in range(1, iterations):
@@ -135,6 +137,33 @@ def test_replay_by_hand():
     ]
 
 
+def test_a_copy_overlaps_work_and_its_reader_waits():
+    """The copy of 4 s begins when its onload has ended, at 1 s, beside work of 3 s; then the reader takes 2 s."""
+    plan = plan_of({"on": ((0,), (), ()), "work": ((0,), (), ()), "read": ((0,), ("on",), ())})
+    seconds, copies = {"on": 1.0, "work": 3.0, "read": 2.0}, {"on": 4.0}
+    assert steady_state(plan, seconds, copies).iteration_time_s == 7.0
+    assert steady_state(plan, seconds, copies).start_s == {"on": 0.0, "work": 1.0, "read": 5.0}
+    assert steady_state(plan, seconds, copies).cycle == ("on", "read")
+    assert steady_state(plan, seconds, {"on": 3.0}).iteration_time_s == 6.0
+    assert replay(plan, seconds, 1, copies)[-1] == Execution(0, "read", 5.0, 7.0)
+
+
+def test_copies_to_one_device_follow_one_another():
+    """Two copies of 4 s to device 0 take 8 s, those to devices of their own 4 s."""
+    for second, ends in ((0, 10.0), (1, 6.0)):
+        plan = plan_of(
+            {
+                "on": ((0,), (), ()),
+                "more": ((second,), (), ()),
+                "read": ((0,), ("on",), ()),
+                "also": ((second,), ("more",), ()),
+            }
+        )
+        seconds, copies = {"on": 0.0, "more": 0.0, "read": 1.0, "also": 2.0}, {"on": 4.0, "more": 4.0}
+        assert max(run.end_s for run in replay(plan, seconds, 1, copies)) == ends
+        assert steady_state(plan, seconds, copies).start_s["also"] == ends - 2.0
+
+
 @st.composite
 def plans(draw):
     """Random nodes on random devices with random edges back to earlier nodes and to the iteration before."""
@@ -155,6 +184,34 @@ def test_the_replay_settles_at_the_steady_state(drawn):
     plan, seconds = drawn
     expected = steady_state(plan, seconds).iteration_time_s
     assert settled_period(plan, seconds) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@st.composite
+def plans_with_copies(draw):
+    """Some nodes are onloads: each has a reader, on its devices and perhaps others."""
+    plan, seconds = draw(plans())
+    nodes = {node.name: [set(node.devices), set(node.after), node.after_previous] for node in plan.nodes}
+    names, copies = list(nodes), {}
+    for i, name in enumerate(names[:-1]):
+        if draw(st.booleans()):
+            copies[name] = float(draw(st.integers(0, 12)))
+            reader = nodes[draw(st.sampled_from(names[i + 1 :]))]
+            reader[1].add(name)
+            reader[0] |= nodes[name][0]
+    made = {name: (tuple(sorted(a)), tuple(sorted(b)), c) for name, (a, b, c) in nodes.items()}
+    return plan_of(made), seconds, copies
+
+
+@given(plans_with_copies())
+def test_the_replay_settles_at_the_steady_state_with_copies(drawn):
+    plan, seconds, copies = drawn
+    state = steady_state(plan, seconds, copies)
+    assert settled_period(plan, seconds, copies) == pytest.approx(state.iteration_time_s, rel=1e-9, abs=1e-9)
+    assert state.iteration_time_s >= steady_state(plan, seconds).iteration_time_s - 1e-9
+    for node in plan.nodes:
+        for onload in copies.keys() & set(node.after):
+            ready_s = state.start_s[onload] + seconds[onload] + copies[onload]
+            assert state.start_s[node.name] >= ready_s - 1e-9
 
 
 @given(plans(), st.sampled_from([0.001, 3.0]))
