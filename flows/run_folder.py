@@ -21,7 +21,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.config import AnyConfig, ConfigError, make_config
+from rlhf_tasks.config import AnyConfig, ConfigError, make_config, resolve_paths
 
 
 def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
@@ -54,6 +54,34 @@ def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no run folder: {error}. Name one that a run has written.") from None
     return folder.resolve(), make_config(document)
+
+
+def open_run(config: AnyConfig | None, run_folder: str | None = None) -> tuple[Path | None, AnyConfig]:
+    """The folder of a run to go on with and its configuration; for a new run None, and its configuration.
+
+    run_folder  of a run to go on with; without it the configuration's `resume` says whether there is one
+    A run goes on as it began, but where its ranks are is said anew: a cluster may have moved. Raises ConfigError
+    when the folder to go on with is none.
+    """
+    if config is None:
+        assert run_folder is not None, "a run has a configuration or a folder to go on in"
+        return existing_run_folder(run_folder)
+    config = resolve_paths(config, Path.cwd())
+    begun_in = run_folder or _begun_in(config)
+    if begun_in is None:
+        return None, config
+    folder, begun = existing_run_folder(begun_in)
+    return folder, begun.model_copy(update={"cluster": config.cluster})
+
+
+def _begun_in(config: AnyConfig) -> str | Path | None:
+    """The run folder that a configuration's `resume` names, if any."""
+    if config.resume not in ("never", "auto"):
+        return config.resume
+    if config.resume == "auto" and config.name is not None:
+        named = Path(config.output_dir) / config.name
+        return named if (named / "config.json").exists() else None
+    return None
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from flows.ending import ending_in_time
 from flows.model_card import model_card
 from flows.planned import Planned, planned, planned_and_measured
 from flows.prepare import PLAN, Prepared, prepare
-from flows.run_folder import existing_run_folder, new_run_folder, taken
+from flows.run_folder import new_run_folder, open_run, taken
 from flows.server import prefect_server
 from flows.summary import read_jsonl, run_figures
 from flows.training import run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
-from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError, resolve_paths
+from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError
 from rlhf_tasks.journals import LINEAGE, METRICS, lineage_lines, metrics_line
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed
@@ -85,25 +85,6 @@ async def carry_out(
         summary = await asyncio.to_thread(_finish, folder, prepared, expected)
         await artifacts.show_planned_and_measured(summary["planned_and_measured"])
     return summary
-
-
-def open_run(config: AnyConfig | None, run_folder: str | None) -> tuple[Path | None, AnyConfig]:
-    """The folder of a run to go on with and its configuration; for a new run None, and its configuration.
-
-    A run goes on as it began, but where its ranks are is said anew: a cluster may have moved.
-    """
-    if run_folder is not None:
-        folder, begun = existing_run_folder(run_folder)
-        return folder, begun if config is None else begun.model_copy(update={"cluster": config.cluster})
-    assert config is not None, "a run has a configuration or a folder to go on in"
-    config = resolve_paths(config, Path.cwd())
-    if config.resume not in ("never", "auto"):
-        return existing_run_folder(config.resume)
-    if config.resume == "auto" and config.name is not None:
-        named = Path(config.output_dir) / config.name
-        if (named / "config.json").exists():
-            return existing_run_folder(named)
-    return None, config
 
 
 @contextmanager

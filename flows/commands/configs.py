@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from flows.prepare import prepare
+from flows.run_folder import open_run
 from planner.render import plan_table
 from rlhf_tasks.config import CONFIG_TYPES, ConfigError, load_config
 
@@ -47,6 +48,7 @@ def validate(config: Path, *overrides: str) -> None:
     overrides
         `key.sub=value`, the value being YAML.
     """
-    prepared = prepare(load_config(config, overrides))
+    folder, settings = open_run(load_config(config, overrides))
+    prepared = prepare(settings, folder)
     print(plan_table(prepared.plan))
     print(f"{config}: sound. {prepared.n_rows} rows, {prepared.iterations} iterations.")

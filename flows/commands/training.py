@@ -7,7 +7,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from flows.prepare import PLAN, prepare
-from flows.run_folder import existing_run_folder, new_run_folder
+from flows.run_folder import existing_run_folder, new_run_folder, open_run
 from rlhf_tasks.config import ConfigError, load_config, override
 
 console = Console()
@@ -46,9 +46,9 @@ def run(
         settings = override(settings, overrides)
     else:
         assert config is not None
-        settings, folder = load_config(config, overrides), None
+        folder, settings = open_run(load_config(config, overrides))
     if settings.type != algorithm.replace("-", "_"):
-        raise ConfigError(f"{config or resume} is of type {settings.type!r}, not {algorithm!r}.")
+        raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
     prepared = prepare(settings, folder)
     folder = folder or new_run_folder(settings)
     if settings.plan == "auto":  # the flow takes up what was planned here

@@ -270,6 +270,25 @@ def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, 
     assert ran == [("ppo", began.model_copy(update={"cluster": moved}), folder)]
 
 
+@pytest.mark.parametrize("resume", ["auto", "FOLDER"])
+def test_resume_in_the_configuration_goes_on_with_that_run(call, document, monkeypatch, resume):
+    began = make_config({**document, "name": "mine"})
+    folder = new_run_folder(began)
+    document |= {"name": "mine", "resume": resume.replace("FOLDER", str(folder)), "total_iterations": 9}
+    ran = []
+    monkeypatch.setattr("flows.session.run_here", lambda *arguments: ran.append(arguments))
+    status, _, err = call("run", "ppo", "--config", "FILE")
+    assert status == 0, err
+    assert ran == [("ppo", began, folder)]
+    assert "2 iterations." in call("config", "validate", "FILE")[1]
+
+
+@pytest.mark.parametrize("command", [("run", "ppo", "--config", "FILE"), ("config", "validate", "FILE")])
+def test_a_folder_to_resume_that_is_no_run_is_refused(call, document, command):
+    document["resume"] = "/nowhere"
+    refused(call, "/nowhere is no run folder", command=command)
+
+
 def test_config_and_resume_exclude_each_other(call):
     refused(call, "--config FILE", "--resume FOLDER", command=("run", "ppo"))
 

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 import pytest
 
 from flows.demo import settle_seed
-from flows.run_folder import existing_run_folder, new_run_folder, taken
-from flows.runs import carry_out, open_run
+from flows.run_folder import existing_run_folder, new_run_folder, open_run, taken
+from flows.runs import carry_out
 from rlhf_tasks.config import RUN_CONFIG, ConfigError
 
 
@@ -54,6 +54,19 @@ def test_a_run_goes_on_as_it_began_but_on_the_cluster_that_is_there_now(tmp_path
     now = config(tmp_path, name="a", total_iterations=9, cluster={"address": "tcp://127.0.0.1:2222"})
     assert open_run(now, str(folder)) == (folder, began.model_copy(update={"cluster": now.cluster}))
     assert open_run(None, str(folder)) == (folder, began)
+
+
+@pytest.mark.parametrize("resume", ["auto", "FOLDER"])
+def test_a_configuration_may_name_the_run_to_go_on_with(tmp_path, resume):
+    began = config(tmp_path, name="a")
+    now = config(tmp_path, name="a", resume=resume.replace("FOLDER", str(tmp_path / "runs" / "a")))
+    moved = now.model_copy(
+        update={"cluster": now.cluster.model_copy(update={"address": "tcp://127.0.0.1:1"})}
+    )
+    if resume == "auto":
+        assert open_run(moved)[0] is None  # there is no such run yet
+    folder = new_run_folder(began)
+    assert open_run(moved) == (folder, began.model_copy(update={"cluster": moved.cluster}))
 
 
 def test_a_demo_of_another_seed_is_not_taken_for_this_one(tmp_path):
