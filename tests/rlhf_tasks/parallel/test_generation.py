@@ -19,7 +19,7 @@ from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.sampling import SamplingParams
 from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
-from tests.tiny_models import shape_of, tiny_config, tiny_model
+from tests.tiny_models import CONFIGS, shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 ALONE = ParallelStrategy()
@@ -95,7 +95,7 @@ def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
 # One rank
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", CONFIGS)
 def test_greedy_tokens_equal_transformers(family: str):
     batch = prompts()
     ours = responses(draw(build(family, torch.float32), batch, max_new_tokens=12, temperature=0.0))
@@ -264,11 +264,23 @@ def test_finished_sequences_leave_the_batch():
 
 # Several ranks
 
+Model = tuple[str, dict[str, Any]]
+"""Family and what its config has beside the tiny sizes."""
+LLAMA: Model = ("llama", {})
+OTHERS: list[Model] = [
+    ("mistral", {"sliding_window": 4}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("gemma", {"num_key_value_heads": 1}),  # embeddings are tied
+]
 
-def _generate_on(rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype, params: dict) -> Any:
+
+def _generate_on(
+    rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype, params: dict, model: Model = LLAMA
+) -> Any:
     placement = Placement(tuple(range(world)), strategy)
     groups = ProcessGroups(device_sets(placement), 60.0, CPU)
-    member = build("llama", dtype, strategy, groups)
+    member = build(model[0], dtype, strategy, groups, **model[1])
     batch = prompts()
     mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
     record = "top_p" in params
@@ -306,6 +318,21 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
     assert tokens == responses(alone)
     assert {i: k for _, _, found in heads for i, k in found.items()} == kept_of(alone)
     assert bool(kept_of(alone)) == (mode == "nucleus")
+    for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
+        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [ParallelStrategy(tp=2), ParallelStrategy(pp=2)], ids=str)
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: model[0])
+def test_greedy_tokens_of_other_families_do_not_depend_on_the_layout(
+    ranks, model: Model, strategy: ParallelStrategy
+):
+    params = {"max_new_tokens": 12, "stop_ids": STOPS, "temperature": 0.0}
+    alone = draw(build(model[0], torch.float32, **model[1]), prompts(), **params)
+    results = ranks.run(2, _generate_on, strategy, torch.float32, params, model)
+    [(tokens, logprobs, _)] = [result for result in results if result is not None]
+    assert tokens == responses(alone)
     for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
         torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=0)
 
