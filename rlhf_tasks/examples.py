@@ -91,7 +91,7 @@ def load_and_check(config: AnyConfig) -> tuple[Rows, Tokenizer]:
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)
-    context = _context_tokens(Path(config.models.tokenizer))
+    context = _shortest_context(config)
     for index in range(len(rows)):
         example = read_example(READERS[config.type], rows, index, tokenizer)
         tokens = max(len(part) for part in example if isinstance(part, list))
@@ -122,8 +122,16 @@ def read_example(
         raise DataError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
 
 
-def _check_length(config: AnyConfig, tokens: int, context: int | None, place: str) -> None:
-    """Refuse a row that is longer than the user allows or than the model's context holds."""
+class Context(NamedTuple):
+    """The longest sequence that a role's model takes, in tokens."""
+
+    role: str
+    folder: str
+    tokens: int
+
+
+def _check_length(config: AnyConfig, tokens: int, context: Context | None, place: str) -> None:
+    """Refuse a row that is longer than the user allows or than a model's context holds."""
     if tokens > config.data.max_prompt_tokens:
         raise DataError(
             f"{place}: has {tokens} tokens, but data.max_prompt_tokens is {config.data.max_prompt_tokens}. "
@@ -134,19 +142,25 @@ def _check_length(config: AnyConfig, tokens: int, context: int | None, place: st
         if isinstance(config, PPOConfig | GRPOConfig | RolloutConfig)
         else 0
     )
-    if context is not None and tokens + answer > context:
+    if context is not None and tokens + answer > context.tokens:
+        both = f"{tokens} tokens and an answer up to {answer} more" if answer else f"{tokens} tokens"
         raise DataError(
-            f"{place}: has {tokens} tokens{f' and an answer up to {answer} more' if answer else ''}, but the "
-            f"model's context holds {context}. Shorten the row{' or the answer' if answer else ''}."
+            f"{place}: has {both}, but the context of role {context.role!r} ({context.folder}) holds "
+            f"{context.tokens}. Shorten the row{' or the answer' if answer else ''}."
         )
 
 
-def _context_tokens(folder: Path) -> int | None:
-    """The longest sequence that the model's positions allow; None where its configuration does not say."""
-    try:
-        return json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    except FileNotFoundError:
-        raise TokenizerError(f"{folder}: has no config.json, so it is no model folder.") from None
+def _shortest_context(config: AnyConfig) -> Context | None:
+    """Of the roles' models; every role reads whole sequences. None where no configuration says it."""
+    found: list[Context] = []
+    for role, parts in config.roles().items():
+        try:
+            stated = json.loads((Path(parts.folder) / "config.json").read_text())
+        except FileNotFoundError:
+            raise TokenizerError(f"{parts.folder}: has no config.json, so it is no model folder.") from None
+        if "max_position_embeddings" in stated:
+            found.append(Context(role, parts.folder, stated["max_position_embeddings"]))
+    return min(found, key=lambda context: context.tokens, default=None)
 
 
 def _column(row: Row, name: str) -> Any:

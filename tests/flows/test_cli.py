@@ -171,6 +171,12 @@ def test_a_faulty_plan_file_is_refused(call, document, tmp_path, place, parts):
     refused(call, *parts, command=("run", "ppo", "--config", "FILE", f"plan={tmp_path / 'plan.yaml'}"))
 
 
+@pytest.mark.parametrize("command", [("run", "ppo", "--config", "FILE"), ("config", "validate", "FILE")])
+def test_a_device_that_is_not_known_is_refused(call, document, command):
+    document["planning"] = {"device": "zx"}
+    refused(call, "planning.device: There is no device preset 'zx'; known are", command=command)
+
+
 def test_a_missing_configuration_is_refused(call):
     refused(call, "nowhere.yaml: no such file", command=("run", "ppo", "--config", "nowhere.yaml"))
 
@@ -214,6 +220,12 @@ def test_a_model_folder_that_is_not_there_is_refused(call, document, tmp_path):
 def test_faulty_data_is_refused_with_file_and_line(call, tmp_path, rows, parts):
     (tmp_path / "prompts.jsonl").write_text(rows)
     refused(call, *parts)
+
+
+def test_the_shortest_context_of_all_models_counts(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward", max_position_embeddings=24))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "%s"}\n' % ("a" * 17))
+    refused(call, "prompts.jsonl:2: has 17 tokens and an answer up to 8", "/reward) holds 24")
 
 
 def test_a_prompt_that_just_fits_is_accepted(call, tmp_path):

@@ -154,7 +154,7 @@ def test_a_whole_data_set_is_checked_before_training(plain_folder: Path, tmp_pat
     with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens, but data\.max_prompt_tokens is 5\."):
         load_and_check(config(plain_folder, data, limit=5))
     long = {"max_completion_length": 124}
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens .* the model's context holds 128\."):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens .* role 'actor' \(.*\) holds 128\."):
         load_and_check(config(plain_folder, data, sampling=long))
     data.write_text('{"prompt": "abc"}\n{"question": "abcdef"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:2: has no column 'prompt' \(columns: question\)\."):
