@@ -56,19 +56,24 @@ class ProfileExecutor:
         )
 
     def measure(self, piece: Piece) -> Measurements:
-        """What a piece asks for."""
-        assert self._spec is not None
+        """What a piece asks for, and the memory of the process after it: the first pass of each kind loads
+        libraries that stay."""
         assert self._groups is not None
         if piece.kind == "idle":
             return Measurements()
+        measured = self._measure(piece, self._groups)
+        give_back()
+        return measured.model_copy(update={"process_bytes": process_bytes(self._groups.device)})
+
+    def _measure(self, piece: Piece, groups: ProcessGroups) -> Measurements:
+        assert self._spec is not None
         if piece.kind == "exchanges":
-            give_back()
-            own = process_bytes(self._groups.device)
-            exchanges = measure_exchanges(self._groups, self._spec.devices_per_host, self._clock)
-            return Measurements(exchanges=tuple(exchanges), process_bytes=own)
+            return Measurements(
+                exchanges=tuple(measure_exchanges(groups, self._spec.devices_per_host, self._clock))
+            )
         assert piece.grid is not None, "a model is measured on a grid"
         shape, dtype = ModelShape.from_folder(piece.folder), DTYPES[self._spec.dtype]
-        bench = Bench(load_config(piece.folder), shape, dtype, self._groups, self._clock)
+        bench = Bench(load_config(piece.folder), shape, dtype, groups, self._clock)
         return measure_model(bench, piece.tp, piece.grid)
 
     def abort(self) -> None:
