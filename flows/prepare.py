@@ -23,6 +23,7 @@ from rlhf_tasks.config import (
 )
 from rlhf_tasks.config_parts import InlineModel
 from rlhf_tasks.examples import load_and_check
+from rlhf_tasks.parallel.shape import parameters
 from rlhf_tasks.parallel.weight_files import weight_files
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
@@ -66,9 +67,10 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
     if isinstance(config, PPOConfig | RolloutConfig):
         check_rewards(config.rewards)
     shapes = shapes_of(config)
-    for role in config.roles().values():
-        if not role.random_init:
-            weight_files(Path(role.folder))
+    for name, role in config.roles().items():
+        if not role.random_init:  # a head that trains may begin at random
+            specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
+            weight_files(Path(role.folder), specs, needs_head)
     rows, tokenizer = load_and_check(config)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -14,9 +14,6 @@ from rlhf_tasks.parallel.layout import ParameterSpec
 from rlhf_tasks.parallel.random import stream_key
 from rlhf_tasks.parallel.stage import Stage
 from rlhf_tasks.parallel.weight_files import weight_files
-
-NEW_HEAD = "score.weight"
-"""The parameter that a folder of a language model lacks when it becomes a critic or a reward model."""
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
@@ -37,30 +34,21 @@ def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
     Only this rank's slices are read. A scalar head that the folder does not have starts at random from
     `seed`.
     Returns the names of the parameters that were not in the folder.
-    Raises ValueError when the folder has no safetensors, lacks a parameter, or has one of another shape.
+    Raises ValueError for what `weight_files` refuses.
     """
-    files = _files_of(Path(folder))
     parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
-    missing = [name for name in parameters if name not in files]
-    if set(missing) - {NEW_HEAD}:
-        raise ValueError(
-            f"Model folder {str(folder)!r} lacks {missing[0]} (and {len(missing) - 1} more parameters)."
-        )
+    specs = [stage.layout.specs[name] for name in parameters]
+    files = weight_files(Path(folder), specs, needs_head=False)
     by_file = defaultdict(list)
-    for name in parameters:
-        if name in files:
-            by_file[files[name]].append(name)
-    for file, names in by_file.items():
+    for spec in specs:
+        if spec.name in files:
+            by_file[files[spec.name]].append(spec)
+    for file, stored in by_file.items():
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in names:
-                spec = stage.layout.specs[name]
-                stored = tensors.get_slice(name)
-                if tuple(stored.get_shape()) != spec.shape:
-                    raise ValueError(
-                        f"{file}: {name} has shape {stored.get_shape()}; config.json says {list(spec.shape)}."
-                    )
-                rows = slice(*held[name])
-                _fill(parameters[name], stored[rows] if spec.dim == 0 else stored[:, rows])
+            for spec in stored:
+                tensor, rows = tensors.get_slice(spec.name), slice(*held[spec.name])
+                _fill(parameters[spec.name], tensor[rows] if spec.dim == 0 else tensor[:, rows])
+    missing = [name for name in parameters if name not in files]
     _randomise(stage, missing, seed)
     return tuple(missing)
 
@@ -99,15 +87,3 @@ def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
 def _fill(parameter: Tensor, values: Tensor) -> None:
     with torch.no_grad():
         parameter.copy_(values)
-
-
-def _files_of(folder: Path) -> dict[str, Path]:
-    """Parameter name -> the file that holds it."""
-    found = weight_files(folder)
-    if not isinstance(found, Path):
-        return found
-    try:
-        with safe_open(found, framework="pt", device="cpu") as tensors:
-            return dict.fromkeys(tensors.keys(), found)
-    except SafetensorError as error:
-        raise ValueError(f"{found} cannot be read: {error}.") from error

@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from flows.cli import run_command
 from flows.find_rewards import check_rewards
 from flows.run_folder import new_run_folder
 from rlhf_tasks.config import ConfigError, make_config
 from rlhf_tasks.config_parts import RewardFunction
+from rlhf_tasks.parallel.shape import ModelShape, parameters
 from tests.tiny_runs import EOS, byte_tokenizer
 
 LLAMA = {
@@ -41,14 +44,26 @@ CALLS = (
 
 
 def model_folder(folder: Path, **config: Any) -> Path:
-    """What is checked of a model before anything starts: its configuration, its tokenizer, a file of weights."""
+    """What is checked of a model before anything starts: its configuration, its tokenizer, its weights."""
     folder.mkdir()
     tokenizer = byte_tokenizer()
     eos = tokenizer.token_to_id(EOS)
     (folder / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": eos, **config}))
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "model.safetensors").touch()
+    shape = ModelShape.from_config(
+        {**LLAMA, **{k: v for k, v in config.items() if k in LLAMA and k != "model_type"}}
+    )
+    specs = {spec.name: spec.shape for head in ("lm", "scalar") for spec in parameters(shape, head)}
+    weights = {name: np.zeros(dims, np.float32) for name, dims in specs.items()}
+    save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def without(folder: Path, name: str) -> None:
+    """Remove a parameter from a model folder."""
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors")
 
 
 @pytest.fixture
@@ -203,6 +218,31 @@ def test_a_model_folder_that_is_not_there_is_refused(call, document, tmp_path):
     refused(call, "role 'actor'", str(tmp_path / "nowhere"), "is not there")
     (tmp_path / "nowhere").mkdir()
     refused(call, str(tmp_path / "nowhere"), "config.json")
+
+
+def test_a_reward_model_without_its_head_is_refused(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward"))
+    assert call("config", "validate", "FILE")[0] == 0
+    without(tmp_path / "reward", "score.weight")
+    refused(call, "/reward' has no score.weight", "trained reward model")
+    del document["models"]["reward"]
+    without(tmp_path / "model", "score.weight")
+    status, _, err = call("config", "validate", "FILE")
+    assert status == 0, f"a critic may begin as a language model: {err}"
+
+
+def test_weights_that_are_not_the_models_are_refused(call, document, tmp_path):
+    weights = tmp_path / "model" / "model.safetensors"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
+    refused(call, "mlp.gate_proj.weight has shape [24, 16]; config.json says [32, 16]")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    os.truncate(weights, weights.stat().st_size - 4)
+    refused(call, "model.safetensors is cut off")
+    without_norm = model_folder(tmp_path / "other")
+    without(without_norm, "model.norm.weight")
+    document["models"]["actor"] = str(without_norm)
+    refused(call, "/other' lacks model.norm.weight")
 
 
 @pytest.mark.parametrize(

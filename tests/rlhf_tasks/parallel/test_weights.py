@@ -1,6 +1,7 @@
 """Reading a Hugging Face folder by slices, and random starts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,4 +160,44 @@ def test_a_folder_with_an_index_of_missing_files_is_refused(tmp_path: Path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     (tmp_path / index["weight_map"]["model.norm.weight"]).unlink()
     with pytest.raises(ValueError, match="names files that are not there: model-"):
+        load(stage, tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": ["a"]}'])
+def test_an_index_without_its_map_is_refused(tmp_path: Path, text: str):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json has no weight_map"):
+        load(stage, tmp_path, seed=0)
+
+
+def test_a_file_that_an_index_names_but_that_lacks_the_parameter_is_refused(tmp_path: Path):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    names = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors")
+    [stage] = make_stages(load_config(tmp_path), 1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match=r"safetensors lacks model\.norm\.weight, which .*index\.json says"):
+        load(stage, tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 64])
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        load(stage, tmp_path, seed=0)
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    file = tmp_path / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    with pytest.raises(ValueError, match=rf"is cut off: {size - 1} of {size} bytes"):
         load(stage, tmp_path, seed=0)
