@@ -104,7 +104,7 @@ def offloaded_plan(make_graph, assign, offload: bool):
 def test_an_onload_costs_its_dispatch_and_starts_a_copy(make_graph, assign, ppo_cost):
     model, plan = ppo_cost(Cluster(1, 2)), offloaded_plan(make_graph, assign, True)
     price = price_plan(plan, model)
-    dispatch_s = model.device.dispatch_s
+    dispatch_s = model.classes.dispatch_s
     assert price.duration_s["onload_ref_to_ref_inference"] == dispatch_s
     assert price.duration_s["offload_ref_of_ref_inference"] == dispatch_s
     bytes_on_a_device = 13.48e9 / 2  # of Llama-2 7B in bf16
@@ -120,7 +120,7 @@ def test_a_slow_host_link_shows(make_graph, assign, ppo_cost):
     price = price_plan(plan, model)
     assert price.copy_s["onload_ref_to_ref_inference"] > 60
     waits = price.steady.start_s["ref_inference"] - price.steady.start_s["onload_ref_to_ref_inference"]
-    assert waits == pytest.approx(price.copy_s["onload_ref_to_ref_inference"] + model.device.dispatch_s)
+    assert waits == pytest.approx(price.copy_s["onload_ref_to_ref_inference"] + model.classes.dispatch_s)
     ends = {e.iteration: e.end_s for e in replay(plan, price.duration_s, 12, price.copy_s)}
     assert (ends[11] - ends[1]) / 10 == pytest.approx(price.iteration_time_s, rel=1e-9)
 
