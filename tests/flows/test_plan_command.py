@@ -121,7 +121,7 @@ def test_a_plan_is_shown_and_its_figures_are_written(call, tmp_path, mode):
     assert set(found["search"]) == {"mode", "seconds", "evaluations"}
     for given in found["assignments"].values():
         assert set(given) == {
-            *("nodes", "device_classes", "devices", "dp", "tp", "pp", "micro_batches", "time_s")
+            *("nodes", "device_classes", "devices", "dp", "tp", "pp", "micro_batches", "offload", "time_s")
         }
         assert given["dp"] * given["tp"] * given["pp"] == len(given["devices"])
         assert given["nodes"] == [0]
