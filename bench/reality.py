@@ -192,7 +192,8 @@ def report(
         model = cost_model(profile, outcome.setting, configs[outcome.setting])
         price = price_plan(outcome.plan, model)
         peaks = [
-            (price.peaks[rank].total_bytes if rank in price.peaks else 0.0) + model.device.process_bytes
+            (price.peaks[rank].total_bytes if rank in price.peaks else 0.0)
+            + model.classes.profile(rank).process_bytes
             for rank in range(outcome.plan.n_devices)
         ]
         off = price.iteration_time_s / outcome.measured_s - 1

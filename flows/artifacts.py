@@ -61,7 +61,7 @@ async def show_plan(plan: ExecutionPlan) -> None:
 
 async def show_price(result: SearchResult, model: CostModel) -> None:
     """What a plan costs: a table of its calls, its proof, and the bars of one steady-state iteration."""
-    rows = [row._asdict() for row in call_rows(result.plan, result.price)]
+    rows = [row._asdict() for row in call_rows(result.plan, result.price, model)]
     await acreate_table_artifact(rows, key="plan-calls", description="What each call takes and needs.")
     groups = steady_bars(result.plan, result.price)[:SHOWN_GROUPS]
     spans = [
@@ -70,7 +70,7 @@ async def show_price(result: SearchResult, model: CostModel) -> None:
         for bar in group.bars
     ]
     labels = {number: format_devices(group.devices) for number, group in enumerate(groups)}
-    title = f"one iteration on {model.cluster} {model.device.name}, by devices"
+    title = f"one iteration on {model.classes}, by devices"
     await acreate_markdown_artifact(
         f"# {proof_sentence(result)}\n\n{result.proof_class}\n\n"
         f"{picture(timeline(spans, title, labels), title)}\n",

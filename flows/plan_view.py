@@ -32,19 +32,14 @@ STYLES = {
 
 def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> None:
     """A row for each call: where, how, how long, and the fullest of its devices."""
-    heads = ("call", "devices", "dp", "tp", "pp", "micro-batches", "offload", "seconds", "memory GB")
+    heads = ("call", "devices", "class", "dp", "tp", "pp", "micro-batches", "offload", "seconds", "memory GB")
     table = Table(*heads, box=None)
-    for column in table.columns[2:]:
+    for column in table.columns[3:]:
         column.justify = "right"
-    capacity = model.device.memory_bytes
-    for row in call_rows(plan, price):
-        memory = f"{row.memory_bytes / 1e9:.3g}" + (
-            " [red]too much[/]" if row.memory_bytes > capacity else ""
-        )
-        table.add_row(*map(str, row[:6]), "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
-    console.print(
-        f"[bold]Calls[/] on {model.cluster} {model.device.name}; memory: peak of the fullest device"
-    )
+    for row in call_rows(plan, price, model):
+        memory = f"{row.memory_bytes / 1e9:.3g}" + (" [red]too much[/]" if row.missing_bytes else "")
+        table.add_row(*map(str, row[:7]), "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
+    console.print(f"[bold]Calls[/] on {model.classes}; memory: peak of the fullest device")
     console.print(table)
     moves = {name: price.duration_s[name] for name in price.moved_bytes}
     console.print(

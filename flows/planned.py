@@ -21,7 +21,7 @@ class Planned:
     """What a plan was expected to cost.
 
     price          of every node, of an iteration, and the peaks of tensors' memory
-    process_bytes  memory of a rank's process besides
+    process_bytes  memory of a rank's process besides; of several classes the largest
     source         where the figures come from: a measured profile or a preset
     """
 
@@ -40,8 +40,10 @@ def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
         price = price_plan(plan, model)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    source = f"{'measured profile' if model.measured else 'preset'} of {model.device.name}"
-    return Planned(price, model.device.process_bytes, source)
+    classes = model.classes
+    names = ", ".join(profile.name for profile in classes.profiles)
+    source = f"{'measured profile' if any(model.measured) else 'preset'} of {names}"
+    return Planned(price, max(profile.process_bytes for profile in classes.profiles), source)
 
 
 def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequence[Row]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from flows.this_machine import device_here
 from planner.baselines import Priced, priced_plan
 from planner.calibrate import recalibrated
-from planner.cluster_file import Hardware, read_cluster, read_device
+from planner.cluster_file import Hardware, named_hardware, read_cluster
 from planner.cost import CostModel
+from planner.device_classes import DeviceClasses
 from planner.graph import DataflowGraph
+from planner.measured import MeasuredProfile
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
@@ -34,8 +37,8 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 def problem_of(config: AnyConfig, hardware: Hardware) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
-    Models that were measured on such hardware (`profile_folder`) are priced by what was found, the others by the
-    device's figures, recalibrated.
+    Models that were measured on all hosts of a device class (`profile_folder`) are priced there by what was found,
+    the others by the device's figures, recalibrated.
     Raises ConfigError with one sentence for models, lengths and graphs that cannot be.
     """
     try:
@@ -51,11 +54,16 @@ def _problem(config: AnyConfig, hardware: Hardware) -> Problem:
     models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
     workload = workload_of(config)
     _check_context(shapes, workload)
-    device, cluster = hardware.device, hardware.cluster
-    measured = cached(profile_folder(config), device.name, cluster, models, workload.itemsize)
-    if measured:
-        device = recalibrated(device, measured[0])
-    return Problem(graph_of(config, shapes), CostModel(cluster, device, models, workload, measured))
+    classes, measured = hardware.classes, list[MeasuredProfile]()
+    for number, device in enumerate(classes.profiles):
+        own = Cluster(classes.of_host.count(number), classes.cluster.devices_per_host)
+        found = cached(profile_folder(config), device.name, own, models, workload.itemsize)
+        if found:
+            profiles = list(classes.profiles)
+            profiles[number] = recalibrated(device, found[0])
+            classes = replace(classes, profiles=tuple(profiles))
+        measured += found
+    return Problem(graph_of(config, shapes), CostModel(hardware.cluster, classes, models, workload, measured))
 
 
 def profile_folder(config: AnyConfig) -> Path:
@@ -81,11 +89,13 @@ def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware
     if cluster_file is not None:
         return read_cluster(cluster_file)
     stated, device = config.cluster, config.planning.device
-    if device is not None:
-        profile = read_device(device)
-    else:  # a cluster of our own has all its hosts here
+    cluster = Cluster(stated.n_hosts, stated.devices_per_host)
+    if device is None:  # a cluster of our own has all its hosts here
         profile = device_here(stated.n_devices if stated.address is None else stated.devices_per_host)
-    return Hardware(Cluster(stated.n_hosts, stated.devices_per_host), profile)
+        return Hardware(DeviceClasses.alike(cluster, profile))
+    if isinstance(device, str):
+        return named_hardware(cluster, device)
+    return named_hardware(cluster, [(part.n_hosts, part.device) for part in device])
 
 
 def workload_of(config: AnyConfig) -> Workload:

@@ -124,9 +124,8 @@ def _devices_assumed(config: AnyConfig, problem: Problem) -> str:
     """What a plan that does not fit took devices for, where the configuration does not say."""
     if config.planning.device is not None:
         return ""
-    return (
-        f" Devices are taken for this machine's, {problem.model.device.name}: planning.device names others."
-    )
+    name = problem.model.classes.profile(0).name
+    return f" Devices are taken for this machine's, {name}: planning.device names others."
 
 
 def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> ExecutionPlan:

@@ -43,6 +43,11 @@ async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
     measuring run fails.
     """
     hardware = hardware_of(config)
+    if len(hardware.classes.profiles) > 1:
+        raise ConfigError(
+            f"the cluster has devices of several classes ({hardware.classes}): a profile is of one. Measure each "
+            "class on a cluster of all its hosts."
+        )
     model = problem_of(config, hardware).model
     folders = _folders(config, model)
     n_devices, per_host = config.cluster.n_devices, config.cluster.devices_per_host
@@ -77,7 +82,7 @@ async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
     dispatch_s = dispatch_of(results, [node for node, piece in pieces.items() if piece.kind == "idle"])
     return [
         MeasuredProfile.of(
-            hardware.device.name,
+            hardware.classes.profile(0).name,
             config.cluster.n_hosts,
             per_host,
             shape,

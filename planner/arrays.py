@@ -58,7 +58,7 @@ OPTION_ROW = np.dtype(
 seconds, save_s  of the call and of the save that follows a train_step, dispatch included
 first .. pp      mesh and strategy
 where            row of Arrays.sides; equal numbers: every sample lies on the same rank
-place, strategy  numbers of the placement and of (dp, tp, pp)
+place, strategy  numbers of the placement and of (dp, tp, pp) with the classes along the mesh
 stage            row of its first stage in Arrays.stages
 resident, copy, active  the largest of any stage, in bytes
 """
@@ -69,6 +69,9 @@ STAGE_ROW = np.dtype([("resident", "f8"), ("copy", "f8"), ("active", "f8")])
 SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", "i8"), ("moved", "i8")])
 """A slot of a skeleton: planner.skeleton.Slot with calls by number; mask, whose bit c says that the slot occupies
 the mesh of call c; and what a transfer moves, as an index into Skeletons.sample_bytes."""
+
+MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8")])
+"""Memory of each device from `first` on."""
 
 PRICE_ROW = np.dtype([("key", "i8"), ("seconds", "f8")])
 """A remembered price."""
@@ -121,12 +124,14 @@ class Arrays(NamedTuple):
     stages   [stages of all different options] STAGE_ROW
     sides    [sides, 4] int64: first head, distance of heads, dp, blocks that are dealt separately
     models   the models that move, by role
+    memory_bytes  of the smallest device; memories  [runs] MEMORY_ROW: of all, ascending
     redistributions, reallocations  [MEMORY_SLOTS] PRICE_ROW: prices that are remembered
     """
 
     n_calls: int
     n_seqs: int
     memory_bytes: float
+    memories: Rows
     dispatch_s: float
     links: Links
     role: Ints
@@ -152,12 +157,15 @@ def make_arrays(
     shapes = [model.models[role] for role in graph.roles]
     roles = [graph.roles.index(call.role) for call in graph.calls]
     rows, stages, sides = _option_rows(problem, options)
+    profiles = model.classes.profiles
+    memories = [(first, float(profiles[number].memory_bytes)) for first, number in model.classes.runs]
     return Arrays(
         n_calls=len(graph.calls),
         n_seqs=graph.n_seqs,
-        memory_bytes=float(model.device.memory_bytes),
-        dispatch_s=model.device.dispatch_s,
-        links=links(model.device, problem.cluster.devices_per_host),
+        memory_bytes=min(memory for _, memory in memories),
+        memories=_table(MEMORY_ROW, memories),
+        dispatch_s=model.classes.dispatch_s,
+        links=links(model.classes),
         role=np.array(roles),
         trainer=np.array(trained_by),
         start=np.cumsum([0, *map(len, options)]),
@@ -188,14 +196,15 @@ def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
 
 def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:
     """The rows of all options, of all stages, and the table of sides."""
-    dispatch_s = problem.model.device.dispatch_s
+    classes = problem.model.classes
+    dispatch_s = classes.dispatch_s
     rows: list[tuple] = []
     stages: list[tuple[float, float, float]] = []
     first_stage: dict[tuple, int] = {}  # of options that are alike but for their place
     sides, places, strategies = _Numbers(), _Numbers(), _Numbers()
     for call, of_call in zip(problem.graph.calls, options, strict=True):
         for option in of_call:
-            s = option.strategy
+            s, mesh = option.strategy, (option.first, option.size)
             alike = (call.name, s, option.micro_batches)
             if alike not in first_stage:
                 first_stage[alike] = len(stages)
@@ -204,15 +213,14 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             rows.append(
                 (
                     option.seconds + dispatch_s,
-                    save_s(most[1], s.dp, problem.model) + dispatch_s,
-                    option.first,
-                    option.size,
+                    save_s(most[1], s.dp, problem.model, classes.within(*mesh)) + dispatch_s,
+                    *mesh,
                     s.dp,
                     s.tp,
                     s.pp,
                     sides[_side(call, option)],
                     places[option.first, s],
-                    strategies[s],
+                    strategies[s, classes.layout(*mesh)],
                     first_stage[alike],
                     *most,
                 )

@@ -8,7 +8,15 @@ from planner.graph import DataflowGraph
 from planner.heuristic import Limits, heuristic, symmetric
 from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
-from planner.price import MemoryPeak, PlanPrice, lack_of_memory, memory_peaks, price_plan, shortfall
+from planner.price import (
+    MemoryPeak,
+    PlanPrice,
+    lack_of_memory,
+    memory_peaks,
+    price_plan,
+    scarcest_device,
+    shortfall,
+)
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, OnloadNode, PlanNode
 
 Assignments = Mapping[str, CallAssignment]
@@ -70,7 +78,7 @@ def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> E
 
     def duration_s(node: PlanNode) -> float:
         seconds = model.call(node.call, node.assignment).seconds if isinstance(node, CallNode) else 0.0
-        return seconds + model.device.dispatch_s
+        return seconds + model.classes.dispatch_s
 
     def copy_s(node: OnloadNode) -> float:
         return model.onload_s(node.role, node.placement)
@@ -101,8 +109,7 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
         missing = lack_of_memory(peaks, model)
         if missing is None:
             return Priced(plan, price_plan(plan, model))
-        fullest = max(peaks.values(), key=lambda peak: peak.total_bytes)
-        _give_way(fullest, graph, found, replicas, cuts)
+        _give_way(peaks[scarcest_device(peaks, model)], graph, found, replicas, cuts)
 
 
 def _limits(model: CostModel, replicas: Mapping[str, int]) -> dict[str, Limits]:

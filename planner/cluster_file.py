@@ -1,11 +1,12 @@
-"""A cluster described in a YAML file: how many hosts and devices, and what one device and its links can do."""
+"""A cluster described in a YAML file: how many hosts and devices, and what these and their links can do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
+from planner.device_classes import DeviceClassError, DeviceClasses
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile, preset
 from rlhf_tasks.config import FIGURES
@@ -18,23 +19,43 @@ likely one in GB/s or in bits."""
 
 
 class Hardware(NamedTuple):
-    """A cluster and its devices; warnings: figures that are hardly true, a sentence each."""
+    """A cluster's devices by class; warnings: figures that are hardly true, a sentence each."""
 
-    cluster: Cluster
-    device: DeviceProfile
+    classes: DeviceClasses
     warnings: tuple[str, ...] = ()
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.classes.cluster
+
+
+class HostsFile(Frozen):
+    """Some consecutive hosts and their device, as in ClusterFile."""
+
+    n_hosts: int = Field(gt=0)
+    device: str | dict[str, Any]
+
+
+def _form(value: Any) -> str:
+    return "path" if isinstance(value, str) else "inline" if isinstance(value, list | tuple) else "figures"
 
 
 class ClusterFile(Frozen):
     """What a cluster file may say.
 
-    device         a preset's name, or figures of a DeviceProfile; with `like: PRESET` only those that differ
-    inside_host, between_hosts  {bytes_per_s, latency_s} of the links where they differ from the device's
+    device         a preset's name, or figures of a DeviceProfile; with `like: PRESET` only those that differ;
+                   where hosts have different ones, a list of {n_hosts, device} in the order of the hosts
+    inside_host, between_hosts  {bytes_per_s, latency_s} of all links where they differ from the devices'
     """
 
     n_hosts: int = Field(gt=0)
     devices_per_host: int = Field(gt=0)
-    device: str | dict[str, Any]
+    device: Annotated[
+        Annotated[str, Tag("path")]
+        | Annotated[tuple[HostsFile, ...], Tag("inline")]
+        | Annotated[dict[str, Any], Tag("figures")],
+        Discriminator(_form),
+    ]
     inside_host: dict[str, float] = Field(default_factory=dict)
     between_hosts: dict[str, float] = Field(default_factory=dict)
 
@@ -44,17 +65,48 @@ def read_cluster(path: Path) -> Hardware:
     try:
         stated = ClusterFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_fault(error, ClusterFile)}") from None
-    figures = {"like": stated.device} if isinstance(stated.device, str) else stated.device
-    links = {"inside_host": stated.inside_host, "between_hosts": stated.between_hosts}
-    figures = _merged(figures, {link: changes for link, changes in links.items() if changes})
-    device = _profile(figures, f"{path}: device")
+        raise ConfigError(f"{path}: {first_fault(error, ClusterFile, 'figures')}") from None
     cluster = Cluster(stated.n_hosts, stated.devices_per_host)
-    return Hardware(cluster, device, tuple(_implausible(device, str(path))))
+    links = {"inside_host": stated.inside_host, "between_hosts": stated.between_hosts}
+    changed = {link: changes for link, changes in links.items() if changes}
+
+    def device_of(device: str | dict[str, Any], where: str) -> DeviceProfile:
+        figures = {"like": device} if isinstance(device, str) else device
+        return _profile(_merged(figures, changed), where)
+
+    if isinstance(stated.device, str | dict):
+        classes = DeviceClasses.alike(cluster, device_of(stated.device, f"{path}: device"))
+    else:
+        parts = [
+            (part.n_hosts, device_of(part.device, f"{path}: device.{i}.device"))
+            for i, part in enumerate(stated.device)
+        ]
+        classes = _by_hosts(cluster, parts, f"{path}: device")
+    implausible = (_implausible(device, str(path)) for device in classes.profiles)
+    return Hardware(classes, tuple(sentence for found in implausible for sentence in found))
 
 
-def read_device(name: str) -> DeviceProfile:
-    """A device by the name of its preset, or from a YAML file with its figures. Raises ConfigError."""
+def named_hardware(cluster: Cluster, device: str | Sequence[tuple[int, str]]) -> Hardware:
+    """A cluster whose devices have names: of presets, or of YAML files with their figures.
+
+    device  one name for all hosts, or (hosts, name) of the first hosts, the next ones, ...
+    Raises ConfigError.
+    """
+    if isinstance(device, str):
+        return Hardware(DeviceClasses.alike(cluster, _read_device(device)))
+    parts = [(n_hosts, _read_device(name)) for n_hosts, name in device]
+    return Hardware(_by_hosts(cluster, parts, "planning.device"))
+
+
+def _by_hosts(cluster: Cluster, parts: Sequence[tuple[int, DeviceProfile]], where: str) -> DeviceClasses:
+    devices = [device for n_hosts, device in parts for _ in range(n_hosts)]
+    try:
+        return DeviceClasses.host_by_host(cluster, devices)
+    except DeviceClassError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _read_device(name: str) -> DeviceProfile:
     if not name.endswith(FIGURES):
         return _profile({"like": name}, "planning.device")
     return _profile(read_yaml(Path(name)), name)

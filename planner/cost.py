@@ -7,17 +7,19 @@ What the formulas are made of, seconds of a layer and the like, comes from a pro
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.calibrate import with_transfer_links
-from planner.measured import MeasuredProfile, Tables
+from planner.device_classes import DeviceClasses
+from planner.measured import MeasuredProfile, ProfileError, Tables
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile
 from planner.sizes import Sizes, sizes
-from planner.timing import GRADIENT_BYTES, Roofline, Timing
+from planner.timing import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.workload import RoleModel, Workload
 from rlhf_tasks.measurements import Exchange, Pass
+from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
@@ -46,50 +48,65 @@ class Crossings(NamedTuple):
 
 
 class CostModel:
-    """Prices calls on one kind of device.
+    """Prices calls on the devices of a cluster.
 
-    device    its peaks, its memory and its links; as an attribute with the links that transfers find
+    device    peaks, memory and links of all devices, or of each class
+    classes   the same as an attribute, with the links that transfers find
     models    role -> its model
     measured  profiles of some of the models on such devices; other models, and tp degrees that were not measured,
               are priced by `device`
-    Raises ValueError for a profile of a model that no role has, and when a strategy has more tp ranks than heads
-    or more stages than layers.
+    Raises ValueError for a profile of a model that no role has or of a device that the cluster has not, and when
+    a strategy has more tp ranks than heads or more stages than layers.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        device: DeviceProfile,
+        device: DeviceProfile | DeviceClasses,
         models: Mapping[str, RoleModel],
         workload: Workload,
         measured: Sequence[MeasuredProfile] = (),
     ) -> None:
         self.cluster, self.models, self.workload = cluster, models, workload
+        stated = device if isinstance(device, DeviceClasses) else DeviceClasses.alike(cluster, device)
         for profile in measured:
             profile.check(models, workload.itemsize)
-        self.device = with_transfer_links(device, measured[0]) if measured else device
-        self._inside_calls = device
-        self.measured = {profile.model: profile for profile in measured}
-        self._timings: dict[tuple[str, int, bool], Timing] = {}
+        self.measured = _by_class(stated, measured)
+        self._inside_calls = stated.profiles
+        found = [
+            with_transfer_links(profile, next(iter(of_models.values()))) if of_models else profile
+            for profile, of_models in zip(stated.profiles, self.measured, strict=True)
+        ]
+        self.classes = replace(stated, profiles=tuple(found))
+        self._timings: dict[tuple, Timing] = {}
         self._costs: dict[tuple, CallCost] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
-        """Seconds and memory of a call. They depend on the mesh by its strategy and its crossings alone."""
+        """Seconds and memory of a call. They depend on the mesh by its strategy, crossings and classes alone."""
         placement = assignment.placement
         strategy, crossings = placement.strategy, self._crossings(placement)
-        micro_batches = assignment.micro_batches
-        key = (call.role, call.kind, call.n_seqs, call.mini_batches, strategy, crossings, micro_batches)
+        classes, micro_batches = self.classes_of(placement), assignment.micro_batches
+        key = (
+            *(call.role, call.kind, call.n_seqs, call.mini_batches),
+            *(strategy, crossings, classes, micro_batches),
+        )
         if key not in self._costs:
             price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
                 "generate": _generate,
                 "inference": _infer,
                 "train_step": _train,
             }[call.kind]
-            timing = self._timing(call.role, strategy.tp, crossings.tp)
+            timing = self._timing(call.role, strategy.tp, crossings.tp, classes)
             local = self._sizes(call.role, strategy)
             mesh = _OnMesh(timing, self.workload, local, strategy, crossings)
             self._costs[key] = price(mesh, call, micro_batches)
         return self._costs[key]
+
+    def classes_of(self, placement: Placement) -> tuple[int, ...]:
+        """Numbers of the device classes that a placement has devices of."""
+        if len(self.classes.profiles) == 1:
+            return (0,)
+        return self.classes.within(min(placement.devices), len(placement.devices))
 
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
         """Bytes of a role's parameters on a device, stage by stage."""
@@ -105,7 +122,8 @@ class CostModel:
 
     def onload_s(self, role: str, placement: Placement) -> float:
         """Seconds of the copy of a role's parameters from host memory; of the fullest device, the others wait."""
-        return max(self.parameter_bytes(role, placement)) / self.device.host_copy_bytes_per_s
+        held = max(self.parameter_bytes(role, placement))
+        return self.classes.host_copy_s(held, self.classes_of(placement))
 
     def _sizes(self, role: str, strategy: ParallelStrategy) -> Sizes:
         model = self.models[role]
@@ -113,17 +131,27 @@ class CostModel:
             raise ValueError(f"pp={strategy.pp} exceeds the model's {model.shape.layers} layers.")
         return sizes(model.shape, model.head, strategy.tp)
 
-    def _timing(self, role: str, tp: int, crosses: bool) -> Timing:
-        """The profile's answers for a role under tp: measured ones where they are at hand."""
-        key = (role, tp, crosses)
+    def _timing(self, role: str, tp: int, crosses: bool, classes: tuple[int, ...]) -> Timing:
+        """The profiles' answers for a role under tp: measured ones where they are at hand.
+
+        Groups of several classes were not measured: their collectives are priced by the devices' links.
+        """
+        key = (role, tp, crosses, classes)
         if key not in self._timings:
             model, itemsize = self.models[role], self.workload.itemsize
-            profile = self.measured.get(model.shape)
-            if profile is not None and tp in profile.tp_degrees:
-                self._timings[key] = Tables(profile, model.head, tp, crosses)
-            else:
-                local = sizes(model.shape, model.head, tp)
-                self._timings[key] = Roofline(self._inside_calls, local, model.head, tp, crosses, itemsize)
+            local = sizes(model.shape, model.head, tp)
+            analytic = [
+                Roofline(self._inside_calls[number], local, model.head, tp, crosses, itemsize)
+                for number in classes
+            ]
+            profiles = [self.measured[number].get(model.shape) for number in classes]
+            timings: list[Timing] = [
+                roofline
+                if profile is None or tp not in profile.tp_degrees
+                else Tables(profile, model.head, tp, crosses)
+                for roofline, profile in zip(analytic, profiles, strict=True)
+            ]
+            self._timings[key] = timings[0] if len(timings) == 1 else Slowest(timings, analytic)
         return self._timings[key]
 
     def _crossings(self, placement: Placement) -> Crossings:
@@ -141,6 +169,21 @@ class CostModel:
             spans(at(rank, 0, 0) for rank in range(s.dp)),
             spans(at(0, 0, rank) for rank in range(s.pp)),
         )
+
+
+def _by_class(
+    classes: DeviceClasses, measured: Sequence[MeasuredProfile]
+) -> tuple[dict[ModelShape, MeasuredProfile], ...]:
+    """The profiles of each class by the shape of their model. Raises ProfileError for one of another device."""
+    found: dict[str, dict[ModelShape, MeasuredProfile]] = {p.name: {} for p in classes.profiles}
+    for profile in measured:
+        if profile.device not in found:
+            raise ProfileError(
+                f"The profile is of {profile.device}; the cluster has {', '.join(found)}. "
+                "Measure the run's devices with prefect-rlhf profile."
+            )
+        found[profile.device][profile.model] = profile
+    return tuple(found.values())
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,13 @@ class _Disjoint:
         allowed: list[list[int]] = [[] for _ in self.tables.calls]
         position = 0
         for role in sorted(range(len(sizes)), key=lambda role: -sizes[role]):
-            options = self.tables.options[self.calls[role][0]]
-            starts = [o.first for o in options if o.size == sizes[role] and o.first >= position]
-            if not starts:
+            starts = [
+                {o.first for o in self.tables.options[call] if o.size == sizes[role] and o.first >= position}
+                for call in self.calls[role]
+            ]
+            first = min(set.intersection(*starts), default=None)
+            if first is None:
                 return None
-            first = min(starts)
             position = first + sizes[role]
             for call in self.calls[role]:
                 allowed[call] = [

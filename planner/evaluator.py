@@ -78,7 +78,7 @@ def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> fl
     """Seconds in which a role's parameters go from one option's placement to another's, by row.
 
     Where the meshes share no host, the price is the same wherever they are; else it depends on the distance of
-    their first devices alone.
+    their first devices alone. (The classes along a mesh are part of its strategy's number.)
     """
     a, b, per_host = arrays.options[source], arrays.options[destination], arrays.links.per_host
     apart = (
@@ -86,7 +86,7 @@ def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> fl
         or b.first // per_host > (a.first + a.size - 1) // per_host
     )
     distance = _HOSTS_APART if apart else b.first - a.first
-    key = (((role << 14) + a.strategy << 14) + b.strategy << 24) + distance + _HOSTS_APART
+    key = (((role << 18) + a.strategy << 18) + b.strategy << 24) + distance + _HOSTS_APART
     known = arrays.reallocations[_slot(key, len(arrays.reallocations))]
     if known.key != key:
         known.seconds = reallocation_s(
@@ -110,7 +110,7 @@ def least_reallocation(arrays: Arrays, source: int, destination: int) -> float:
         a.first // per_host > (b.first + b.size - 1) // per_host
         or b.first // per_host > (a.first + a.size - 1) // per_host
     )
-    return missing * arrays.links.per_byte_s[1 if apart else 0]
+    return missing * arrays.links.least_per_byte_s[1 if apart else 0]
 
 
 @inner
@@ -393,23 +393,38 @@ def _surely_fits(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: in
 def excesses(arrays: Arrays, made: int, rows: Ints) -> Floats:
     """Missing bytes of the fullest device, order by order.
 
-    Memory changes along the devices only where a stage begins or a mesh ends, and at the end it only shrinks: the
-    first devices of all stages stand for all.
+    Memory changes along the devices only where a stage begins or a mesh ends, and at the end it only shrinks; what
+    there is of it changes only from class to class: the first devices of all stages and of all runs of a class
+    stand for all.
     """
-    n_calls, n_orders = len(rows), arrays.skeletons.order.shape[1]
-    worst = np.zeros(n_orders)
-    stage = np.empty(n_calls, np.int64)
-    for c in range(n_calls):
+    worst = np.zeros(arrays.skeletons.order.shape[1])
+    stage = np.empty(len(rows), np.int64)
+    for c in range(len(rows)):
         option = arrays.options[rows[c]]
         for p in range(option.pp):
-            device = option.first + p * option.dp * option.tp
-            resident, most = _stages_on(arrays, made, rows, device, stage)
-            if most <= arrays.memory_bytes:
-                continue
-            for order in range(n_orders):
-                peak = _peak(arrays, made, order, stage, resident)
-                worst[order] = max(worst[order], peak - arrays.memory_bytes)
+            _note_excess(arrays, made, rows, option.first + p * option.dp * option.tp, stage, worst)
+    for run in range(1, len(arrays.memories)):
+        _note_excess(arrays, made, rows, arrays.memories[run].first, stage, worst)
     return worst
+
+
+@inner
+def _note_excess(arrays: Arrays, made: int, rows: Ints, device: int, stage: Ints, worst: Floats) -> None:
+    """Raises the missing bytes in each order to those of a device. stage: room for the rows of its stages."""
+    there = memory_of(arrays, device)
+    resident, most = _stages_on(arrays, made, rows, device, stage)
+    if most > there:
+        for order in range(len(worst)):
+            worst[order] = max(worst[order], _peak(arrays, made, order, stage, resident) - there)
+
+
+@inner
+def memory_of(arrays: Arrays, device: int) -> float:
+    """Bytes of memory of a device."""
+    run = 0
+    while run + 1 < len(arrays.memories) and arrays.memories[run + 1].first <= device:
+        run += 1
+    return arrays.memories[run].bytes
 
 
 @inner

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled, inner
-from planner.profile import DeviceProfile
+from planner.device_classes import DeviceClasses
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
@@ -25,24 +25,42 @@ WHOLE = -1  # the kind of parameters that are not sharded
 
 
 class Links(NamedTuple):
-    """Seconds of a message: latency + bytes * per_byte, inside a host and between hosts."""
+    """Seconds of a message: latency + bytes * per_byte.
+
+    per_host    devices of a host
+    host_class  [hosts] int64: number of the class of its devices
+    latency_s, per_byte_s  [classes, classes, 2] float64: between devices of two classes, inside a host and between
+    least_per_byte_s       of any link, and of any between hosts
+    """
 
     per_host: int
-    latency_s: tuple[float, float]
-    per_byte_s: tuple[float, float]
+    host_class: Ints
+    latency_s: Floats
+    per_byte_s: Floats
+    least_per_byte_s: tuple[float, float]
 
 
-def links(device: DeviceProfile, devices_per_host: int) -> Links:
-    """The links of a device as the compiled code reads them."""
-    both = device.link(False), device.link(True)
+def links(classes: DeviceClasses) -> Links:
+    """The links of a cluster's devices as the compiled code reads them."""
+    numbers = range(len(classes.profiles))
+    found = np.array([[[classes.link(a, b, c) for c in (False, True)] for b in numbers] for a in numbers])
+    per_byte_s = 1 / found[..., 1]
     return Links(
-        devices_per_host,
-        (both[0].latency_s, both[1].latency_s),
-        (
-            1 / (both[0].bytes_per_s * device.link_efficiency),
-            1 / (both[1].bytes_per_s * device.link_efficiency),
-        ),
+        classes.cluster.devices_per_host,
+        np.array(classes.of_host, np.int64),
+        np.ascontiguousarray(found[..., 0]),
+        per_byte_s,
+        (float(per_byte_s.min()), float(per_byte_s[..., 1].min())),
     )
+
+
+@inner
+def _message_s(links: Links, sender: int, receiver: int, size_bytes: float) -> float:
+    """Seconds of a message from device to device."""
+    a, b = sender // links.per_host, receiver // links.per_host
+    crosses = 0 if a == b else 1
+    of_a, of_b = links.host_class[a], links.host_class[b]
+    return links.latency_s[of_a, of_b, crosses] + size_bytes * links.per_byte_s[of_a, of_b, crosses]
 
 
 class Parts(NamedTuple):
@@ -128,8 +146,7 @@ def redistribution_s(
         for b in touched[:n_touched]:
             receiver = destination[0] + b * destination[1]
             if receiver != sender:
-                crosses = int(sender // links.per_host != receiver // links.per_host)
-                seconds = links.latency_s[crosses] + count[b] * sample_bytes * links.per_byte_s[crosses]
+                seconds = _message_s(links, sender, receiver, count[b] * sample_bytes)
                 sent += seconds
                 received[b] += seconds
             count[b] = 0
@@ -422,8 +439,7 @@ def reallocation_s(model: Parts, source: Ints, destination: Ints, links: Links) 
     for slot in range(slots):
         if pairs[slot] >= 0:
             a, b = pairs[slot] // n_b, pairs[slot] % n_b
-            crosses = int((source[0] + a) // links.per_host != (destination[0] + b) // links.per_host)
-            seconds = links.latency_s[crosses] + sent[slot] * links.per_byte_s[crosses]
+            seconds = _message_s(links, source[0] + a, destination[0] + b, sent[slot])
             out[a] += seconds
             received[b] += seconds
     return max(out.max(), received.max())

@@ -7,7 +7,8 @@ The class of options, which is the class that proofs of the search speak of:
 - strategies: dp tp pp = size of the mesh; tp divides the devices of a host or is a multiple of them, and is at
   most the problem's limit and what the model's heads allow; pp at most the layers; dp at most the
   sequences of a mini-batch;
-- micro-batches: 1, 2, 4, ... and pp times these, and the share of a dp rank itself, within that share.
+- micro-batches: 1, 2, 4, ... and pp times these, and the share of a dp rank itself, within that share;
+- device classes: a mesh may hold several, and is priced as planner/device_classes.py says.
 
 Options that do not fit a device's memory even alone are left out. Of options on one mesh under one strategy, one that
 is neither faster nor smaller than another is left out too: they differ in nothing else, so no plan gets worse.
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.device_classes import DeviceClasses
 from planner.mesh import Cluster, DeviceMesh, meshes
 from planner.price import remedy
 from planner.problem import Problem, ProblemError
@@ -130,28 +132,32 @@ def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...
 
     Raises ProblemError when none fits, with the least shortfall and the fields that would lower it.
     """
-    memory = problem.model.device.memory_bytes
-    priced: dict[int, list[Option]] = {}
+    classes = problem.model.classes
+    priced: dict[tuple, list[Option]] = {}
     shortfalls: list[tuple[float, Option]] = []
     found = []
     for mesh in candidate_meshes(problem.cluster):
-        if mesh.size not in priced:
+        like = mesh.size, classes.layout(mesh.first, mesh.size)
+        if like not in priced:
             fitting: list[Option] = []
             for strategy in strategies(problem, call, mesh.size):
-                alike = _prices(problem, call, strategy)
-                shortfalls += [(_needs(option) - memory, option) for option in alike]
-                fitting += _pareto(option for option in alike if _needs(option) <= memory)
-            priced[mesh.size] = fitting
-        found += [_moved(option, mesh.first) for option in priced[mesh.size]]
+                alike = _prices(problem, call, strategy, mesh.first)
+                lacking = [_lacks(option, classes)[0] for option in alike]
+                shortfalls += zip(lacking, alike, strict=True)
+                fitting += _pareto(o for lack, o in zip(lacking, alike, strict=True) if lack <= 0)
+            priced[like] = fitting
+        found += [_moved(option, mesh.first) for option in priced[like]]
     if not found:
         raise ProblemError(_none_fits(problem, call, shortfalls))
     return tuple(found)
 
 
-def _prices(problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy) -> list[Option]:
-    """The options under a strategy at the cluster's start. Prices do not depend on where a mesh begins."""
+def _prices(
+    problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy, first: int
+) -> list[Option]:
+    """The options under a strategy from a device on. They cost the same on every mesh of these classes."""
     model = problem.model
-    placement = Placement(tuple(range(strategy.size)), strategy)
+    placement = Placement(tuple(range(first, first + strategy.size)), strategy)
     copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
     trainer = problem.graph.trainer(call.role)
     if trainer is None:
@@ -164,7 +170,7 @@ def _prices(problem: Problem, call: ModelFunctionCall, strategy: ParallelStrateg
     for count in micro_batch_counts(call, strategy):
         cost = model.call(call, CallAssignment(placement=placement, micro_batches=count))
         found.append(
-            Option(0, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
+            Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
         )
     return found
 
@@ -182,10 +188,21 @@ def _moved(option: Option, first: int) -> Option:
     )
 
 
-def _needs(option: Option) -> float:
-    """Bytes of the fullest device while the call runs, if nothing else were there."""
-    held = (max(pair) for pair in zip(option.resident, option.copy, strict=True))
-    return max(h + a for h, a in zip(held, option.active, strict=True))
+def _lacks(option: Option, classes: DeviceClasses) -> tuple[float, int, float]:
+    """(bytes that a device lacks while the call runs, that device, bytes that it needs) if nothing else were there;
+    of the device that lacks most, or has least left."""
+    width = option.size // option.strategy.pp
+    found: list[tuple[float, int, float]] = []
+    for stage, (resident, copy, active) in enumerate(
+        zip(option.resident, option.copy, option.active, strict=True)
+    ):
+        needed, start = max(resident, copy) + active, option.first + stage * width
+        smallest = min(
+            (classes.profiles[number].memory_bytes, start + offset)
+            for offset, number in classes.layout(start, width)
+        )
+        found.append((needed - smallest[0], smallest[1], needed))
+    return max(found)
 
 
 def _pareto(options: Iterable[Option]) -> list[Option]:
@@ -205,10 +222,12 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
             "Enlarge the batch or the cluster."
         )
     missing, option = min(shortfalls, key=lambda pair: (pair[0], pair[1].size))
+    _, device, needed = _lacks(option, problem.model.classes)
+    name = problem.model.classes.profile(device).name
     held = max(max(option.resident), max(option.copy))
     largest = f"{call.name}: activations" if option.active_bytes > held else f"{call.role}: optimizer"
     return (
         f"Call {call.name!r} fits no mesh of a cluster of {problem.cluster}: at best, on {option.size} devices with "
-        f"{option.strategy} and {option.micro_batches} micro-batches, a device lacks {missing:.0f} of "
-        f"{missing + problem.model.device.memory_bytes:.0f} bytes. {remedy(largest)}"
+        f"{option.strategy} and {option.micro_batches} micro-batches, device {device} ({name}) lacks {missing:.0f} "
+        f"of {needed:.0f} bytes. {remedy(largest)}"
     )

@@ -37,7 +37,7 @@ class OrderProblem:
 
     @cached_property
     def work(self) -> Work:
-        """Nodes and copies: what waits for what, and device classes."""
+        """Nodes and copies: what waits for what, and groups of devices."""
         return work_of(self.after, self.devices, self.copy_s)
 
 
@@ -71,18 +71,18 @@ def _list_schedule(problem: OrderProblem) -> list[str]:
 
 def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
     """Orders that differ by one node moved ahead of an earlier one, or one of `late` behind a later one."""
-    classes = problem.work.classes
+    groups = problem.work.groups
     for i, node in enumerate(order):
         for j in range(i - 1, -1, -1):
             if order[j] in problem.after[node]:
                 break
-            if classes[order[j]] & classes[node]:
+            if groups[order[j]] & groups[node]:
                 yield [*order[:j], node, *order[j:i], *order[i + 1 :]]
         if node in problem.late:
             for j in range(i + 1, len(order)):
                 if node in problem.after[order[j]]:
                     break
-                if classes[order[j]] & classes[node]:
+                if groups[order[j]] & groups[node]:
                     yield [*order[:i], *order[i + 1 : j + 1], node, *order[j + 1 :]]
 
 
@@ -91,7 +91,7 @@ def _objective(
 ) -> _Value:
     """(mean steady-state seconds per iteration, minus the sum of the positions of late nodes)."""
     work, timed = problem.work, with_copies(order, problem.copy_s)
-    edges = execution_edges(timed, work.after, problem.across, work.classes)
+    edges = execution_edges(timed, work.after, problem.across, work.groups)
     periods = [max_cycle_ratio([*(s[name] for name in timed), 0.0], edges)[0] for s in scenarios]
     lateness = sum(i for i, node in enumerate(order) if node in problem.late)
     return round(sum(periods) / len(periods), 9), -lateness

@@ -95,16 +95,19 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
             seconds, moved = send(reallocation_messages(node, model), model)
         case SaveNode():
             held = max(model.parameter_bytes(node.role, node.placement))
-            seconds = save_s(held, node.placement.strategy.dp, model)
+            seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement))
         case FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
             pass
-    return seconds + model.device.dispatch_s, moved
+    return seconds + model.classes.dispatch_s, moved
 
 
-def save_s(parameter_bytes: float, dp: int, model: CostModel) -> float:
-    """Seconds in which a device copies its part of the optimizer's state aside. parameter_bytes: of its slices."""
+def save_s(parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[int]) -> float:
+    """Seconds in which a device copies its part of the optimizer's state aside.
+
+    parameter_bytes  of its slices; classes: of which the placement has devices
+    """
     state_bytes = parameter_bytes / model.workload.itemsize * OPTIMIZER_BYTES / dp
-    return state_bytes / model.device.host_copy_bytes_per_s
+    return model.classes.host_copy_s(state_bytes, classes)
 
 
 def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
@@ -137,11 +140,10 @@ def key_bytes(key: str, workload: Workload) -> float:
 
 def send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
     """(seconds, bytes) of messages that run at the same time: the busiest direction of any device's links."""
-    device, cluster = model.device, model.cluster
     busy: dict[tuple[int, str], float] = defaultdict(float)
     total = 0.0
     for source, destination, size_bytes in messages:
-        seconds = device.send_s(size_bytes, cluster.host(source) != cluster.host(destination))
+        seconds = model.classes.send_s(source, destination, size_bytes)
         busy[source, "out"] += seconds
         busy[destination, "in"] += seconds
         total += size_bytes
@@ -216,14 +218,22 @@ def shortfall(price: PlanPrice, model: CostModel) -> str | None:
 
 def lack_of_memory(peaks: Mapping[int, MemoryPeak], model: CostModel) -> str | None:
     """`shortfall` from the peaks alone."""
-    device, peak = max(peaks.items(), key=lambda item: item[1].total_bytes)
-    missing = peak.total_bytes - model.device.memory_bytes
+    device = scarcest_device(peaks, model)
+    peak, profile = peaks[device], model.classes.profile(device)
+    missing = peak.total_bytes - profile.memory_bytes
     if missing <= 0:
         return None
     largest, size_bytes = max(peak.parts.items(), key=lambda item: item[1])
     return (
-        f"Device {device} lacks {missing:.0f} bytes: it needs {peak.total_bytes:.0f} during {peak.node} "
-        f"and has {model.device.memory_bytes}. Most of it, {size_bytes:.0f}, is {largest}. {remedy(largest)}"
+        f"Device {device} ({profile.name}) lacks {missing:.0f} bytes: it needs {peak.total_bytes:.0f} during "
+        f"{peak.node} and has {profile.memory_bytes}. Most of it, {size_bytes:.0f}, is {largest}. {remedy(largest)}"
+    )
+
+
+def scarcest_device(peaks: Mapping[int, MemoryPeak], model: CostModel) -> int:
+    """The device that lacks most memory, or has least left."""
+    return max(
+        peaks, key=lambda device: peaks[device].total_bytes - model.classes.profile(device).memory_bytes
     )
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from planner.arrays import Arrays, Rows
 from planner.bound import data_order
 from planner.compiled import compiled, inner
-from planner.evaluator import least_reallocation, reallocation
+from planner.evaluator import least_reallocation, memory_of, reallocation
 from planner.simulate import IN_FLIGHT
 from planner.tables import Tables
 
@@ -328,7 +328,7 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
                 if r.reader[k] == call and trainer != OPEN and o[row].place != o[trainer].place:
                     needed += r.least[row, 1]
             peak = max(peak, needed)
-        if static + peak > r.arrays.memory_bytes:
+        if static + peak > memory_of(r.arrays, device):
             return True
     return False
 

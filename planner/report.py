@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from planner.mesh import Cluster
+from planner.cost import CostModel
+from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice
 from planner.render import format_devices
 from planner.search import SearchResult
@@ -11,13 +12,15 @@ from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNod
 
 def result_document(result: SearchResult) -> dict[str, Any]:
     """All figures of a result, JSON-able: seconds, bytes, and devices and hosts (`nodes`) by number."""
+    model = result.tables.problem.model
     return {
         "iteration_time_s": result.iteration_time_s,
         "lower_bound_s": result.lower_bound_s,
         "gap": result.gap,
         "proven_optimal": result.proven_optimal,
         "proof_class": result.proof_class,
-        "assignments": _assignments(result.plan, result.price),
+        "device_classes": _device_classes(model.classes),
+        "assignments": _assignments(result.plan, result.price, model),
         "transfers": _transfers(result.plan, result.price),
         "peak_memory_bytes": {
             str(device): round(peak.total_bytes) for device, peak in sorted(result.price.peaks.items())
@@ -27,10 +30,15 @@ def result_document(result: SearchResult) -> dict[str, Any]:
 
 
 class CallRow(NamedTuple):
-    """A call's place and price. memory_bytes: peak of the fullest of its devices."""
+    """A call's place and price.
+
+    device_class   of its devices; of several, `a + b`
+    memory_bytes   peak of the fullest of its devices; missing_bytes: of the one that lacks most; 0 if it fits
+    """
 
     call: str
     devices: str
+    device_class: str
     dp: int
     tp: int
     pp: int
@@ -38,14 +46,20 @@ class CallRow(NamedTuple):
     offload: bool
     time_s: float
     memory_bytes: int
+    missing_bytes: int
 
 
-def call_rows(plan: ExecutionPlan, price: PlanPrice) -> list[CallRow]:
+def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[CallRow]:
     """A row for each call, in the plan's order."""
+
+    def missing_bytes(device: int) -> float:
+        return price.peaks[device].total_bytes - model.classes.profile(device).memory_bytes
+
     return [
         CallRow(
             node.name,
             format_devices(node.devices),
+            model.classes.name(model.classes_of(node.placement)),
             node.placement.strategy.dp,
             node.placement.strategy.tp,
             node.placement.strategy.pp,
@@ -53,6 +67,7 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice) -> list[CallRow]:
             node.assignment.offload,
             price.duration_s[node.name],
             round(max(price.peaks[device].total_bytes for device in node.devices)),
+            max(0, round(max(map(missing_bytes, node.devices)))),
         )
         for node in plan.nodes
         if isinstance(node, CallNode)
@@ -86,11 +101,22 @@ def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
     return document
 
 
-def _assignments(plan: ExecutionPlan, price: PlanPrice) -> dict[str, dict[str, Any]]:
-    cluster = Cluster(-(-plan.n_devices // plan.devices_per_host), plan.devices_per_host)
+def _device_classes(classes: DeviceClasses) -> dict[str, dict[str, Any]]:
+    return {
+        profile.name: {
+            "nodes": [host for host, number in enumerate(classes.of_host) if number == i],
+            "memory_bytes": profile.memory_bytes,
+        }
+        for i, profile in enumerate(classes.profiles)
+    }
+
+
+def _assignments(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> dict[str, dict[str, Any]]:
+    classes, cluster = model.classes, model.cluster
     return {
         call: {
             "nodes": sorted({cluster.host(device) for device in given["devices"]}),
+            "device_classes": sorted({classes.profile(device).name for device in given["devices"]}),
             **{key: given[key] for key in ("devices", "dp", "tp", "pp", "micro_batches", "offload")},
             "time_s": price.duration_s[call],
         }

@@ -197,7 +197,7 @@ def _compile(tables: Tables) -> float:
 def bound_of(tables: Tables) -> float:
     """The root bound of a problem's options (planner/bound.py)."""
     problem = tables.problem
-    dispatch_s = problem.model.device.dispatch_s
+    dispatch_s = problem.model.classes.dispatch_s
     fronts = [
         front([o.seconds + dispatch_s for o in options], [o.size for o in options])
         for options in tables.options
@@ -217,9 +217,11 @@ def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
 
 def proof_class(problem: Problem) -> str:
     """The plans for which bounds and proofs hold, in one sentence."""
+    mixed = "a mesh of several device classes priced by its slowest, "
     return (
         f"Plans on {problem.cluster} whose calls have the meshes, strategies (tp up to {problem.tp_limit}) and "
-        "micro-batch counts of planner/options.py, contiguous stages, calls on a device in one order of the graph, "
+        "micro-batch counts of planner/options.py, contiguous stages, "
+        f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in one order of the graph, "
         "the same in every iteration, inserted nodes placed by rule beside them, frozen models resident, and at "
         "most two iterations in flight; with times and memory as the cost model gives them."
     )

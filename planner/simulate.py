@@ -50,7 +50,7 @@ def steady_state(
         copy_s,
     )
     edges = execution_edges(
-        order, work.after, {node.name: node.after_previous for node in plan.nodes}, work.classes
+        order, work.after, {node.name: node.after_previous for node in plan.nodes}, work.groups
     )
     taken_s = {**duration_s, **{copy_of(onload): seconds for onload, seconds in copy_s.items()}}
     seconds = [*(taken_s[name] for name in order), 0.0]
@@ -69,12 +69,12 @@ class Work(NamedTuple):
     """What takes time: nodes, and the copies that onloads start.
 
     after    name -> what must have ended in the same iteration
-    classes  name -> numbers of device classes (`device_classes`); a copy occupies not its devices but what copies
+    groups  name -> numbers of groups of devices (`device_groups`); a copy occupies not its devices but what copies
              from their hosts' memory
     """
 
     after: dict[str, set[str]]
-    classes: dict[str, frozenset[int]]
+    groups: dict[str, frozenset[int]]
 
 
 def copy_of(onload: str) -> str:
@@ -94,7 +94,7 @@ def work_of(
     waits = {name: {copy_of(b) if b in onloads else b for b in before} for name, before in after.items()}
     waits.update({copy_of(onload): {onload} for onload in onloads})
     used = {**devices, **{copy_of(onload): [~device for device in devices[onload]] for onload in onloads}}
-    return Work(waits, device_classes(used))
+    return Work(waits, device_groups(used))
 
 
 def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: float) -> list[float]:
@@ -112,8 +112,8 @@ def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: floa
     return start
 
 
-def device_classes(devices: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
-    """Node -> numbers of device classes: devices that the same nodes use count as one."""
+def device_groups(devices: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
+    """Node -> numbers of groups of devices: devices that the same nodes use count as one."""
     users: dict[int, list[str]] = {}
     for node, mesh in devices.items():
         for device in mesh:
@@ -121,18 +121,18 @@ def device_classes(devices: Mapping[str, Iterable[int]]) -> dict[str, frozenset[
     numbers: dict[tuple[str, ...], int] = {}
     for nodes in users.values():
         numbers.setdefault(tuple(nodes), len(numbers))
-    classes: dict[str, set[int]] = {node: set() for node in devices}
+    groups: dict[str, set[int]] = {node: set() for node in devices}
     for nodes, number in numbers.items():
         for node in nodes:
-            classes[node].add(number)
-    return {node: frozenset(found) for node, found in classes.items()}
+            groups[node].add(number)
+    return {node: frozenset(found) for node, found in groups.items()}
 
 
 def execution_edges(
     order: Sequence[str],
     after: Mapping[str, Iterable[str]],
     across: Mapping[str, Iterable[str]],
-    classes: Mapping[str, frozenset[int]],
+    groups: Mapping[str, frozenset[int]],
 ) -> list[Edge]:
     """Everything that orders execution. Nodes are numbered by their place in `order`; the last number is the
     end of an iteration."""
@@ -142,7 +142,7 @@ def execution_edges(
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, name in enumerate(order):
-        for number in classes[name]:
+        for number in groups[name]:
             if number in last:
                 edges.add(Edge(last[number], i, 0))
             first.setdefault(number, i)

@@ -2,6 +2,7 @@
 a device's data sheet. Measured answers are in planner/measured.py; the cost model does not know the difference.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from planner.profile import DeviceProfile
@@ -14,7 +15,7 @@ UPDATE_TRAFFIC_BYTES = 30  # of one parameter's update: gradient, master, moment
 
 
 class Timing(Protocol):
-    """One model under one degree of tensor parallelism on one kind of device.
+    """One model under one degree of tensor parallelism on devices of one class or several.
 
     tokens   of a micro-batch on one dp rank; while decoding: its sequences
     context  length of its sequences; while decoding, of their KV cache
@@ -115,3 +116,28 @@ class Roofline:
         if cached:
             elements += 2 * tokens * attended * local.kv
         return self._device.compute_s(passes * flops, passes * (elements + local.layer) * self._itemsize)
+
+
+class Slowest:
+    """Timing of a mesh of several device classes: of each answer, that of the slowest class.
+
+    timings  of each class; links: what prices exchanges between devices of different classes, of each class
+    """
+
+    def __init__(self, timings: Sequence[Timing], links: Sequence[Timing]) -> None:
+        self._timings, self._links = timings, links
+
+    def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
+        return max(timing.layer_s(kind, tokens, context) for timing in self._timings)
+
+    def embedding_s(self, kind: Pass, tokens: float) -> float:
+        return max(timing.embedding_s(kind, tokens) for timing in self._timings)
+
+    def head_s(self, kind: Pass, tokens: float, context: float) -> float:
+        return max(timing.head_s(kind, tokens, context) for timing in self._timings)
+
+    def update_s(self, parameters: float, dp: int) -> float:
+        return max(timing.update_s(parameters, dp) for timing in self._timings)
+
+    def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
+        return max(timing.exchange_s(kind, ranks, size_bytes, crosses_hosts) for timing in self._links)

@@ -323,9 +323,10 @@ def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:
         role: absolute(source) if isinstance(source, str) else source
         for role, source in document["models"].items()
     }
-    device = config.planning.device
-    if device is not None and device.endswith(FIGURES):
-        document["planning"]["device"] = absolute(device)
+    devices = document["planning"]["device"]
+    for holder in [document["planning"]] if isinstance(devices, str) else devices or ():
+        if holder["device"].endswith(FIGURES):
+            holder["device"] = absolute(holder["device"])
     if config.resume not in ("never", "auto"):
         document["resume"] = absolute(config.resume)
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:

@@ -282,8 +282,20 @@ def _as_distribution(value: Any) -> Any:
     return {value: 1.0} if isinstance(value, int | str) else value
 
 
+class HostDevices(Settings):
+    """Some consecutive hosts whose devices are alike."""
+
+    n_hosts: int = Field(gt=0, description="Hosts of this class.")
+    device: str = Field(description="Their device: a preset's name, or a YAML file with its figures.")
+
+
+DeviceSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[tuple[HostDevices, ...], Tag("inline")], Discriminator(_form)
+]
+
+
 class PlanningConfig(Settings):
-    """What only the planner reads: sizes that a run shows by itself, and the device."""
+    """What only the planner reads: sizes that a run shows by itself, and the devices."""
 
     prompt_tokens: int | None = Field(
         default=None,
@@ -300,10 +312,10 @@ class PlanningConfig(Settings):
         default=None,
         description="Generated tokens: a number or {number: share}; default: sampling.max_completion_length.",
     )
-    device: str | None = Field(
+    device: DeviceSource | None = Field(
         default=None,
         description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures; "
-        "default: this machine's.",
+        "where hosts differ, [{n_hosts, device}] in the order of the hosts; default: this machine's.",
     )
     time_limit_s: float = Field(default=10.0, gt=0, description="Seconds that a search may take.")
 

@@ -18,6 +18,7 @@ HOSTS = {
     "plan-ppo-13b-7b": 2,
     "plan-ppo-34b-7b": 4,
     "plan-ppo-70b-7b": 8,
+    "plan-ppo-70b-7b-two-classes": 8,
     "plan-ppo-70b-70b": 16,
     "plan-ppo-7b-34b": 4,
     "plan-grpo-7b": 2,
@@ -40,7 +41,10 @@ def overrides_of(name: str) -> list[list[str]]:
 
 
 def test_every_example_to_plan_is_known_here():
-    found = {path.stem for path in EXAMPLES.glob("plan-*.yaml")} - {"plan-cluster"}
+    found = {path.stem for path in EXAMPLES.glob("plan-*.yaml")} - {
+        "plan-cluster",
+        "plan-cluster-two-classes",
+    }
     assert found == set(HOSTS)
 
 
@@ -64,7 +68,20 @@ def test_a_small_example_fits_under_the_heuristic(name):
     assert times == sorted(times), "the longer the answers, the longer an iteration"
 
 
+def test_the_cluster_of_two_classes_is_read_and_planned_for():
+    hardware = read_cluster(EXAMPLES / "plan-cluster-two-classes.yaml")
+    h100, a100 = hardware.classes.profiles
+    assert (h100.name, a100.name, hardware.warnings) == ("h100-sxm", "a100-80g-100gb", ())
+    assert hardware.classes.of_host == (0,) * 4 + (1,) * 4
+    assert (h100.between_hosts.bytes_per_s, a100.between_hosts.bytes_per_s) == (50e9, 12.5e9)
+    config = load_config(EXAMPLES / "plan-ppo-70b-7b.yaml")
+    problem = problem_of(config, hardware)
+    found = heuristic_plan(problem.graph, problem.model)
+    assert shortfall(found.price, problem.model) is None
+
+
 def test_the_cluster_file_is_read_without_warnings():
     hardware = read_cluster(EXAMPLES / "plan-cluster.yaml")
-    assert (hardware.cluster.n_devices, hardware.device.name, hardware.warnings) == (32, "a100-80g-sxm", ())
-    assert hardware.device.between_hosts.bytes_per_s == 25e9
+    (device,) = hardware.classes.profiles
+    assert (hardware.cluster.n_devices, device.name, hardware.warnings) == (32, "a100-80g-sxm", ())
+    assert device.between_hosts.bytes_per_s == 25e9

@@ -292,7 +292,9 @@ def test_a_profile_that_is_damaged_is_refused(call, document, tmp_path):
     hardware = hardware_of(config)
     model = problem_of(config, hardware).model
     shape = model.models["actor"].shape
-    path = cache_file(tmp_path / "runs/profiles", hardware.device.name, hardware.cluster, shape, 4)
+    path = cache_file(
+        tmp_path / "runs/profiles", hardware.classes.profiles[0].name, hardware.cluster, shape, 4
+    )
     path.parent.mkdir(parents=True)
     path.write_text("{}")
     document |= {"output_dir": str(tmp_path / "runs")}

@@ -38,6 +38,7 @@ KEYS = {
     "gap",
     "proven_optimal",
     "proof_class",
+    "device_classes",
     "assignments",
     "transfers",
     "peak_memory_bytes",
@@ -119,7 +120,9 @@ def test_a_plan_is_shown_and_its_figures_are_written(call, tmp_path, mode):
     assert found["search"]["mode"] == mode
     assert set(found["search"]) == {"mode", "seconds", "evaluations"}
     for given in found["assignments"].values():
-        assert set(given) == {"nodes", "devices", "dp", "tp", "pp", "micro_batches", "time_s"}
+        assert set(given) == {
+            *("nodes", "device_classes", "devices", "dp", "tp", "pp", "micro_batches", "offload", "time_s")
+        }
         assert given["dp"] * given["tp"] * given["pp"] == len(given["devices"])
         assert given["nodes"] == [0]
     assert found["peak_memory_bytes"].keys() == {"0", "1"}
@@ -213,6 +216,25 @@ def test_a_plan_that_leaves_a_call_out_is_refused(call, write):
         ({"between_hosts": {"bytes_per_s": -1}}, ("between_hosts.bytes_per_s", "-1")),
         ({"between_hosts": {"bandwidth": 1}}, ("between_hosts.bandwidth: unknown key",)),
         ({"hosts": 3}, ("hosts: unknown key, did you mean 'n_hosts'?",)),
+        ({"device": []}, ("device", "n_hosts=1", "given for 0 hosts")),
+        ({"device": [{"n_hosts": 2, "device": "cpu-slot"}]}, ("device: n_hosts=1", "given for 2 hosts")),
+        ({"device": [{"n_hosts": 0, "device": "cpu-slot"}]}, ("device.0.n_hosts", "greater than 0")),
+        ({"device": [{"n_hosts": 1, "device": "h9000"}]}, ("device.0.device", "'h9000'", "cpu-slot")),
+        ({"device": [{"hosts": 1, "device": "cpu-slot"}]}, ("device.0.n_hosts: required",)),
+        (
+            {"device": [{"n_hosts": 1, "device": {"like": "cpu-slot", "flops_per_s": 0}}]},
+            ("device.0.device: flops_per_s", "greater than 0"),
+        ),
+        (
+            {
+                "n_hosts": 2,
+                "device": [
+                    {"n_hosts": 1, "device": "cpu-slot"},
+                    {"n_hosts": 1, "device": {"like": "cpu-slot", "memory_bytes": 1e9}},
+                ],
+            },
+            ("both named 'cpu-slot'", "name of its own"),
+        ),
         ("n_hosts: 1\n  devices: [", ("file.yaml:2: not valid YAML",)),
     ],
 )
@@ -220,6 +242,53 @@ def test_a_faulty_cluster_file_is_refused(call, write, cluster, parts):
     sound = {"n_hosts": 1, "devices_per_host": 2, "device": "cpu-slot"}
     document = cluster if isinstance(cluster, str) else {**sound, **cluster}
     refused(call(ppo(), "--cluster", write(document)), *parts)
+
+
+TWO_CLASSES = {
+    "n_hosts": 2,
+    "devices_per_host": 2,
+    "device": [
+        {"n_hosts": 1, "device": {"like": "cpu-slot", "name": "slow", "flops_per_s": 1e10}},
+        {"n_hosts": 1, "device": "cpu-slot"},
+    ],
+}
+
+
+def test_the_classes_of_devices_are_named(call, write, tmp_path):
+    figures = tmp_path / "figures.json"
+    part = {name: {"devices": [0, 1, 2, 3], "dp": 4} for name in DISJOINT}
+    plan = write({**part, "actor_generate": {"devices": [2]}, "ref_inference": {"devices": [0]}}, "plan.yaml")
+    cluster = write(TWO_CLASSES, "cluster.yaml")
+    status, out, err = call(
+        ppo(), "--cluster", cluster, "--evaluate", plan, "--no-compare", "--json", str(figures)
+    )
+    assert status == 0, err
+    assert "2x2 (hosts 0 slow, 1 cpu-slot)" in out
+    row = next(line for line in out.splitlines() if line.lstrip().startswith("critic_inference"))
+    assert "slow + cpu-slot" in row
+    assert "priced by its slowest" in " ".join(out.split())
+    found = json.loads(figures.read_text())
+    assert {name: part["nodes"] for name, part in found["device_classes"].items()} == {
+        "slow": [0],
+        "cpu-slot": [1],
+    }
+    of = {name: given["device_classes"] for name, given in found["assignments"].items()}
+    assert of["actor_generate"] == ["cpu-slot"]
+    assert of["ref_inference"] == ["slow"]
+    assert of["critic_train"] == ["cpu-slot", "slow"]
+
+
+def test_classes_of_devices_may_stand_in_the_configuration(call, tmp_path):
+    times = []
+    for device in ("cpu-slot", [{"n_hosts": 1, "device": "cpu-slot"}, {"n_hosts": 1, "device": "h100-sxm"}]):
+        document = ppo(
+            planning={"prompt_tokens": 16, "device": device}, cluster={"n_hosts": 2, "devices_per_host": 2}
+        )
+        figures = tmp_path / "figures.json"
+        status, _, err = call(document, "--time-limit", "2", "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        times.append(json.loads(figures.read_text())["iteration_time_s"])
+    assert times[1] < times[0]
 
 
 def test_a_figure_in_the_wrong_unit_is_warned_about(call, write):
@@ -259,6 +328,18 @@ def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(call, writ
         ({"planning": {"prompt_tokens": 250}}, ("250 tokens", "16 more", "256 positions", "'actor'")),
         ({"planning": {"prompt_tokens": 16, "device": "tpu"}}, ("'tpu'", "cpu-slot")),
         ({"planning": {"prompt_tokens": 16, "device": "my.yaml"}}, ("my.yaml: no such file",)),
+        (
+            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 3, "device": "cpu-slot"}]}},
+            ("planning.device: n_hosts=1", "given for 3 hosts"),
+        ),
+        (
+            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 0, "device": "cpu-slot"}]}},
+            ("planning.device.0.n_hosts", "greater than 0"),
+        ),
+        (
+            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 1, "device": "tpu"}]}},
+            ("'tpu'", "cpu-slot"),
+        ),
         ({"models": {"actor": {"config": {"model_type": "bert"}}, "reward": "x"}}, ("actor", "bert")),
         ({"models": {"actor": {"config": LLAMA}, "reward": "x"}}, ("role 'critic'", "is not there")),
         ({"models": {"actor": {"configs": LLAMA}}}, ("models.actor.config",)),

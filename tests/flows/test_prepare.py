@@ -80,7 +80,7 @@ def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, 
 def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
     with pytest.raises(PlanError) as refused:
         make_plan(large(140, plan=plan))
-    for part in ("Device 0 lacks ", " bytes", "actor: parameters", "would lower it"):
+    for part in ("Device 0 (", ") lacks ", " bytes", "actor: parameters", "would lower it"):
         assert part in str(refused.value)
     assert "planning.device" not in str(refused.value)
 

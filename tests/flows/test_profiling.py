@@ -47,7 +47,7 @@ def test_a_measured_profile_prices_the_plan_of_its_run(prefect, tmp_path, monkey
     assert profile.dispatch_s > 0
     assert profile.process_bytes > 50e6
     measured = problem_of(config, hardware_of(config)).model
-    assert measured.device.dispatch_s == profile.dispatch_s
+    assert measured.classes.dispatch_s == profile.dispatch_s
     plan = prepare(config).plan
     prices = [price_plan(plan, model).iteration_time_s for model in (analytic, measured)]
     assert prices[0] != prices[1] > 0

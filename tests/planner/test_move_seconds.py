@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import CostModel
+from planner.device_classes import DeviceClasses
 from planner.mesh import Cluster, meshes
 from planner.move_seconds import links, parts, reallocation_s, redistribution_s
 from planner.price import send
-from planner.profile import preset
+from planner.profile import Link, preset
 from planner.workload import Lengths, Workload
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import ModelShape
@@ -20,6 +21,14 @@ from rlhf_tasks.spec import DataSide
 pytestmark = pytest.mark.timeout(600)  # the first run compiles
 
 DEVICE = preset("a100-80g-sxm")
+OTHER = DEVICE.model_copy(
+    update={
+        "name": "other",
+        "inside_host": Link(bytes_per_s=90e9, latency_s=2e-6),
+        "between_hosts": Link(bytes_per_s=40e9, latency_s=40e-6),
+        "link_efficiency": 0.5,
+    }
+)
 CLUSTERS = [Cluster(1, 8), Cluster(2, 2), Cluster(2, 6), Cluster(3, 4)]
 LAYERS = 5
 
@@ -55,20 +64,21 @@ def strategies(size: int, heads: int) -> list[ParallelStrategy]:
     ]
 
 
-def send_s(messages, cluster: Cluster) -> float:
+def send_s(messages, classes: DeviceClasses) -> float:
     workload = Workload(prompt_tokens=1, new_tokens=Lengths.fixed(1))
-    return send(messages, CostModel(cluster, DEVICE, {}, workload))[0]
+    return send(messages, CostModel(classes.cluster, classes, {}, workload))[0]
 
 
 @st.composite
 def pairs(draw):
-    """A cluster, a model, and two placements, often on the same devices."""
+    """A cluster of one class of devices or two, a model, and two placements, often on the same devices."""
     cluster, model = draw(st.sampled_from(CLUSTERS)), draw(st.sampled_from(SHAPES))
     where = list(meshes(cluster))
     first = draw(st.sampled_from(where))
     second = draw(st.one_of(st.just(first), st.sampled_from(where)))
+    devices = [draw(st.sampled_from([DEVICE, OTHER])) for _ in range(cluster.n_hosts)]
     return (
-        cluster,
+        DeviceClasses.host_by_host(cluster, devices),
         model,
         *(
             Placement(mesh.devices, draw(st.sampled_from(strategies(mesh.size, model.query_heads))))
@@ -85,13 +95,11 @@ def side(placement: Placement) -> np.ndarray:
 @given(pairs(), st.sampled_from(["lm", "scalar"]))
 @settings(max_examples=150)
 def test_reallocations_cost_what_their_lists_cost(pair, head):
-    cluster, model, source, destination = pair
+    classes, model, source, destination = pair
     layouts = (Layout(model, head, placement) for placement in (source, destination))
-    planned = plan_reallocation(*layouts, 2, cluster.devices_per_host)
-    expected = send_s([(t.source, t.destination, t.size_bytes) for t in planned], cluster)
-    found = reallocation_s(
-        parts(model, head, 2), side(source), side(destination), links(DEVICE, cluster.devices_per_host)
-    )
+    planned = plan_reallocation(*layouts, 2, classes.cluster.devices_per_host)
+    expected = send_s([(t.source, t.destination, t.size_bytes) for t in planned], classes)
+    found = reallocation_s(parts(model, head, 2), side(source), side(destination), links(classes))
     assert found == pytest.approx(expected, rel=1e-9)
     assert (found == 0) == (not planned)
 
@@ -99,25 +107,25 @@ def test_reallocations_cost_what_their_lists_cost(pair, head):
 @given(pairs(), st.integers(12, 40), st.sampled_from([1, 2, 3]), st.sampled_from([1, 3]))
 @settings(max_examples=150)
 def test_redistributions_cost_what_their_lists_cost(pair, n_seqs, blocks_a, blocks_b):
-    cluster, _, source, destination = pair
+    classes, _, source, destination = pair
     sides = (
         DataSide(placement=placement, mini_batches=blocks)
         for placement, blocks in ((source, blocks_a), (destination, blocks_b))
     )
     held, wanted = (shares(side, range(n_seqs)) for side in sides)
-    planned = plan_redistribution(held, wanted, cluster.devices_per_host)
-    expected = send_s([(t.source, t.destination, len(t.ids) * 1000.0) for t in planned], cluster)
+    planned = plan_redistribution(held, wanted, classes.cluster.devices_per_host)
+    expected = send_s([(t.source, t.destination, len(t.ids) * 1000.0) for t in planned], classes)
     heads = (
         np.array([placement.heads[0], placement.strategy.tp, placement.strategy.dp, blocks])
         for placement, blocks in ((source, blocks_a), (destination, blocks_b))
     )
-    found = redistribution_s(*heads, n_seqs, 1000.0, links(DEVICE, cluster.devices_per_host))
+    found = redistribution_s(*heads, n_seqs, 1000.0, links(classes))
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("source", [Placement(tuple(range(4)), s) for s in strategies(4, 8)], ids=str)
 def test_a_reallocation_is_free_only_to_where_it_comes_from(source):
-    model, wires = parts(SHAPES[1], "lm", 2), links(DEVICE, 4)
+    model, wires = parts(SHAPES[1], "lm", 2), links(DeviceClasses.alike(Cluster(2, 4), DEVICE))
     assert reallocation_s(model, side(source), side(source), wires) == 0
     moved = Placement(tuple(range(4, 8)), source.strategy)
     assert reallocation_s(model, side(source), side(moved), wires) > 0

@@ -30,7 +30,7 @@ def tiny_cost(ppo_cost, llama):
 def test_every_node_has_a_price_and_the_replay_agrees(demo_plan, tiny_cost):
     price = price_plan(demo_plan, tiny_cost)
     assert price.duration_s.keys() == {node.name for node in demo_plan.nodes}
-    assert min(price.duration_s.values()) >= tiny_cost.device.dispatch_s
+    assert min(price.duration_s.values()) >= tiny_cost.classes.profiles[0].dispatch_s
     ends = {e.iteration: e.end_s for e in replay(demo_plan, price.duration_s, 42)}
     assert (ends[41] - ends[1]) / 40 == pytest.approx(price.iteration_time_s, rel=0.02)
 
@@ -53,8 +53,8 @@ def test_redistribution_by_hand(demo_plan, tiny_cost):
     price = price_plan(demo_plan, tiny_cost)
     expected = 128 * (40 + 128) * (8 + 1 + 4)
     assert price.moved_bytes[node.name] == expected
-    link = tiny_cost.device.inside_host
-    seconds = tiny_cost.device.dispatch_s + link.latency_s + expected / (0.8 * link.bytes_per_s)
+    link = tiny_cost.classes.profiles[0].inside_host
+    seconds = tiny_cost.classes.profiles[0].dispatch_s + link.latency_s + expected / (0.8 * link.bytes_per_s)
     assert price.duration_s[node.name] == pytest.approx(seconds)
 
 
@@ -104,7 +104,7 @@ def offloaded_plan(make_graph, assign, offload: bool):
 def test_an_onload_costs_its_dispatch_and_starts_a_copy(make_graph, assign, ppo_cost):
     model, plan = ppo_cost(Cluster(1, 2)), offloaded_plan(make_graph, assign, True)
     price = price_plan(plan, model)
-    dispatch_s = model.device.dispatch_s
+    dispatch_s = model.classes.dispatch_s
     assert price.duration_s["onload_ref_to_ref_inference"] == dispatch_s
     assert price.duration_s["offload_ref_of_ref_inference"] == dispatch_s
     bytes_on_a_device = 13.48e9 / 2  # of Llama-2 7B in bf16
@@ -120,7 +120,7 @@ def test_a_slow_host_link_shows(make_graph, assign, ppo_cost):
     price = price_plan(plan, model)
     assert price.copy_s["onload_ref_to_ref_inference"] > 60
     waits = price.steady.start_s["ref_inference"] - price.steady.start_s["onload_ref_to_ref_inference"]
-    assert waits == pytest.approx(price.copy_s["onload_ref_to_ref_inference"] + model.device.dispatch_s)
+    assert waits == pytest.approx(price.copy_s["onload_ref_to_ref_inference"] + model.classes.dispatch_s)
     ends = {e.iteration: e.end_s for e in replay(plan, price.duration_s, 12, price.copy_s)}
     assert (ends[11] - ends[1]) / 10 == pytest.approx(price.iteration_time_s, rel=1e-9)
 
@@ -150,7 +150,7 @@ def test_shortfall_names_device_bytes_and_fields(make_graph, ppo_cost):
     message = shortfall(price, model)
     missing = price.peaks[0].total_bytes - 80e9
     assert message is not None
-    assert message.startswith(f"Device 0 lacks {missing:.0f} bytes")
+    assert message.startswith(f"Device 0 (a100-80g-sxm) lacks {missing:.0f} bytes")
     assert "ZeRO-1" in message
     roomy = ppo_cost(cluster, device=preset("a100-80g-sxm").model_copy(update={"memory_bytes": 200 * 10**9}))
     assert shortfall(replace(price), roomy) is None

@@ -74,7 +74,7 @@ def test_replicas_and_micro_batches_grow_until_memory_suffices(make_graph, ppo_c
 def test_what_fits_nowhere_is_refused_with_device_bytes_and_field(make_graph, ppo_cost, mode):
     small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9})
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
-    with pytest.raises(PlanError, match=r"Device \d lacks \d+ bytes: .* would lower it\."):
+    with pytest.raises(PlanError, match=r"Device \d \(a100-80g-sxm\) lacks \d+ bytes: .* would lower it\."):
         find_plan(problem, mode)
 
 
@@ -122,7 +122,7 @@ def test_an_interrupt_gives_the_best_plan_so_far_with_its_gap(problem, monkeypat
 @pytest.mark.parametrize("mode", ["search", "mcmc"])
 def test_a_search_where_nothing_fits_together_says_what_lacks(small_problem, mode):
     """Each call fits the one device alone, together they do not."""
-    with pytest.raises(PlanError, match=r"Device 0 lacks \d+ bytes: .* would lower it\."):
+    with pytest.raises(PlanError, match=r"Device 0 \(a100-80g-sxm\) lacks \d+ bytes: .* would lower it\."):
         find_plan(small_problem(Cluster(1, 1), memory=1.0e9), mode, 1)
 
 
