@@ -15,10 +15,13 @@ from prefect import Flow
 from flows.cluster import local_cluster
 from flows.demo_data import (
     CALIBRATION,
+    DATA,
     PAIRS,
     SIZES,
     accuracy,
+    data_is_there,
     preference_pairs,
+    refuse_without_task,
     score_statistics,
     write_demo_data,
     write_jsonl,
@@ -67,9 +70,11 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
     """For a flow: the demo in a folder, with a Prefect server and a cluster of `RANKS` for all of its stages.
 
     seed  None: that of the demo which is there, else 0
-    Raises ConfigError when the demo that is there has another seed: its results would be taken for this one's.
+    Raises ConfigError when the demo that is there has another seed (its results would be taken for this one's), and
+    when its data can not be made here.
     """
     place = folder.resolve()
+    refuse_without_task(place / DATA)
     place.mkdir(parents=True, exist_ok=True)
     seed = settle_seed(place, seed)
     with (
@@ -93,8 +98,8 @@ def settle_seed(place: Path, seed: int | None) -> int:
 
 async def make_models(demo: Demo) -> PPOConfig:
     """All that comes before PPO, as far as it is not there yet; gives PPO's configuration."""
-    if not (demo.folder / "data" / "base" / "config.json").exists():
-        await asyncio.to_thread(write_demo_data, demo.folder / "data", demo.seed)
+    if not data_is_there(demo.folder / DATA):
+        await asyncio.to_thread(write_demo_data, demo.folder / DATA, demo.seed)
     supervised = await demo.run(sft, demo.config("sft", "sft"))
     actor = {"actor": supervised["model"]}
     pairs = demo.config("pairs", "pairs", models=actor)
@@ -137,4 +142,4 @@ def _write_pairs(demo: Demo, config: AnyConfig) -> None:
             f"the SFT model's samples gave {len(pairs)} pairs of a right and a wrong answer, too few for a reward "
             f"model. Choose another seed than {demo.seed}."
         )
-    write_jsonl(demo.folder / "data" / "pairs.jsonl", pairs)
+    write_jsonl(demo.folder / DATA / "pairs.jsonl", pairs)

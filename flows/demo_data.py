@@ -7,12 +7,18 @@ right: that gap is what reinforcement learning closes here.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from rlhf_tasks.config_files import ConfigError
+
+DATA = "data"
+"""The folder of these sets in a demo's folder."""
 
 SIZES = {"test": 500, "dev": 200, "demonstrations": 1500, "preferences": 1200, "prompts": 6000}
 """Words in each set."""
@@ -54,6 +60,17 @@ MODEL: Mapping[str, Any] = {
 """A Llama of 820,864 parameters."""
 
 
+def data_is_there(folder: Path) -> bool:
+    """Whether `write_demo_data` has ended: it writes the model folder last."""
+    return (folder / "base" / "config.json").exists()
+
+
+def refuse_without_task(folder: Path) -> None:
+    """Raises ConfigError when a demo's data have still to be made, and what they come from is not installed."""
+    if not data_is_there(folder) and find_spec("reasoning_gym") is None:
+        raise ConfigError("the demo's task comes from reasoning-gym. Run: pip install 'prefect-rlhf[demo]'")
+
+
 def write_demo_data(folder: Path, seed: int) -> None:
     """Write `<set>.jsonl` for each set, and the model folder `base` (configuration, tokenizer, no weights).
 
@@ -79,7 +96,6 @@ def write_model_folder(folder: Path) -> None:
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     pad, bos, eos, unk = SPECIAL_TOKENS
     documents = {
-        "config.json": MODEL,
         "generation_config.json": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -89,6 +105,7 @@ def write_model_folder(folder: Path) -> None:
             "unk_token": unk,
             "model_max_length": MODEL["max_position_embeddings"],
         },
+        "config.json": MODEL,  # the last of a demo's data: see data_is_there
     }
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document, indent=2) + "\n")
@@ -162,12 +179,8 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _entries(count: int, seed: int) -> list[dict[str, str]]:
     """{prompt, answer} of `count` different words of 3 to 7 letters, in random order."""
-    try:
-        import reasoning_gym  # an extra, and five seconds to import: only who makes the data pays
-    except ModuleNotFoundError:
-        raise RuntimeError(
-            "the demo's task comes from reasoning-gym. Run: pip install 'prefect-rlhf[demo]'"
-        ) from None
+    import reasoning_gym  # an extra, and five seconds to import: only who makes the data pays
+
     size = 2 * count  # the data set draws words with repetition
     items = reasoning_gym.create_dataset(
         "spell_backward", min_word_len=3, max_word_len=7, seed=seed, size=size

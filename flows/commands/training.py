@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from flows.demo_data import DATA, refuse_without_task
 from flows.prepare import PLAN, prepare
 from flows.run_folder import existing_run_folder, new_run_folder, open_run
 from rlhf_tasks.config import ConfigError, load_config, override
@@ -73,6 +74,7 @@ def demo(
     seed
         Of data, weights and sampling; another seed needs another folder.
     """
+    refuse_without_task(folder / DATA)
     from flows.session import demo_here
 
     demo_here(folder, seed)

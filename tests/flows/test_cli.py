@@ -13,6 +13,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from flows.cli import run_command
+from flows.demo_data import DATA, write_model_folder
 from flows.find_rewards import check_rewards
 from flows.run_folder import new_run_folder
 from rlhf_tasks.config import ConfigError, make_config
@@ -388,6 +389,19 @@ def test_a_reward_may_be_bound_in_any_way(tmp_path):
 def test_a_malformed_command_line_has_status_2(arguments, capsys):
     assert run_command(arguments) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_demo_without_its_extra_is_refused(call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it were not installed
+    folder = str(tmp_path / "demo")
+    refused(call, "pip install 'prefect-rlhf[demo]'", command=("demo", "--folder", folder))
+    ran = []
+    monkeypatch.setattr("flows.session.demo_here", lambda *arguments: ran.append(arguments))
+    write_model_folder(
+        tmp_path / "demo" / DATA / "base"
+    )  # its data have been made: nothing else needs the extra
+    assert call("demo", "--folder", folder)[0] == 0
+    assert ran == [(tmp_path / "demo", 0)]
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch, call):
