@@ -1,6 +1,7 @@
 """Plans by rule that fit the memory of their devices: what a search has to beat."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from planner.cost import CostModel
@@ -86,30 +87,36 @@ def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> E
     return build_plan(graph, assignments, model.cluster, duration_s, copy_s=copy_s)
 
 
+class _Demand(NamedTuple):
+    """What the rules are asked for: devices of a role's replica, and a factor of a call's micro-batches."""
+
+    replicas: Mapping[str, int]
+    cuts: Mapping[str, int]
+
+
 def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
     """Follow a rule with growing replicas and micro-batches until the plan fits memory.
 
-    Where it does not fit, the largest part of what the fullest device holds gives way: a role's replica
-    doubles; a call's micro-batches double while a dp rank's share has enough sequences.
-    Raises PlanError, with the shortfall of the last plan, when the rule finds no larger replica.
+    Where it does not fit, the largest part of what the fullest device holds gives way that still can: a role's
+    replica doubles; a call's micro-batches double while a dp rank's share has enough sequences.
+    Raises PlanError, with the shortfall of the last plan, when nothing can give way, or what the rule raises.
     """
-    replicas = dict.fromkeys(graph.roles, 1)
-    cuts = {call.name: 1 for call in graph.calls}
-    missing = None
+    demand = _Demand(dict.fromkeys(graph.roles, 1), {call.name: 1 for call in graph.calls})
+    found = rule(graph, model.cluster, _limits(model, demand.replicas))
     while True:
-        try:
-            found = rule(graph, model.cluster, _limits(model, replicas))
-        except PlanError:
-            if missing is None:
-                raise
-            raise PlanError(missing) from None
-        found = {name: _cut(given, cuts[name]) for name, given in found.items()}
+        found = {name: _cut(given, demand.cuts[name]) for name, given in found.items()}
         plan = _plan(graph, model, found)
         peaks = memory_peaks(plan, model)
         missing = lack_of_memory(peaks, model)
         if missing is None:
             return Priced(plan, price_plan(plan, model))
-        _give_way(peaks[scarcest_device(peaks, model)], graph, found, replicas, cuts)
+        fullest = peaks[scarcest_device(peaks, model)]
+        for larger in _larger_demands(fullest, graph, found, demand):
+            with suppress(PlanError):
+                found, demand = rule(graph, model.cluster, _limits(model, larger.replicas)), larger
+                break
+        else:
+            raise PlanError(missing)
 
 
 def _limits(model: CostModel, replicas: Mapping[str, int]) -> dict[str, Limits]:
@@ -124,22 +131,16 @@ def _cut(given: CallAssignment, factor: int) -> CallAssignment:
     return given.model_copy(update={"micro_batches": given.micro_batches * factor})
 
 
-def _give_way(
-    peak: MemoryPeak,
-    graph: DataflowGraph,
-    found: Assignments,
-    replicas: dict[str, int],
-    cuts: dict[str, int],
-) -> None:
-    """Double the micro-batches of a call, or the replica of a role, by the largest part of a peak."""
-    part = max(peak.parts, key=lambda name: peak.parts[name])
-    owner = part.split(":")[0]
-    if owner in replicas:
-        replicas[owner] *= 2
-        return
-    call, given = graph.call(owner), found[owner]
-    share = call.n_seqs // (call.mini_batches * given.placement.strategy.dp)
-    if call.kind != "generate" and 2 * given.micro_batches <= share:
-        cuts[owner] *= 2
-    else:
-        replicas[call.role] *= 2
+def _larger_demands(
+    peak: MemoryPeak, graph: DataflowGraph, found: Assignments, demand: _Demand
+) -> Iterator[_Demand]:
+    """What would lower a peak: of its parts, the largest first, twice the replica or twice the micro-batches."""
+    for part in sorted(peak.parts, key=lambda name: -peak.parts[name]):
+        role = owner = part.split(":")[0]
+        if owner not in demand.replicas:
+            call, given = graph.call(owner), found[owner]
+            share = call.n_seqs // (call.mini_batches * given.placement.strategy.dp)
+            if call.kind != "generate" and 2 * given.micro_batches <= share:
+                yield demand._replace(cuts={**demand.cuts, owner: 2 * demand.cuts[owner]})
+            role = call.role
+        yield demand._replace(replicas={**demand.replicas, role: 2 * demand.replicas[role]})

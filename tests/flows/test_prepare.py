@@ -23,8 +23,7 @@ def auto(**changes) -> AnyConfig:
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A run folder with its plan."""
-    config = auto()
-    (tmp_path / PLAN).write_text(make_plan(config).model_dump_json())
+    (tmp_path / PLAN).write_text(make_plan(make_config(ppo())).model_dump_json())
     return tmp_path
 
 
@@ -66,7 +65,9 @@ def large(layers: int, **changes) -> AnyConfig:
     return make_config(ppo(**{**fields, **changes}))
 
 
-@pytest.mark.parametrize(("layers", "strategy"), [(4, (16, 1, 1)), (20, (8, 2, 1)), (40, (2, 8, 1))])
+@pytest.mark.parametrize(
+    ("layers", "strategy"), [(4, (16, 1, 1)), (20, (8, 2, 1)), (40, (2, 8, 1)), (80, (1, 8, 2))]
+)
 def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, strategy):
     """tp grows inside a host; what does not fit a host is cut in stages over hosts."""
     calls = {
