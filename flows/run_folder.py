@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from filelock import FileLock, Timeout
 
@@ -61,7 +62,7 @@ def open_run(config: AnyConfig | None, run_folder: str | None = None) -> tuple[P
 
     run_folder  of a run to go on with; without it the configuration's `resume` says whether there is one
     A run goes on as it began, but where its ranks are is said anew: a cluster may have moved. Raises ConfigError
-    when the folder to go on with is none.
+    when the folder to go on with is none, or no new one can be made.
     """
     if config is None:
         assert run_folder is not None, "a run has a configuration or a folder to go on in"
@@ -69,9 +70,23 @@ def open_run(config: AnyConfig | None, run_folder: str | None = None) -> tuple[P
     config = resolve_paths(config, Path.cwd())
     begun_in = run_folder or _begun_in(config)
     if begun_in is None:
+        refuse_unwritable(Path(config.output_dir), "output_dir")
         return None, config
     folder, begun = existing_run_folder(begun_in)
     return folder, begun.model_copy(update={"cluster": config.cluster})
+
+
+def refuse_unwritable(folder: Path, name: str) -> None:
+    """Raises ConfigError, with the name of what says so, when a folder is not there and cannot be made, or holds
+    nothing new."""
+    try:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        with TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={folder} cannot be written to: {error.strerror}. Name another folder."
+        ) from None
 
 
 def _begun_in(config: AnyConfig) -> str | Path | None:

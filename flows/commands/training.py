@@ -8,7 +8,7 @@ from rich.console import Console
 
 from flows.demo_data import DATA, refuse_without_task
 from flows.prepare import PLAN, prepare
-from flows.run_folder import existing_run_folder, new_run_folder, open_run
+from flows.run_folder import existing_run_folder, new_run_folder, open_run, refuse_unwritable
 from rlhf_tasks.config import ConfigError, load_config, override
 
 console = Console()
@@ -75,6 +75,7 @@ def demo(
         Of data, weights and sampling; another seed needs another folder.
     """
     refuse_without_task(folder / DATA)
+    refuse_unwritable(folder, "--folder")
     from flows.session import demo_here
 
     demo_here(folder, seed)

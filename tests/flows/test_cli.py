@@ -344,6 +344,23 @@ def test_a_folder_to_resume_that_is_no_run_is_refused(call, document, command):
     refused(call, "/nowhere is no run folder", command=command)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "ppo", "--config", "FILE"),
+        ("config", "validate", "FILE"),
+        ("demo", "--folder", "HERE/prompts.jsonl/in"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused(call, document, tmp_path, command):
+    pytest.importorskip("reasoning_gym")
+    document["output_dir"] = str(tmp_path / "prompts.jsonl" / "in")
+    command = tuple(part.replace("HERE", str(tmp_path)) for part in command)
+    refused(
+        call, "prompts.jsonl/in cannot be written to: Not a directory. Name another folder.", command=command
+    )
+
+
 def test_config_and_resume_exclude_each_other(call):
     refused(call, "--config FILE", "--resume FOLDER", command=("run", "ppo"))
 
