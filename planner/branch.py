@@ -1,9 +1,10 @@
 """Branch and bound: proofs that no choice of options has a period below some threshold.
 
-A walk goes through the tree of partial choices, calls in the order of their load, and cuts a branch as soon as its
-completions provably exceed the threshold (planner/bound.py, planner/relaxation.py) or lack memory. Complete
-choices that are left are priced exactly. Thresholds rise from the root bound to the best plan's time, so that an
-interrupted search has a bound to show.
+A walk goes through the tree of partial choices: first the groups of all calls (the sizes of their meshes and
+replicas), then meshes and options, calls in the order of their load. It cuts a branch as soon as its completions
+provably exceed the threshold (planner/cover.py, planner/relaxation.py) or lack memory. Complete choices that are
+left are priced exactly. Thresholds lie between the proved bound and the best plan's time, so an interrupted search
+has a bound to show; the first of them are tried with groups alone, which takes little time.
 
 Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) need not cost the same.
@@ -12,105 +13,55 @@ from the other end) need not cost the same.
 # pyright: reportArgumentType=false, reportReturnType=false
 # (compiled code takes elements of arrays for the numbers they are)
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.anneal import Neighbours, State, better, polished
-from planner.bound import Cycles
+from planner.anneal import Neighbours, State, annealing, better, polished
+from planner.bound import Cycles, allowance
 from planner.compiled import compiled, inner
+from planner.cover import Parts, cover_s
 from planner.evaluator import value
-from planner.relaxation import OPEN, Relaxation, exceeds, lacks, move_s, relaxation
+from planner.relaxation import OPEN, Relaxation, exceeds, lacks, move_s, overlap, relaxation
 from planner.tables import Tables
+from planner.tree import Tree, tree
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 DONE, FOUND, PAUSED = range(3)
 
-NODES = 50_000  # options tried between two looks at the clock
+NODES = 20_000  # options tried between two looks at the clock
 ANYTHING = 4  # times the slowest options of all calls: a plan that takes longer is not looked for
 PROVED = 5e-10  # relative; nearer to the best plan than this no threshold is set
 LAST_STEP = 2e-3  # relative; from here on the threshold is the best plan's time itself
-
-
-class Tree(NamedTuple):
-    """What a walk goes by.
-
-    order    [calls] calls by depth
-    by_speed [options] rows of each call, fastest first
-    load     [options] seconds x devices of a row, with the save of a train_step
-    lightest [options] by place in by_speed: the least load of the call's rows up to that place
-    by_mesh  [options] rows of each call, mesh by mesh, meshes and the rows of each fastest first
-    end      [options] by place in by_mesh: where the next mesh begins
-    floor    [options] by place in by_mesh: the least load of the rows of the mesh
-    spread_s [options] by place in by_mesh: by how much a row of the mesh may need less than its fastest
-             elsewhere: in transfers that it spares, and in its save
-    """
-
-    order: Ints
-    by_speed: Ints
-    load: Floats
-    lightest: Floats
-    by_mesh: Ints
-    end: Ints
-    floor: Floats
-    spread_s: Floats
+GROUP_STEP = 1e-3  # relative; so closely the bound by groups is found
+PATIENCE = 0.25  # of the time that is left, until a walk gives way to one with a lower threshold
+ROUNDING = 1 + 1e-9  # periods that exceed a threshold by less do not count
 
 
 class Walk(NamedTuple):
-    """Where a walk stands.
+    """Where a walk stands. Depths below the number of calls choose groups, the others rows.
 
     depth   [1]
-    place   [calls] per depth, place in by_mesh
-    choice  [calls] rows, or OPEN; moved_s [moves] seconds of the moves between them
-    allowed [calls + 1, calls] per depth, the most seconds that each call may take
+    place   [2 calls] per depth, place among the call's groups, or in the group's rows
+    group   [calls] groups, or OPEN; choice [calls] rows, or OPEN; moved_s [moves] seconds of the moves between rows
+    least_s [calls] seconds at least, by the group
+    allowed [2 calls + 1, calls] per depth, the most seconds that each call may take
     counts  [2] options tried, complete choices priced
     """
 
     depth: Ints
     place: Ints
+    group: Ints
     choice: Ints
     moved_s: Floats
+    least_s: Floats
     allowed: Floats
     counts: Ints
-
-
-def tree(r: Relaxation) -> Tree:
-    """The tree of a problem's partial choices."""
-    o = r.arrays.options
-    starts = list(zip(r.arrays.start[:-1], r.arrays.start[1:], strict=True))
-    seconds = o.seconds.copy()
-    for call, (a, b) in enumerate(starts):
-        if r.arrays.trainer[call] == call:
-            seconds[a:b] += o[a:b].save_s
-    load = seconds * o["size"]
-    by_speed = np.concatenate([a + np.argsort(o[a:b].seconds, kind="stable") for a, b in starts])
-    lightest = np.concatenate([np.minimum.accumulate(load[by_speed[a:b]]) for a, b in starts])
-    order = np.argsort([-lightest[b - 1] for _, b in starts], kind="stable")
-    by_mesh, end = np.empty(len(load), np.int64), np.empty(len(load), np.int64)
-    floor, spread_s = np.empty(len(load)), np.empty(len(load))
-    for call, (a, b) in enumerate(starts):
-        spared_s = r.arrays.dispatch_s * (r.data[call].sum() + r.data[:, call].sum())
-        place = a
-        for rows in _meshes(o["first"], o["size"], o["seconds"], range(a, b)):
-            here = slice(place, place + len(rows))
-            saves = o[rows].save_s if r.arrays.trainer[call] == call else np.zeros(len(rows))
-            by_mesh[here], end[here], floor[here] = rows, here.stop, load[rows].min()
-            spread_s[here] = spared_s + saves[0] - saves.min()
-            place = here.stop
-    return Tree(order, by_speed, load, lightest, by_mesh, end, floor, spread_s)
-
-
-def _meshes(first: Ints, size: Ints, seconds: Floats, rows: Iterable[int]) -> list[list[int]]:
-    """Rows by mesh, meshes and the rows of each fastest first."""
-    meshes: dict[tuple[int, int], list[int]] = {}
-    for row in sorted(rows, key=lambda row: seconds[row]):
-        meshes.setdefault((first[row], size[row]), []).append(row)
-    return list(meshes.values())
 
 
 def new_walk(r: Relaxation) -> Walk:
@@ -118,10 +69,12 @@ def new_walk(r: Relaxation) -> Walk:
     n = r.arrays.n_calls
     return Walk(
         np.zeros(1, np.int64),
-        np.full(n, -1),
+        np.full(2 * n, -1),
+        np.full(n, OPEN),
         np.full(n, OPEN),
         np.zeros(len(r.trainer)),
-        np.full((n + 1, n), np.inf),
+        r.fastest.copy(),
+        np.full((2 * n + 1, n), np.inf),
         np.zeros(2, np.int64),
     )
 
@@ -139,52 +92,98 @@ def branching(
 
     state          the plan to beat; lower_bound_s: the root bound
     deadline       of time.monotonic(): ends early
-    A threshold that is proved becomes the lower bound; the next lies halfway to the best plan, or, when
-    little is between them, at it. A better plan is first polished by annealing.
+    A threshold that is proved becomes the lower bound. The next lies halfway to the best plan, or, when little is
+    between them, at it; where a walk takes too long, halfway to that threshold, after another annealing. A better
+    plan is first polished by annealing.
     """
     r = relaxation(tables)
-    t, polishings = tree(r), 0
-    starts = r.arrays.start[:-1]
+    t = tree(tables, r, cycles)
+    polishings = restarts = 0
     anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
-    while True:
+    upper = state.time_s if state.excess_bytes <= 0 else anything
+    for proved in _bounds_by_groups(r, t, lower_bound_s, upper, deadline):
+        lower_bound_s = proved
+        yield state, lower_bound_s, 0
+    tedious = np.inf  # the lowest threshold whose walk took too long
+    while monotonic() <= deadline:
         upper = state.time_s if state.excess_bytes <= 0 else anything
         if lower_bound_s >= upper * (1 - 2 * PROVED):
             return
-        threshold = (lower_bound_s + upper) / 2
-        if upper - lower_bound_s < LAST_STEP * upper:
+        threshold = (lower_bound_s + min(upper, tedious)) / 2
+        if upper - lower_bound_s < LAST_STEP * upper and tedious > upper:
             threshold = upper * (1 - PROVED)
-        walk, code, time_s = new_walk(r), PAUSED, np.inf
-        while code == PAUSED:
-            code, time_s = walk_on(r, t, walk, threshold, NODES)
-            if code == PAUSED and monotonic() > deadline:
-                return
+        walk = new_walk(r)
+        code, time_s = _walked(r, t, walk, threshold, 2 * len(walk.choice), deadline)
         n_priced = int(walk.counts[1])
         if code == DONE:
             lower_bound_s = threshold
-        else:
-            found = State(walk.choice - starts, time_s, 0.0)
+        elif code == FOUND:
+            found = State(walk.choice - r.arrays.start[:-1], time_s, 0.0)
             state, more = polished(tables, near, cycles, better(state, found), seed, polishings)
             n_priced, polishings = n_priced + more, polishings + 1
+        else:
+            tedious = threshold
+            again = annealing(
+                tables, near, cycles, [state.choice.tolist()], seed, f"annealing again {restarts}"
+            )
+            for found, more in again:
+                state, n_priced = better(state, found), n_priced + more
+                if monotonic() > deadline:
+                    break
+            restarts += 1
         yield state, lower_bound_s, n_priced
-        if monotonic() > deadline:
-            return
+
+
+def _bounds_by_groups(
+    r: Relaxation, t: Tree, lower_bound_s: float, upper: float, deadline: float
+) -> Iterator[float]:
+    """Lower bounds, ever higher ones, as far as walks through groups alone prove them."""
+    while upper - lower_bound_s > GROUP_STEP * upper and monotonic() <= deadline:
+        threshold, walk = (lower_bound_s + upper) / 2, new_walk(r)
+        if _walked(r, t, walk, threshold, len(walk.choice), deadline)[0] == DONE:
+            lower_bound_s = threshold
+            yield lower_bound_s
+        else:
+            upper = threshold
+
+
+def _walked(
+    r: Relaxation, t: Tree, walk: Walk, threshold: float, levels: int, deadline: float
+) -> tuple[int, float]:
+    """`walk_on` until the walk ends or has taken its share of the time that is left."""
+    now = monotonic()
+    while True:
+        code, time_s = walk_on(r, t, walk, threshold, levels, NODES)
+        if code != PAUSED or monotonic() > now + PATIENCE * (deadline - now):
+            return code, time_s
 
 
 @compiled
-def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) -> tuple[int, float]:
+def walk_on(
+    r: Relaxation, t: Tree, walk: Walk, threshold: float, levels: int, nodes: int
+) -> tuple[int, float]:
     """Goes on with a walk for so many options.
 
+    levels  of the tree that it goes down: as many as calls (groups alone), or twice as many
     Returns (DONE, infinity) when no further choice takes less than the threshold, (FOUND, seconds per iteration)
-    at a choice that does, which is then walk.choice, else (PAUSED, infinity).
+    at a choice that does, which is then walk.choice, else (PAUSED, infinity). Groups that the bounds let pass
+    are FOUND without seconds (infinity).
     """
     n = r.arrays.n_calls
     depth, until = walk.depth[0], walk.counts[0] + nodes
     while depth >= 0:
-        if not _enter_next(r, t, walk, depth, threshold):
+        entered = (
+            _enter_group(r, t, walk, depth, threshold)
+            if depth < n
+            else _enter_row(r, t, walk, depth, threshold)
+        )
+        if not entered:
             depth -= 1
-        elif depth < n - 1:
+        elif depth < levels - 1:
             depth += 1
             walk.place[depth] = -1
+        elif levels == n:
+            return FOUND, np.inf
         else:
             walk.counts[1] += 1
             time_s, excess_bytes, _ = value(r.arrays, walk.choice - r.arrays.start[:n], threshold)
@@ -198,19 +197,130 @@ def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) ->
 
 
 @inner
-def _enter_next(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+def _enter_group(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+    """Gives the call of a depth its next group that the bounds let pass; leaves it open when there is none."""
+    call, g = t.order[depth], t.groups
+    walk.group[call] = OPEN
+    walk.place[depth] += 1
+    while g.start[call] + walk.place[depth] < g.start[call + 1]:
+        group = g.start[call] + walk.place[depth]
+        walk.counts[0] += 1
+        if g.seconds[group] > walk.allowed[depth, call]:
+            break
+        walk.group[call], walk.least_s[call] = group, g.seconds[group]
+        if _groups_fit(r, t, walk) and _groups_may_stay(r, t, walk, depth, threshold):
+            return True
+        walk.place[depth] += 1
+    walk.group[call], walk.least_s[call] = OPEN, r.fastest[call]
+    return False
+
+
+@inner
+def _groups_fit(r: Relaxation, t: Tree, walk: Walk) -> bool:
+    """Whether memory may suffice for the chosen groups, by options and stages that hold least.
+
+    Meshes so large that each two of them share a device all have one in common: they are intervals.
+    """
+    g, n = t.groups, r.arrays.n_calls
+    static, peak, smallest, seen = 0.0, 0.0, 2 * r.n_devices, 0
+    while True:
+        call = -1  # the largest mesh that is left
+        for c in range(n):
+            if walk.group[c] == OPEN or seen >> c & 1:
+                continue
+            if call < 0 or g.size[walk.group[c]] > g.size[walk.group[call]]:
+                call = c
+        if call < 0 or smallest + g.size[walk.group[call]] <= r.n_devices:
+            return static + peak <= r.arrays.memory_bytes
+        group, shared = walk.group[call], False
+        for c in range(n):  # calls of a frozen role may share its parameters
+            shared = shared or (
+                seen >> c & 1 == 1 and r.arrays.role[c] == r.arrays.role[call] and r.arrays.trainer[c] < 0
+            )
+        seen |= 1 << call
+        smallest = g.size[group]
+        if not shared:
+            static += g.least[group, 0]
+        needed = g.least[group, 2]
+        for k in range(len(r.reader)):
+            other = walk.group[r.trainer[k]]
+            if r.reader[k] != call or other == OPEN:
+                continue
+            if g.size[other] != g.size[group] or g.width[other] != g.width[group]:
+                needed += g.least[group, 1]
+        peak = max(peak, needed)
+
+
+@inner
+def _groups_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+    """Whether cycles and load may keep to the threshold with the chosen groups. If so, notes what is allowed next."""
+    allowed = walk.allowed[depth + 1]
+    for call in range(len(allowed)):
+        allowed[call] = allowance(call, walk.least_s, t.cycles.members, t.cycles.delays, threshold) * ROUNDING
+        if allowed[call] < walk.least_s[call]:
+            return False
+    return _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices and _covers(
+        r, t, walk, allowed, threshold
+    )
+
+
+@inner
+def _covers(r: Relaxation, t: Tree, walk: Walk, allowed: Floats, threshold: float) -> bool:
+    """Whether the calls find room in the threshold, by what can run at once (planner/cover.py)."""
+    o, g, n = r.arrays.options, t.groups, r.arrays.n_calls
+    seconds, load, sizes, meet = np.empty(n), np.empty(n), np.zeros(n, np.int64), np.zeros((n, n), np.bool_)
+    for call in range(n):
+        row, group = walk.choice[call], walk.group[call]
+        seconds[call] = walk.least_s[call] if row == OPEN else o[row].seconds
+        if group == OPEN:
+            load[call] = g.lightest_bare[_last_within(t, call, allowed[call])]
+            continue
+        sizes[call] = g.size[group]
+        load[call] = seconds[call] * sizes[call]
+        for other in range(call):
+            shared = sizes[call] + sizes[other] > r.n_devices and sizes[other] > 0
+            if row != OPEN and walk.choice[other] != OPEN:
+                shared = overlap(o, row, walk.choice[other])
+            meet[call, other] = meet[other, call] = shared
+    moves, moved_s = np.zeros(len(r.trainer), np.bool_), np.zeros(len(r.trainer))
+    for k in range(len(moves)):
+        a, b = r.trainer[k], r.reader[k]
+        if r.delay[k] == 1 and r.alone[k] and walk.group[a] != OPEN and walk.group[b] != OPEN:
+            pair_s = g.pair_s[k, walk.group[a] - g.start[a], walk.group[b] - g.start[b]]
+            moved_s[k] = max(walk.moved_s[k], pair_s - seconds[a] - seconds[b])
+            unlike = sizes[a] != sizes[b] or g.width[walk.group[a]] != g.width[walk.group[b]]
+            moves[k] = walk.moved_s[k] > 0 or unlike
+    parts = Parts(seconds, load, sizes, meet, r.trainer, r.reader, moves, moved_s)
+    return cover_s(t.cover, parts, r.n_devices) <= threshold * ROUNDING
+
+
+@inner
+def _last_within(t: Tree, call: int, limit: float) -> int:
+    """The slowest group of a call whose fastest option keeps to a limit; its first one if none does."""
+    low, high = t.groups.start[call], t.groups.start[call + 1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if t.groups.seconds[middle] <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@inner
+def _enter_row(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Gives the call of a depth its next row that the bounds let pass; leaves it open when there is none."""
-    o, call = r.arrays.options, t.order[depth]
+    o, call = r.arrays.options, t.order[depth - r.arrays.n_calls]
     walk.choice[call] = OPEN
     for k in range(len(r.trainer)):
         if r.trainer[k] == call or r.reader[k] == call:
             walk.moved_s[k] = 0.0
-    low, high = r.arrays.start[call], r.arrays.start[call + 1]
+    low, high = t.groups.begin[walk.group[call]], t.groups.begin[walk.group[call] + 1]
     room = threshold * r.n_devices - _least_load(r, t, walk, depth, call, threshold)
     walk.place[depth] += 1
     while low + walk.place[depth] < high:
         place = low + walk.place[depth]
-        row = t.by_mesh[place]
+        row = t.rows[place]
         walk.counts[0] += 1
         begins = place == low or t.end[place - 1] == place
         if begins:
@@ -237,17 +347,17 @@ def _enter_next(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float
 def _mesh_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, floor: float, threshold: float) -> bool:
     """Whether the mesh of the depth's call may stay with some row, given its fastest, its least load, and a
     threshold raised by what another row may spare elsewhere."""
-    if exceeds(r, walk.choice, walk.moved_s, threshold, walk.allowed[depth + 1]):
+    if exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, walk.allowed[depth + 1]):
         return False
-    others = _least_load(r, t, walk, depth + 1, t.order[depth], threshold)
+    others = _least_load(r, t, walk, depth + 1, t.order[depth - r.arrays.n_calls], threshold)
     return others + floor <= threshold * r.n_devices
 
 
 @inner
 def _least_load(r: Relaxation, t: Tree, walk: Walk, depth: int, but: int, threshold: float) -> float:
-    """The least load of all calls but one: as chosen, or the lightest row in the time that is left to an open
-    call by the cycles and by the emptiest device. Infinite when there is no such row."""
-    o, total = r.arrays.options, 0.0
+    """The least load of all calls but one: of its row, of its group, or of the lightest group in the time that is
+    left to an open call by the cycles and by the emptiest device. Infinite when there is none."""
+    g, total = t.groups, 0.0
     free = threshold - _emptiest(r, t, walk.choice)
     for call in range(r.arrays.n_calls):
         if call == but:
@@ -255,17 +365,11 @@ def _least_load(r: Relaxation, t: Tree, walk: Walk, depth: int, but: int, thresh
         if walk.choice[call] != OPEN:
             total += t.load[walk.choice[call]]
             continue
-        low, high = r.arrays.start[call], r.arrays.start[call + 1]
         limit = min(walk.allowed[depth, call], free)
-        if o[t.by_speed[low]].seconds > limit:
+        if walk.least_s[call] > limit:
             return np.inf
-        while high - low > 1:
-            middle = (low + high) // 2
-            if o[t.by_speed[middle]].seconds <= limit:
-                low = middle
-            else:
-                high = middle
-        total += t.lightest[low]
+        group = walk.group[call]
+        total += g.lightest[_last_within(t, call, limit)] if group == OPEN else g.load[group]
     return total
 
 
@@ -294,8 +398,10 @@ def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
 def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Whether some completion may keep to memory, threshold and the cluster's load. Prices the moves that the
     depth's call decides, but only when the bound with their least seconds lets the choice pass."""
-    allowed, call = walk.allowed[depth + 1], t.order[depth]
-    if lacks(r, walk.choice) or exceeds(r, walk.choice, walk.moved_s, threshold, allowed):
+    allowed, call = walk.allowed[depth + 1], t.order[depth - r.arrays.n_calls]
+    if lacks(r, walk.choice) or exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, allowed):
+        return False
+    if not _covers(r, t, walk, allowed, threshold):
         return False
     if _least_load(r, t, walk, depth + 1, -1, threshold) > threshold * r.n_devices:
         return False
@@ -311,8 +417,9 @@ def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) 
                     walk.moved_s[k] = move_s(r, k, trainer, reader, exact)
                     moves = moves or walk.moved_s[k] > 0
         if moves:
-            stays = not exceeds(r, walk.choice, walk.moved_s, threshold, allowed)
+            stays = not exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, allowed)
             stays = stays and _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices
+            stays = stays and _covers(r, t, walk, allowed, threshold)
     if not stays:
         for k in range(len(r.trainer)):
             if r.trainer[k] == call or r.reader[k] == call:

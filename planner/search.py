@@ -9,7 +9,7 @@ from typing import NamedTuple
 from planner.anneal import State, anneal, annealing, neighbours, start_state, uniforms
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
-from planner.branch import branching, new_walk, tree, walk_on
+from planner.branch import branching, new_walk, walk_on
 from planner.choices import assignments_of, nearest_choice
 from planner.disjoint import disjoint_choice
 from planner.mcmc import greedy_choice, metropolis
@@ -18,6 +18,7 @@ from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
 from planner.relaxation import relaxation
 from planner.tables import Tables
+from planner.tree import tree
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
@@ -190,7 +191,7 @@ def _compile(tables: Tables) -> float:
     r = relaxation(tables)
     walk = new_walk(r)
     walk.depth[0] = -1
-    walk_on(r, tree(r), walk, 1.0, 0)
+    walk_on(r, tree(tables, r, cycles), walk, 1.0, 2 * len(tables.calls), 0)
     return time.monotonic() - began
 
 
