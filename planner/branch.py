@@ -1,7 +1,7 @@
 """Branch and bound: proofs that no choice of options has a period below some threshold.
 
-A walk goes through the tree of partial choices: first the groups of all calls (the sizes of their meshes and
-replicas), then meshes and options, calls in the order of their load. It cuts a branch as soon as its completions
+A walk goes through the tree of partial choices: first the groups of all calls (the sizes of their meshes),
+then meshes and options, calls in the order of their load. It cuts a branch as soon as its completions
 provably exceed the threshold (planner/cover.py, planner/relaxation.py) or lack memory. Complete choices that are
 left are priced exactly. Thresholds lie between the proved bound and the best plan's time, so an interrupted search
 has a bound to show; the first of them are tried with groups alone, which takes little time.
@@ -244,9 +244,7 @@ def _groups_fit(r: Relaxation, t: Tree, walk: Walk) -> bool:
         needed = g.least[group, 2]
         for k in range(len(r.reader)):
             other = walk.group[r.trainer[k]]
-            if r.reader[k] != call or other == OPEN:
-                continue
-            if g.size[other] != g.size[group] or g.width[other] != g.width[group]:
+            if r.reader[k] == call and other != OPEN and g.size[other] != g.size[group]:
                 needed += g.least[group, 1]
         peak = max(peak, needed)
 
@@ -288,8 +286,7 @@ def _covers(r: Relaxation, t: Tree, walk: Walk, allowed: Floats, threshold: floa
         if r.delay[k] == 1 and r.alone[k] and walk.group[a] != OPEN and walk.group[b] != OPEN:
             pair_s = g.pair_s[k, walk.group[a] - g.start[a], walk.group[b] - g.start[b]]
             moved_s[k] = max(walk.moved_s[k], pair_s - seconds[a] - seconds[b])
-            unlike = sizes[a] != sizes[b] or g.width[walk.group[a]] != g.width[walk.group[b]]
-            moves[k] = walk.moved_s[k] > 0 or unlike
+            moves[k] = walk.moved_s[k] > 0 or sizes[a] != sizes[b]
     parts = Parts(seconds, load, sizes, meet, r.trainer, r.reader, moves, moved_s)
     return cover_s(t.cover, parts, r.n_devices) <= threshold * ROUNDING
 

@@ -160,10 +160,8 @@ def _prices(
         resident = (0.0,) * strategy.pp
     found = []
     for count in micro_batch_counts(call, strategy):
-        assignment = CallAssignment.model_construct(
-            placement=placement, micro_batches=count
-        )  # unchecked: many
-        cost = model.call(call, assignment)
+        unchecked = CallAssignment.model_construct(placement=placement, micro_batches=count)  # there are many
+        cost = model.call(call, unchecked)
         found.append(
             Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
         )

@@ -13,6 +13,7 @@ from planner.branch import branching, new_walk, walk_on
 from planner.choices import assignments_of, nearest_choice
 from planner.disjoint import disjoint_choice
 from planner.mcmc import greedy_choice, metropolis
+from planner.options import ALL_CUTS
 from planner.plan import PlanError
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
@@ -218,10 +219,11 @@ def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
 
 def proof_class(problem: Problem) -> str:
     """The plans for which bounds and proofs hold, in one sentence."""
+    meshes = "all meshes" if problem.cluster.n_hosts <= ALL_CUTS else "meshes of sixteenths of the cluster"
     mixed = "a mesh of several device classes priced by its slowest, "
     return (
-        f"Plans on {problem.cluster} whose calls have the meshes, strategies (tp up to {problem.tp_limit}) and "
-        "micro-batch counts of planner/options.py, contiguous stages, "
+        f"Plans on {problem.cluster} whose calls have {meshes}, strategies (tp up to {problem.tp_limit}) and "
+        "micro-batch counts as planner/options.py lists them, contiguous stages, "
         f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in one order of the graph, "
         "the same in every iteration, inserted nodes placed by rule beside them, frozen models resident, and at "
         "most two iterations in flight; with times and memory as the cost model gives them."

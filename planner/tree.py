@@ -1,6 +1,6 @@
 """What a walk through partial choices goes by: the calls' order, and their options by group, mesh and speed.
 
-A group is all options of a call on meshes of one size with replicas (tp x pp) of one size.
+A group is all options of a call on meshes of one size.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -29,7 +29,7 @@ class Groups(NamedTuple):
     """Groups of all calls one after another, those of a call fastest first.
 
     start     [calls + 1] the groups of call c are start[c] .. start[c + 1] - 1
-    size      [groups] devices; width: of a replica, tp x pp
+    size      [groups] devices
     seconds   [groups] of the fastest option
     load      [groups] the least seconds x devices of an option, with the save of a train_step
     lightest  [groups] the least load of the call's groups up to this one; lightest_bare: the same without saves
@@ -41,7 +41,6 @@ class Groups(NamedTuple):
 
     start: Ints
     size: Ints
-    width: Ints
     seconds: Floats
     load: Floats
     lightest: Floats
@@ -88,7 +87,7 @@ def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
     place, begin, start = 0, [0], [0]
     for call, (a, b) in enumerate(starts):
         spared_s = r.arrays.dispatch_s * (r.data[call].sum() + r.data[:, call].sum())
-        for group in _by(o["size"] * r.n_devices + o.tp * o.pp, o.seconds, range(a, b)):
+        for group in _by(o["size"], o.seconds, range(a, b)):
             for mesh in _by(o.first, o.seconds, group):
                 here = slice(place, place + len(mesh))
                 rows[here], end[here], floor[here] = mesh, here.stop, load[mesh].min()
@@ -112,7 +111,7 @@ def _by(key: Ints, seconds: Floats, rows: Iterable[int]) -> list[list[int]]:
 def _groups(r: Relaxation, start: Ints, begin: Ints, rows: Ints, load: Floats) -> Groups:
     o = r.arrays.options
     first = rows[begin[:-1]]
-    size, seconds, width = o["size"][first], o.seconds[first], o.tp[first] * o.pp[first]
+    size, seconds = o["size"][first], o.seconds[first]
     least = np.minimum.reduceat(load[rows], begin[:-1])
     calls = list(pairwise(start))
     lightest, bare = (
@@ -131,7 +130,7 @@ def _groups(r: Relaxation, start: Ints, begin: Ints, rows: Ints, load: Floats) -
         by_group = np.minimum.reduceat(np.minimum.reduceat(between, firsts[0], axis=0), firsts[1], axis=1)
         pair_s[k, : by_group.shape[0], : by_group.shape[1]] = by_group
     smallest = np.minimum.reduceat(r.least[rows], begin[:-1])
-    return Groups(start, size, width, seconds, least, lightest, bare, smallest, begin, pair_s)
+    return Groups(start, size, seconds, least, lightest, bare, smallest, begin, pair_s)
 
 
 def _kinds(arrays: Arrays, rows: Ints, begin: Ints, low: int, high: int) -> tuple[Ints, Ints]:
