@@ -18,13 +18,13 @@ LINKED = (
         "anneal",
         "arrays",
         "bound",
-        "branch",
         "compiled",
         "cover",
         "evaluator",
         "move_seconds",
         "relaxation",
         "tree",
+        "walk",
     ),
     "simulate",  # whose IN_FLIGHT is a constant there
 )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from planner.anneal import State, anneal, annealing, neighbours, start_state, uniforms
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
-from planner.branch import branching, new_walk, walk_on
+from planner.branch import branching
 from planner.choices import assignments_of, nearest_choice
 from planner.disjoint import disjoint_choice
 from planner.mcmc import greedy_choice, metropolis
@@ -20,6 +20,7 @@ from planner.problem import Problem
 from planner.relaxation import relaxation
 from planner.tables import Tables
 from planner.tree import tree
+from planner.walk import new_walk, walk_on
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
