@@ -44,7 +44,7 @@ def test_lies_below_every_plan(small_problem, cluster):
         choice = np.array([random.integers(len(found)) for found in tables.options])
         rows = choice + r.arrays.start[:-1]
         seconds = r.arrays.options.seconds[rows]
-        time_s = tables.evaluate(choice).time_s
+        time_s = tables.evaluate(choice.tolist()).time_s
         placed, sized = (
             cover_s(known, parts_of(r, rows, seconds, places=places), r.n_devices) for places in (True, False)
         )
