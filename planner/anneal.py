@@ -92,16 +92,22 @@ def start_state(tables: Tables, choice: Sequence[int]) -> State:
 
 
 def annealing(
-    tables: Tables, near: Neighbours, cycles: Cycles, starts: Sequence[Sequence[int]], seed: int
+    tables: Tables,
+    near: Neighbours,
+    cycles: Cycles,
+    starts: Sequence[Sequence[int]],
+    seed: int,
+    purpose: str = "annealing",
 ) -> Iterator[tuple[State, int]]:
     """After each part of a round: the best state so far, and the number of choices that the part priced.
 
-    starts  choices to begin with; the rounds take them in turn, and the best state after them
+    starts   choices to begin with; the rounds take them in turn, and the best state after them
+    purpose  of the random numbers
     """
     best: State | None = None
     for number in range(ROUNDS):
         state = start_state(tables, starts[number]) if number < len(starts) or best is None else best
-        draws = uniforms(seed, "annealing", number, STEPS)
+        draws = uniforms(seed, purpose, number, STEPS)
         heat = state.time_s * HOT * (COLD / HOT) ** (np.arange(STEPS + 1) / STEPS)
         for step in range(0, STEPS, CHUNK):
             hot, cold = heat[step], heat[step + CHUNK]

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from planner.call_order import levels, phased_order, with_trailing
 from planner.graph import DataflowGraph
 from planner.insertion import dealing
-from planner.move_seconds import Links, Parts, links, parts
+from planner.move_seconds import Links, links, parts
 from planner.options import Option
 from planner.price import key_bytes, save_s
 from planner.problem import Problem
+from planner.sizes import sizes
 from planner.skeleton import FETCH as FETCHED
 from planner.skeleton import Skeleton, SlotKind, skeleton
+from planner.workload import RoleModel
 from rlhf_tasks.spec import ModelFunctionCall
 
 Ints = NDArray[np.int64]
@@ -50,7 +52,8 @@ OPTION_ROW = np.dtype(
             (name, "i8")
             for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "stage")
         ),
-        *((name, "f8") for name in ("resident", "copy", "active")),
+        *((name, "f8") for name in ("resident", "copy", "active", "layer")),
+        ("layers", "i8"),
     ]
 )
 """An option.
@@ -61,6 +64,7 @@ where            row of Arrays.sides; equal numbers: every sample lies on the sa
 place, strategy  numbers of the placement and of (dp, tp, pp) with the classes along the mesh
 stage            row of its first stage in Arrays.stages
 resident, copy, active  the largest of any stage, in bytes
+layer, layers    bytes of a layer on the tp rank that has most of it; layers of the stage that has most
 """
 
 STAGE_ROW = np.dtype([("resident", "f8"), ("copy", "f8"), ("active", "f8")])
@@ -104,6 +108,7 @@ class Models(NamedTuple):
                     start[r + 1, 1] - 1 of kinds
     start           [roles + 1, 2] int64
     layers          [roles] int64
+    layer_bytes     [roles] float64: of a whole layer
     itemsize        bytes of an element
     """
 
@@ -111,6 +116,7 @@ class Models(NamedTuple):
     kinds: Ints
     start: Ints
     layers: Ints
+    layer_bytes: Floats
     itemsize: int
 
 
@@ -173,20 +179,22 @@ def make_arrays(
         stages=stages,
         sides=sides,
         skeletons=_skeletons(problem, orders),
-        models=_models([parts(m.shape, m.head, model.workload.itemsize) for m in shapes]),
+        models=_models(shapes, model.workload.itemsize),
         redistributions=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
         reallocations=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
     )
 
 
-def _models(of_roles: Sequence[Parts]) -> Models:
+def _models(roles: Sequence[RoleModel], itemsize: int) -> Models:
+    of_roles = [parts(model.shape, model.head, itemsize) for model in roles]
     counts = [(len(model.entries), len(model.kinds)) for model in of_roles]
     return Models(
         np.concatenate([model.entries for model in of_roles]),
         np.concatenate([model.kinds for model in of_roles]),
         np.cumsum([(0, 0), *counts], axis=0),
         np.array([model.layers for model in of_roles]),
-        of_roles[0].itemsize,
+        np.array([float(sizes(model.shape, model.head, 1).layer * itemsize) for model in roles]),
+        itemsize,
     )
 
 
@@ -196,36 +204,38 @@ def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
 
 def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:
     """The rows of all options, of all stages, and the table of sides."""
-    classes = problem.model.classes
+    classes, itemsize = problem.model.classes, problem.model.workload.itemsize
     dispatch_s = classes.dispatch_s
     rows: list[tuple] = []
     stages: list[tuple[float, float, float]] = []
-    first_stage: dict[tuple, int] = {}  # of options that are alike but for their place
-    sides, places, strategies = _Numbers(), _Numbers(), _Numbers()
+    known: dict[tuple, tuple] = {}  # what options have in common that are alike but for their place
+    numbers, places, strategies = _Numbers(), _Numbers(), _Numbers()
     for call, of_call in zip(problem.graph.calls, options, strict=True):
+        model = problem.model.models[call.role]
         for option in of_call:
             s, mesh = option.strategy, (option.first, option.size)
             alike = (call.name, s, option.micro_batches)
-            if alike not in first_stage:
-                first_stage[alike] = len(stages)
+            if alike not in known:
+                most = max(option.resident), max(option.copy), max(option.active)
+                layer = float(sizes(model.shape, model.head, s.tp).layer * itemsize)
+                known[alike] = (len(stages), *most, layer, -(-model.shape.layers // s.pp))
                 stages += zip(option.resident, option.copy, option.active, strict=True)
-            most = max(option.resident), max(option.copy), max(option.active)
+            common = known[alike]
             rows.append(
                 (
                     option.seconds + dispatch_s,
-                    save_s(most[1], s.dp, problem.model, classes.within(*mesh)) + dispatch_s,
+                    save_s(common[2], s.dp, problem.model, classes.within(*mesh)) + dispatch_s,
                     *mesh,
                     s.dp,
                     s.tp,
                     s.pp,
-                    sides[_side(call, option)],
+                    numbers[_side(call, option)],
                     places[option.first, s],
                     strategies[s, classes.layout(*mesh)],
-                    first_stage[alike],
-                    *most,
+                    *common,
                 )
             )
-    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64)
+    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(numbers), np.int64)
 
 
 def _side(call: ModelFunctionCall, option: Option) -> tuple[int, int, int, int]:

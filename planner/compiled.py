@@ -14,7 +14,18 @@ from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 LINKED = (
-    *("anneal", "arrays", "bound", "branch", "compiled", "evaluator", "move_seconds", "relaxation"),
+    *(
+        "anneal",
+        "arrays",
+        "bound",
+        "compiled",
+        "cover",
+        "evaluator",
+        "move_seconds",
+        "relaxation",
+        "tree",
+        "walk",
+    ),
     "simulate",  # whose IN_FLIGHT is a constant there
 )
 """The modules of this package whose functions and constants go into compiled code."""
@@ -38,12 +49,18 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, _source_stamp())
+        stamp = _source_stamp(function.__module__.rpartition(".")[2])
+        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
 
 
 @cache
-def _source_stamp() -> str:
-    digest = sha256()
-    for module in LINKED:
-        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
-    return digest.hexdigest()
+def _source_stamp(module: str) -> str:
+    """Of the sources of a module and of those in LINKED that it imports, and so on."""
+    sources: dict[str, bytes] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in sources:
+            sources[name] = Path(__file__).with_name(f"{name}.py").read_bytes()
+            waiting += [other for other in LINKED if f"from planner.{other} import".encode() in sources[name]]
+    return sha256(b"".join(sources[name] for name in sorted(sources))).hexdigest()

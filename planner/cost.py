@@ -224,9 +224,23 @@ class _OnMesh:
             seconds += self.timing.head_s(kind, tokens, context)
         return seconds
 
+    def each_stage(self, figure: Callable[[int], float]) -> list[float]:
+        """A figure of every stage, asked for once where stages have equally many layers and are no ends."""
+        last, known, found = self.strategy.pp - 1, dict[tuple[int, bool, bool], float](), list[float]()
+        for stage in range(self.strategy.pp):
+            key = self.layers(stage), stage == 0, stage == last
+            if key not in known:
+                known[key] = figure(stage)
+            found.append(known[key])
+        return found
+
+    def stages_s(self, kind: Pass, tokens: float, context: float) -> list[float]:
+        """Every stage's pass over a micro-batch."""
+        return self.each_stage(lambda stage: self.stage_s(kind, stage, tokens, context))
+
     def pipelined_s(self, stage_s: Callable[[int], float], tokens: float, micro_batches: int) -> float:
         """Micro-batches through all stages: one fills the pipeline, the others follow the slowest stage."""
-        stages, sends = [stage_s(stage) for stage in range(self.strategy.pp)], self.pass_on_s(tokens)
+        stages, sends = self.each_stage(stage_s), self.pass_on_s(tokens)
         return sum(stages) + (self.strategy.pp - 1) * sends + (micro_batches - 1) * (max(stages) + sends)
 
     def share_batch_s(self, call: ModelFunctionCall, tokens: float) -> float:
@@ -255,9 +269,7 @@ def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
         return mesh.stage_s("forward", stage, tokens, length)
 
     seconds = mesh.share_batch_s(call, share * length) + mesh.pipelined_s(forward_s, tokens, micro_batches)
-    return CallCost(
-        seconds, tuple(mesh.working_bytes(tokens, stage, False) for stage in range(mesh.strategy.pp))
-    )
+    return CallCost(seconds, tuple(mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, False))))
 
 
 def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
@@ -289,7 +301,7 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
 def _update_s(mesh: _OnMesh) -> float:
     """An optimizer step after the backward passes: gradients reduced, shares updated, weights gathered."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
-    parameters = max(mesh.local.stage_parameters(s.pp, stage) for stage in range(s.pp))
+    parameters = int(max(mesh.each_stage(lambda stage: mesh.local.stage_parameters(s.pp, stage))))
     seconds = (
         mesh.exchange_s("reduce_scatter", s.dp, parameters * GRADIENT_BYTES, crossings.dp)
         + mesh.timing.update_s(parameters, s.dp)
@@ -318,7 +330,7 @@ def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> Cal
         steps = last - max(first, 2) + 1  # the first token comes with the prefill
         rows = max(share * running / groups, 1.0)
         context = prompt + (first + last) / 2
-        stages = [mesh.stage_s("decode", stage, rows, context) for stage in range(pp)]
+        stages = mesh.stages_s("decode", rows, context)
         message = mesh.pass_on_s(rows)  # of hidden states; the tokens drawn take about as long
         # A stage takes all groups in turn for each token, and a group's next token waits for its last one
         seconds += steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
@@ -328,4 +340,4 @@ def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> Cal
         logits = share / groups * local.vocab * 4 if stage == pp - 1 else 0.0
         return cache + max(mesh.working_bytes(tokens, 0, False), logits)
 
-    return CallCost(seconds, tuple(active(stage) for stage in range(pp)))
+    return CallCost(seconds, tuple(mesh.each_stage(active)))

@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 
 ROUNDING = 1e-12  # relative; smaller gains are noise of floating-point sums
 
+LISTED = 1024  # devices of both meshes up to which a reallocation is priced message by message
+
 _HOSTS_APART = 1 << 22  # stands for the distance of meshes that share no host
 
 
@@ -74,13 +76,45 @@ def _parts(models: Models, role: int) -> Parts:
 
 
 @inner
+def least_reallocation(arrays: Arrays, role: int, source: int, destination: int) -> float:
+    """Seconds that a reallocation takes at least, by row (`least_move_s`)."""
+    a, b, per_host = arrays.options[source], arrays.options[destination], arrays.links.per_host
+    low = a.first // per_host * per_host
+    high = -(-(a.first + a.size) // per_host) * per_host
+    shared = max(0, min(a.first + a.size, b.first + b.size) - max(a.first, b.first))
+    near = max(0, min(high, b.first + b.size) - max(low, b.first))
+    return least_move_s(arrays, role, source, destination, shared, near)
+
+
+@inner
+def least_move_s(arrays: Arrays, role: int, source: int, destination: int, shared: int, near: int) -> float:
+    """Seconds that a role's move takes at least between two options' strategies.
+
+    shared  devices of both meshes; near  devices of the destination's on hosts of the source's
+    A device receives the layers that it does not hold; what all receive is sent by the source's devices; and
+    what goes to other hosts takes the slower link. Embedding and head are left out.
+    """
+    a, b, links = arrays.options[source], arrays.options[destination], arrays.links
+    layers, layer = arrays.models.layers[role], arrays.models.layer_bytes[role]
+    held = min(a.layers, b.layers) * min(a.layer, b.layer)
+    fastest, between_hosts = links.least_per_byte_s[0 if near else 1], links.least_per_byte_s[1]
+    received = b.layers * b.layer - (held if shared else 0.0)
+    sent = max(0.0, b.dp * layers * layer - shared * held)
+    across = (b.size - near) // b.tp * (layers // b.pp) * layer if b.tp <= links.per_host else 0.0
+    return max(max(received, sent / a.size) * fastest, across / a.size * between_hosts)
+
+
+@inner
 def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> float:
     """Seconds in which a role's parameters go from one option's placement to another's, by row.
 
     Where the meshes share no host, the price is the same wherever they are; else it depends on the distance of
-    their first devices alone. (The classes along a mesh are part of its strategy's number.)
+    their first devices alone. (The classes along a mesh are part of its strategy's number.) Of very large meshes it
+    is the least seconds: listing the messages would take too long.
     """
     a, b, per_host = arrays.options[source], arrays.options[destination], arrays.links.per_host
+    if a.size + b.size > LISTED:
+        return least_reallocation(arrays, role, source, destination)
     apart = (
         a.first // per_host > (b.first + b.size - 1) // per_host
         or b.first // per_host > (a.first + a.size - 1) // per_host
@@ -97,20 +131,6 @@ def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> fl
         )
         known.key = key
     return known.seconds
-
-
-@inner
-def least_reallocation(arrays: Arrays, source: int, destination: int) -> float:
-    """Seconds that a reallocation takes at least: a device receives what it does not hold, over its fastest link."""
-    a, b, per_host = arrays.options[source], arrays.options[destination], arrays.links.per_host
-    missing = b.copy
-    if a.first < b.first + b.size and b.first < a.first + a.size:
-        missing = max(0.0, b.copy - a.copy)
-    apart = (
-        a.first // per_host > (b.first + b.size - 1) // per_host
-        or b.first // per_host > (a.first + a.size - 1) // per_host
-    )
-    return missing * arrays.links.least_per_byte_s[1 if apart else 0]
 
 
 @inner
@@ -138,7 +158,7 @@ def durations(arrays: Arrays, made: int, rows: Ints, out: Floats, exact: bool) -
             elif slot.kind == REALLOCATE and exact:
                 out[i] += reallocation(arrays, int(arrays.role[slot.call]), there, here)
             elif slot.kind == REALLOCATE:
-                out[i] += least_reallocation(arrays, there, here)
+                out[i] += least_reallocation(arrays, int(arrays.role[slot.call]), there, here)
 
 
 @inner

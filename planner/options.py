@@ -1,9 +1,9 @@
 """All options of every call: device mesh, strategy and micro-batches, with seconds and bytes.
 
 The class of options, which is the class that proofs of the search speak of:
-- meshes: aligned parts of a host, or whole consecutive hosts. On at most 16 hosts all of them; on more, a mesh of
-  several hosts begins and ends at a cut point of `cut_points`, and a part of a host lies on a host that a
-  cut point starts;
+- meshes: aligned parts of a host, or whole consecutive hosts. On at most 16 hosts all of them. On more, those that
+  begin and end at sixteenths of the cluster; inside the first sixteenth, the first 1, 2, 4, ... hosts and as many
+  behind these; and the parts of the first host;
 - strategies: dp tp pp = size of the mesh; tp divides the devices of a host or is a multiple of them, and is at
   most the problem's limit and what the model's heads allow; pp at most the layers; dp at most the
   sequences of a mini-batch;
@@ -72,19 +72,9 @@ class Option:
 
 
 def cut_points(n_hosts: int) -> tuple[int, ...]:
-    """Numbers of hosts at which meshes of several hosts may begin and end.
-
-    Every number up to 16 hosts; else sixteenths of the cluster, and powers of two counted from both ends, so
-    that small models find small meshes and no host need stay idle.
-    """
-    if n_hosts <= ALL_CUTS:
-        return tuple(range(n_hosts + 1))
-    cuts = {i * n_hosts // ALL_CUTS for i in range(ALL_CUTS + 1)}
-    power = 1
-    while power <= n_hosts:
-        cuts |= {power, n_hosts - power}
-        power *= 2
-    return tuple(sorted(cuts))
+    """Numbers of hosts at which large meshes begin and end: all of them up to 16 hosts, else sixteenths."""
+    parts = min(n_hosts, ALL_CUTS)
+    return tuple(i * n_hosts // parts for i in range(parts + 1))
 
 
 def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
@@ -94,11 +84,13 @@ def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
         return
     cuts, per_host = cut_points(cluster.n_hosts), cluster.devices_per_host
     for size in (size for size in range(1, per_host + 1) if per_host % size == 0):
-        for host in cuts[:-1]:
-            for first in range(0, per_host, size):
-                yield DeviceMesh(cluster, host * per_host + first, size)
-    ranges = sorted((b - a, a) for a in cuts for b in cuts if b - a >= 2)
-    yield from (DeviceMesh(cluster, a * per_host, n * per_host) for n, a in ranges)
+        yield from (DeviceMesh(cluster, first, size) for first in range(0, per_host, size))
+    ranges = {(b - a, a) for a in cuts for b in cuts if a < b}
+    n = 1
+    while 2 * n <= cuts[1]:
+        ranges |= {(n, 0), (n, n)}
+        n *= 2
+    yield from (DeviceMesh(cluster, a * per_host, n * per_host) for n, a in sorted(ranges - {(1, 0)}))
 
 
 def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator[ParallelStrategy]:
@@ -168,7 +160,8 @@ def _prices(
         resident = (0.0,) * strategy.pp
     found = []
     for count in micro_batch_counts(call, strategy):
-        cost = model.call(call, CallAssignment(placement=placement, micro_batches=count))
+        unchecked = CallAssignment.model_construct(placement=placement, micro_batches=count)  # there are many
+        cost = model.call(call, unchecked)
         found.append(
             Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
         )

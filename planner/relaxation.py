@@ -73,12 +73,11 @@ def relaxation(tables: Tables) -> Relaxation:
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
     moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
-    options = [option for of_call in tables.options for option in of_call]
     starts = arrays.start
     return Relaxation(
         arrays=arrays,
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(starts)]),
-        least=np.array([(min(o.resident), min(o.copy), min(o.active)) for o in options]),
+        least=_least_stages(arrays),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
         begins=np.array([not ordered.in_degree(name) for name in names]),
@@ -90,6 +89,13 @@ def relaxation(tables: Tables) -> Relaxation:
         source=number[graph.source.name],
         n_devices=tables.problem.cluster.n_devices,
     )
+
+
+def _least_stages(arrays: Arrays) -> Floats:
+    """[options, 3] the smallest of resident, copy, active bytes over an option's stages."""
+    begins, option = np.unique(arrays.options.stage, return_inverse=True)
+    columns = (arrays.stages.resident, arrays.stages["copy"], arrays.stages.active)
+    return np.stack([np.minimum.reduceat(column, begins)[option] for column in columns], axis=1)
 
 
 def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, bool]]:
@@ -129,20 +135,24 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> 
     place = r.arrays.options.place
     if place[trainer] == place[reader]:
         return 0.0
+    role = r.arrays.role[r.trainer[move]]
     if not exact:
-        return r.arrays.dispatch_s + least_reallocation(r.arrays, trainer, reader)
-    return r.arrays.dispatch_s + reallocation(r.arrays, r.arrays.role[r.trainer[move]], trainer, reader)
+        return r.arrays.dispatch_s + least_reallocation(r.arrays, role, trainer, reader)
+    return r.arrays.dispatch_s + reallocation(r.arrays, role, trainer, reader)
 
 
 @compiled
-def exceeds(r: Relaxation, choice: Ints, moved_s: Floats, period: float, allowed: Floats) -> bool:
+def exceeds(
+    r: Relaxation, choice: Ints, least_s: Floats, moved_s: Floats, period: float, allowed: Floats
+) -> bool:
     """Whether every plan that completes a choice has a longer period.
 
     choice   [calls] rows of options, or OPEN
+    least_s  [calls] seconds at least of calls that are open
     moved_s  [moves] seconds of each reallocation whose ends are decided; 0 where none is needed
     allowed  [calls] out, if not: the most seconds that each open call may take in such a plan of this period
     """
-    free = _free_edges(r, choice, moved_s, period)
+    free = _free_edges(r, choice, least_s, moved_s, period)
     weight = free.copy()
     if _has_gain(weight, period):
         return True
@@ -153,10 +163,10 @@ def exceeds(r: Relaxation, choice: Ints, moved_s: Floats, period: float, allowed
         if before >= 0 and _same_order(r, related, r.position[before], r.position[order]):
             continue
         before = order
-        weight = _with_devices(r, free, related, choice, moved_s, r.position[order], period)
+        weight = _with_devices(r, free, related, choice, least_s, moved_s, r.position[order], period)
         if not _has_gain(weight, period):
             for call in range(len(choice)):
-                allowed[call] = max(allowed[call], r.fastest[call] - weight[call, call])
+                allowed[call] = max(allowed[call], least_s[call] - weight[call, call])
     return allowed[0] == -np.inf
 
 
@@ -180,12 +190,12 @@ def _place(r: Relaxation, position: Ints, node: int) -> int:
 
 
 @inner
-def _free_edges(r: Relaxation, choice: Ints, moved_s: Floats, period: float) -> Floats:
+def _free_edges(r: Relaxation, choice: Ints, least_s: Floats, moved_s: Floats, period: float) -> Floats:
     """[nodes, nodes] seconds less delays of the edges that hold in every order; nodes are calls, then moves."""
     n, n_moves = len(choice), len(moved_s)
     weight = np.full((n + n_moves, n + n_moves), -np.inf)
     for a in range(n):
-        seconds = _seconds(r, choice, a)
+        seconds = _seconds(r, choice, least_s, a)
         for b in range(n):
             if r.data[a, b]:
                 weight[a, b] = seconds
@@ -198,10 +208,10 @@ def _free_edges(r: Relaxation, choice: Ints, moved_s: Floats, period: float) -> 
             if r.ends[a] and r.begins[b]:
                 behind = 0.0 if choice[a] == OPEN else save_s(r.arrays, a, choice[a])
                 weight[a, b] = max(weight[a, b], seconds + behind - IN_FLIGHT * period)
-        weight[a, a] = max(weight[a, a], _load(r, choice, moved_s, a) - period)
+        weight[a, a] = max(weight[a, a], _load(r, choice, least_s, moved_s, a) - period)
     for k in range(n_moves):
         trainer, reader = r.trainer[k], r.reader[k]
-        weight[trainer, n + k] = _seconds(r, choice, trainer) - r.delay[k] * period
+        weight[trainer, n + k] = _seconds(r, choice, least_s, trainer) - r.delay[k] * period
         weight[n + k, reader] = moved_s[k]
         if moved_s[k] > 0 and r.delay[k]:
             weight[n + k, trainer] = moved_s[k]
@@ -209,14 +219,14 @@ def _free_edges(r: Relaxation, choice: Ints, moved_s: Floats, period: float) -> 
 
 
 @inner
-def _seconds(r: Relaxation, choice: Ints, call: int) -> float:
-    return r.fastest[call] if choice[call] == OPEN else r.arrays.options[choice[call]].seconds
+def _seconds(r: Relaxation, choice: Ints, least_s: Floats, call: int) -> float:
+    return least_s[call] if choice[call] == OPEN else r.arrays.options[choice[call]].seconds
 
 
 @inner
-def _load(r: Relaxation, choice: Ints, moved_s: Floats, call: int) -> float:
+def _load(r: Relaxation, choice: Ints, least_s: Floats, moved_s: Floats, call: int) -> float:
     """Seconds of a call on its devices, with the fetch, save or release that stands beside it."""
-    seconds = _seconds(r, choice, call) + _behind(r, choice, moved_s, call)
+    seconds = _seconds(r, choice, least_s, call) + _behind(r, choice, moved_s, call)
     return seconds + r.arrays.dispatch_s if call == r.source else seconds
 
 
@@ -269,6 +279,7 @@ def _with_devices(
     free: Floats,
     related: Bools,
     choice: Ints,
+    least_s: Floats,
     moved_s: Floats,
     position: Ints,
     period: float,
@@ -277,7 +288,9 @@ def _with_devices(
     n = len(choice)
     weight = free.copy()
     for a in range(len(related)):
-        seconds = moved_s[a - n] if a >= n else _seconds(r, choice, a) + _behind(r, choice, moved_s, a)
+        seconds = (
+            moved_s[a - n] if a >= n else _seconds(r, choice, least_s, a) + _behind(r, choice, moved_s, a)
+        )
         for b in range(len(related)):
             if related[a, b]:
                 if _place(r, position, a) < _place(r, position, b):

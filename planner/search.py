@@ -9,15 +9,18 @@ from typing import NamedTuple
 from planner.anneal import State, anneal, annealing, neighbours, start_state, uniforms
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
-from planner.branch import branching, new_walk, tree, walk_on
+from planner.branch import branching
 from planner.choices import assignments_of, nearest_choice
 from planner.disjoint import disjoint_choice
 from planner.mcmc import greedy_choice, metropolis
+from planner.options import ALL_CUTS
 from planner.plan import PlanError
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
 from planner.relaxation import relaxation
 from planner.tables import Tables
+from planner.tree import tree
+from planner.walk import new_walk, walk_on
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
@@ -190,7 +193,7 @@ def _compile(tables: Tables) -> float:
     r = relaxation(tables)
     walk = new_walk(r)
     walk.depth[0] = -1
-    walk_on(r, tree(r), walk, 1.0, 0)
+    walk_on(r, tree(tables, r, cycles), walk, 1.0, 2 * len(tables.calls), 0)
     return time.monotonic() - began
 
 
@@ -217,10 +220,11 @@ def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
 
 def proof_class(problem: Problem) -> str:
     """The plans for which bounds and proofs hold, in one sentence."""
+    meshes = "all meshes" if problem.cluster.n_hosts <= ALL_CUTS else "meshes of sixteenths of the cluster"
     mixed = "a mesh of several device classes priced by its slowest, "
     return (
-        f"Plans on {problem.cluster} whose calls have the meshes, strategies (tp up to {problem.tp_limit}) and "
-        "micro-batch counts of planner/options.py, contiguous stages, "
+        f"Plans on {problem.cluster} whose calls have {meshes}, strategies (tp up to {problem.tp_limit}) and "
+        "micro-batch counts as planner/options.py lists them, contiguous stages, "
         f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in one order of the graph, "
         "the same in every iteration, inserted nodes placed by rule beside them, frozen models resident, and at "
         "most two iterations in flight; with times and memory as the cost model gives them."

@@ -24,15 +24,23 @@ def test_small_clusters_have_all_meshes():
     assert list(candidate_meshes(Cluster(16, 4))) == list(meshes(Cluster(16, 4)))
 
 
-def test_large_clusters_have_meshes_between_cut_points():
+def test_large_clusters_have_sixteenths_and_small_meshes_at_the_start():
     cuts = cut_points(2048)
-    assert {0, 1, 2, 1024, 2046, 2047, 2048} <= set(cuts)
-    assert len(cuts) < 40
-    found = list(candidate_meshes(Cluster(2048, 8)))
-    assert max(mesh.size for mesh in found) == 2048 * 8
-    assert all(
-        mesh.first // 8 in cuts and (mesh.first + mesh.size) // 8 in cuts for mesh in found if mesh.size > 8
-    )
+    assert cuts == tuple(range(0, 2049, 128))
+    found = {
+        (mesh.first // 8, mesh.size // 8) for mesh in candidate_meshes(Cluster(2048, 8)) if mesh.size >= 8
+    }
+    large = {(a, b - a) for a in cuts for b in cuts if a < b}
+    small = {(0, n) for n in (1, 2, 4, 8, 16, 32, 64)} | {(n, n) for n in (1, 2, 4, 8, 16, 32, 64)}
+    assert found == large | small
+    parts = [(mesh.first, mesh.size) for mesh in candidate_meshes(Cluster(2048, 8)) if mesh.size < 8]
+    assert parts == [(i, 1) for i in range(8)] + [(i, 2) for i in range(0, 8, 2)] + [(0, 4), (4, 4)]
+
+
+def test_a_cluster_of_17_hosts_can_be_used_wholly_and_by_single_hosts():
+    found = list(candidate_meshes(Cluster(17, 2)))
+    assert len(found) == len(set(found))
+    assert {(0, 2), (0, 34), (2, 2)} <= {(mesh.first, mesh.size) for mesh in found}
 
 
 def test_every_strategy_fills_its_mesh_and_keeps_the_limits(problem):

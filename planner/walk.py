@@ -1,0 +1,333 @@
+"""A walk through the tree of partial choices, compiled: it looks for a choice with a period below a threshold.
+
+First come the groups of all calls (the sizes of their meshes), then meshes and options, calls in the order of their
+load. A branch is cut as soon as its completions provably exceed the threshold (planner/cover.py,
+planner/relaxation.py) or lack memory. Complete choices that are left are priced exactly.
+
+Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
+from the other end) need not cost the same.
+"""
+
+# pyright: reportArgumentType=false, reportReturnType=false
+# (compiled code takes elements of arrays for the numbers they are)
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.bound import allowance
+from planner.compiled import compiled, inner
+from planner.cover import Parts, cover_s
+from planner.evaluator import value
+from planner.relaxation import OPEN, Relaxation, exceeds, lacks, move_s, overlap
+from planner.tree import Tree
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+DONE, FOUND, PAUSED = range(3)
+
+ROUNDING = 1 + 1e-9  # periods that exceed a threshold by less do not count
+
+
+class Walk(NamedTuple):
+    """Where a walk stands. Depths below the number of calls choose groups, the others rows.
+
+    depth   [1]
+    place   [2 calls] per depth, place among the call's groups, or in the group's rows
+    group   [calls] groups, or OPEN; choice [calls] rows, or OPEN; moved_s [moves] seconds of the moves between rows
+    least_s [calls] seconds at least, by the group
+    allowed [2 calls + 1, calls] per depth, the most seconds that each call may take
+    counts  [2] options tried, complete choices priced
+    """
+
+    depth: Ints
+    place: Ints
+    group: Ints
+    choice: Ints
+    moved_s: Floats
+    least_s: Floats
+    allowed: Floats
+    counts: Ints
+
+
+def new_walk(r: Relaxation) -> Walk:
+    """A walk at its beginning."""
+    n = r.arrays.n_calls
+    return Walk(
+        np.zeros(1, np.int64),
+        np.full(2 * n, -1),
+        np.full(n, OPEN),
+        np.full(n, OPEN),
+        np.zeros(len(r.trainer)),
+        r.fastest.copy(),
+        np.full((2 * n + 1, n), np.inf),
+        np.zeros(2, np.int64),
+    )
+
+
+@compiled
+def walk_on(
+    r: Relaxation, t: Tree, walk: Walk, threshold: float, levels: int, nodes: int
+) -> tuple[int, float]:
+    """Goes on with a walk for so many options.
+
+    levels  of the tree that it goes down: as many as calls (groups alone), or twice as many
+    Returns (DONE, infinity) when no further choice takes less than the threshold, (FOUND, seconds per iteration)
+    at a choice that does, which is then walk.choice, else (PAUSED, infinity). Groups that the bounds let pass
+    are FOUND without seconds (infinity).
+    """
+    n = r.arrays.n_calls
+    depth, until = walk.depth[0], walk.counts[0] + nodes
+    while depth >= 0:
+        entered = (
+            _enter_group(r, t, walk, depth, threshold)
+            if depth < n
+            else _enter_row(r, t, walk, depth, threshold)
+        )
+        if not entered:
+            depth -= 1
+        elif depth < levels - 1:
+            depth += 1
+            walk.place[depth] = -1
+        elif levels == n:
+            return FOUND, np.inf
+        else:
+            walk.counts[1] += 1
+            time_s, excess_bytes, _ = value(r.arrays, walk.choice - r.arrays.start[:n], threshold)
+            if excess_bytes <= 0 and time_s < threshold:
+                walk.depth[0] = depth
+                return FOUND, time_s
+        walk.depth[0] = depth
+        if walk.counts[0] > until:
+            return PAUSED, np.inf
+    return DONE, np.inf
+
+
+@inner
+def _enter_group(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+    """Gives the call of a depth its next group that the bounds let pass; leaves it open when there is none."""
+    call, g = t.order[depth], t.groups
+    walk.group[call] = OPEN
+    walk.place[depth] += 1
+    while g.start[call] + walk.place[depth] < g.start[call + 1]:
+        group = g.start[call] + walk.place[depth]
+        walk.counts[0] += 1
+        if g.seconds[group] > walk.allowed[depth, call]:
+            break
+        walk.group[call], walk.least_s[call] = group, g.seconds[group]
+        if _groups_fit(r, t, walk) and _groups_may_stay(r, t, walk, depth, threshold):
+            return True
+        walk.place[depth] += 1
+    walk.group[call], walk.least_s[call] = OPEN, r.fastest[call]
+    return False
+
+
+@inner
+def _groups_fit(r: Relaxation, t: Tree, walk: Walk) -> bool:
+    """Whether memory may suffice for the chosen groups, by options and stages that hold least.
+
+    Meshes so large that each two of them share a device all have one in common: they are intervals.
+    """
+    g, n = t.groups, r.arrays.n_calls
+    static, peak, smallest, seen = 0.0, 0.0, 2 * r.n_devices, 0
+    while True:
+        call = -1  # the largest mesh that is left
+        for c in range(n):
+            if walk.group[c] == OPEN or seen >> c & 1:
+                continue
+            if call < 0 or g.size[walk.group[c]] > g.size[walk.group[call]]:
+                call = c
+        if call < 0 or smallest + g.size[walk.group[call]] <= r.n_devices:
+            return static + peak <= r.arrays.memories.bytes.max()
+        group, shared = walk.group[call], False
+        for c in range(n):  # calls of a frozen role may share its parameters
+            shared = shared or (
+                seen >> c & 1 == 1 and r.arrays.role[c] == r.arrays.role[call] and r.arrays.trainer[c] < 0
+            )
+        seen |= 1 << call
+        smallest = g.size[group]
+        if not shared:
+            static += g.least[group, 0]
+        needed = g.least[group, 2]
+        for k in range(len(r.reader)):
+            other = walk.group[r.trainer[k]]
+            if r.reader[k] == call and other != OPEN and g.size[other] != g.size[group]:
+                needed += g.least[group, 1]
+        peak = max(peak, needed)
+
+
+@inner
+def _groups_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+    """Whether cycles and load may keep to the threshold with the chosen groups. If so, notes what is allowed next."""
+    allowed = walk.allowed[depth + 1]
+    for call in range(len(allowed)):
+        allowed[call] = allowance(call, walk.least_s, t.cycles.members, t.cycles.delays, threshold) * ROUNDING
+        if allowed[call] < walk.least_s[call]:
+            return False
+    return _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices and _covers(
+        r, t, walk, allowed, threshold
+    )
+
+
+@inner
+def _covers(r: Relaxation, t: Tree, walk: Walk, allowed: Floats, threshold: float) -> bool:
+    """Whether the calls find room in the threshold, by what can run at once (planner/cover.py)."""
+    o, g, n = r.arrays.options, t.groups, r.arrays.n_calls
+    seconds, load, sizes, meet = np.empty(n), np.empty(n), np.zeros(n, np.int64), np.zeros((n, n), np.bool_)
+    for call in range(n):
+        row, group = walk.choice[call], walk.group[call]
+        seconds[call] = walk.least_s[call] if row == OPEN else o[row].seconds
+        if group == OPEN:
+            load[call] = g.lightest_bare[_last_within(t, call, allowed[call])]
+            continue
+        sizes[call] = g.size[group]
+        load[call] = seconds[call] * sizes[call]
+        for other in range(call):
+            shared = sizes[call] + sizes[other] > r.n_devices and sizes[other] > 0
+            if row != OPEN and walk.choice[other] != OPEN:
+                shared = overlap(o, row, walk.choice[other])
+            meet[call, other] = meet[other, call] = shared
+    moves, moved_s = np.zeros(len(r.trainer), np.bool_), np.zeros(len(r.trainer))
+    for k in range(len(moves)):
+        a, b = r.trainer[k], r.reader[k]
+        if r.delay[k] == 1 and r.alone[k] and walk.group[a] != OPEN and walk.group[b] != OPEN:
+            pair_s = g.pair_s[k, walk.group[a] - g.start[a], walk.group[b] - g.start[b]]
+            moved_s[k] = max(walk.moved_s[k], pair_s - seconds[a] - seconds[b])
+            moves[k] = walk.moved_s[k] > 0 or sizes[a] != sizes[b]
+    parts = Parts(seconds, load, sizes, meet, r.trainer, r.reader, moves, moved_s)
+    return cover_s(t.cover, parts, r.n_devices) <= threshold * ROUNDING
+
+
+@inner
+def _last_within(t: Tree, call: int, limit: float) -> int:
+    """The slowest group of a call whose fastest option keeps to a limit; its first one if none does."""
+    low, high = t.groups.start[call], t.groups.start[call + 1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if t.groups.seconds[middle] <= limit:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@inner
+def _enter_row(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+    """Gives the call of a depth its next row that the bounds let pass; leaves it open when there is none."""
+    o, call = r.arrays.options, t.order[depth - r.arrays.n_calls]
+    walk.choice[call] = OPEN
+    for k in range(len(r.trainer)):
+        if r.trainer[k] == call or r.reader[k] == call:
+            walk.moved_s[k] = 0.0
+    low, high = t.groups.begin[walk.group[call]], t.groups.begin[walk.group[call] + 1]
+    room = threshold * r.n_devices - _least_load(r, t, walk, depth, call, threshold)
+    walk.place[depth] += 1
+    while low + walk.place[depth] < high:
+        place = low + walk.place[depth]
+        row = t.rows[place]
+        walk.counts[0] += 1
+        begins = place == low or t.end[place - 1] == place
+        if begins:
+            if o[row].seconds > walk.allowed[depth, call]:
+                return False
+            if t.floor[place] > room:
+                walk.place[depth] = t.end[place] - low
+                continue
+        walk.choice[call] = row
+        raised = threshold + t.spread_s[place]
+        if o[row].seconds > walk.allowed[depth, call] or (
+            begins and not _mesh_may_stay(r, t, walk, depth, t.floor[place], raised)
+        ):
+            walk.place[depth] = t.end[place] - low
+        elif t.load[row] <= room and _may_stay(r, t, walk, depth, threshold):
+            return True
+        else:
+            walk.place[depth] += 1
+        walk.choice[call] = OPEN
+    return False
+
+
+@inner
+def _mesh_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, floor: float, threshold: float) -> bool:
+    """Whether the mesh of the depth's call may stay with some row, given its fastest, its least load, and a
+    threshold raised by what another row may spare elsewhere."""
+    if exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, walk.allowed[depth + 1]):
+        return False
+    others = _least_load(r, t, walk, depth + 1, t.order[depth - r.arrays.n_calls], threshold)
+    return others + floor <= threshold * r.n_devices
+
+
+@inner
+def _least_load(r: Relaxation, t: Tree, walk: Walk, depth: int, but: int, threshold: float) -> float:
+    """The least load of all calls but one: of its row, of its group, or of the lightest group in the time that is
+    left to an open call by the cycles and by the emptiest device. Infinite when there is none."""
+    g, total = t.groups, 0.0
+    free = threshold - _emptiest(r, t, walk.choice)
+    for call in range(r.arrays.n_calls):
+        if call == but:
+            continue
+        if walk.choice[call] != OPEN:
+            total += t.load[walk.choice[call]]
+            continue
+        limit = min(walk.allowed[depth, call], free)
+        if walk.least_s[call] > limit:
+            return np.inf
+        group = walk.group[call]
+        total += g.lightest[_last_within(t, call, limit)] if group == OPEN else g.load[group]
+    return total
+
+
+@inner
+def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
+    """The least load of a device by the chosen rows. Loads change only where a mesh begins or ends."""
+    o, least = r.arrays.options, np.inf
+    for point in range(-1, 2 * len(choice)):
+        device = 0
+        if point >= 0:
+            row = choice[point // 2]
+            if row == OPEN:
+                continue
+            device = o[row].first + (o[row].size if point % 2 else 0)
+            if device >= r.n_devices:
+                continue
+        load = 0.0
+        for row in choice:
+            if row != OPEN and o[row].first <= device < o[row].first + o[row].size:
+                load += t.load[row] / o[row].size
+        least = min(least, load)
+    return least
+
+
+@inner
+def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+    """Whether some completion may keep to memory, threshold and the cluster's load. Prices the moves that the
+    depth's call decides, but only when the bound with their least seconds lets the choice pass."""
+    allowed, call = walk.allowed[depth + 1], t.order[depth - r.arrays.n_calls]
+    if lacks(r, walk.choice) or exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, allowed):
+        return False
+    if not _covers(r, t, walk, allowed, threshold):
+        return False
+    if _least_load(r, t, walk, depth + 1, -1, threshold) > threshold * r.n_devices:
+        return False
+    moves, stays = True, True
+    for exact in (False, True):
+        if not (moves and stays):
+            break
+        moves = False
+        for k in range(len(r.trainer)):
+            if r.trainer[k] == call or r.reader[k] == call:
+                trainer, reader = walk.choice[r.trainer[k]], walk.choice[r.reader[k]]
+                if trainer != OPEN and reader != OPEN:
+                    walk.moved_s[k] = move_s(r, k, trainer, reader, exact)
+                    moves = moves or walk.moved_s[k] > 0
+        if moves:
+            stays = not exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, allowed)
+            stays = stays and _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices
+            stays = stays and _covers(r, t, walk, allowed, threshold)
+    if not stays:
+        for k in range(len(r.trainer)):
+            if r.trainer[k] == call or r.reader[k] == call:
+                walk.moved_s[k] = 0.0
+    return stays
