@@ -173,6 +173,22 @@ def test_a_manual_plan_has_its_price_and_its_transfers(call, write, tmp_path):
     assert to_reward["bytes"] >= 8 * 32 * 9
 
 
+def test_a_manual_plan_may_offload_a_frozen_model(call, write, tmp_path):
+    """Its onload and offload cost their dispatches, and it needs no more memory."""
+    resident, offloaded = (tmp_path / name for name in ("resident.json", "offloaded.json"))
+    ref = {**DISJOINT["ref_inference"], "offload": True}
+    for plan, figures in ((DISJOINT, resident), ({**DISJOINT, "ref_inference": ref}, offloaded)):
+        status, out, err = call(ppo(), "--evaluate", write(plan), "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["ref_inference"])
+        assert ("yes" in row) == (figures == offloaded)
+    before, after = (json.loads(path.read_text()) for path in (resident, offloaded))
+    assert after["assignments"]["ref_inference"]["offload"]
+    assert after["iteration_time_s"] >= before["iteration_time_s"]
+    device = str(DISJOINT["ref_inference"]["devices"][0])
+    assert after["peak_memory_bytes"][device] <= before["peak_memory_bytes"][device]
+
+
 def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(call, write):
     small = {"n_hosts": 1, "devices_per_host": 2, "device": {"like": "cpu-slot", "memory_bytes": 2_000_000}}
     status, out, err = call(
@@ -188,6 +204,7 @@ def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(ca
         ({"actor_trains": {"devices": [0]}}, ("actor_trains", "the calls of ppo are actor_generate")),
         ({"actor_train": {"devices": [0, 1], "dp": 4}}, ("actor_train", "dp=4", "4 devices", "file.yaml")),
         ({"actor_train": {"devices": [2]}}, ("actor_train", "devices 0 to 1")),
+        ({"actor_train": {"devices": [0], "offload": True}}, ("actor_train", "offload is for frozen roles")),
         ({"actor_train": {"devices": [0], "tpp": 1}}, ("actor_train.tpp: unknown key",)),
         ({"actor_train": {"devices": [0, 1], "pp": 2}, "critic_train": {"devices": []}}, ("critic_train",)),
     ],
