@@ -28,7 +28,7 @@ GAIN = 0.1  # of an iteration's predicted time: less is within what predictions 
 STARTING_S = (
     240.0  # of the planning process beside its search: imports, and compilation where nothing is cached
 )
-NICE = 19  # the planning process takes what training leaves
+NICE = 5  # of the planning process: about a third of a rank's share of a core
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -108,6 +108,7 @@ class Replanning:
     plans     which plan each iteration goes by, as far as it is decided
     expected  first iteration of each plan -> what was expected of it before it ran
     say       tells the user a line
+    propose   default: `propose_beside`
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class Replanning:
         expected: Mapping[int, Planned],
         iterations: int,
         say: Callable[[str], None],
-        propose: Propose = propose_beside,
+        propose: Propose | None = None,
     ) -> None:
         self._config, self._folder, self._iterations = config, folder, iterations
         self.plans = tuple(plans)
         self.expected = dict(expected)
-        self._say, self._propose = say, propose
+        self._say, self._propose = say, propose or propose_beside
         self._present: ScheduledPlan | None = None
         self._rows: list[Mapping[str, Any]] = []
         self._seen: set[int] = set()

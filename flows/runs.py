@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -235,7 +236,8 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning) -> dict[st
         model, role = folder / "model", "actor" if "actor" in trained else trained[0]
         if not model.exists():
             export_commit(commit.folder, prepared.config, role, model)
-        card = model_card(prepared, folder.name, role, summary["metrics"])
+        by_now = replace(prepared, changes=replanning.plans[1:])
+        card = model_card(by_now, folder.name, role, summary["metrics"])
         (model / "README.md").write_text(card, encoding="utf-8")
         summary["model"] = str(model)
     text = json.dumps(summary, indent=2)

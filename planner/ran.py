@@ -1,7 +1,7 @@
 """What earlier runs found of their calls: kept beside the measured profiles, and used to correct the next plan.
 
 A profile predicts a call from its parts; a run shows the whole of it. Where the two drift apart by more than LIMIT,
-the run's figures are kept, and the cost model goes by them (docs/adr/0005-measured-figures.md).
+the run's figures are kept, and the cost model goes by them (docs/adr/0006-measured-figures.md).
 """
 
 import hashlib
