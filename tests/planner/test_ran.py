@@ -4,9 +4,10 @@ import pytest
 
 from planner.cost import CostModel
 from planner.mesh import Cluster
+from planner.plan import build_plan
 from planner.price import price_plan
+from planner.problem import Problem
 from planner.ran import FiguresError, RanCall, drifted, figures_file, keep_figures, mean_factor, read_figures
-from planner.search import find_plan
 from planner.tables import Tables
 
 
@@ -107,24 +108,23 @@ def test_the_mean_of_twice_and_half_is_none():
     assert mean_factor([2.0, 0.5]) == pytest.approx(1)
 
 
-def test_a_search_goes_by_the_figures(small_problem):
-    """What a plan's call was measured to take there makes the search put it elsewhere; all prices agree."""
-    problem = small_problem(Cluster(1, 2), calls=("actor_generate", "actor_train"))
-    first = find_plan(problem, time_limit_s=5)
-    slow = first.plan.node("actor_train").assignment
-    seconds = 50 * first.price.duration_s["actor_train"]
-    # Elsewhere it is as fast as predicted: two other ways that ran make up for the factor of the slow one.
-    options = Tables(problem).options[1]
-    ran = [RanCall(call="actor_train", assignment=slow, seconds=seconds)]
-    ran += [
-        RanCall(call="actor_train", assignment=option.assignment, seconds=option.seconds)
-        for option in options
-        if option.strategy != slow.placement.strategy
-    ]
-    model = corrected(problem, *ran)
-    again = find_plan(type(problem)(problem.graph, model), time_limit_s=5)
-    assert again.plan.node("actor_train").assignment.placement.strategy != slow.placement.strategy
-    assert again.iteration_time_s == price_plan(again.plan, model).iteration_time_s
-    assert price_plan(first.plan, model).duration_s["actor_train"] == pytest.approx(
-        seconds + model.device.dispatch_s
-    )
+def test_options_and_plans_go_by_the_figures(small_problem, assign):
+    """What a search chooses from, and the price of a plan that is reported, are the same corrected figures."""
+    problem = small_problem(Cluster(1, 2))
+    alone = assign([0])
+    seconds = 5 * problem.model.call(problem.graph.call("actor_train"), alone).seconds
+    model = corrected(problem, RanCall(call="actor_train", assignment=alone, seconds=seconds))
+    plain, after = options_of_calls(problem), options_of_calls(Problem(problem.graph, model))
+    for call, options in plain.items():
+        factor = pytest.approx(5) if call == "actor_train" else 1
+        assert [a.seconds / b.seconds for a, b in zip(after[call], options, strict=True)] == [factor] * len(
+            options
+        )
+    plan = build_plan(problem.graph, dict.fromkeys(plain, alone), Cluster(1, 2))
+    priced = price_plan(plan, model).duration_s["actor_train"]
+    assert priced == pytest.approx(seconds + model.device.dispatch_s)
+
+
+def options_of_calls(problem: Problem):
+    tables = Tables(problem)
+    return dict(zip(tables.calls, tables.options, strict=True))
