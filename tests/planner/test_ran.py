@@ -3,10 +3,12 @@
 import pytest
 
 from planner.cost import CostModel
+from planner.device_classes import DeviceClasses
 from planner.mesh import Cluster
 from planner.plan import build_plan
 from planner.price import price_plan
 from planner.problem import Problem
+from planner.profile import preset
 from planner.ran import FiguresError, RanCall, drifted, figures_file, keep_figures, mean_factor, read_figures
 from planner.tables import Tables
 
@@ -49,19 +51,13 @@ def test_the_file_is_named_by_all_that_figures_depend_on(tmp_path, small_problem
     m, calls = problem.model, problem.graph.calls
 
     def name(**changes):
-        given = {
-            "device": "a",
-            "cluster": m.cluster,
-            "models": m.models,
-            "workload": m.workload,
-            "calls": calls,
-        }
+        given = {"devices": m.classes, "models": m.models, "workload": m.workload, "calls": calls}
         return figures_file(tmp_path, **(given | changes)).name
 
     assert name() == name()
     other = [
-        name(device="b"),
-        name(cluster=Cluster(2, 2)),
+        name(devices=DeviceClasses.alike(Cluster(1, 2), preset("h100-sxm"))),
+        name(devices=DeviceClasses.alike(Cluster(2, 2), m.classes.profiles[0])),
         name(models={**m.models, "actor": m.models["critic"]}),
         name(workload=m.workload.model_copy(update={"epochs": 2})),
         name(calls=make_graph(n_seqs=8).calls),
@@ -71,7 +67,7 @@ def test_the_file_is_named_by_all_that_figures_depend_on(tmp_path, small_problem
 
 def corrected(problem, *ran: RanCall) -> CostModel:
     m = problem.model
-    return CostModel(m.cluster, m.device, m.models, m.workload, ran=ran)
+    return CostModel(m.cluster, m.classes, m.models, m.workload, ran=ran)
 
 
 def test_a_call_costs_what_it_did_where_it_ran_and_elsewhere_as_much_more(small_problem, assign):
@@ -122,7 +118,7 @@ def test_options_and_plans_go_by_the_figures(small_problem, assign):
         )
     plan = build_plan(problem.graph, dict.fromkeys(plain, alone), Cluster(1, 2))
     priced = price_plan(plan, model).duration_s["actor_train"]
-    assert priced == pytest.approx(seconds + model.device.dispatch_s)
+    assert priced == pytest.approx(seconds + model.classes.dispatch_s)
 
 
 def options_of_calls(problem: Problem):
