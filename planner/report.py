@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from planner.cost import CostModel
 from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice
+from planner.problem import Problem
 from planner.render import format_devices
 from planner.search import SearchResult
 from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNode
@@ -25,8 +26,15 @@ def result_document(result: SearchResult) -> dict[str, Any]:
         "peak_memory_bytes": {
             str(device): round(peak.total_bytes) for device, peak in sorted(result.price.peaks.items())
         },
+        "corrections": corrections(result.tables.problem),
         "search": {"mode": result.mode, "seconds": result.seconds, "evaluations": result.evaluations},
     }
+
+
+def corrections(problem: Problem) -> dict[str, float]:
+    """Call -> the factor that measured figures of earlier runs put on its price; calls without such are left out."""
+    ran = {found.call for found in problem.model.ran}
+    return {call.name: problem.model.correction(call) for call in problem.graph.calls if call.name in ran}
 
 
 class CallRow(NamedTuple):

@@ -9,15 +9,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 from uuid import uuid4
 
 from distributed import Worker
 
+from rlhf_tasks.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
 from rlhf_tasks.protocol.phases import State, Timeouts
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.rank_link import RankLink
 from rlhf_tasks.rendezvous import Rendezvous
@@ -34,6 +37,8 @@ from rlhf_tasks.transport import (
     GaveUp,
     GenerationSpec,
     NotEntered,
+    PlanChanged,
+    PlanKept,
     Reset,
     Restore,
     RunSpec,
@@ -84,7 +89,6 @@ class Attempt:
         self._rendezvous = Rendezvous(worker.ip)
         self._snapshots: Snapshots | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
-        self._save_nodes = {node.role: node.name for node in spec.plan.nodes if isinstance(node, SaveNode)}
         self._links: list[RankLink] = []
         self._lost_early: dict[int, str] = {}
         self._ledger: Ledger | None = None
@@ -99,6 +103,9 @@ class Attempt:
             do.Send: lambda i: self._links[i.rank].send(Deliver(requests=i.requests)),
             do.WriteCommit: lambda i: self._background(self._commit(i)),
             do.IterationCommitted: self._committed,
+            do.LogPlan: lambda i: self._background(self._log_plan(i.planned)),
+            do.PlanChanges: lambda i: tell(PlanChanged(planned=i.planned)),
+            do.RefusePlan: lambda i: tell(PlanKept(reason=i.reason)),
             do.AbortIteration: self._aborted,
             do.Fault: self._faulted,
             do.Finished: lambda i: tell(Finished(step=i.step)),
@@ -114,6 +121,11 @@ class Attempt:
     @property
     def _timeouts(self) -> Timeouts:
         return self.ledger.timeouts
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What this generation goes by."""
+        return self.ledger.account.sequencer.plan
 
     @property
     def ledger(self) -> Ledger:
@@ -139,7 +151,7 @@ class Attempt:
         ]
         await asyncio.gather(*(link.open(CONNECT_DEADLINE_S) for link in self._links))
         self._ledger = Ledger(
-            spec.plan,
+            spec.plans,
             run=spec.run,
             attempt=spec.attempt,
             n_ranks=len(spec.ranks),
@@ -149,7 +161,7 @@ class Attempt:
             snapshot_every=spec.snapshot_every,
             max_rebuilds=spec.max_rebuilds,
             timeouts=Timeouts(reset_s=RESET_S),
-            deadlines=Deadlines(spec.predicted_s, spec.deadline_factor, spec.deadline_floor_s),
+            deadlines=Deadlines(factor=spec.deadline_factor, floor_s=spec.deadline_floor_s),
         )
         self._feed(self._ledger.start)
         for rank, reason in self._lost_early.items():
@@ -177,6 +189,10 @@ class Attempt:
     def stop_after(self, iteration: int) -> None:
         """Make an iteration the last one."""
         self._feed(self.ledger.stop_after, iteration)
+
+    def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
+        """Go by another plan from the first iteration on that is not yet delivered."""
+        self._feed(self.ledger.change_plan, plan, predicted_s)
 
     async def wait_node(self, iteration: int, generation: int, node: str) -> dict[int, NodeResult]:
         """Wait until a node is done; rank -> result. Raises NodeAborted with the cause."""
@@ -220,12 +236,15 @@ class Attempt:
                 self._feed(ledger.rank_refused, rank, key, news.reason)
 
     def _saved(self, part: SavedPart) -> None:
-        node = self._save_nodes[part.role]
-        key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, node)
+        key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, self._save_node(part.role))
         if part.error:
             self._feed(self.ledger.rank_failed, NodeFailure(key=key, rank=part.rank, error=part.error))
         else:
             self._feed(self.ledger.part_durable, part.rank, key, part.details)
+
+    def _save_node(self, role: str) -> str:
+        saves = [node for node in self.plan.nodes if isinstance(node, SaveNode)]
+        return next(node.name for node in saves if node.role == role)
 
     def _lost(self, rank: int, reason: str) -> None:
         if self._ledger is None:
@@ -278,7 +297,7 @@ class Attempt:
             generation=generation,
             rank=instruction.rank,
             n_ranks=len(spec.ranks),
-            plan=spec.plan,
+            plan=self.plan,
             config=spec.config,
             run_folder=spec.run_folder,
             restore_step=instruction.step,
@@ -287,16 +306,13 @@ class Attempt:
             store_host=self._rendezvous.host,
             store_port=self._rendezvous.port,
             store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",
-            timeout_s=group_timeout_s(spec.plan, self.ledger.account.sequencer.deadlines),
+            timeout_s=group_timeout_s(self.plan, self.ledger.account.sequencer.deadlines),
         )
         self._links[instruction.rank].send(Restore(spec=generation_spec))
 
     def _committed(self, instruction: do.IterationCommitted) -> None:
-        account = self.ledger.account
-        results = {
-            node.name: tuple(account.results(instruction.iteration, node.name).values())
-            for node in self.spec.plan.nodes
-        }
+        found = self.ledger.account.all_results(instruction.iteration)
+        results = {node: tuple(ranks.values()) for node, ranks in found.items()}
         self._tell(Committed(iteration=instruction.iteration, results=results))
 
     def _aborted(self, instruction: do.AbortIteration) -> None:
@@ -317,10 +333,7 @@ class Attempt:
 
     async def _commit(self, order: do.WriteCommit) -> None:
         account = self.ledger.account
-        results = {
-            iteration: {node.name: account.results(iteration, node.name) for node in self.spec.plan.nodes}
-            for iteration in order.iterations
-        }
+        results = {iteration: account.all_results(iteration) for iteration in order.iterations}
         assert self._snapshots is not None
         try:
             loop = asyncio.get_running_loop()
@@ -330,6 +343,16 @@ class Attempt:
             self._feed(self.ledger.commit_failed, order.step, f"{type(error).__name__}: {error}")
         else:
             self._feed(self.ledger.commit_done, order.step)
+
+    async def _log_plan(self, planned: ScheduledPlan) -> None:
+        folder, loop = Path(self.spec.run_folder), asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, log_change, folder, planned.iteration, planned.plan)
+        except OSError as error:
+            logger.exception("the change of the plan at iteration %d is not written down", planned.iteration)
+            self._feed(self.ledger.plan_not_logged, f"{type(error).__name__}: {error}")
+        else:
+            self._feed(self.ledger.plan_logged)
 
     async def _tick(self) -> None:
         while True:

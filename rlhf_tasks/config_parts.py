@@ -354,8 +354,21 @@ class BaseConfig(Settings):
         default="heuristic",
         description="heuristic, auto (searched), a YAML file, or {call: {devices or hosts, dp, tp, pp, ...}}.",
     )
+    replan: Literal["never", "auto"] = Field(
+        default="never",
+        description="auto: where planned and measured times drift apart, plan anew during the run (plan: auto only).",
+    )
     planning: PlanningConfig = Field(default=PlanningConfig(), description="What only the planner reads.")
     runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
+
+    @model_validator(mode="after")
+    def _replans_what_was_searched(self) -> Self:
+        if self.replan == "auto" and self.plan != "auto":
+            raise ValueError(
+                "replan: auto goes on searching for a plan, and this run's is given by hand or by the heuristic. Say "
+                "plan: auto, or replan: never."
+            )
+        return self
 
     @model_validator(mode="after")
     def _plan_fits_cluster(self) -> Self:

@@ -7,9 +7,10 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from flows.demo_data import DATA, refuse_without_task
-from flows.prepare import PLAN, prepare
+from flows.prepare import prepare
 from flows.run_folder import existing_run_folder, new_run_folder, open_run, refuse_unwritable
 from rlhf_tasks.config import ConfigError, load_config, override
+from rlhf_tasks.plan_log import PLAN
 
 console = Console()
 

@@ -43,6 +43,7 @@ KEYS = {
     "transfers",
     "peak_memory_bytes",
     "search",
+    "corrections",
 }
 DISJOINT = {
     "actor_generate": {"devices": [0]},

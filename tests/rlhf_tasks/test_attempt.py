@@ -217,7 +217,9 @@ def test_an_attempt_that_ends_leaves_no_commit_half_written(tmp_path, monkeypatc
         monkeypatch.setattr(attempt, "resolve_name", lambda name: slow_disk)
         await closing.start()
         disk = closing._snapshots
-        closing._apply([do.WriteCommit(step=0, cursor=0, iterations=(), parts={}, versions={})])
+        closing._apply(
+            [do.WriteCommit(step=0, cursor=0, iterations=(), parts={}, versions={}, plan=small_plan())]
+        )
         await asyncio.to_thread(disk.begun.wait)
         await closing.close()
         return disk.ended
