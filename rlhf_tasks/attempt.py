@@ -7,6 +7,7 @@ disk and clock report, and lets flow and Prefect tasks watch.
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,7 +94,7 @@ class Attempt:
         self._lost_early: dict[int, str] = {}
         self._ledger: Ledger | None = None
         self._enterable: tuple[int, int] | None = None
-        self._changed = asyncio.Event()
+        self._watched: defaultdict[tuple[int, str], asyncio.Event] = defaultdict(asyncio.Event)
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._act: dict[type, Callable[[Any], None]] = {
@@ -114,7 +115,7 @@ class Attempt:
                 NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
             ),
             do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
-            do.NodeDone: lambda i: None,  # watchers look at the account
+            do.NodeDone: lambda i: self._wake((i.iteration, i.node)),
             do.IterationDone: lambda i: None,
         }
 
@@ -172,7 +173,7 @@ class Attempt:
         """Let every rank go, and leave the run folder to the next attempt: a commit under way is completed first.
         Watchers learn that the attempt has ended."""
         self._closed = True
-        self._changed.set()
+        self._wake(*self._watched)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,7 +206,7 @@ class Attempt:
                 raise NodeAborted(f"iteration {iteration} was aborted: {why}")
             if state is State.DONE:
                 return account.results(iteration, node)
-            await self._changed.wait()
+            await self._watched[iteration, node].wait()
         raise NodeAborted("the attempt has ended.")
 
     # --- news of the ranks ------------------------------------------------------------------------------
@@ -275,8 +276,12 @@ class Attempt:
             self._enterable = place
             if place is not None:
                 self._tell(Enterable(iteration=place[0], generation=place[1]))
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+
+    def _wake(self, *nodes: tuple[int, str]) -> None:
+        """Have those who watch these nodes look at the account."""
+        for node in nodes:
+            if node in self._watched:
+                self._watched.pop(node).set()
 
     def _reset_rank(self, instruction: do.ResetRank) -> None:
         spec, rank = self.spec, instruction.rank
@@ -329,6 +334,7 @@ class Attempt:
     def _faulted(self, instruction: do.Fault) -> None:
         cause = instruction.cause
         logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
+        self._wake(*self._watched)  # whatever was entered under it, delivered or not
         self._tell(Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback))
 
     async def _commit(self, order: do.WriteCommit) -> None:

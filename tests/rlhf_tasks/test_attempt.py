@@ -5,6 +5,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,8 +16,10 @@ from rlhf_tasks import attempt
 from rlhf_tasks.attempt import group_timeout_s
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.sequencer import Deadlines
+from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished, GaveUp, RunSpec
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
+from tests.rlhf_tasks.fake_rank import FakeSnapshots
 from tests.rlhf_tasks.plans import small_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -190,6 +193,47 @@ def test_a_rank_lost_while_the_others_connect_is_started_anew(tmp_path, monkeypa
         return [link.restarts for link in started._links]
 
     assert asyncio.run(run()) == [[True], []]
+
+
+class StayingLink(Link):
+    """Both ranks are there."""
+
+    async def open(self, deadline_s):
+        pass
+
+
+def test_who_watches_a_node_is_woken_by_its_end_alone(tmp_path, monkeypatch):
+    looks = Counter()
+
+    async def run():
+        watched = linkless(tmp_path, monkeypatch)
+        monkeypatch.setattr(attempt, "RankLink", StayingLink)
+        monkeypatch.setattr(FakeSnapshots, "latest", lambda _: (0, 0))
+        await watched.start()
+        ledger = watched.ledger
+        for stimulus in (ledger.rank_reset, ledger.rank_restored):
+            for rank in (0, 1):
+                watched._feed(stimulus, rank, 0)
+        watched.enter(0, 0)
+        account = ledger.account
+        state = account.node_state
+        monkeypatch.setattr(account, "node_state", lambda *node: looks.update([node[2]]) or state(*node))
+        waiting = {
+            node: asyncio.create_task(watched.wait_node(0, 0, node)) for node in ("generate", "critic_train")
+        }
+        await asyncio.sleep(0)
+        for rank in (0, 1):
+            key = account.sequencer.key(0, "generate")
+            watched._feed(ledger.rank_done, NodeResult(key=key, rank=rank, started_s=0.0, ended_s=1.0))
+        assert set(await waiting["generate"]) == {0, 1}
+        await asyncio.sleep(0)
+        assert looks == {"generate": 2, "critic_train": 1}
+        watched._feed(ledger.rank_lost, 1, "killed")
+        with pytest.raises(attempt.NodeAborted, match="lost: killed"):
+            await waiting["critic_train"]
+        await watched.close()
+
+    asyncio.run(run())
 
 
 class SlowDisk:
