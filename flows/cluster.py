@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from flows.cluster_checks import (
     refuse_private_folder,
     refuse_unsafe,
 )
+from flows.ending import deaf_to_ctrl_c, leave_if_cancelled
 from flows.members import ClusterError, Member, members, whole_hosts
 from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
 
@@ -41,6 +43,7 @@ SETTINGS = {
 }
 START_DEADLINE_S = 180.0
 CONNECT_S = 30.0  # to a scheduler
+LOOK_EVERY_S = 0.1
 CLOSE_S = 8.0  # workers end in half a second
 # An HTTP server starts all the same: not on port 8787 of every interface, its default.
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -92,7 +95,8 @@ def local_cluster(
 
     with _environment(environment), dask.config.set(SETTINGS):
         scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **NO_DASHBOARD}}
-        cluster = SpecCluster({}, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
+        with deaf_to_ctrl_c():  # its event loop, which starts the workers
+            cluster = SpecCluster({}, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
         try:
             cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, nanny))
             _wait_up(cluster, n_ranks, deadline_s)
@@ -141,8 +145,12 @@ def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
         await cluster
 
     started = asyncio.run_coroutine_threadsafe(start(), cast(Any, cluster.loop).asyncio_loop)
+    deadline = time.monotonic() + deadline_s
+    while not started.done() and time.monotonic() < deadline:
+        leave_if_cancelled()
+        wait([started], LOOK_EVERY_S)
     try:
-        started.result(deadline_s)
+        started.result(0)
     except TimeoutError:
         came = len(cast(Scheduler, cluster.scheduler).workers)
         raise ClusterError(
@@ -250,7 +258,8 @@ def form_cluster(
         if time.monotonic() > deadline:
             lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
             raise ClusterError(f"{lack} (runtime.startup_timeout_s={deadline_s:g} have passed)")
-        time.sleep(0.1)
+        leave_if_cancelled()
+        time.sleep(LOOK_EVERY_S)
     serving = (*ranks[:n_ranks], controllers[0])
     refuse_other_versions(client, serving)
     client.register_plugin(ProcessPlugin())
