@@ -20,13 +20,14 @@ from distributed import Worker
 from rlhf_tasks.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
-from rlhf_tasks.protocol.phases import State, Timeouts
+from rlhf_tasks.protocol.phases import Phase, State, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.rank_link import RankLink
 from rlhf_tasks.rendezvous import Rendezvous
 from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
 from rlhf_tasks.transport import (
+    HOST,
     Aborted,
     Committed,
     Deliver,
@@ -52,6 +53,9 @@ TICK_S = 0.2
 GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
 CONNECT_DEADLINE_S = 120.0
 RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
+ALIVE_S = (
+    2.0  # a process that runs answers within this; killing one that does not wakes the peers that it blocks
+)
 
 
 class Snapshots(Protocol):
@@ -293,6 +297,23 @@ class Attempt:
                 rank=rank,
             )
         )
+        if instruction.generation > 0:
+            self._background(self._look_alive(rank, instruction.generation))
+
+    async def _look_alive(self, rank: int, generation: int) -> None:
+        """A process that does not even answer will not reset: it is replaced at once.
+
+        Its peers in a collective wake when its connections break. Those that do not within their grace leave too,
+        and to start them all anew takes much longer.
+        """
+        link, ledger = self._links[rank], self.ledger
+        process = link.process
+        if await link.answers(ALIVE_S) or link.process is not process:
+            return
+        if (ledger.phase, ledger.generation) == (Phase.RESETTING, generation):
+            key = NodeKey(self.spec.run, self.spec.attempt, generation, do.SETUP, HOST)
+            error = f"no answer within {ALIVE_S:g} s"
+            self._feed(ledger.rank_failed, NodeFailure(key=key, rank=rank, error=error))
 
     def _restore_rank(self, instruction: do.RestoreRank) -> None:
         spec, generation = self.spec, instruction.generation

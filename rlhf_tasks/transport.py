@@ -21,6 +21,9 @@ from pydantic import BaseModel, Field, TypeAdapter
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
 
+HOST = "host"
+"""Node name in the key of a failure that is no node's."""
+
 # --- a run ----------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@ faults, leases."""
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from distributed import Client
 
 from flows.cluster import local_cluster
 from rlhf_tasks import attempt
@@ -29,6 +31,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 def cluster(tmp_path_factory):
     with local_cluster(2, {}, folder=tmp_path_factory.mktemp("dask")) as cluster:
         yield cluster
+
+
+def rank_pids(cluster):
+    """Process of each rank now."""
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        now = {worker["name"]: at for at, worker in client.scheduler_info()["workers"].items()}
+        pids = client.run(os.getpid)
+    return [pids[now[member.name]] for member in cluster.ranks]
 
 
 def states_after(iterations):
@@ -92,7 +102,9 @@ def test_fault_names_rank_and_call_and_the_run_goes_on_to_the_same_result(
     fault = {"kind": kind, "node": node, "iteration": 2, "rank": 0}
     config = {"sleep_s": 0.05, "fault": fault}
     spec = run_spec(cluster, small_plan(), tmp_path, config=config, deadline_floor_s=deadline_s)
+    pids = rank_pids(cluster)
     events = asyncio.run(follow(cluster, spec))
+    assert rank_pids(cluster)[1] == pids[1], "a rank that could go on was started anew"
     (faulted,) = of_type(events, Faulted)
     assert words in faulted.cause
     if kind != "stop":
@@ -151,7 +163,10 @@ class Link:
     """Rank 0 connects and is gone before rank 1 has connected."""
 
     def __init__(self, worker, rank, name, client, executor, on_news, on_lost, on_started):
-        self.rank, self.on_lost, self.restarts = rank, on_lost, []
+        self.rank, self.on_lost, self.restarts, self.process = rank, on_lost, [], None
+
+    async def answers(self, within_s):
+        return True
 
     async def open(self, deadline_s):
         if self.rank == 0:
