@@ -39,9 +39,9 @@ def dask_scheduler(folder, *, host=("--host", "127.0.0.1"), **environment):
     file = folder / "scheduler.json"
     options = [*host, "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
     with dask_command("scheduler", *options, **environment):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        with Client(scheduler_file=str(file), set_as_default=False, timeout=30) as client:
+        with Client(scheduler_file=str(file), set_as_default=False, timeout=300) as client:
             yield client.scheduler.address

@@ -17,9 +17,6 @@ from tests.tiny_runs import ppo_config
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(600),
-    # Prefect leaves the sockets of its clients to the garbage collector.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
 

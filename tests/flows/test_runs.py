@@ -29,9 +29,6 @@ from tests.tiny_runs import ppo_config, write_prompts
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(600),
-    # Prefect leaves the sockets of its clients to the garbage collector.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 ITERATIONS = 4
 PLAN = Path(deployments.__file__).with_name("demo_plan.yaml")

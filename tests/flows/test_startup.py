@@ -53,7 +53,7 @@ def test_too_few_workers_are_counted_before_training(run, tmp_path):
             dask_command(*common, "--nthreads", "1", "--resources", "slot=1"),
         ):
             with Client(address, set_as_default=False) as client:
-                client.wait_for_workers(2, timeout=120)
+                client.wait_for_workers(2, timeout=300)
             place = [f"cluster.address={address}", "cluster.devices_per_host=2"]
             ended = run(*place, "runtime.startup_timeout_s=2")
     assert_refused(
