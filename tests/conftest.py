@@ -1,4 +1,4 @@
-"""The session-wide pool of gloo rank processes that all tests marked `dist` share."""
+"""What tests share for a whole session since it takes long to start: gloo ranks, a Prefect server, a cluster."""
 
 import os
 import pickle
@@ -162,3 +162,32 @@ def ranks() -> Iterator[RankPool]:
     yield pool
     pool.close()
     nursery.close()
+
+
+@pytest.fixture(scope="session")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Prefect server."""
+    from flows.server import own_server  # here, since it takes seconds and most tests do without
+
+    with own_server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def started_cluster(prefect: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The cluster when it was started."""
+    from flows.cluster import local_cluster
+
+    with local_cluster(SIZE, prefect.environment, folder=tmp_path_factory.mktemp("dask")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(started_cluster: Any) -> Any:
+    """`SIZE` ranks and a controller that report to `prefect`. A process that a test kills comes back elsewhere."""
+    from distributed import Client
+
+    from flows.cluster import form_cluster
+
+    with Client(started_cluster.scheduler_address, set_as_default=False) as client:
+        return form_cluster(client, SIZE)

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-import rlhf_tasks.executor  # noqa: F401  with the next two, all that takes long to import
+import rlhf_tasks.executor
 import rlhf_tasks.profile_executor  # noqa: F401
 import tests.tiny_models  # noqa: F401
 

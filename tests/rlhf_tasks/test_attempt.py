@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.cluster import local_cluster
 from rlhf_tasks import attempt
 from rlhf_tasks.attempt import group_timeout_s
 from rlhf_tasks.protocol import instructions as do
@@ -20,12 +19,6 @@ from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
 from tests.rlhf_tasks.plans import small_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with local_cluster(2, {}, folder=tmp_path_factory.mktemp("dask")) as cluster:
-        yield cluster
 
 
 def states_after(iterations):

@@ -8,7 +8,6 @@ from uuid import uuid4
 import pytest
 from distributed.core import connect, rpc
 
-from flows.cluster import local_cluster
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rendezvous import Rendezvous
 from rlhf_tasks.transport import NEWS, Deliver, Done, Failed, GenerationSpec, Reset, Restore, Told
@@ -17,12 +16,6 @@ from tests.rlhf_tasks.plans import call, on, plan_of
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 N_RANKS = 3
 EXECUTOR = "tests.rlhf_tasks.fake_rank:make_executor"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with local_cluster(N_RANKS, {}, folder=tmp_path_factory.mktemp("dask")) as cluster:
-        yield cluster
 
 
 def random_plan(seed, n_nodes=60):
@@ -39,7 +32,7 @@ async def links(cluster):
     client = uuid4().hex
     comms = []
     try:
-        for member in cluster.ranks:
+        for member in cluster.ranks[:N_RANKS]:
             comm = await connect(member.address, **cluster.connection_args)
             comms.append(comm)
             await comm.write({"op": "rlhf_link", "client": client, "executor": EXECUTOR})
