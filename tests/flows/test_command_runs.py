@@ -54,7 +54,7 @@ def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
                 assert run.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.2)
-            os.kill(run.pid, signal.SIGINT)
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does: every process of the run gets it
             assert run.wait(120) == 130, log.read_text()
         finally:
             run.kill()

@@ -161,7 +161,8 @@ FAULTS = {
 }
 
 
-LONG = {"in a transfer", "in a reallocation"}  # messages between two ranks, as between the critic's two stages
+# For the long suite: messages between two ranks, as between the two stages of the critic.
+LONG = {"in a transfer", "in a reallocation"}
 
 
 @pytest.mark.parametrize(
