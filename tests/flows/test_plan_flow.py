@@ -13,7 +13,7 @@ from tests.flows.test_plan_command import CALLS, KEYS, ppo
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 
