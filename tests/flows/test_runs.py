@@ -85,12 +85,6 @@ def test_the_summary_tells_what_each_call_did(finished):
     assert metrics[-1]["policy/mismatch"] < 1e-5  # generation and training layouts score alike
 
 
-def test_calls_and_iterations_overlap_in_the_ranks_clocks(finished):
-    overlaps = finished[0]["overlaps_s"]
-    assert overlaps["actor_train and critic_train"] > 0
-    assert overlaps["critic_train and actor_generate of the next iteration"] > 0
-
-
 def test_plain_transformers_answers_as_the_engine_does(finished):
     summary, _, samples = finished
     model = AutoModelForCausalLM.from_pretrained(summary["model"])
