@@ -52,11 +52,15 @@ def wait_gone(processes, seconds):
     assert not alive, f"left after {seconds} s: {alive}"
 
 
-# What Ctrl-C does is seen with the command line (test_command_runs.py).
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, signal.SIGINT, signal.SIGTERM],
+    ids=["killed", "interrupted", "terminated"],
+)
 def test_a_run_that_is_ended_leaves_no_process_and_can_go_on(prefect, tmp_path, number):
     with running(prefect, tmp_path, 1000) as (run, started):
-        run.send_signal(number)
+        # Ctrl-C reaches every process of the terminal's foreground group.
+        (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)
         run.wait(ENDED_S)
         wait_gone(started, ENDED_S)
     newest = max(tmp_path.glob("step-*.json"), key=lambda path: int(path.stem.removeprefix("step-")))
