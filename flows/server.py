@@ -93,7 +93,6 @@ def own_server(folder: Path) -> Iterator[PrefectServer]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")},
             cwd=home,
             start_new_session=True,  # Ctrl-C is for the flow, which still has to report its end
         )

@@ -54,6 +54,8 @@ def main(home: Path) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     environment = settings(home, listener.getsockname()[1], (home / "auth").read_text())
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        del os.environ[name]
     os.environ.update(environment)
     (home / "api-url").write_text(environment["PREFECT_API_URL"])
     print(environment["PREFECT_API_URL"], flush=True)

@@ -139,7 +139,8 @@ class PPOConfig(ScoringConfig, TrainingConfig):
         default=0, ge=0, description="First iterations, in which only the critic trains."
     )
     critic_optimizer: OptimizerConfig | None = Field(
-        default=None, description="The critic's optimizer; default: like the actor's."
+        default=None,
+        description="The critic's optimizer, whose rate stands for TRL's vf_coef; default: like the actor's.",
     )
 
     @property

@@ -52,3 +52,13 @@ def test_a_run_that_changed_its_plan_is_the_sum_of_its_parts():
     assert changed["calls"]["actor_train"]["devices"] == [1], "of the last plan"
     assert run_figures(BY_ONE_PLAN, rows)["overlaps_s"]["actor_train and critic_train"] == 3.0
     assert changed["overlaps_s"]["actor_train and critic_train"] == 4.5
+
+
+def test_overlaps_are_the_common_seconds_of_the_ranks_clocks():
+    """The next iteration generates while both train. That real runs overlap: tests/rlhf_tasks/test_attempt.py."""
+    figures = run_figures(BY_ONE_PLAN, iteration(0, 0.0, attempt=1) + iteration(1, 2.0, attempt=1))
+    assert figures["overlaps_s"] == {
+        "actor_train and critic_train": 3.0,
+        "actor_train and generate of the next iteration": 1.0,
+        "critic_train and generate of the next iteration": 1.0,
+    }
