@@ -44,7 +44,7 @@ from rlhf_tasks.transport import (
 logger = logging.getLogger(__name__)
 TICK_S = 0.2
 GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
-CONNECT_DEADLINE_S = 120.0
+CONNECT_DEADLINE_S = 300.0  # a rank imports torch and transformers first, as do the others on its cores
 RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
 
 

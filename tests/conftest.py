@@ -1,13 +1,14 @@
-"""The session-wide pool of gloo rank processes that all tests marked `dist` share."""
+"""What tests share for a whole session since it takes long to start: gloo ranks, a Prefect server, a cluster."""
 
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,19 +27,55 @@ settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 
 SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
-START_S = 90.0  # to import torch on a busy machine; not counted in a run's timeout
+START_S = 200.0  # to import torch on a busy machine; not counted in a run's timeout
 GRACE_S = 5.0  # for the peers of a rank that failed to notice it
+
+
+class Nursery:
+    """The process that forks ranks (tests/rank_process.py); started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+
+    def fork(self, pipe: Connection, store_port: int) -> int:
+        """The pid of a new rank process at the other end of a pipe."""
+        with ExitStack() as interrupted:
+            interrupted.callback(self.close)  # its answer would be taken for a later one's
+            if self._process is None:
+                self._start()
+            socket.send_fds(self._orders, [str(store_port).encode()], [pipe.fileno()])
+            pid = int(self._orders.recv(64))
+            interrupted.pop_all()
+        return pid
+
+    def _start(self) -> None:
+        self._orders, theirs = socket.socketpair()
+        root = Path(__file__).parents[1]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root)}
+        command = [sys.executable, str(Path(__file__).with_name("rank_process.py")), str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
+        self._orders.settimeout(START_S)
+
+    def close(self) -> None:
+        """End it, and with it the ranks."""
+        if self._process is not None:
+            self._orders.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
 class RankPool:
     """Up to `SIZE` rank processes, each started when a test first needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, nursery: Nursery) -> None:
+        self.nursery = nursery
         self._store: dist.TCPStore | None = None
-        self._ranks: list[tuple[subprocess.Popen, Connection]] = []
+        self._ranks: list[tuple[int, Connection]] = []
         self._runs = 0
 
-    def run(self, n: int, function: Callable, *args: Any, timeout: float = 100.0) -> list[Any]:
+    def run(self, n: int, function: Callable, *args: Any, timeout: float = 250.0) -> list[Any]:
         """Call `function(rank, world, *args)` on n ranks and return their results in rank order.
 
         The default process group is set up afresh for each call. The function's own module travels by value
@@ -66,27 +103,22 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """End every process."""
-        for process, pipe in self._ranks:
+        """End every rank."""
+        for pid, pipe in self._ranks:
             pipe.close()
-            process.kill()
-            process.wait()
+            with suppress(ProcessLookupError):  # the nursery has ended, and it with it
+                os.kill(pid, signal.SIGKILL)
         self._ranks.clear()
         self._store = None
 
     def _start(self, n: int) -> None:
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        root = Path(__file__).parents[1]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(root)}
-        script = str(Path(__file__).with_name("rank_process.py"))
         started = range(len(self._ranks), n)
         while len(self._ranks) < n:
             ours, theirs = Pipe()
-            command = [sys.executable, script, str(theirs.fileno()), str(self._store.port)]
-            process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
-            theirs.close()
-            self._ranks.append((process, ours))
+            with theirs:
+                self._ranks.append((self.nursery.fork(theirs, self._store.port), ours))
         for rank in started:
             if not self._ranks[rank][1].poll(START_S):
                 raise TimeoutError(f"rank process {rank} did not start within {START_S} s")
@@ -118,14 +150,44 @@ class RankPool:
 
     def _dump_stacks(self, stuck: list[int]) -> None:
         for rank in stuck:
-            if self._ranks[rank][0].poll() is None:
-                self._ranks[rank][0].send_signal(signal.SIGUSR1)
+            os.kill(self._ranks[rank][0], signal.SIGUSR1)
         time.sleep(0.5)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """`ranks.run(n, function, *args, timeout=100.0)`; see RankPool.run."""
-    pool = RankPool()
+    """`ranks.run(n, function, *args, timeout=250.0)`; see RankPool.run."""
+    nursery = Nursery()
+    pool = RankPool(nursery)
     yield pool
     pool.close()
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Prefect server."""
+    from flows.server import own_server  # here, since it takes seconds and most tests do without
+
+    with own_server(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def started_cluster(prefect: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The cluster when it was started."""
+    from flows.cluster import local_cluster
+
+    with local_cluster(SIZE, prefect.environment, folder=tmp_path_factory.mktemp("dask")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(started_cluster: Any) -> Any:
+    """`SIZE` ranks and a controller that report to `prefect`. A process that a test kills comes back elsewhere."""
+    from distributed import Client
+
+    from flows.cluster import form_cluster
+
+    with Client(started_cluster.scheduler_address, set_as_default=False) as client:
+        return form_cluster(client, SIZE)

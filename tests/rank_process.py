@@ -1,6 +1,9 @@
-"""One rank process of the `ranks` fixture: runs the functions that it is sent, each in fresh process groups.
+"""The processes of the `ranks` fixture: a nursery, and the ranks that it forks.
 
-python rank_process.py PIPE_FD STORE_PORT
+The nursery imports once what every rank needs, which takes ten times as long as anything that ranks do in tests. It
+has no threads of its own, so that its copies are sound.
+
+python rank_process.py SOCKET_FD
 """
 
 import datetime
@@ -8,6 +11,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +20,10 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+
+import rlhf_tasks.executor
+import rlhf_tasks.profile_executor  # noqa: F401
+import tests.tiny_models  # noqa: F401
 
 
 def _end_with_parent(parent: int) -> None:
@@ -42,13 +50,12 @@ def _run(store: dist.Store, message: bytes) -> tuple[bool, object]:
         return False, traceback.format_exc()
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def serve(pipe: Connection, store_port: int) -> None:
+    """A rank's life: run the functions that it is sent, each in fresh process groups, until the pipe is closed."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
-    pipe = Connection(int(sys.argv[1]))
-    store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     pipe.send_bytes(b"ready")
     while True:
         try:
@@ -58,6 +65,24 @@ def main() -> None:
         pipe.send_bytes(pickle.dumps(_run(store, message)))
         if dist.is_initialized():  # only now: a peer that fails because we leave must not be heard first
             dist.destroy_process_group()
+
+
+def main() -> None:
+    """The nursery: for each port of a store that it is told, with a pipe's descriptor, fork a rank and answer its
+    pid. The dead are not waited for: as long as the nursery lives, no pid stands for another process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        port, descriptors, _, _ = socket.recv_fds(orders, 64, 1)
+        if not port:
+            return
+        pid = os.fork()
+        if pid == 0:
+            orders.close()
+            serve(Connection(descriptors[0]), int(port))
+            os._exit(0)
+        os.close(descriptors[0])
+        orders.send(str(pid).encode())
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _strike(*_: Any) -> None:
 def test_an_interrupted_run_leaves_nothing_to_be_read_as_a_later_result(
     ranks, monkeypatch, place: str
 ) -> None:
-    pool = type(ranks)()
+    pool = type(ranks)(ranks.nursery)
     try:
         with monkeypatch.context() as patch:
             if place == "while ranks start":

@@ -51,7 +51,7 @@ class Timeouts:
     blame_s: float = 1.0
     entry_s: float = 60.0
     reset_s: float = 20.0
-    restart_s: float = 120.0
+    restart_s: float = 300.0
     restore_s: float = 300.0
     durable_s: float = 600.0
     commit_s: float = 300.0

@@ -55,4 +55,4 @@ def test_a_ppo_block_refuses_what_the_configuration_refuses():
 
 def test_importing_the_blocks_loads_no_torch():
     code = "import blocks, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

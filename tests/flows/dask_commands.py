@@ -14,6 +14,9 @@ SAFE = {
     "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
     "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10 minutes",
 }
+LOOPBACK = ("--host", "127.0.0.1")
+CONTROLLER = ("--nthreads", "16", "--resources", "controller=1", "--name", "boss")
+RANK = ("--nthreads", "1", "--resources", "slot=1")
 
 
 @contextmanager
@@ -27,21 +30,27 @@ def dask_command(*arguments, **environment):
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 @contextmanager
-def dask_scheduler(folder, *, host=("--host", "127.0.0.1"), **environment):
+def dask_scheduler(folder, *, host=LOOPBACK, **environment):
     """A scheduler started by command; its address."""
     file = folder / "scheduler.json"
     options = [*host, "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
     with dask_command("scheduler", *options, **environment):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        with Client(scheduler_file=str(file), set_as_default=False, timeout=30) as client:
+        with Client(scheduler_file=str(file), set_as_default=False, timeout=300) as client:
             yield client.scheduler.address
+
+
+def dask_worker(address, folder, *options):
+    """A worker started by command."""
+    common = ["worker", address, "--no-dashboard", "--memory-limit", "0", "--local-directory", str(folder)]
+    return dask_command(*common, *options)

@@ -14,7 +14,6 @@ from tests.tiny_runs import ppo_config
 
 
 @pytest.mark.cluster
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_tags_join_those_that_the_flow_run_has(prefect):
     @flow
     async def tagged() -> list[str]:

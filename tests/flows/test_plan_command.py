@@ -12,7 +12,7 @@ import yaml
 from flows.cli import run_command
 from rlhf_tasks.config import make_config, manual_assignments
 
-pytestmark = pytest.mark.timeout(300)  # the first to evaluate plans compiles that
+pytestmark = pytest.mark.timeout(600)  # the first to evaluate plans compiles that
 
 LLAMA = {
     "model_type": "llama",

@@ -13,10 +13,7 @@ from tests.flows.test_plan_command import CALLS, KEYS, ppo
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(300),
-    # Prefect leaves the sockets of its clients to the garbage collector.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.timeout(600),
 ]
 
 

@@ -17,15 +17,13 @@ from tests.tiny_runs import ppo_config
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(600),
-    # Prefect leaves the sockets of its clients to the garbage collector.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
 
-def test_a_measured_profile_prices_the_plan_of_its_run(prefect, tmp_path, monkeypatch):
+def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(profile_flow, "_grid", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
-    config = ppo_config(tmp_path, cluster={"devices_per_host": 2}, planning={"prompt_tokens": 12})
+    place = {"address": cluster.scheduler_address, "devices_per_host": 2}
+    config = ppo_config(tmp_path, cluster=place, planning={"prompt_tokens": 12})
     analytic = problem_of(config, hardware_of(config)).model
     (file,) = asyncio.run(rlhf_profile(config))
     (profile,) = read_profiles(profile_folder(config) / file.rsplit("/", 1)[-1])

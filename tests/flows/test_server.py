@@ -78,14 +78,14 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             urllib.request.urlopen(f"{api_url}/health", timeout=1).close()
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return
         time.sleep(0.2)
-    pytest.fail("the server outlived its parent by 10 s")
+    pytest.fail("the server outlived its parent by 60 s")
 
 
 @pytest.mark.parametrize("auth", ["", "admin:secret"])

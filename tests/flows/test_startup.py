@@ -6,9 +6,8 @@ import sys
 
 import pytest
 import yaml
-from distributed import Client
 
-from tests.flows.dask_commands import ROOT, SAFE, dask_command, dask_scheduler
+from tests.flows.dask_commands import ROOT
 from tests.tiny_runs import ppo_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -37,31 +36,14 @@ def assert_refused(ended, words):
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-def test_too_few_workers_are_counted_before_training(run, tmp_path):
-    with dask_scheduler(tmp_path, **SAFE) as address:
-        common = [
-            "worker",
-            address,
-            "--host",
-            "127.0.0.1",
-            "--no-dashboard",
-            "--local-directory",
-            str(tmp_path),
-        ]
-        with (
-            dask_command(*common, "--nthreads", "16", "--resources", "controller=1", "--name", "boss"),
-            dask_command(*common, "--nthreads", "1", "--resources", "slot=1"),
-        ):
-            with Client(address, set_as_default=False) as client:
-                client.wait_for_workers(2, timeout=120)
-            place = [f"cluster.address={address}", "cluster.devices_per_host=2"]
-            ended = run(*place, "runtime.startup_timeout_s=2")
+def test_too_few_workers_are_counted_before_training(run, commanded, tmp_path):
+    ended = run(f"cluster.address={commanded}", "cluster.devices_per_host=2", "runtime.startup_timeout_s=3")
     assert_refused(
         ended,
-        f"the plan needs 2 ranks; the cluster at {address} offers 1 (workers with a GPU or slot resource)",
+        f"the plan needs 2 ranks; the cluster at {commanded} offers 1 (workers with a GPU or slot resource)",
     )
     assert "Start 2 more" in ended.stderr  # the one that is there does not fill a host of two
-    assert "runtime.startup_timeout_s=2 have passed" in ended.stderr
+    assert "runtime.startup_timeout_s=3 have passed" in ended.stderr
     assert not list((tmp_path / "runs" / "mine").glob("step-*"))
 
 

@@ -36,3 +36,13 @@ def test_a_run_that_paused_has_the_figures_of_one_that_did_not():
     assert figures[0] == figures[1]
     assert figures[0]["seconds"] == 6.0
     assert figures[0]["orchestration_overhead_s"] == pytest.approx(0.5)
+
+
+def test_overlaps_are_the_common_seconds_of_the_ranks_clocks():
+    """The next iteration generates while both train. That real runs overlap: tests/rlhf_tasks/test_attempt.py."""
+    figures = run_figures(small_plan(), iteration(0, 0.0, attempt=1) + iteration(1, 2.0, attempt=1))
+    assert figures["overlaps_s"] == {
+        "actor_train and critic_train": 3.0,
+        "actor_train and generate of the next iteration": 1.0,
+        "critic_train and generate of the next iteration": 1.0,
+    }

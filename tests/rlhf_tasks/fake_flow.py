@@ -29,7 +29,7 @@ async def open_lease(cluster, spec: RunSpec):
     return comm
 
 
-async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: float = 60):
+async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: float = 300):
     """Events up to the first of `until`, each with its time since the lease was taken; a longer silence fails."""
     comm = await open_lease(cluster, spec)
     start, events = time.monotonic(), []

@@ -5,9 +5,10 @@ Every node's ranks sum a number that names the node and its iteration: two calls
 wrong sum. A trained role's state is one number, `3 * state + iteration + 1` after each train_step, written
 by the save nodes.
 
-config keys: sleep_s (seconds each node takes, a number or node -> number); fault: {kind, node, iteration,
-rank} with kind kill | stop | raise | hang, done in generation 0 only unless `always`; payload (anything:
-makes the configuration large).
+config keys: sleep_s (seconds each node takes, a number or node -> number); until_next (node -> node: the first
+ends only when the second has begun in the next iteration; not in the last one); held (path: no node ends before
+that file is there); fault: {kind, node, iteration, rank} with kind kill | stop | raise | hang, done in generation 0
+only unless `always`; payload (anything: makes the configuration large).
 """
 
 import datetime
@@ -24,6 +25,11 @@ import torch.distributed as dist
 
 from rlhf_tasks.spec import CallNode, NodeResult, SaveNode
 from rlhf_tasks.transport import SavedPart
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.005)
 
 
 class FakeExecutor:
@@ -61,8 +67,7 @@ class FakeExecutor:
                 assert self.versions[role] == version, (key, self.versions, request.versions)
         if self.fail_if_told(key):
             return None
-        sleep_s = self.spec.config.get("sleep_s", 0.0)
-        time.sleep(sleep_s.get(key.node, 0.0) if isinstance(sleep_s, dict) else sleep_s)
+        self.take_time(key)
         mark = zlib.crc32(f"{key.iteration} {key.node}".encode()) % 100_003
         total = torch.tensor([float(mark)], dtype=torch.float64)
         dist.all_reduce(total, group=self.groups[node.devices])
@@ -76,6 +81,21 @@ class FakeExecutor:
         return NodeResult(
             key=key, rank=self.rank, started_s=started_s, ended_s=time.time(), metrics={"mark": float(mark)}
         )
+
+    def take_time(self, key):
+        config = self.spec.config
+        sleep_s = config.get("sleep_s", 0.0)
+        time.sleep(sleep_s.get(key.node, 0.0) if isinstance(sleep_s, dict) else sleep_s)
+        if "held" in config:
+            wait_for(Path(config["held"]))
+        until_next = config.get("until_next", {})
+        if key.node in until_next.values():
+            self.began(key.node, key.iteration).touch()
+        if key.node in until_next and key.iteration + 1 < self.spec.iterations:
+            wait_for(self.began(until_next[key.node], key.iteration + 1))
+
+    def began(self, node, iteration):
+        return Path(self.spec.run_folder) / f"began-{node}-{iteration}"
 
     def save(self, role, step):
         spec = self.spec

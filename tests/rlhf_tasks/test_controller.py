@@ -47,6 +47,12 @@ class Attempt:
         await self.let_go.wait()
 
 
+async def settle():
+    """Let every task run as far as it comes."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 def spec(run):
     settings = {"attempt": 1, "ranks": ("a", "b"), "plan": small_plan(), "config": {}}
     return RunSpec(run=run, run_folder="", iterations=1, **settings).model_dump_json().encode()
@@ -71,12 +77,12 @@ def test_a_run_waits_for_one_that_leaves_and_is_refused_by_one_that_stays(serve,
     async def scene(held):
         first, second, third = Flow(), Flow(), Flow()
         leases = [asyncio.create_task(held.lease(first, spec("first")))]
-        await asyncio.sleep(0.05)
+        await settle()
         first.left.set()
         leases.append(asyncio.create_task(held.lease(second, spec("second"))))
-        await asyncio.sleep(0.05)
+        await settle()
         Attempt.let_go.set()
-        await asyncio.sleep(0.05)
+        await settle()
         assert second.told == []
         monkeypatch.setattr(controller, "LEAVING_S", 0.05)
         await held.lease(third, spec("third"))

@@ -111,7 +111,6 @@ def trajectory(ranks, tmp_path: Path, name: str) -> list[dict[str, float]]:
         json.loads(config.model_dump_json()),
         str(folder),
         store.port,
-        timeout=120,
     )
     merged = []
     for iteration in range(3):

@@ -41,7 +41,9 @@ def nan(prompts, completions): return [float("nan")] * len(completions)
 def short(prompts, completions): return [1.0]
 def text(prompts, completions): return ["good"] * len(completions)
 def number(prompts, completions): return 1.0
-def hangs(prompts, completions): time.sleep(60)
+def hangs(prompts, completions):
+    open(__file__ + ".hangs", "w").close()
+    time.sleep(600)
 def exits(prompts, completions): os._exit(3)
 def odd(first, second): return []
 constant = 7
@@ -59,7 +61,7 @@ def module(tmp_path: Path) -> Path:
 def start(module: Path) -> Iterator[Any]:
     started = []
 
-    def make(*names: str, timeout_s: float = 20.0, **kwargs: Any) -> RewardProcess:
+    def make(*names: str, timeout_s: float = 100.0, **kwargs: Any) -> RewardProcess:
         document = {
             "type": "ppo",
             "models": {"actor": "a"},
@@ -77,13 +79,18 @@ def start(module: Path) -> Iterator[Any]:
         process.close()
 
 
+def hanging(module: Path) -> Path:
+    """The file that the reward `hangs` makes before it hangs."""
+    return Path(f"{module}.hangs")
+
+
 ANSWERS = Answers.of_columns(
     ['{"prompt": "p", "answer": "aa"}', '{"prompt": "q", "answer": null}'], ["aa", "b"], [[1, 2], [3]]
 )
 
 
 def judge(process: RewardProcess, answers: Answers = ANSWERS) -> dict[str, list]:
-    return process.submit(answers).result(timeout=30)
+    return process.submit(answers).result(timeout=110)
 
 
 def test_several_rewards_sync_and_async_with_columns_and_kwargs(start: Any):
@@ -147,10 +154,11 @@ def test_a_module_that_cannot_be_imported_is_named(start: Any, module: Path):
         judge(start("length"))
 
 
-def test_closing_ends_a_reward_under_way(start: Any):
-    process = start("hangs", timeout_s=60)
+def test_closing_ends_a_reward_under_way(start: Any, module: Path):
+    process = start("hangs")
     pending = process.submit(ANSWERS)
-    time.sleep(0.5)
+    while not hanging(module).exists():
+        time.sleep(0.01)
     helper = process._process
     process.close()
     assert helper is not None
@@ -169,16 +177,15 @@ config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d
     sampling=dict(max_completion_length=4), rewards=[dict(function={f"{module}:hangs"!r})]))
 process = RewardProcess(config)
 process.submit(Answers(["p"], ["c"], [[1]], {{}}))
-while process._process is None: time.sleep(0.01)
-time.sleep(1.0)
+while not os.path.exists({str(hanging(module))!r}): time.sleep(0.01)
 print(process._process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
     rank = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True
     )
-    helper = int(rank.communicate(timeout=30)[0])
-    deadline = time.monotonic() + 10
+    helper = int(rank.communicate(timeout=100)[0])
+    deadline = time.monotonic() + 60
     while _alive(helper) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(helper)

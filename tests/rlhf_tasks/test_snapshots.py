@@ -290,12 +290,12 @@ def test_an_aborted_generation_leaves_what_it_has_not_begun(tmp_path):
     def first_is_done(part: SavedPart) -> None:
         told.append(part)
         writing.set()
-        go_on.wait(10.0)
+        go_on.wait(60.0)
 
     writer = SnapshotWriter(generation(tmp_path, 0), first_is_done)
     for step in (3, 4):
         writer.save("actor", small_role(), step)
-    assert writing.wait(10.0)
+    assert writing.wait(60.0)
     writer.close(wait=False)
     go_on.set()
     writer.close()
