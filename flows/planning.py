@@ -148,6 +148,7 @@ def workload_of(config: AnyConfig) -> Workload:
         epochs=config.num_ppo_epochs if isinstance(config, PPOConfig) else 1,
         itemsize=ITEMSIZES[config.dtype],
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
+        reward_s=planning.reward_seconds_per_sequence,
     )
 
 

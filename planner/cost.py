@@ -123,7 +123,7 @@ class CostModel:
         strategy, crossings = placement.strategy, self._crossings(placement)
         classes, micro_batches = self.classes_of(placement), assignment.micro_batches
         key = (
-            *(call.role, call.kind, call.n_seqs, call.mini_batches),
+            *(call.name, call.role, call.kind, call.n_seqs, call.mini_batches),
             *(strategy, crossings, classes, micro_batches),
         )
         if key not in self._costs:
@@ -298,14 +298,21 @@ class _OnMesh:
 
 
 def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
+    """A forward pass. Python rewards run meanwhile, each head's share one after another; or they run alone."""
     length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
     tokens = share * length / micro_batches
 
     def forward_s(stage: int) -> float:
         return mesh.stage_s("forward", stage, tokens, length)
 
+    rewards_s = share * mesh.workload.reward_s if "scores" in call.outputs else 0.0
+    if not call.runs_model:
+        return CallCost(rewards_s, (0.0,) * mesh.strategy.pp)
     seconds = mesh.share_batch_s(call, share * length) + mesh.pipelined_s(forward_s, tokens, micro_batches)
-    return CallCost(seconds, tuple(mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, False))))
+    return CallCost(
+        max(seconds, rewards_s),
+        tuple(mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, False))),
+    )
 
 
 def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:

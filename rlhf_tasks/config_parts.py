@@ -221,6 +221,11 @@ class ManualAssignment(Settings):
     offload: bool = Field(
         default=False, description="Whether a frozen model lies in host memory while it is not needed."
     )
+    order: int | None = Field(
+        default=None,
+        ge=0,
+        description="Place among the calls of an iteration, of all calls or of none; default: by rule.",
+    )
 
     @model_validator(mode="after")
     def _placement_holds(self) -> Self:
@@ -245,6 +250,7 @@ class ManualAssignment(Settings):
             micro_batches=self.micro_batches,
             balance=self.balance,
             offload=self.offload,
+            order=self.order,
         )
 
 
@@ -316,6 +322,12 @@ class PlanningConfig(Settings):
         default=None,
         description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures; "
         "where hosts differ, [{n_hosts, device}] in the order of the hosts; default: this machine's.",
+    )
+    reward_seconds_per_sequence: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds of all Python rewards for one sequence, as measured on yours; "
+        "default: they cost nothing but their node.",
     )
     time_limit_s: float = Field(default=10.0, gt=0, description="Seconds that a search may take.")
 

@@ -119,7 +119,8 @@ def test_a_plan_is_shown_and_its_figures_are_written(call, tmp_path, mode):
     assert 0 < found["lower_bound_s"] <= found["iteration_time_s"]
     assert found["gap"] == pytest.approx(1 - found["lower_bound_s"] / found["iteration_time_s"])
     assert found["search"]["mode"] == mode
-    assert set(found["search"]) == {"mode", "seconds", "evaluations"}
+    assert set(found["search"]) == {"mode", "seconds", "compile_s", "evaluations"}
+    assert (found["search"]["compile_s"] > 0) == (mode == "search") == ("s of compilation" in out)
     for given in found["assignments"].values():
         assert set(given) == {
             *("nodes", "device_classes", "devices", "dp", "tp", "pp", "micro_batches", "offload", "time_s")
@@ -157,6 +158,41 @@ def test_a_found_plan_is_what_a_run_accepts_and_is_priced_alike(call, tmp_path):
     for name, given in before["assignments"].items():
         assert list(read[name].placement.devices) == given["devices"]
         assert read[name].micro_batches == given["micro_batches"]
+
+
+def test_a_searched_plan_keeps_its_order_of_calls(call, tmp_path):
+    plan, first, second = (str(tmp_path / name) for name in ("plan.yaml", "first.json", "second.json"))
+    limit = ("--no-compare", "--time-limit", "1")
+    status, _, err = call(ppo(), *limit, "--json", first, "--out", plan)
+    assert status == 0, err
+    written = yaml.safe_load(Path(plan).read_text())
+    assert sorted(given["order"] for given in written.values()) == list(range(6))
+    status, _, err = call(ppo(), *limit, "--evaluate", plan, "--json", second)
+    assert status == 0, err
+    before, after = (json.loads(Path(path).read_text()) for path in (first, second))
+    assert before["iteration_time_s"] == after["iteration_time_s"]
+    assert list(before["assignments"]) == list(after["assignments"])
+    del written["critic_train"]["order"]
+    Path(plan).write_text(yaml.safe_dump(written))
+    refused(call(ppo(), *limit, "--evaluate", plan), "critic_train has none", "or leave all out")
+
+
+def test_rewards_in_python_are_no_forward_pass(call, tmp_path):
+    times = []
+    for planning in ({}, {"reward_seconds_per_sequence": 0.25}):
+        document = ppo(
+            models={"actor": {"config": LLAMA}},
+            rewards=[{"function": "score.py:score"}],
+            planning={"prompt_tokens": 16, "device": "cpu-slot", **planning},
+        )
+        figures = tmp_path / "figures.json"
+        status, _, err = call(document, "--mode", "symmetric", "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        given = json.loads(figures.read_text())["assignments"]["reward_inference"]
+        times.append((given["time_s"], given["dp"]))
+    (dispatch_s, _), (time_s, dp) = times
+    assert dispatch_s == 5e-3
+    assert time_s == pytest.approx(dispatch_s + 8 / dp * 0.25)
 
 
 def test_a_manual_plan_has_its_price_and_its_transfers(call, write, tmp_path):
