@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -136,6 +137,7 @@ def deaf_to_ctrl_c() -> Iterator[None]:
 
     In a terminal it reaches every process of the foreground group; ours are ended by the flow.
     """
+    resource_tracker.ensure_running()  # a thread that starts multiprocessing's tracker hears SIGINT again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
