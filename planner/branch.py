@@ -6,6 +6,7 @@ first of them are tried with the sizes of meshes alone, which takes little time 
 
 from collections.abc import Iterator
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,10 +25,39 @@ GROUP_STEP = 1e-3  # relative; so closely the bound by groups is found
 PATIENCE = 0.25  # of the time that is left, until a walk gives way to one with a lower threshold
 
 
+class Proofs(NamedTuple):
+    """What proofs about a problem go by."""
+
+    relaxation: Relaxation
+    tree: Tree
+
+
+def proofs(tables: Tables, cycles: Cycles) -> Proofs:
+    """The proofs of a problem."""
+    r = relaxation(tables)
+    return Proofs(r, tree(tables, r, cycles))
+
+
+def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: float) -> Iterator[float]:
+    """Lower bounds, ever higher ones, as far as walks through groups alone prove them.
+
+    lower_bound_s  the root bound; upper: seconds of a plan
+    deadline       of time.monotonic(): ends early
+    """
+    while upper - lower_bound_s > GROUP_STEP * upper and monotonic() <= deadline:
+        threshold, walk = (lower_bound_s + upper) / 2, new_walk(p.relaxation)
+        if _walked(p, walk, threshold, len(walk.choice), deadline)[0] == DONE:
+            lower_bound_s = threshold
+            yield lower_bound_s
+        else:
+            upper = threshold
+
+
 def branching(
     tables: Tables,
     near: Neighbours,
     cycles: Cycles,
+    p: Proofs,
     state: State,
     lower_bound_s: float,
     seed: int,
@@ -35,20 +65,14 @@ def branching(
 ) -> Iterator[tuple[State, float, int]]:
     """After each proof and each better plan: the best state, the lower bound, and the choices priced since.
 
-    state          the plan to beat; lower_bound_s: the root bound
+    state          the plan to beat; lower_bound_s: no plan takes less
     deadline       of time.monotonic(): ends early
     A threshold that is proved becomes the lower bound. The next lies halfway to the best plan, or, when little is
     between them, at it; where a walk takes too long, halfway to that threshold, after another annealing. A better
     plan is first polished by annealing.
     """
-    r = relaxation(tables)
-    t = tree(tables, r, cycles)
     polishings = restarts = 0
     anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
-    upper = state.time_s if state.excess_bytes <= 0 else anything
-    for proved in _bounds_by_groups(r, t, lower_bound_s, upper, deadline):
-        lower_bound_s = proved
-        yield state, lower_bound_s, 0
     tedious = np.inf  # the lowest threshold whose walk took too long
     while monotonic() <= deadline:
         upper = state.time_s if state.excess_bytes <= 0 else anything
@@ -57,13 +81,13 @@ def branching(
         threshold = (lower_bound_s + min(upper, tedious)) / 2
         if upper - lower_bound_s < LAST_STEP * upper and tedious > upper:
             threshold = upper * (1 - PROVED)
-        walk = new_walk(r)
-        code, time_s = _walked(r, t, walk, threshold, 2 * len(walk.choice), deadline)
+        walk = new_walk(p.relaxation)
+        code, time_s = _walked(p, walk, threshold, 2 * len(walk.choice), deadline)
         n_priced = int(walk.counts[1])
         if code == DONE:
             lower_bound_s = threshold
         elif code == FOUND:
-            found = State(walk.choice - r.arrays.start[:-1], time_s, 0.0)
+            found = State(walk.choice - tables.arrays.start[:-1], time_s, 0.0)
             state, more = polished(tables, near, cycles, better(state, found), seed, polishings)
             n_priced, polishings = n_priced + more, polishings + 1
         else:
@@ -79,25 +103,10 @@ def branching(
         yield state, lower_bound_s, n_priced
 
 
-def _bounds_by_groups(
-    r: Relaxation, t: Tree, lower_bound_s: float, upper: float, deadline: float
-) -> Iterator[float]:
-    """Lower bounds, ever higher ones, as far as walks through groups alone prove them."""
-    while upper - lower_bound_s > GROUP_STEP * upper and monotonic() <= deadline:
-        threshold, walk = (lower_bound_s + upper) / 2, new_walk(r)
-        if _walked(r, t, walk, threshold, len(walk.choice), deadline)[0] == DONE:
-            lower_bound_s = threshold
-            yield lower_bound_s
-        else:
-            upper = threshold
-
-
-def _walked(
-    r: Relaxation, t: Tree, walk: Walk, threshold: float, levels: int, deadline: float
-) -> tuple[int, float]:
+def _walked(p: Proofs, walk: Walk, threshold: float, levels: int, deadline: float) -> tuple[int, float]:
     """`walk_on` until the walk ends or has taken its share of the time that is left."""
     now = monotonic()
     while True:
-        code, time_s = walk_on(r, t, walk, threshold, levels, NODES)
+        code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, levels, NODES)
         if code != PAUSED or monotonic() > now + PATIENCE * (deadline - now):
             return code, time_s

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from planner.anneal import State, anneal, annealing, neighbours, start_state, uniforms
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
-from planner.branch import branching
+from planner.branch import bounds_by_groups, branching, proofs
 from planner.choices import assignments_of, nearest_choice
 from planner.disjoint import disjoint_choice
 from planner.mcmc import greedy_choice, metropolis
@@ -101,7 +101,7 @@ class Progress:
         self.starts = [nearest_choice(request.tables, assignments_of(rule.plan)) for rule in rules]
         self.starts.append(greedy_choice(request.tables))
         self.state = start_state(request.tables, self.starts[0])
-        self._lower_bound_s, self._evaluations = request.lower_bound_s, 0
+        self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace: list[TracePoint] = []
         self._trace_up_to(min((rule.price.iteration_time_s for rule in rules), default=float("inf")))
 
@@ -112,7 +112,7 @@ class Progress:
     def note(self, state: State, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
         self._evaluations += n_priced
-        self._lower_bound_s = max(self._lower_bound_s, lower_bound_s)
+        self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
         self.state = state
         self._trace_up_to(state.time_s if state.excess_bytes <= 0 else float("inf"))
 
@@ -121,7 +121,7 @@ class Progress:
         best = min([time_s, *(point.time_s for point in self._trace[-1:])])
         if best < float("inf"):
             seconds = time.monotonic() - self._request.started
-            self._trace.append(TracePoint(seconds, best, self._lower_bound_s))
+            self._trace.append(TracePoint(seconds, best, self.lower_bound_s))
 
     def found(self) -> Found:
         """The best plan, priced from its transfer lists. Raises PlanError when nothing fits memory."""
@@ -129,7 +129,7 @@ class Progress:
         if self.state.excess_bytes <= 0 or not candidates:
             candidates.append(priced_choice(self._request.tables, self.state.choice.tolist()))
         best = min(candidates, key=lambda one: one.price.iteration_time_s)
-        return Found(best, self._lower_bound_s, self._evaluations, tuple(self._trace))
+        return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
 
 
 def find_plan(
@@ -253,10 +253,15 @@ def _manual(request: Request) -> Found:
 
 
 def _search(request: Request) -> Found:
-    """Annealing from the rules' plans, then branch and bound."""
+    """The bound that takes little time, annealing from the rules' plans, then branch and bound."""
     progress = Progress(request, _by_rule(request))
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
     with suppress(KeyboardInterrupt):
+        found = proofs(request.tables, cycles)
+        for lower_bound_s in bounds_by_groups(
+            found, request.lower_bound_s, progress.state.time_s, request.deadline
+        ):
+            progress.note(progress.state, 0, lower_bound_s)
         for state, n_priced in annealing(request.tables, near, cycles, progress.starts, request.seed):
             progress.note(state, n_priced)
             if progress.is_late:
@@ -265,8 +270,9 @@ def _search(request: Request) -> Found:
             request.tables,
             near,
             cycles,
+            found,
             progress.state,
-            request.lower_bound_s,
+            progress.lower_bound_s,
             request.seed,
             request.deadline,
         ):

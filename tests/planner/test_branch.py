@@ -8,7 +8,7 @@ import pytest
 
 from planner.anneal import neighbours, start_state
 from planner.bound import call_cycles
-from planner.branch import branching
+from planner.branch import bounds_by_groups, branching, proofs
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
 from planner.problem import Problem
@@ -23,7 +23,16 @@ pytestmark = pytest.mark.timeout(600)  # the first run compiles
 def proved(tables: Tables):
     """(best state, lower bound) of branch and bound that starts from the greedy choice and runs to its end."""
     start, cycles = start_state(tables, greedy_choice(tables)), call_cycles(tables.problem.graph)
-    steps = branching(tables, neighbours(tables), cycles, start, bound_of(tables), 0, monotonic() + 600)
+    steps = branching(
+        tables,
+        neighbours(tables),
+        cycles,
+        proofs(tables, cycles),
+        start,
+        bound_of(tables),
+        0,
+        monotonic() + 600,
+    )
     *_, (state, lower_bound_s, _) = steps
     return state, lower_bound_s
 
@@ -113,8 +122,18 @@ def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
     tables = Tables(small_problem(Cluster(1, 4)))
     state = start_state(tables, greedy_choice(tables))
     cycles = call_cycles(tables.problem.graph)
-    steps = list(branching(tables, neighbours(tables), cycles, state, bound_of(tables), 0, monotonic()))
-    assert len(steps) <= 1
+    found = proofs(tables, cycles)
+    steps = branching(tables, neighbours(tables), cycles, found, state, bound_of(tables), 0, monotonic())
+    assert len(list(steps)) <= 1
+
+
+def test_bounds_by_groups_rise_and_stay_below_the_best_plan(small_problem):
+    tables = Tables(small_problem(Cluster(2, 2), ("actor_generate", "ref_inference", "actor_train"), 1))
+    best, root = enumerated(tables), bound_of(tables)
+    found = proofs(tables, call_cycles(tables.problem.graph))
+    bounds = [*bounds_by_groups(found, root, 2 * best, monotonic() + 600)]
+    assert bounds == sorted(bounds)
+    assert root < bounds[-1] <= best
 
 
 def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem):

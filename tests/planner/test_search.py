@@ -104,16 +104,19 @@ def test_without_time_a_search_gives_no_worse_than_the_rules(problem):
 
 def test_an_interrupt_gives_the_best_plan_so_far_with_its_gap(problem, monkeypatch):
     """Ctrl-C arrives after the second round of annealing."""
+    priced = []
 
     def interrupted(*arguments, **named):
         rounds = annealing(*arguments, **named)
-        yield next(rounds)
-        yield next(rounds)
+        for _ in range(2):
+            state, n_priced = next(rounds)
+            priced.append(n_priced)
+            yield state, n_priced
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "annealing", interrupted)
     result = find_plan(problem, "search", 60)
-    assert len(result.trace) == 3  # the rules' best, and two rounds
+    assert result.evaluations == sum(priced) > 0
     assert 0 < result.gap < 1
     assert not result.proven_optimal
     assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
