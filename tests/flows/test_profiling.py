@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from flows import profiling as profile_flow
-from flows.planning import hardware_of, problem_of, profile_folder, shapes_of
+from flows.planning import hardware_of, problem_of, profile_folder
 from flows.prepare import make_plan
 from flows.profiling import rlhf_profile
 from planner.cost import CostModel
@@ -48,7 +48,7 @@ def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkey
     assert profile.process_bytes > 50e6
     measured = problem_of(config, hardware_of(config)).model
     assert measured.classes.dispatch_s == profile.dispatch_s
-    plan = make_plan(config, shapes_of(config))
+    plan = make_plan(config)
     prices = [price_plan(plan, model).iteration_time_s for model in (analytic, measured)]
     assert prices[0] != prices[1] > 0
     assert isinstance(measured, CostModel)
