@@ -18,6 +18,7 @@ from flows import artifacts
 from flows.clocks import spans_of
 from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.ending import ending_in_time
+from flows.events import CommitEvents
 from flows.model_card import model_card
 from flows.planned import Planned, planned, planned_and_measured
 from flows.prepare import PLAN, Prepared, prepare
@@ -125,6 +126,7 @@ class RunView:
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
+        self._events = CommitEvents(folder.name)
         # Lineage of the newest iterations. The journal of a long run is too large to read again and again.
         self._recent: deque[dict[str, Any]] = deque(maxlen=TIMELINE_ITERATIONS * len(prepared.plan.nodes))
         self._drawn_s = 0.0
@@ -149,6 +151,7 @@ class RunView:
         get_run_logger().info(line)
         console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
         self._last_s = now
+        await self._events.tell(committed.iteration, metrics)
         assert self._progress is not None
         await artifacts.show_progress(self._progress, done, self._prepared.iterations)
         if now - self._drawn_s > REFRESH_S:
