@@ -1,7 +1,7 @@
 """A Prefect event for each commit of a run: what automations hang on.
 
-`prefect-rlhf.iteration.committed`, of the resource `prefect-rlhf.run.NAME`; the flow run, its deployment and its tags
-are related resources; the payload has `run`, `iteration`, `step` and `metrics`, the row of `metrics.jsonl`.
+`prefect-rlhf.iteration.committed`, of the resource `prefect-rlhf.run.NAME`; related resources are the flow run, its
+flow, deployment and tags; the payload has `run`, `iteration`, `step` and `metrics`, the row of `metrics.jsonl`.
 """
 
 import asyncio

@@ -123,8 +123,6 @@ def test_every_commit_is_an_event_that_automations_can_hang_on(finished, prefect
     for event, row in zip(events, rows, strict=True):
         step = row["iteration"] + 1
         assert event.payload == {"run": "tiny", "iteration": step - 1, "step": step, "metrics": row}
-        assert event.resource_in_role["flow-run"].name == "ppo/tiny"
-        assert "algo:ppo" in {tag.id.removeprefix("prefect.tag.") for tag in event.resources_in_role["tag"]}
 
 
 def test_the_model_folder_has_its_card(finished):
