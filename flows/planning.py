@@ -71,6 +71,23 @@ def profile_folder(config: AnyConfig) -> Path:
     return Path(config.output_dir) / PROFILES
 
 
+def measured_folders(config: AnyConfig) -> dict[ModelShape, str]:
+    """A folder for each shape among a configuration's models: of its files a profile needs config.json alone.
+
+    Raises ConfigError for an inline model.
+    """
+    folders: dict[ModelShape, str] = {}
+    shapes = shapes_of(config)
+    for role, parts in config.roles().items():
+        if not parts.folder:
+            raise ConfigError(
+                f"models of role {role!r} are given inline: only models in folders can be measured. "
+                "Name a Hugging Face model folder."
+            )
+        folders.setdefault(shapes[role], parts.folder)
+    return folders
+
+
 def shapes_of(config: AnyConfig) -> dict[str, ModelShape]:
     """Role -> its model's shape, read from its folder or its inline configuration."""
     return {role: _shape(role, parts) for role, parts in config.roles().items()}

@@ -12,7 +12,7 @@ from statistics import median
 from prefect import flow
 
 from flows.ending import ending_in_time
-from flows.planning import hardware_of, problem_of, profile_folder
+from flows.planning import hardware_of, measured_folders, problem_of, profile_folder
 from flows.runs import cluster_of
 from flows.server import prefect_server
 from flows.training import run_training
@@ -39,7 +39,7 @@ async def rlhf_profile(config: AnyConfig) -> list[str]:
 async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
     """One profile for each shape among a configuration's models. Called inside a flow.
 
-    Raises ConfigError for models without weights' folders and for a cluster that does not fit, RunFailed when the
+    Raises ConfigError for inline models and for a cluster that does not fit, RunFailed when the
     measuring run fails.
     """
     hardware = hardware_of(config)
@@ -49,7 +49,7 @@ async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
             "class on a cluster of all its hosts."
         )
     model = problem_of(config, hardware).model
-    folders = _folders(config, model)
+    folders = measured_folders(config)
     n_devices, per_host = config.cluster.n_devices, config.cluster.devices_per_host
     pieces = pieces_of({f: _grid(model, config, s) for s, f in folders.items()}, n_devices, per_host)
     spec = ProfileSpec(dtype=config.dtype, devices_per_host=per_host, pieces=pieces)
@@ -107,19 +107,6 @@ def dispatch_of(results: Mapping[str, Sequence[NodeResult]], idle: Sequence[str]
 
 def _measured(results: Sequence[NodeResult]) -> list[Measurements]:
     return [Measurements.model_validate(result.details) for result in results]
-
-
-def _folders(config: AnyConfig, model: CostModel) -> dict[ModelShape, str]:
-    """A folder for each shape among the models. Raises ConfigError for an inline model."""
-    folders: dict[ModelShape, str] = {}
-    for role, parts in config.roles().items():
-        if not parts.folder:
-            raise ConfigError(
-                f"models of role {role!r} are given inline: only models in folders can be measured. "
-                "Name a Hugging Face model folder."
-            )
-        folders.setdefault(model.models[role].shape, parts.folder)
-    return folders
 
 
 def _grid(model: CostModel, config: AnyConfig, shape: ModelShape) -> Grid:

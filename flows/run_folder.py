@@ -14,15 +14,20 @@ runs/NAME/config.json      the configuration of the run, for --resume
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config, resolve_paths
+
+ATTEMPTS = "attempts"
+CONFIG = "config.json"
 
 
 def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
@@ -32,26 +37,47 @@ def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
     the name is in use.
     """
     base = Path(config.output_dir)
-    if config.name is not None:
-        folder = base / config.name
-        if folder.exists():
-            raise ConfigError(
-                f"name={config.name!r} is in use: {folder} exists. Choose another name, or go on with that run "
-                f"by --resume {folder}."
-            )
-        folder.mkdir(parents=True)
+    if config.name is None:
+        stem = f"{config.type.replace('_', '-')}-{now or datetime.now(UTC):%Y%m%d-%H%M%S}"
+        names = [stem, *(f"{stem}-{number}" for number in range(1, 1000))]
     else:
-        folder = _fresh(base, f"{config.type.replace('_', '-')}-{now or datetime.now(UTC):%Y%m%d-%H%M%S}")
-    text = config.model_dump_json(indent=2)
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    return folder.resolve()
+        names = [config.name]
+    folder = next((base / name for name in names if _make(base / name, config)), None)
+    if folder is not None:
+        return folder.resolve()
+    if config.name is None:
+        raise ConfigError(f"{base} holds a thousand runs of this second. Choose a name.")
+    folder = base / config.name
+    raise ConfigError(
+        f"name={config.name!r} is in use: {folder} exists. Choose another name, or go on with that run "
+        f"by --resume {folder}."
+    )
+
+
+def _make(folder: Path, config: AnyConfig) -> bool:
+    """Make a run folder; False where there is one. It appears with its configuration in it: whenever this process
+    ends, the run can be gone on with."""
+    if folder.exists():
+        return False
+    fresh = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    try:
+        fresh.mkdir(parents=True)
+        (fresh / CONFIG).write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        fresh.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        return False  # another run's, of this moment
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return True
 
 
 def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
     """A run folder to go on with, and its configuration. Raises ConfigError when it is none."""
     folder = Path(path)
     try:
-        document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        document = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no run folder: {error}. Name one that a run has written.") from None
     return folder.resolve(), make_config(document)
@@ -100,6 +126,24 @@ def _begun_in(config: AnyConfig) -> str | Path | None:
 
 
 @contextmanager
+def run_folder_of(config: AnyConfig, folder: Path | None) -> Iterator[Path]:
+    """The folder of a run to go on with, or a new run's (see `new_run_folder`).
+
+    A new run that is refused before its first attempt, for its cluster say, leaves none behind: its name is free.
+    """
+    if folder is not None:
+        yield folder
+        return
+    fresh = new_run_folder(config)
+    try:
+        yield fresh
+    except ConfigError:
+        if not (fresh / ATTEMPTS).exists():
+            shutil.rmtree(fresh)
+        raise
+
+
+@contextmanager
 def taken(folder: Path) -> Iterator[None]:
     """Hold a run folder while a run writes to it. Raises ConfigError when another process does."""
     lock = FileLock(folder / ".lock")
@@ -113,15 +157,3 @@ def taken(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _fresh(base: Path, stem: str) -> Path:
-    base.mkdir(parents=True, exist_ok=True)
-    for number in range(1000):
-        folder = base / (stem if number == 0 else f"{stem}-{number}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise ConfigError(f"{base} holds a thousand runs of this second. Choose a name.")

@@ -18,16 +18,18 @@ from flows import artifacts
 from flows.clocks import spans_of
 from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.ending import ending_in_time
+from flows.events import CommitEvents
 from flows.model_card import model_card
 from flows.planned import Planned, planned, planned_and_measured
 from flows.prepare import PLAN, Prepared, prepare
-from flows.run_folder import new_run_folder, open_run, taken
+from flows.run_folder import open_run, run_folder_of, taken
 from flows.server import prefect_server
 from flows.summary import read_jsonl, run_figures
 from flows.training import run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError
+from rlhf_tasks.durable import replace_file
 from rlhf_tasks.journals import LINEAGE, METRICS, lineage_lines, metrics_line
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed
@@ -57,8 +59,8 @@ async def carry_out(
         )
     prepared = prepare(config, folder)
     expected = planned(config, prepared.plan)
-    folder = folder or new_run_folder(config)
     with (
+        run_folder_of(config, folder) as folder,
         ending_in_time(asyncio.current_task()),
         taken(folder),
         prefect_server(folder) as server,
@@ -124,6 +126,7 @@ class RunView:
     def __init__(self, prepared: Prepared, folder: Path) -> None:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
+        self._events = CommitEvents(folder.name)
         # Lineage of the newest iterations. The journal of a long run is too large to read again and again.
         self._recent: deque[dict[str, Any]] = deque(maxlen=TIMELINE_ITERATIONS * len(prepared.plan.nodes))
         self._drawn_s = 0.0
@@ -148,6 +151,7 @@ class RunView:
         get_run_logger().info(line)
         console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
         self._last_s = now
+        await self._events.tell(committed.iteration, metrics)
         assert self._progress is not None
         await artifacts.show_progress(self._progress, done, self._prepared.iterations)
         if now - self._drawn_s > REFRESH_S:
@@ -198,7 +202,7 @@ def _finish(folder: Path, prepared: Prepared, expected: Planned) -> dict[str, An
         (model / "README.md").write_text(card, encoding="utf-8")
         summary["model"] = str(model)
     text = json.dumps(summary, indent=2)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    replace_file(folder / "summary.json", text + "\n")
     return summary
 
 
@@ -209,8 +213,8 @@ def _keep_identity(folder: Path, prepared: Prepared) -> None:
         raise ConfigError(
             f"{prepared.config.data.train} has changed since {folder} began. Put the data back, or start a new run."
         )
-    identity.write_text(prepared.data_digest)
-    (folder / PLAN).write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
+    replace_file(identity, prepared.data_digest)
+    replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
 
 
 def run_tags(config: AnyConfig) -> list[str]:

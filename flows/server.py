@@ -163,8 +163,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     assert process.stdout is not None
     process.stdin.close()
     try:
-        process.wait(STOP_DEADLINE_S)
-    except subprocess.TimeoutExpired:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_DEADLINE_S)
+    finally:  # an impatient Ctrl-C may have ended the wait
         process.kill()
         process.wait()
-    process.stdout.close()
+        process.stdout.close()

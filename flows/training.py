@@ -22,6 +22,7 @@ from prefect import Flow, flow
 from prefect.states import Cancelled
 
 from flows.cluster import Cluster
+from flows.run_folder import ATTEMPTS
 from flows.task_runner import ControllerTaskRunner
 from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.tasks import run_node
@@ -108,7 +109,7 @@ async def run_training(
 
 def next_attempt(run_folder: Path) -> int:
     """The number of a new attempt: 1, 2, ... Attempts at the same moment get different ones."""
-    attempts = run_folder / "attempts"
+    attempts = run_folder / ATTEMPTS
     attempts.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.name) for path in attempts.iterdir()), default=0)
     while True:

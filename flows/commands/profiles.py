@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from flows.prepare import prepare
+from flows.planning import hardware_of, measured_folders, problem_of
 from rlhf_tasks.config import load_config
 
 console = Console()
@@ -32,7 +32,8 @@ def profile(
         A JSON file to write the profiles to besides.
     """
     settings = load_config(config, overrides)
-    prepare(settings)
+    problem_of(settings, hardware_of(settings))
+    measured_folders(settings)
     # Prefect takes seconds to import: a faulty configuration was refused before that.
     from flows.session import profile_here
 

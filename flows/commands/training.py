@@ -8,8 +8,9 @@ from rich.console import Console
 
 from flows.demo_data import DATA, refuse_without_task
 from flows.prepare import PLAN, prepare
-from flows.run_folder import existing_run_folder, new_run_folder, open_run, refuse_unwritable
+from flows.run_folder import existing_run_folder, open_run, refuse_unwritable, run_folder_of
 from rlhf_tasks.config import ConfigError, load_config, override
+from rlhf_tasks.durable import replace_file
 
 console = Console()
 
@@ -51,13 +52,13 @@ def run(
     if settings.type != algorithm.replace("-", "_"):
         raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
     prepared = prepare(settings, folder)
-    folder = folder or new_run_folder(settings)
-    if settings.plan == "auto":  # the flow takes up what was planned here
-        (folder / PLAN).write_text(prepared.plan.model_dump_json(indent=1), encoding="utf-8")
-    # Prefect takes seconds to import: a faulty configuration was refused before that.
-    from flows.session import run_here
+    with run_folder_of(settings, folder) as folder:
+        if settings.plan == "auto":  # the flow takes up what was planned here
+            replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
+        # Prefect takes seconds to import: a faulty configuration was refused before that.
+        from flows.session import run_here
 
-    run_here(algorithm.replace("-", "_"), settings, folder)
+        run_here(settings.type, settings, folder)
 
 
 def demo(

@@ -6,7 +6,7 @@ import pytest
 
 from flows import profiling as profile_flow
 from flows.planning import hardware_of, problem_of, profile_folder
-from flows.prepare import prepare
+from flows.prepare import make_plan
 from flows.profiling import rlhf_profile
 from planner.cost import CostModel
 from planner.price import price_plan
@@ -24,6 +24,8 @@ def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkey
     monkeypatch.setattr(profile_flow, "_grid", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
     place = {"address": cluster.scheduler_address, "devices_per_host": 2}
     config = ppo_config(tmp_path, cluster=place, planning={"prompt_tokens": 12})
+    for weights in tmp_path.glob("*/model.safetensors"):
+        weights.unlink()
     analytic = problem_of(config, hardware_of(config)).model
     (file,) = asyncio.run(rlhf_profile(config))
     (profile,) = read_profiles(profile_folder(config) / file.rsplit("/", 1)[-1])
@@ -46,7 +48,7 @@ def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkey
     assert profile.process_bytes > 50e6
     measured = problem_of(config, hardware_of(config)).model
     assert measured.classes.dispatch_s == profile.dispatch_s
-    plan = prepare(config).plan
+    plan = make_plan(config)
     prices = [price_plan(plan, model).iteration_time_s for model in (analytic, measured)]
     assert prices[0] != prices[1] > 0
     assert isinstance(measured, CostModel)

@@ -1,13 +1,16 @@
 """Run folders: a name is used once, fresh names never clash, one process writes at a time."""
 
 import asyncio
+from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
 from flows.demo import settle_seed
-from flows.run_folder import existing_run_folder, new_run_folder, open_run, taken
+from flows.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
 from flows.runs import carry_out
+from flows.training import next_attempt
 from rlhf_tasks.config import RUN_CONFIG, ConfigError
 
 
@@ -27,6 +30,17 @@ def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
     with pytest.raises(ConfigError, match=r"name='a' is in use.*--resume"):
         new_run_folder(config(tmp_path, name="a"))
     assert existing_run_folder(folder) == (folder, config(tmp_path, name="a"))
+    assert [path.name for path in folder.parent.iterdir()] == ["a"]
+
+
+def test_a_run_folder_appears_with_its_configuration(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        new_run_folder(config(tmp_path, name="a"))
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_runs_without_a_name_get_fresh_folders_even_in_one_second(tmp_path):
@@ -74,6 +88,23 @@ def test_a_demo_of_another_seed_is_not_taken_for_this_one(tmp_path):
     assert settle_seed(tmp_path, 1) == settle_seed(tmp_path, None) == 1
     with pytest.raises(ConfigError, match=r"holds the demo of seed 1\. For seed 0 name another folder"):
         settle_seed(tmp_path, 0)
+
+
+def refused(tmp_path, folder, begun):
+    """A run that is refused, before or after its first attempt; gives its folder."""
+    with suppress(ConfigError), run_folder_of(config(tmp_path, name="a"), folder) as place:
+        if begun:
+            next_attempt(place)
+        raise ConfigError("no such cluster")
+    return place
+
+
+def test_only_a_new_run_that_never_began_leaves_no_folder(tmp_path):
+    assert not refused(tmp_path, None, begun=False).exists()
+    began = refused(tmp_path, None, begun=True)
+    assert (began / "config.json").exists()
+    interrupted = new_run_folder(config(tmp_path, name="b"))
+    assert refused(tmp_path, interrupted, begun=False).exists()
 
 
 def test_a_faulty_configuration_leaves_no_run_folder(tmp_path):

@@ -22,6 +22,7 @@ from rlhf_tasks.config import make_config
 from rlhf_tasks.spec import NodeKey, NodeResult
 from rlhf_tasks.tokenizer import Tokenizer
 from rlhf_tasks.transport import Committed
+from tests.flows.events import wait_events
 from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config, write_prompts
 
@@ -116,6 +117,14 @@ def test_the_flow_run_has_the_tags_of_its_run(finished, prefect):
     assert {"algo:ppo", "model:actor", "plan:manual"} <= found["ppo/tiny"]
 
 
+def test_every_commit_is_an_event_that_automations_can_hang_on(finished, prefect):
+    events = wait_events("tiny", ITERATIONS)
+    rows = read_jsonl(finished[1] / "metrics.jsonl")
+    for event, row in zip(events, rows, strict=True):
+        step = row["iteration"] + 1
+        assert event.payload == {"run": "tiny", "iteration": step - 1, "step": step, "metrics": row}
+
+
 def test_the_model_folder_has_its_card(finished):
     card = (Path(finished[0]["model"]) / "README.md").read_text()
     assert "# tiny" in card
@@ -131,6 +140,7 @@ def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monk
 
     for name in ("show_progress", "show_curves", "show_timeline", "show_completions"):
         monkeypatch.setattr(f"flows.artifacts.{name}", nothing)
+    monkeypatch.setattr("flows.events.CommitEvents.tell", nothing)
     monkeypatch.setattr("flows.runs.get_run_logger", lambda: logging.getLogger("test"))
     view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path)
     monkeypatch.setattr(view, "_progress", uuid4())

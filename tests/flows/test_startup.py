@@ -44,9 +44,10 @@ def test_too_few_workers_are_counted_before_training(run, commanded, tmp_path):
     )
     assert "Start 2 more" in ended.stderr  # the one that is there does not fill a host of two
     assert "runtime.startup_timeout_s=3 have passed" in ended.stderr
-    assert not list((tmp_path / "runs" / "mine").glob("step-*"))
+    assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_cluster_that_is_not_there_is_named(run):
+def test_a_cluster_that_is_not_there_is_named_and_the_runs_name_stays_free(run, tmp_path):
     ended = run("cluster.address=tcp://127.0.0.1:1", "runtime.startup_timeout_s=1")
     assert_refused(ended, "no Dask scheduler answers at cluster.address=tcp://127.0.0.1:1")
+    assert not list((tmp_path / "runs").iterdir())
