@@ -231,7 +231,7 @@ def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):
     async def cancelled():
         begun = asyncio.Event()
 
-        async def on_commit(committed, stop_after):
+        async def on_commit(committed, control):
             begun.set()
 
         @flow(name="rlhf-fake", persist_result=False)
