@@ -20,7 +20,6 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -34,7 +33,7 @@ from bench.simulated_ranks import print_rows, scale_rows
 from flows.clocks import Span, idle_while_ready_s, predecessors_of
 from flows.cluster import Cluster, Member, local_cluster
 from flows.server import own_server
-from flows.training import run_training
+from flows.training import RunControl, run_training
 from planner.graph import DataflowGraph
 from planner.mesh import Cluster as Devices
 from planner.plan import build_plan
@@ -84,7 +83,7 @@ def run_once(
     config = {"sleep_s": {name: share * iteration_s for name, share in SHARES.items()}}
     iterations_done: list[Committed] = []
 
-    async def on_commit(committed: Committed, stop_after: Callable[[int], None]) -> None:
+    async def on_commit(committed: Committed, control: RunControl) -> None:
         iterations_done.append(committed)
 
     @flow(name="bench-overhead", persist_result=False)

@@ -21,6 +21,7 @@ from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, NodeResult, SaveNode
 
 DEVICES_PER_HOST = 8
@@ -80,7 +81,7 @@ class Drive:
         self.saves = {node.name for node in self.plan.nodes if isinstance(node, SaveNode)}
         self.inboxes = [Inbox(rank) for rank in range(self.plan.n_devices)]
         self.ledger = Ledger(
-            self.plan,
+            [ScheduledPlan(iteration=0, plan=self.plan)],
             run="bench",
             attempt=0,
             n_ranks=self.plan.n_devices,

@@ -10,7 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from flows.cluster_checks import (
     refuse_private_folder,
     refuse_unsafe,
 )
+from flows.ending import deaf_to_ctrl_c, leave_if_cancelled
 from flows.members import ClusterError, Member, members, whole_hosts
 from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
 
@@ -41,7 +43,10 @@ SETTINGS = {
 }
 START_DEADLINE_S = 180.0
 CONNECT_S = 30.0  # to a scheduler
+LOOK_EVERY_S = 0.1
 CLOSE_S = 8.0  # workers end in half a second
+# An HTTP server starts all the same: not on port 8787 of every interface, its default.
+NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
 CONTROLLER_THREADS = 64  # Prefect tasks wait in them: two iterations of a plan of up to 32 nodes at once
 
 
@@ -88,51 +93,49 @@ def local_cluster(
         nannies.append(Nanny(*arguments, **options))
         return nannies[-1]
 
-    threads = max(1, (os.cpu_count() or 1) // n_ranks)
-    # An HTTP server starts all the same: not on port 8787 of every interface, its default.
-    no_dashboard = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
-    common = {
-        "host": "127.0.0.1",
-        "memory_limit": 0,
-        "local_directory": str(folder),
-        **no_dashboard,
-        "silence_logs": logging.ERROR,
-    }
     with _environment(environment), dask.config.set(SETTINGS):
-        workers = {
-            f"rank-{rank}": {
-                "cls": nanny,
-                "options": {
-                    **common,
-                    "nthreads": 1,
-                    "resources": {"GPU" if gpus else "slot": 1},
-                    "env": {
-                        "OMP_NUM_THREADS": str(threads),
-                        "CUDA_VISIBLE_DEVICES": str(rank) if gpus else "",
-                        **({} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}),
-                    },
-                },
-            }
-            for rank in range(n_ranks)
-        }
-        workers["controller"] = {
-            "cls": nanny,
-            "options": {
-                **common,
-                "nthreads": CONTROLLER_THREADS,
-                "resources": {CONTROLLER_RESOURCE: 1},
-                "env": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            },
-        }
-        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **no_dashboard}}
-        cluster = SpecCluster({}, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
+        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **NO_DASHBOARD}}
+        with deaf_to_ctrl_c():  # its event loop, which starts the workers
+            cluster = SpecCluster({}, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
         try:
-            cluster.worker_spec.update(workers)
+            cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, nanny))
             _wait_up(cluster, n_ranks, deadline_s)
             with Client(cluster, set_as_default=False) as client:
                 yield form_cluster(client, n_ranks)
         finally:
             _close(cluster, nannies)
+
+
+def _worker_spec(
+    n_ranks: int, gpus: bool, folder: Path, nanny: Callable[..., Nanny]
+) -> dict[str, dict[str, Any]]:
+    """What `SpecCluster` starts: `n_ranks` ranks, each with its device, and the controller without one."""
+    common = {
+        "host": "127.0.0.1",
+        "memory_limit": 0,
+        "local_directory": str(folder),
+        **NO_DASHBOARD,
+        "silence_logs": logging.ERROR,
+    }
+
+    def worker(nthreads: int, resource: str, **environment: str) -> dict[str, Any]:
+        options = {**common, "nthreads": nthreads, "resources": {resource: 1}, "env": environment}
+        return {"cls": nanny, "options": options}
+
+    rank_environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // n_ranks))}
+    if not gpus:
+        rank_environment["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = {
+        f"rank-{rank}": worker(
+            1,
+            "GPU" if gpus else "slot",
+            **rank_environment,
+            CUDA_VISIBLE_DEVICES=str(rank) if gpus else "",
+        )
+        for rank in range(n_ranks)
+    }
+    controller = worker(CONTROLLER_THREADS, CONTROLLER_RESOURCE, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    return {**ranks, "controller": controller}
 
 
 def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
@@ -142,8 +145,12 @@ def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
         await cluster
 
     started = asyncio.run_coroutine_threadsafe(start(), cast(Any, cluster.loop).asyncio_loop)
+    deadline = time.monotonic() + deadline_s
+    while not started.done() and time.monotonic() < deadline:
+        leave_if_cancelled()
+        wait([started], LOOK_EVERY_S)
     try:
-        started.result(deadline_s)
+        started.result(0)
     except TimeoutError:
         came = len(cast(Scheduler, cluster.scheduler).workers)
         raise ClusterError(
@@ -251,7 +258,8 @@ def form_cluster(
         if time.monotonic() > deadline:
             lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
             raise ClusterError(f"{lack} (runtime.startup_timeout_s={deadline_s:g} have passed)")
-        time.sleep(0.1)
+        leave_if_cancelled()
+        time.sleep(LOOK_EVERY_S)
     serving = (*ranks[:n_ranks], controllers[0])
     refuse_other_versions(client, serving)
     client.register_plugin(ProcessPlugin())

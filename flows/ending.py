@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -119,6 +120,29 @@ class Watch:
 
         with suppress(RuntimeError):  # the loop is closed
             run.get_loop().call_soon_threadsafe(cancel)
+
+
+def leave_if_cancelled() -> None:
+    """For code that blocks the event loop while it waits: raises CancelledError when the task that it is part of has
+    been told to end. Does nothing outside of a task."""
+    with suppress(RuntimeError):  # no event loop here
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+
+
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Threads that are started inside, and all processes that these start, do not hear SIGINT.
+
+    In a terminal it reaches every process of the foreground group; ours are ended by the flow.
+    """
+    resource_tracker.ensure_running()  # a thread that starts multiprocessing's tracker hears SIGINT again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill_children() -> None:

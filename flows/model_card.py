@@ -34,7 +34,7 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"## Metrics of the last iteration\n\n| metric | value |\n|---|---|\n{reached}" if reached else "",
         f"## Data\n\n{prepared.n_rows} rows of `{config.data.train}`, SHA-256 of their content "
         f"`{prepared.data_digest}`.\n",
-        f"## Execution plan\n\n```text\n{plan_table(prepared.plan)}\n```\n",
+        f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions.items()),
         "## Configuration\n\n```yaml\n"
         f"{yaml.safe_dump(without_secrets(config.model_dump(mode='json')), sort_keys=False)}```\n",

@@ -10,8 +10,9 @@ from planner.alternatives import Alternative
 from planner.bars import draw_bars, steady_bars
 from planner.cost import CostModel
 from planner.price import PlanPrice
+from planner.problem import Problem
 from planner.render import format_devices
-from planner.report import call_rows, proof_sentence
+from planner.report import call_rows, corrections, proof_sentence
 from planner.search import SearchResult
 from rlhf_tasks.spec import ExecutionPlan
 
@@ -47,6 +48,18 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
         f"{sum(moves.values()):.3g} s per iteration.\n",
         highlight=False,
     )
+
+
+def show_corrections(console: Console, problem: Problem) -> None:
+    """Which calls are priced by what earlier runs measured, and how far the profiles were off."""
+    factors = corrections(problem)
+    if factors:
+        told = ", ".join(f"{call} x {factor:.3g}" for call, factor in factors.items())
+        console.print(
+            f"Measured figures of earlier runs were used, which correct the profiles: {told}.\n",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> None:

@@ -4,16 +4,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from flows.clocks import generation_of
-from flows.planning import hardware_of, problem_of
+from flows.planning import figures_of, hardware_of, problem_of
 from planner.price import PlanPrice, price_plan
+from planner.ran import RanCall, drifted, keep_figures
 from rlhf_tasks.config import AnyConfig, ConfigError
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
 Row = Mapping[str, Any]
+
+ENOUGH = 3
+"""Iterations under a plan, the first among them, before its figures are gone by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +27,14 @@ class Planned:
 
     price          of every node, of an iteration, and the peaks of tensors' memory
     process_bytes  memory of a rank's process besides; of several classes the largest
-    source         where the figures come from: a measured profile or a preset
+    source         where the figures come from: a measured profile or a preset, and measured figures of runs
+    figures        the file for what this run finds
     """
 
     price: PlanPrice
     process_bytes: int
     source: str
+    figures: Path
 
 
 def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
@@ -35,7 +42,8 @@ def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
 
     Raises ConfigError when the plan cannot be priced, in the planner's sentence.
     """
-    model = problem_of(config, hardware_of(config)).model
+    problem = problem_of(config, hardware_of(config))
+    model = problem.model
     try:
         price = price_plan(plan, model)
     except ValueError as error:
@@ -43,11 +51,18 @@ def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
     classes = model.classes
     names = ", ".join(profile.name for profile in classes.profiles)
     source = f"{'measured profile' if any(model.measured) else 'preset'} of {names}"
-    return Planned(price, max(profile.process_bytes for profile in classes.profiles), source)
+    if model.ran:
+        source += f", corrected by measured figures of {', '.join(sorted({ran.call for ran in model.ran}))}"
+    process_bytes = max(profile.process_bytes for profile in classes.profiles)
+    return Planned(price, process_bytes, source, figures_of(config, problem))
 
 
 def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequence[Row]) -> dict[str, Any]:
-    """{source, iteration, calls, peak_memory_bytes}: each a pair {planned, measured}, in seconds and bytes.
+    """{source, iterations, drifted, iteration, calls, peak_memory_bytes}; times and memory as pairs {planned,
+    measured}, in seconds and bytes.
+
+    lineage  of the iterations that went by the plan
+    drifted  which calls, and `iteration`, are off by more than the planner's limit (planner/ran.py)
 
     A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end:
     what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
@@ -77,12 +92,32 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         rank: (price.peaks[int(rank)].total_bytes + expected.process_bytes, peak)
         for rank, peak in sorted(peaks.items())
     }
+    iteration = (price.iteration_time_s, median(between))
     return {
         "source": expected.source,
-        "iteration": _pair(price.iteration_time_s, median(between)),
+        "iterations": len(ends),
+        "drifted": [name for name, pair in [*calls.items(), ("iteration", iteration)] if drifted(*pair)],
+        "iteration": _pair(*iteration),
         "calls": {name: _pair(*pair) for name, pair in calls.items()},
         "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
     }
+
+
+def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any]) -> bool:
+    """Keep what a run found of its calls where it drifted from the plan: the next plan goes by it.
+
+    found  of `planned_and_measured`; figures of fewer than ENOUGH iterations say too little to be kept
+    """
+    if found["iterations"] < ENOUGH or not found["drifted"]:
+        return False
+    measured = found["calls"]
+    ran = [
+        RanCall(call=node.name, assignment=node.assignment, seconds=measured[node.name]["measured"])
+        for node in plan.nodes
+        if isinstance(node, CallNode) and measured[node.name]["measured"] > 0
+    ]
+    keep_figures(expected.figures, ran)
+    return True
 
 
 def _pair(expected: float, found: float) -> dict[str, float]:

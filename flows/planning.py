@@ -17,6 +17,7 @@ from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
 from planner.profile_cache import cached
+from planner.ran import figures_file, read_figures
 from planner.search import SearchResult, find_plan
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
@@ -38,7 +39,8 @@ def problem_of(config: AnyConfig, hardware: Hardware) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
     Models that were measured on all hosts of a device class (`profile_folder`) are priced there by what was found,
-    the others by the device's figures, recalibrated.
+    the others by the device's figures, recalibrated. Calls whose runs drifted from their plan are corrected
+    by what those runs found.
     Raises ConfigError with one sentence for models, lengths and graphs that cannot be.
     """
     try:
@@ -63,7 +65,16 @@ def _problem(config: AnyConfig, hardware: Hardware) -> Problem:
             profiles[number] = recalibrated(device, found[0])
             classes = replace(classes, profiles=tuple(profiles))
         measured += found
-    return Problem(graph_of(config, shapes), CostModel(hardware.cluster, classes, models, workload, measured))
+    graph, cluster = graph_of(config, shapes), hardware.cluster
+    uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
+    ran = read_figures(figures_of(config, uncorrected))
+    return Problem(graph, CostModel(cluster, classes, models, workload, measured, ran))
+
+
+def figures_of(config: AnyConfig, problem: Problem) -> Path:
+    """Where the figures of runs of a configuration's calls are kept."""
+    m = problem.model
+    return figures_file(profile_folder(config), m.classes, m.models, m.workload, problem.graph.calls)
 
 
 def profile_folder(config: AnyConfig) -> Path:
@@ -137,6 +148,7 @@ def workload_of(config: AnyConfig) -> Workload:
         epochs=config.num_ppo_epochs if isinstance(config, PPOConfig) else 1,
         itemsize=ITEMSIZES[config.dtype],
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
+        reward_s=planning.reward_seconds_per_sequence,
     )
 
 

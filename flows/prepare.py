@@ -25,16 +25,16 @@ from rlhf_tasks.config_parts import InlineModel
 from rlhf_tasks.examples import load_and_check
 from rlhf_tasks.parallel.shape import parameters
 from rlhf_tasks.parallel.weight_files import weight_files
+from rlhf_tasks.plan_log import PLAN, logged_changes
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import CallNode, ExecutionPlan
-
-PLAN = "plan.json"
-"""A run's plan, in its folder: `plan: auto` plans once, and a resumed run goes on under that plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A configuration that was found fit, with its plan.
 
+    plan         that the run begins by; changes: the later ones that are decided
     data_digest  of the rows' content; a resumed run must find the same
     n_rows       rows of the data set
     """
@@ -44,6 +44,12 @@ class Prepared:
     iterations: int
     data_digest: str
     n_rows: int
+    changes: tuple[ScheduledPlan, ...] = ()
+
+    @property
+    def plans(self) -> tuple[ScheduledPlan, ...]:
+        """Which plan each iteration goes by, as far as it is decided."""
+        return (ScheduledPlan(iteration=0, plan=self.plan), *self.changes)
 
 
 def prepare(config: AnyConfig, folder: Path | None = None) -> Prepared:
@@ -84,6 +90,7 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
         iterations=iterations_of(config, len(rows)),
         data_digest=rows.digest,
         n_rows=len(rows),
+        changes=() if folder is None else logged_changes(folder),
     )
 
 

@@ -4,7 +4,7 @@ Its figures go to a cache in the output folder, from where plans of runs with th
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
@@ -15,7 +15,7 @@ from flows.ending import ending_in_time
 from flows.planning import hardware_of, measured_folders, problem_of, profile_folder
 from flows.runs import cluster_of
 from flows.server import prefect_server
-from flows.training import run_training
+from flows.training import RunControl, run_training
 from planner.cost import CostModel
 from planner.measured import MeasuredProfile
 from planner.profile_cache import store
@@ -57,7 +57,7 @@ async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
     folder.mkdir(parents=True)
     results: dict[str, Sequence[NodeResult]] = {}
 
-    async def on_commit(committed: Committed, stop_after: Callable[[int], None]) -> None:
+    async def on_commit(committed: Committed, control: RunControl) -> None:
         results.update(committed.results)
 
     with (

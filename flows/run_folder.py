@@ -2,7 +2,9 @@
 
 runs/NAME/config.json      the configuration of the run, for --resume
           data.sha256      digest of its rows: a resumed run must find the same
-          plan.json        the execution plan
+          plan.json        the execution plan that the run began by
+          plan-2.json      the one that it changed to, if it did (replan: auto), and so on
+          plans.jsonl      at which iteration each of these begins
           attempts/        one empty file per attempt, by number
           step-00000042/   commits
           metrics.jsonl    one row per committed iteration

@@ -4,8 +4,9 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -20,19 +21,22 @@ from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.ending import ending_in_time
 from flows.events import CommitEvents
 from flows.model_card import model_card
-from flows.planned import Planned, planned, planned_and_measured
-from flows.prepare import PLAN, Prepared, prepare
+from flows.planned import Planned, keep_drift, planned, planned_and_measured
+from flows.prepare import Prepared, prepare
+from flows.replanning import Replanning
 from flows.run_folder import open_run, run_folder_of, taken
 from flows.server import prefect_server
-from flows.summary import read_jsonl, run_figures
-from flows.training import run_training
+from flows.summary import read_jsonl, rows_by_plan, run_figures
+from flows.training import RunControl, run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError
 from rlhf_tasks.durable import replace_file
 from rlhf_tasks.journals import LINEAGE, METRICS, lineage_lines, metrics_line
+from rlhf_tasks.plan_log import PLAN
+from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.transport import Committed
+from rlhf_tasks.transport import Committed, PlanChanged, PlanKept
 
 REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
@@ -58,7 +62,7 @@ async def carry_out(
             f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
         )
     prepared = prepare(config, folder)
-    expected = planned(config, prepared.plan)
+    expected = {p.iteration: planned(config, p.plan) for p in prepared.plans}
     with (
         run_folder_of(config, folder) as folder,
         ending_in_time(asyncio.current_task()),
@@ -67,24 +71,32 @@ async def carry_out(
         cluster_of(config, folder, server.environment) as cluster,
     ):
         _keep_identity(folder, prepared)
-        view = RunView(prepared, folder)
+        view = RunView(prepared, folder, expected)
         await view.begin()
-        await run_training(
-            prepared.plan,
-            config.model_dump(mode="json"),
-            cluster,
-            run=folder.name,
-            run_folder=folder,
-            iterations=prepared.iterations,
-            on_commit=view.on_commit,
-            snapshot_every=config.snapshot_every,
-            deadline_factor=config.runtime.deadline_factor,
-            deadline_floor_s=config.runtime.deadline_floor_s,
-            max_rebuilds=config.runtime.max_restarts,
-            predicted_s=expected.price.duration_s,
-        )
+        try:
+            await run_training(
+                prepared.plan,
+                config.model_dump(mode="json"),
+                cluster,
+                run=folder.name,
+                run_folder=folder,
+                iterations=prepared.iterations,
+                on_commit=view.on_commit,
+                on_plan=view.on_plan,
+                changes=[
+                    p.model_copy(update={"predicted_s": expected[p.iteration].price.duration_s})
+                    for p in prepared.changes
+                ],
+                snapshot_every=config.snapshot_every,
+                deadline_factor=config.runtime.deadline_factor,
+                deadline_floor_s=config.runtime.deadline_floor_s,
+                max_rebuilds=config.runtime.max_restarts,
+                predicted_s=expected[0].price.duration_s,
+            )
+        finally:
+            await view.replanning.close()
         await view.end()
-        summary = await asyncio.to_thread(_finish, folder, prepared, expected)
+        summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning)
         await artifacts.show_planned_and_measured(summary["planned_and_measured"])
     return summary
 
@@ -123,33 +135,36 @@ def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> 
 class RunView:
     """What a person sees of a run: lines in the terminal, artifacts in the UI."""
 
-    def __init__(self, prepared: Prepared, folder: Path) -> None:
+    def __init__(self, prepared: Prepared, folder: Path, expected: Mapping[int, Planned]) -> None:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
         self._events = CommitEvents(folder.name)
-        # Lineage of the newest iterations. The journal of a long run is too large to read again and again.
-        self._recent: deque[dict[str, Any]] = deque(maxlen=TIMELINE_ITERATIONS * len(prepared.plan.nodes))
+        # Lineage of the newest iterations of one plan. A long run's journal is too large to read again and again.
+        self._shown = prepared.plan
+        self._recent: deque[dict[str, Any]] = deque()
+        self.replanning = Replanning(
+            prepared.config, folder, prepared.plans, expected, prepared.iterations, self._say
+        )
         self._drawn_s = 0.0
         self._last_s = time.monotonic()
 
     async def begin(self) -> None:
         """Show the plan and an empty progress bar, and tag the flow run."""
         await artifacts.tag_flow_run(run_tags(self._prepared.config))
-        await artifacts.show_plan(self._prepared.plan)
+        await artifacts.show_plan(self._prepared.plans[-1].plan)
         self._progress = await artifacts.start_progress(self._prepared.iterations)
 
-    async def on_commit(self, committed: Committed, stop_after: Callable[[int], None]) -> None:
+    async def on_commit(self, committed: Committed, control: RunControl) -> None:
         """After each commit: a line and the bar; curves and timeline every so often."""
         now = time.monotonic()
         results = by_rank(committed)
         metrics = json.loads(metrics_line(committed.iteration, results))
-        self._recent.extend(map(json.loads, lineage_lines(committed.iteration, results)))
+        rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
+        self._keep_recent(committed.iteration, rows)
         done = committed.iteration + 1
         figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if metrics.get(name) is not None]
         head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
-        line = ", ".join([head, *figures])
-        get_run_logger().info(line)
-        console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
+        self._say(", ".join([head, *figures]))
         self._last_s = now
         await self._events.tell(committed.iteration, metrics)
         assert self._progress is not None
@@ -157,6 +172,30 @@ class RunView:
         if now - self._drawn_s > REFRESH_S:
             self._drawn_s = now
             await self._draw()
+        if self._prepared.config.replan == "auto":
+            await self.replanning.on_commit(committed.iteration, rows, control)
+
+    async def on_plan(self, change: PlanChanged | PlanKept) -> None:
+        """What came of a change of the plan: a line, and the new plan in the UI."""
+        if isinstance(change, PlanKept):
+            self._say(f"the plan stays: {change.reason}")
+            return
+        await self.replanning.changed(change.planned)
+        self._say(f"a new plan from iteration {change.planned.iteration + 1} on")
+        await artifacts.show_plan(change.planned.plan)
+
+    def _say(self, line: str) -> None:
+        get_run_logger().info(line)
+        console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
+
+    def _keep_recent(self, iteration: int, rows: list[dict[str, Any]]) -> None:
+        plan = plan_at(self.replanning.plans, iteration).plan
+        if plan is not self._shown:
+            self._shown = plan
+            self._recent.clear()
+        self._recent.extend(rows)
+        while len(self._recent) > TIMELINE_ITERATIONS * len(plan.nodes):
+            self._recent.popleft()
 
     async def end(self) -> None:
         """Show everything in its final state."""
@@ -164,7 +203,7 @@ class RunView:
 
     async def _draw(self) -> None:
         await artifacts.show_curves(await asyncio.to_thread(read_jsonl, self._folder / METRICS))
-        await artifacts.show_timeline(spans_of(self._prepared.plan, self._recent))
+        await artifacts.show_timeline(spans_of(self._shown, self._recent))
         await artifacts.show_completions(await asyncio.to_thread(latest_samples, self._folder))
 
 
@@ -182,11 +221,14 @@ def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
     return [{name: row[name] for name in shown} for row in read_jsonl(files[-1])[:count]]
 
 
-def _finish(folder: Path, prepared: Prepared, expected: Planned) -> dict[str, Any]:
+def _finish(folder: Path, prepared: Prepared, replanning: Replanning) -> dict[str, Any]:
     """Export the trained model and write `summary.json`."""
     metrics, lineage = read_jsonl(folder / METRICS), read_jsonl(folder / LINEAGE)
-    summary = run_figures(prepared.plan, lineage)
-    summary["planned_and_measured"] = planned_and_measured(prepared.plan, expected, lineage)
+    summary = run_figures(replanning.plans, lineage)
+    last, rows = rows_by_plan(replanning.plans, lineage)[-1]
+    expected = replanning.expected[last.iteration]
+    summary["planned_and_measured"] = planned_and_measured(last.plan, expected, rows)
+    keep_drift(last.plan, expected, summary["planned_and_measured"])
     summary["run"] = folder.name
     summary["metrics"] = metrics[-1] if metrics else {}
     trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]
@@ -198,7 +240,8 @@ def _finish(folder: Path, prepared: Prepared, expected: Planned) -> dict[str, An
         model, role = folder / "model", "actor" if "actor" in trained else trained[0]
         if not model.exists():
             export_commit(commit.folder, prepared.config, role, model)
-        card = model_card(prepared, folder.name, role, summary["metrics"])
+        by_now = replace(prepared, changes=replanning.plans[1:])
+        card = model_card(by_now, folder.name, role, summary["metrics"])
         (model / "README.md").write_text(card, encoding="utf-8")
         summary["model"] = str(model)
     text = json.dumps(summary, indent=2)

@@ -28,6 +28,8 @@ from prefect.settings import (
 )
 from prefect.utilities.asyncutils import run_coro_as_sync
 
+from flows.ending import leave_if_cancelled
+
 START_DEADLINE_S = 120.0  # 10-17 s on two quiet cores the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
 
@@ -143,6 +145,7 @@ def _wait_healthy(process: subprocess.Popen[bytes], api_url: str, home: Path) ->
             raise RuntimeError(
                 f"The Prefect server ended with status {process.returncode}. Its log: {home / 'server.log'}"
             )
+        leave_if_cancelled()
         time.sleep(0.1)
     raise TimeoutError(
         f"The Prefect server at {api_url} was not healthy within {START_DEADLINE_S:.0f} s. "

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,13 @@ from prefect.states import Cancelled
 from flows.cluster import Cluster
 from flows.run_folder import ATTEMPTS
 from flows.task_runner import ControllerTaskRunner
+from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.tasks import run_node
 from rlhf_tasks.transport import (
     EVENT,
     Aborted,
+    ChangePlan,
     Committed,
     Enter,
     Enterable,
@@ -36,6 +38,8 @@ from rlhf_tasks.transport import (
     Finished,
     GaveUp,
     NotEntered,
+    PlanChanged,
+    PlanKept,
     RunSpec,
     StopAfter,
     Writer,
@@ -68,8 +72,24 @@ class TrainingResult:
     faults: tuple[str, ...]
 
 
-OnCommit = Callable[[Committed, Callable[[int], None]], Awaitable[None]]
-"""(committed, stop_after): `stop_after(iteration)` makes that the last; delivered ones are completed."""
+class RunControl:
+    """What a hook can do to the run that it watches: all takes effect at the first iteration not yet delivered."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def stop_after(self, iteration: int) -> None:
+        """Make an iteration the last one."""
+        self._writer.put(StopAfter(iteration=iteration))
+
+    def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
+        """Go by another plan; `PlanChanged` or `PlanKept` follows. predicted_s: node name -> seconds."""
+        self._writer.put(ChangePlan(plan=plan, predicted_s=dict(predicted_s)))
+
+
+OnCommit = Callable[[Committed, RunControl], Awaitable[None]]
+OnPlan = Callable[[PlanChanged | PlanKept], Awaitable[None]]
+HookNews = Committed | PlanChanged | PlanKept
 
 
 async def run_training(
@@ -81,6 +101,7 @@ async def run_training(
     run_folder: Path,
     iterations: int,
     on_commit: OnCommit | None = None,
+    on_plan: OnPlan | None = None,
     dispatch_ahead: bool = True,
     **options: Any,
 ) -> TrainingResult:
@@ -89,6 +110,7 @@ async def run_training(
 
     config          JSON-able; what the executor and the snapshots parse
     on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged
+    on_plan         awaited among them for what came of a change of the plan
     dispatch_ahead  False: an iteration is entered only when the one before is committed
     options         further fields of `RunSpec`
     Raises RunFailed with the cause. Cancelling the caller ends the run: the cluster is free again within
@@ -104,7 +126,7 @@ async def run_training(
         iterations=iterations,
         **options,
     )
-    return await Training(spec, cluster, on_commit, dispatch_ahead).run()
+    return await Training(spec, cluster, Hooks(on_commit, on_plan), dispatch_ahead).run()
 
 
 def next_attempt(run_folder: Path) -> int:
@@ -121,6 +143,14 @@ def next_attempt(run_folder: Path) -> int:
             return number
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What is called beside a training."""
+
+    on_commit: OnCommit | None = None
+    on_plan: OnPlan | None = None
+
+
 class Training:
     """One attempt, seen from its flow.
 
@@ -128,12 +158,11 @@ class Training:
     nothing of it.
     """
 
-    def __init__(
-        self, spec: RunSpec, cluster: Cluster, on_commit: OnCommit | None, dispatch_ahead: bool
-    ) -> None:
+    def __init__(self, spec: RunSpec, cluster: Cluster, hooks: Hooks, dispatch_ahead: bool) -> None:
         self.spec = spec
         self.cluster = cluster
-        self._on_commit = on_commit
+        self._plans = spec.plans
+        self._hooks = hooks
         self._dispatch_ahead = dispatch_ahead
         self._ends: dict[tuple[int, int], asyncio.Future[Any]] = {}
         self._subflows: set[asyncio.Task[Any]] = set()
@@ -155,12 +184,12 @@ class Training:
             }
         )
         writer = Writer(comm)
-        commits: asyncio.Queue[Committed | None] = asyncio.Queue()
-        hooks = asyncio.create_task(self._run_hooks(commits, writer))
+        news: asyncio.Queue[HookNews | None] = asyncio.Queue()
+        hooks = asyncio.create_task(self._run_hooks(news, writer))
         liveness = asyncio.create_task(self._watch_controller(comm))
         try:
-            step = await self._follow(comm, writer, commits)
-            commits.put_nowait(None)
+            step = await self._follow(comm, writer, news)
+            news.put_nowait(None)
             await hooks
             await self._wait_subflows(VIEW_LAG_S)
         except CommClosedError:
@@ -180,19 +209,23 @@ class Training:
             await self._wait_subflows(RETIRE_S)
         return TrainingResult(step, tuple(self._faults))
 
-    async def _follow(self, comm: Any, writer: Writer, commits: asyncio.Queue[Committed | None]) -> int:
+    async def _follow(self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]) -> int:
         """Act on the controller's events until the last commit; its step."""
         while True:
             match EVENT.validate_json(await comm.read()):
                 case Enterable() as place:
                     self._enter(place, writer)
                 case Committed() as committed:
-                    commits.put_nowait(committed)
+                    news.put_nowait(committed)
                     self._end(committed.iteration, None, committed)
                     if self._held is not None:
                         self._enter(self._held, writer)
                 case Aborted() | NotEntered() as end:
                     self._end(end.iteration, end.generation, end)
+                case PlanChanged() | PlanKept() as change:
+                    if isinstance(change, PlanChanged):
+                        self._plans += (change.planned,)
+                    news.put_nowait(change)
                 case Faulted(cause=cause, generation=generation):
                     self._faults.append(cause)
                     logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
@@ -254,17 +287,17 @@ class Training:
             for subflow in late:
                 subflow.cancel()
 
-    async def _run_hooks(self, commits: asyncio.Queue[Committed | None], writer: Writer) -> None:
-        def stop_after(iteration: int) -> None:
-            writer.put(StopAfter(iteration=iteration))
-
-        while (committed := await commits.get()) is not None:
-            if self._on_commit is None:
-                continue
+    async def _run_hooks(self, news: asyncio.Queue[HookNews | None], writer: Writer) -> None:
+        control, hooks = RunControl(writer), self._hooks
+        while (item := await news.get()) is not None:
             try:
-                await self._on_commit(committed, stop_after)
+                if isinstance(item, Committed):
+                    if hooks.on_commit is not None:
+                        await hooks.on_commit(item, control)
+                elif hooks.on_plan is not None:
+                    await hooks.on_plan(item)
             except Exception:
-                logger.exception("the hook of iteration %d failed; training goes on", committed.iteration)
+                logger.exception("a hook failed at %s; training goes on", item.kind)
 
     async def watch(self, iteration: int, generation: int) -> Any:
         """The body of a subflow: one task per plan node, with the plan's edges; ends as the iteration does.
@@ -272,7 +305,7 @@ class Training:
         Raises IterationAborted with the cause.
         """
         tasks: dict[str, Any] = {}
-        for node in self.spec.plan.nodes:
+        for node in plan_at(self._plans, iteration).plan.nodes:
             task = run_node.with_options(name=node.name, task_run_name=f"{node.name}-it{iteration}")
             tasks[node.name] = task.submit(
                 self.spec.run,

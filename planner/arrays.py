@@ -1,12 +1,13 @@
 """A plan search's tables as arrays for compiled code: options, skeletons, models, and memories of move prices.
 
 Options of all calls stand one after another: option j of call c is row start[c] + j. A skeleton is what
-planner.skeleton says for one pattern of equal sides and equal placements; its slots are numbered. Orders are
-those of planner.call_order.
+planner.skeleton says for one pattern of equal sides and equal placements; its slots are numbered. It has the onloads
+and offloads of all calls whose role may be offloaded; for an option that is resident they are left out
+as idle. Orders are those of planner.call_order.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from planner.move_seconds import Links, links, parts
 from planner.options import Option
 from planner.price import key_bytes, save_s
 from planner.problem import Problem
+from planner.simulate import copy_of, waits, with_copies
 from planner.sizes import sizes
 from planner.skeleton import FETCH as FETCHED
 from planner.skeleton import Skeleton, SlotKind, skeleton
@@ -29,8 +31,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
-FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE = range(6)
-"""Kinds of slots."""
+FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE, ONLOAD, OFFLOAD, COPY = range(9)
+"""Kinds of slots; COPY is what an onload starts."""
 
 _KINDS: dict[SlotKind, int] = {
     "fetch": FETCH,
@@ -39,6 +41,8 @@ _KINDS: dict[SlotKind, int] = {
     "reallocate": REALLOCATE,
     "release": RELEASE,
     "save": SAVE,
+    "onload": ONLOAD,
+    "offload": OFFLOAD,
 }
 
 MEMORY_SLOTS = 1 << 18
@@ -47,7 +51,7 @@ MEMORY_SLOTS = 1 << 18
 
 OPTION_ROW = np.dtype(
     [
-        *((name, "f8") for name in ("seconds", "save_s")),
+        *((name, "f8") for name in ("seconds", "save_s", "copy_s")),
         *(
             (name, "i8")
             for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "stage")
@@ -59,6 +63,7 @@ OPTION_ROW = np.dtype(
 """An option.
 
 seconds, save_s  of the call and of the save that follows a train_step, dispatch included
+copy_s           of the copy of its parameters from host memory
 first .. pp      mesh and strategy
 where            row of Arrays.sides; equal numbers: every sample lies on the same rank
 place, strategy  numbers of the placement and of (dp, tp, pp) with the classes along the mesh
@@ -126,6 +131,8 @@ class Arrays(NamedTuple):
     role     [calls] int64: number of the call's role
     trainer  [calls] int64: the call that trains its role, -1 where none does
     start    [calls + 1] int64: its first option
+    offloaded  [calls] int64: its first option with offloaded parameters, start of the next call where it has none;
+             the same options with resident ones, as many and in the same order, stand before
     options  [options of all calls] OPTION_ROW
     stages   [stages of all different options] STAGE_ROW
     sides    [sides, 4] int64: first head, distance of heads, dp, blocks that are dealt separately
@@ -143,6 +150,7 @@ class Arrays(NamedTuple):
     role: Ints
     trainer: Ints
     start: Ints
+    offloaded: Ints
     options: Rows
     stages: Rows
     sides: Ints
@@ -165,6 +173,9 @@ def make_arrays(
     rows, stages, sides = _option_rows(problem, options)
     profiles = model.classes.profiles
     memories = [(first, float(profiles[number].memory_bytes)) for first, number in model.classes.runs]
+    start = np.cumsum([0, *map(len, options)])
+    resident = [sum(not option.offload for option in of_call) for of_call in options]
+    offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
     return Arrays(
         n_calls=len(graph.calls),
         n_seqs=graph.n_seqs,
@@ -174,11 +185,12 @@ def make_arrays(
         links=links(model.classes),
         role=np.array(roles),
         trainer=np.array(trained_by),
-        start=np.cumsum([0, *map(len, options)]),
+        start=start,
+        offloaded=start[:-1] + np.array(resident),
         options=rows,
         stages=stages,
         sides=sides,
-        skeletons=_skeletons(problem, orders),
+        skeletons=_skeletons(problem, orders, offloadable),
         models=_models(shapes, model.workload.itemsize),
         redistributions=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
         reallocations=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
@@ -214,7 +226,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
         model = problem.model.models[call.role]
         for option in of_call:
             s, mesh = option.strategy, (option.first, option.size)
-            alike = (call.name, s, option.micro_batches)
+            alike = (call.name, s, option.micro_batches, option.offload)
             if alike not in known:
                 most = max(option.resident), max(option.copy), max(option.active)
                 layer = float(sizes(model.shape, model.head, s.tp).layer * itemsize)
@@ -225,6 +237,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
                 (
                     option.seconds + dispatch_s,
                     save_s(common[2], s.dp, problem.model, classes.within(*mesh)) + dispatch_s,
+                    classes.host_copy_s(common[2], classes.within(*mesh)),
                     *mesh,
                     s.dp,
                     s.tp,
@@ -253,45 +266,59 @@ class _Numbers(dict[Any, int]):
         return self[key]
 
 
-def _skeletons(problem: Problem, orders: Sequence[tuple[str, ...]]) -> Skeletons:
-    graph, sample_bytes = problem.graph, _Numbers()
-    number = {call.name: i for i, call in enumerate(graph.calls)}
+def _skeletons(
+    problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
+) -> Skeletons:
+    graph = problem.graph
     found: dict[tuple, int] = {}
     different: list[Skeleton] = []
     of = np.full(n_patterns(graph), -1)
     for pattern, where, placement in _patterns(graph):
-        made = skeleton(graph, {**where, FETCHED: where[graph.source.name]}, placement)
+        made = skeleton(graph, {**where, FETCHED: where[graph.source.name]}, placement, offloaded=offloadable)
         edges = (tuple(sorted(e[name])) for name in made.slots for e in (made.after, made.across))
         key = (tuple(made.slots.values()), tuple(edges))
         if key not in found:
             found[key] = len(different)
             different.append(made)
         of[pattern] = found[key]
-    n_slots = max(len(made.slots) for made in different)
-    most = max(len(e) for made in different for edges in (made.after, made.across) for e in edges.values())
+    onloads = [[n for n, slot in made.slots.items() if slot.kind == "onload"] for made in different]
+    before = [waits(made.after, own) for made, own in zip(different, onloads, strict=True)]
+    n_slots = max(map(len, before))
+    most = max(len(e) for edges in (*before, *(made.across for made in different)) for e in edges.values())
     slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
     after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
     order = np.zeros((len(different), len(orders), n_slots), np.int64)
-    level = levels(graph)
+    level, sample_bytes = levels(graph), _Numbers()
     for i, made in enumerate(different):
-        place = {name: j for j, name in enumerate(made.slots)}
-        for j, (name, slot) in enumerate(made.slots.items()):
-            call, moved = number[slot.call], 0
-            source = number[graph.source.name if slot.source == FETCHED else slot.source]
-            mask = 1 << call
-            if slot.kind in ("transfer", "reallocate"):
-                mask |= 1 << source
-            if slot.kind == "transfer":
-                moved = sample_bytes[sum(key_bytes(key, problem.model.workload) for key in slot.keys)]
-            slots[i, j] = (_KINDS[slot.kind], call, source, mask, moved)
-            for table, edges in ((after, made.after), (across, made.across)):
-                before = sorted(place[other] for other in edges[name])
-                table[i, j, : len(before)] = before
+        place = {name: j for j, name in enumerate(before[i])}
+        for name, j in place.items():
+            slots[i, j] = _slot_row(problem, made, name, sample_bytes)
+            for table, edges in ((after, before[i]), (across, made.across)):
+                earlier = sorted(place[other] for other in edges.get(name, ()))
+                table[i, j, : len(earlier)] = earlier
         for o, calls in enumerate(orders):
-            total = with_trailing(made, phased_order(level, made, calls))
+            total = with_copies(with_trailing(made, phased_order(level, made, calls)), onloads[i])
             order[i, o, : len(total)] = [place[name] for name in total]
-    sizes = np.array([len(made.slots) for made in different])
+    sizes = np.array([*map(len, before)])
     return Skeletons(of, sizes, slots, after, across, order, np.array(list(sample_bytes), np.float64))
+
+
+def _slot_row(
+    problem: Problem, made: Skeleton, name: str, sample_bytes: "_Numbers"
+) -> tuple[int, int, int, int, int]:
+    """The row of a slot, or of the copy that one starts."""
+    if name not in made.slots:
+        onload = next(onload for onload in made.slots if copy_of(onload) == name)
+        return (COPY, *_slot_row(problem, made, onload, sample_bytes)[1:])
+    graph, slot, moved = problem.graph, made.slots[name], 0
+    number = {call.name: i for i, call in enumerate(graph.calls)}
+    call, source = number[slot.call], number[graph.source.name if slot.source == FETCHED else slot.source]
+    mask = 1 << call
+    if slot.kind in ("transfer", "reallocate"):
+        mask |= 1 << source
+    if slot.kind == "transfer":
+        moved = sample_bytes[sum(key_bytes(key, problem.model.workload) for key in slot.keys)]
+    return _KINDS[slot.kind], call, source, mask, moved
 
 
 # Patterns: which calls have equal sides, and which calls of a trained role equal placements. Each call

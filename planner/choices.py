@@ -13,14 +13,19 @@ def assignments_of(plan: ExecutionPlan) -> dict[str, CallAssignment]:
 
 
 def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) -> list[int]:
-    """For every call the option most like its assignment: the same mesh and strategy if there are, then the
+    """For every call the option most like its assignment: the same mesh, strategy and offload if there are, then the
     nearest number of micro-batches."""
 
     def nearest(options: Sequence[Option], given: CallAssignment) -> int:
         devices, strategy = given.placement.devices, given.placement.strategy
         mesh = min(devices), len(devices)
         unlike = [
-            ((o.first, o.size) != mesh, o.strategy != strategy, abs(o.micro_batches - given.micro_batches))
+            (
+                (o.first, o.size) != mesh,
+                o.strategy != strategy,
+                o.offload != given.offload,
+                abs(o.micro_batches - given.micro_batches),
+            )
             for o in options
         ]
         return unlike.index(min(unlike))

@@ -15,6 +15,7 @@ from planner.device_classes import DeviceClasses
 from planner.measured import MeasuredProfile, ProfileError, Tables
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile
+from planner.ran import RanCall, mean_factor
 from planner.sizes import Sizes, sizes
 from planner.timing import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.workload import RoleModel, Workload
@@ -55,6 +56,8 @@ class CostModel:
     models    role -> its model
     measured  profiles of some of the models on such devices; other models, and tp degrees that were not measured,
               are priced by `device`
+    ran       what earlier runs of the same calls found: a call costs what it did under the assignment that ran, and
+              under any other one its price times the mean factor by which those that ran were off
     Raises ValueError for a profile of a model that no role has or of a device that the cluster has not, and when
     a strategy has more tp ranks than heads or more stages than layers.
     """
@@ -66,6 +69,7 @@ class CostModel:
         models: Mapping[str, RoleModel],
         workload: Workload,
         measured: Sequence[MeasuredProfile] = (),
+        ran: Sequence[RanCall] = (),
     ) -> None:
         self.cluster, self.models, self.workload = cluster, models, workload
         stated = device if isinstance(device, DeviceClasses) else DeviceClasses.alike(cluster, device)
@@ -80,14 +84,46 @@ class CostModel:
         self.classes = replace(stated, profiles=tuple(found))
         self._timings: dict[tuple, Timing] = {}
         self._costs: dict[tuple, CallCost] = {}
+        self.ran = tuple(ran)
+        self._factors: dict[str, dict[tuple, float]] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
         """Seconds and memory of a call. They depend on the mesh by its strategy, crossings and classes alone."""
+        cost = self._profiled(call, assignment)
+        factors = self._factors_of(call) if self.ran else {}
+        if not factors:
+            return cost
+        factor = factors.get(self._place(assignment)) or self.correction(call)
+        return CallCost(cost.seconds * factor, cost.active_bytes)
+
+    def correction(self, call: ModelFunctionCall) -> float:
+        """By which a call's price is multiplied under assignments that have not run; 1 when it has never run."""
+        factors = self._factors_of(call)
+        return mean_factor(factors.values()) if factors else 1.0
+
+    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple, float]:
+        """Place -> measured seconds of a call there, as a factor of the profiles' price."""
+        if call.name not in self._factors:
+            self._factors[call.name] = {
+                self._place(ran.assignment): ran.seconds / self._profiled(call, ran.assignment).seconds
+                for ran in self.ran
+                if ran.call == call.name
+            }
+        return self._factors[call.name]
+
+    def _place(self, assignment: CallAssignment) -> tuple:
+        """What a call's price depends on."""
+        placement = assignment.placement
+        crossings, classes = self._crossings(placement), self.classes_of(placement)
+        return placement.strategy, crossings, classes, assignment.micro_batches
+
+    def _profiled(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
+        """A call's price by profiles and the device's figures."""
         placement = assignment.placement
         strategy, crossings = placement.strategy, self._crossings(placement)
         classes, micro_batches = self.classes_of(placement), assignment.micro_batches
         key = (
-            *(call.role, call.kind, call.n_seqs, call.mini_batches),
+            *(call.name, call.role, call.kind, call.n_seqs, call.mini_batches),
             *(strategy, crossings, classes, micro_batches),
         )
         if key not in self._costs:
@@ -262,14 +298,21 @@ class _OnMesh:
 
 
 def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
+    """A forward pass. Python rewards run meanwhile, each head's share one after another; or they run alone."""
     length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
     tokens = share * length / micro_batches
 
     def forward_s(stage: int) -> float:
         return mesh.stage_s("forward", stage, tokens, length)
 
+    rewards_s = share * mesh.workload.reward_s if "scores" in call.outputs else 0.0
+    if not call.runs_model:
+        return CallCost(rewards_s, (0.0,) * mesh.strategy.pp)
     seconds = mesh.share_batch_s(call, share * length) + mesh.pipelined_s(forward_s, tokens, micro_batches)
-    return CallCost(seconds, tuple(mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, False))))
+    return CallCost(
+        max(seconds, rewards_s),
+        tuple(mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, False))),
+    )
 
 
 def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:

@@ -3,13 +3,25 @@
 Two facts make it fast. On devices that the same calls use, the same nodes run in the same order; and where
 the calls of one such class are a part of another's, the other one's chain implies its own. So a few chains
 stand for all devices. And an iteration's nodes ordered by the total order need few passes until their start
-times settle under a given period: the period rises from cycle to cycle until none exceeds it.
+times settle under a given period: the period rises from cycle to cycle until none exceeds it. What copies to the
+devices of a class has a chain too, of the copies alone.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrays import CALL, REALLOCATE, RELEASE, SAVE, TRANSFER, Arrays, Models
+from planner.arrays import (
+    CALL,
+    COPY,
+    OFFLOAD,
+    ONLOAD,
+    REALLOCATE,
+    RELEASE,
+    SAVE,
+    TRANSFER,
+    Arrays,
+    Models,
+)
 from planner.compiled import compiled, inner
 from planner.move_seconds import Parts, reallocation_s, redistribution_s
 from planner.simulate import IN_FLIGHT
@@ -141,16 +153,20 @@ def _slot(key: int, slots: int) -> int:
 
 
 @inner
-def durations(arrays: Arrays, made: int, rows: Ints, out: Floats, exact: bool) -> None:
-    """Seconds of every slot of a skeleton. exact: else at least so many, without pricing any move."""
+def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, exact: bool) -> None:
+    """Seconds of every slot of a skeleton, 0 of idle ones. exact: else at least so many, without pricing any move."""
     options = arrays.options
     for i in range(len(out)):
         slot = arrays.skeletons.slots[made, i]
         here, there = int(rows[slot.call]), int(rows[slot.source])
-        if slot.kind == CALL:
+        if not chains[i]:
+            out[i] = 0.0
+        elif slot.kind == CALL:
             out[i] = options[here].seconds
         elif slot.kind == SAVE:
             out[i] = options[here].save_s
+        elif slot.kind == COPY:
+            out[i] = options[here].copy_s
         else:
             out[i] = arrays.dispatch_s
             if slot.kind == TRANSFER and exact:
@@ -192,34 +208,66 @@ def device_masks(arrays: Arrays, rows: Ints, out: Ints) -> int:
 @compiled
 def value(arrays: Arrays, choice: Ints, limit: float) -> tuple[float, float, int]:
     """(steady-state seconds per iteration, missing bytes, order) of a choice: planner.tables.Value; with infinite
-    seconds if they are not less than a limit.
+    seconds if they are not less than a limit."""
+    return priced(arrays, choice, limit, False)
+
+
+@inner
+def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[float, float, int]:
+    """`value`, or, if memory is endless, the same of every order.
 
     Moves are what takes time to price; so they are, only if their least seconds leave the choice below the limit.
     """
     n_calls, s = arrays.n_calls, arrays.skeletons
-    rows = np.empty(n_calls, np.int64)
-    for i in range(n_calls):
-        rows[i] = arrays.start[i] + choice[i]
+    rows = arrays.start[:n_calls] + choice
     made = s.of[pattern(arrays, rows)]
-    size = s.size[made]
-    masks = np.empty(n_calls, np.int64)
+    masks, chains = np.empty(n_calls, np.int64), np.zeros(s.size[made], np.int64)
     n_masks = device_masks(arrays, rows, masks)
-    excess, tight = np.zeros(s.order.shape[1]), not _surely_fits(arrays, made, rows, masks, n_masks)
-    if tight:
-        excess = excesses(arrays, made, rows)
-    least = excess.min()
-    seconds, chains = np.empty(size), np.zeros(size, np.int64)
-    for i in range(size):
-        for k in range(n_masks):
-            if s.slots[made, i].mask & masks[k]:
-                chains[i] |= 1 << k
-    best, best_order = np.inf, 0
+    n_chains = _chains(arrays, made, rows, masks, n_masks, chains)
+    excess = np.zeros(s.order.shape[1])
+    if not endless and not _surely_fits(arrays, made, rows, chains, masks, n_masks):
+        excess = excesses(arrays, made, rows, chains)
+    best, best_order, seconds = np.inf, 0, np.empty(len(chains))
     for exact in range(0 if limit < np.inf else 1, 2):
-        durations(arrays, made, rows, seconds, exact == 1)
-        best, best_order = _best_order(arrays, made, seconds, chains, n_masks, excess, limit)
+        durations(arrays, made, rows, chains, seconds, exact == 1)
+        best, best_order = _best_order(arrays, made, seconds, chains, n_chains, excess, limit)
         if best == np.inf:
             break
-    return best, least, best_order
+    return best, excess.min(), best_order
+
+
+@inner
+def always_fits(arrays: Arrays, choice: Ints) -> bool:
+    """Whether a choice fits memory in every order."""
+    rows = arrays.start[: arrays.n_calls] + choice
+    made, masks = arrays.skeletons.of[pattern(arrays, rows)], np.empty(len(rows), np.int64)
+    n_masks = device_masks(arrays, rows, masks)
+    chains = np.zeros(arrays.skeletons.size[made], np.int64)
+    _chains(arrays, made, rows, masks, n_masks, chains)
+    if _surely_fits(arrays, made, rows, chains, masks, n_masks):
+        return True
+    return excesses(arrays, made, rows, chains).max() <= 0
+
+
+@inner
+def _chains(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int, out: Ints) -> int:
+    """Writes the chains that each slot is on (bit k: chain k) to out; returns their number.
+
+    On none is an idle slot: it serves offloaded parameters, and the call's option has resident ones.
+    Chain k orders the slots on devices of masks[k]; where there are several copies, chain n_masks + k orders those to
+    these devices.
+    """
+    copies = 0
+    for i in range(len(out)):
+        slot = arrays.skeletons.slots[made, i]
+        serves = slot.kind == ONLOAD or slot.kind == OFFLOAD or slot.kind == COPY
+        if serves and rows[slot.call] < arrays.offloaded[slot.call]:
+            continue
+        copies += 1 if slot.kind == COPY else 0
+        for k in range(n_masks):
+            if slot.mask & masks[k]:
+                out[i] |= 1 << (n_masks + k if slot.kind == COPY else k)
+    return 2 * n_masks if copies > 1 else n_masks
 
 
 @inner
@@ -311,6 +359,8 @@ def _settle(
         following, following_slot = -np.inf, -1
         for j in range(n):
             i = s.order[made, order, j]
+            if not chains[i]:
+                continue  # idle: it ends at 0 and holds nobody up
             start = end[i] - seconds[i]
             earliest = start + slack
             why, late = -1, 0
@@ -391,7 +441,7 @@ def _counts(arrays: Arrays, rows: Ints, call: int) -> bool:
 
 
 @inner
-def _surely_fits(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int) -> bool:
+def _surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints, n_masks: int) -> bool:
     """Whether every device has room for the largest stages, all copies and the largest call at once."""
     for k in range(n_masks):
         held, active = 0.0, 0.0
@@ -402,7 +452,8 @@ def _surely_fits(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: in
                 active = max(active, arrays.options[rows[c]].active)
         for i in range(arrays.skeletons.size[made]):
             slot = arrays.skeletons.slots[made, i]
-            if slot.kind == REALLOCATE and masks[k] >> slot.call & 1:
+            brings = slot.kind == REALLOCATE or (slot.kind == ONLOAD and chains[i] > 0)
+            if brings and masks[k] >> slot.call & 1:
                 held += arrays.options[rows[slot.call]].copy
         if held + active > arrays.memory_bytes:
             return False
@@ -410,7 +461,7 @@ def _surely_fits(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: in
 
 
 @inner
-def excesses(arrays: Arrays, made: int, rows: Ints) -> Floats:
+def excesses(arrays: Arrays, made: int, rows: Ints, chains: Ints) -> Floats:
     """Missing bytes of the fullest device, order by order.
 
     Memory changes along the devices only where a stage begins or a mesh ends, and at the end it only shrinks; what
@@ -422,20 +473,22 @@ def excesses(arrays: Arrays, made: int, rows: Ints) -> Floats:
     for c in range(len(rows)):
         option = arrays.options[rows[c]]
         for p in range(option.pp):
-            _note_excess(arrays, made, rows, option.first + p * option.dp * option.tp, stage, worst)
+            _note_excess(arrays, made, rows, chains, option.first + p * option.dp * option.tp, stage, worst)
     for run in range(1, len(arrays.memories)):
-        _note_excess(arrays, made, rows, arrays.memories[run].first, stage, worst)
+        _note_excess(arrays, made, rows, chains, arrays.memories[run].first, stage, worst)
     return worst
 
 
 @inner
-def _note_excess(arrays: Arrays, made: int, rows: Ints, device: int, stage: Ints, worst: Floats) -> None:
+def _note_excess(
+    arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints, worst: Floats
+) -> None:
     """Raises the missing bytes in each order to those of a device. stage: room for the rows of its stages."""
     there = memory_of(arrays, device)
-    resident, most = _stages_on(arrays, made, rows, device, stage)
+    resident, most = _stages_on(arrays, made, rows, chains, device, stage)
     if most > there:
         for order in range(len(worst)):
-            worst[order] = max(worst[order], _peak(arrays, made, order, stage, resident) - there)
+            worst[order] = max(worst[order], _peak(arrays, made, order, chains, stage, resident) - there)
 
 
 @inner
@@ -448,7 +501,9 @@ def memory_of(arrays: Arrays, device: int) -> float:
 
 
 @inner
-def _stages_on(arrays: Arrays, made: int, rows: Ints, device: int, stage: Ints) -> tuple[float, float]:
+def _stages_on(
+    arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints
+) -> tuple[float, float]:
     """Writes the row of each call's stage on a device, -1 off its mesh.
 
     Returns the bytes that are resident there, and a bound of its peak: these, all copies, and the largest call.
@@ -464,24 +519,26 @@ def _stages_on(arrays: Arrays, made: int, rows: Ints, device: int, stage: Ints) 
                 resident += arrays.stages[stage[c]].resident
     for i in range(arrays.skeletons.size[made]):
         slot = arrays.skeletons.slots[made, i]
-        if slot.kind == REALLOCATE and stage[slot.call] >= 0:
+        brings = slot.kind == REALLOCATE or (slot.kind == ONLOAD and chains[i] > 0)
+        if brings and stage[slot.call] >= 0:
             copies += arrays.stages[stage[slot.call]].copy
     return resident, resident + copies + active
 
 
 @inner
-def _peak(arrays: Arrays, made: int, order: int, stage: Ints, resident: float) -> float:
+def _peak(arrays: Arrays, made: int, order: int, chains: Ints, stage: Ints, resident: float) -> float:
     """The most that a device holds in an order. stage: row of each call's stage there, -1 off its mesh."""
     held, peak = resident, 0.0
     for j in range(arrays.skeletons.size[made]):
-        slot = arrays.skeletons.slots[made, arrays.skeletons.order[made, order, j]]
+        i = arrays.skeletons.order[made, order, j]
+        slot = arrays.skeletons.slots[made, i]
         at = stage[slot.call]
-        if at < 0:
+        if at < 0 or not chains[i]:
             continue
-        if slot.kind == REALLOCATE:
+        if slot.kind == REALLOCATE or slot.kind == ONLOAD:
             held += arrays.stages[at].copy
             peak = max(peak, held)
-        elif slot.kind == RELEASE:
+        elif slot.kind == RELEASE or slot.kind == OFFLOAD:
             held -= arrays.stages[at].copy
         elif slot.kind == CALL:
             peak = max(peak, held + arrays.stages[at].active)

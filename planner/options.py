@@ -10,12 +10,16 @@ The class of options, which is the class that proofs of the search speak of:
 - micro-batches: 1, 2, 4, ... and pp times these, and the share of a dp rank itself, within that share;
 - device classes: a mesh may hold several, and is priced as planner/device_classes.py says.
 
+- offload: of a frozen role with one call, parameters resident or offloaded between their uses.
+
 Options that do not fit a device's memory even alone are left out. Of options on one mesh under one strategy, one that
-is neither faster nor smaller than another is left out too: they differ in nothing else, so no plan gets worse.
+is neither faster nor smaller than another is left out too: they differ in nothing else, so no plan gets worse. And
+none is offloaded where the largest options of all calls fit a device together: then nothing is gained by it, for an
+onload and an offload only ever cost time.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.device_classes import DeviceClasses
@@ -37,9 +41,11 @@ class Option:
     strategy       (dp, tp, pp) with dp tp pp = size
     seconds        the call's duration
     resident       bytes per stage that a device holds all the time: a trained role's parameters, gradients and
-                   optimizer at its train_step, a frozen role's parameters; zeros for a reader of a trained role
-    copy           bytes per stage of a read-only copy of the parameters
+                   optimizer at its train_step, a frozen role's parameters unless they are offloaded; zeros for a
+                   reader of a trained role
+    copy           bytes per stage of a read-only copy of the parameters, or of the parameters while onloaded
     active         bytes per stage beyond these while the call runs
+    offload        whether a frozen role's parameters are in host memory but for this call
     """
 
     first: int
@@ -50,11 +56,16 @@ class Option:
     resident: tuple[float, ...]
     copy: tuple[float, ...]
     active: tuple[float, ...]
+    offload: bool = False
 
     @cached_property
     def assignment(self) -> CallAssignment:
         devices = tuple(range(self.first, self.first + self.size))
-        return CallAssignment(placement=Placement(devices, self.strategy), micro_batches=self.micro_batches)
+        return CallAssignment(
+            placement=Placement(devices, self.strategy),
+            micro_batches=self.micro_batches,
+            offload=self.offload,
+        )
 
     @property
     def static_bytes(self) -> float:
@@ -119,8 +130,36 @@ def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> l
     return sorted(counts)
 
 
+def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
+    """The options of every call of the graph. Offloaded ones follow the resident ones, in the same order.
+
+    Raises ProblemError as `call_options` does.
+    """
+    graph = problem.graph
+    found = [call_options(problem, call) for call in graph.calls]
+    smallest = min(profile.memory_bytes for profile in problem.model.classes.profiles)
+    if sum(max(map(_needs, options)) for options in found) <= smallest:
+        return tuple(found)
+    roles = [call.role for call in graph.calls]
+    return tuple(
+        options
+        if graph.trainer(call.role) or roles.count(call.role) > 1
+        else (*options, *map(_offloaded, options))
+        for call, options in zip(graph.calls, found, strict=True)
+    )
+
+
+def _needs(option: Option) -> float:
+    """Bytes that no device exceeds for this call, if nothing else were there."""
+    return max(option.static_bytes, *option.copy) + option.active_bytes
+
+
+def _offloaded(option: Option) -> Option:
+    return replace(option, resident=(0.0,) * len(option.resident), offload=True)
+
+
 def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...]:
-    """All options of a call, sorted by mesh and strategy.
+    """All options of a call with its role's parameters where they are, sorted by mesh and strategy.
 
     Raises ProblemError when none fits, with the least shortfall and the fields that would lower it.
     """

@@ -59,22 +59,31 @@ def build_plan(
     call_order: Sequence[str] | None = None,
     copy_s: Callable[[OnloadNode], float] = rough_copy_s,
 ) -> ExecutionPlan:
-    """The execution plan of a graph under assignments (call -> placement, micro-batches, balance).
+    """The execution plan of a graph under assignments (call -> placement, micro-batches, balance, order).
 
     duration_s  seconds of a node; decides only which of two nodes on a shared device comes first
     call_order  all calls in a topological order of the graph: then this order decides, and the inserted nodes
-                stand where planner.call_order puts them; None: planner.order finds an order for `duration_s`
+                stand where planner.call_order puts them; None: the assignments' own order, and where they
+                have none, planner.order finds an order for `duration_s`
     copy_s      seconds of the copy that an onload starts; for that order
 
     Raises PlanError when an assignment is missing, names an unknown call, uses devices that are no device
-    mesh of the cluster, has more dp ranks than a mini-batch has sequences, or offloads what cannot be.
+    mesh of the cluster, has more dp ranks than a mini-batch has sequences, offloads what cannot be, and for an
+    order that is not of all calls or contradicts the graph.
     """
     _check(graph, assignments, cluster)
+    if call_order is None:
+        call_order = _own_order(assignments)
+    if call_order is not None:
+        _check_order(graph, call_order)
+        place = {name: i for i, name in enumerate(call_order)}
+        assignments = {
+            name: given.model_copy(update={"order": place[name]}) for name, given in assignments.items()
+        }
     made = draft(graph, assignments)
     if call_order is None:
         order = total_order(_order_problem(made, duration_s, copy_s))
     else:
-        _check_order(graph, call_order)
         order = phased_order(levels(graph), made.skeleton, call_order)
     order = with_trailing(made.skeleton, order)
     edges = _edges(made, order)
@@ -137,6 +146,25 @@ def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignme
                 f"{list(given.placement.devices)}, but offload is {assignments[other.name].offload} for one and "
                 f"{given.offload} for the other. Give both the same."
             )
+
+
+def _own_order(assignments: Mapping[str, CallAssignment]) -> list[str] | None:
+    """The calls in the order that their assignments give them; None where they give none."""
+    places = {name: given.order for name, given in assignments.items() if given.order is not None}
+    if not places:
+        return None
+    without = [name for name in assignments if name not in places]
+    if without or len(set(places.values())) < len(places):
+        what = (
+            f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} none"
+            if without
+            else "two are equal"
+        )
+        raise PlanError(
+            f"The plan gives calls an order ({', '.join(f'{name}: {place}' for name, place in places.items())}), but "
+            f"{what}. Give each call a place of its own, or leave all out."
+        )
+    return sorted(places, key=lambda name: places[name])
 
 
 def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:

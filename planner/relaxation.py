@@ -12,7 +12,8 @@ its delay times T proves that the plan's period exceeds T. The graph has
   iteration. Calls that the graph leaves unordered are tried in every order of planner/call_order.py, and T is
   exceeded only if every order exceeds it.
 
-Left out are the devices of transfers; so the bound of a complete choice may lie some dispatches below its period.
+Left out are onloads, offloads and copies, so the bound is the same for an option and its offloaded twin, and the
+devices of transfers; so the bound of a complete choice may lie some dispatches below its period.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -320,9 +321,16 @@ def _has_gain(weight: Floats, period: float) -> bool:
     return False
 
 
+@inner
+def may_offload(arrays: Arrays, call: int) -> bool:
+    """Whether a call has offloaded options."""
+    return arrays.offloaded[call] < arrays.start[call + 1]
+
+
 @compiled
 def lacks(r: Relaxation, choice: Ints) -> bool:
-    """Whether some device lacks memory for the decided calls already, by the stages that hold least."""
+    """Whether some device lacks memory for the decided calls already, by the stages that hold least, whether or not
+    what may be offloaded is."""
     o, n = r.arrays.options, r.arrays.n_calls
     for point in range(n):
         if choice[point] == OPEN:
@@ -333,9 +341,11 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
             row = choice[call]
             if row == OPEN or not o[row].first <= device < o[row].first + o[row].size:
                 continue
-            if _counts(r.arrays, choice, call):
-                static += r.least[row, 0]
             needed = r.least[row, 2]
+            if may_offload(r.arrays, call):
+                needed += r.least[row, 1]
+            elif _counts(r.arrays, choice, call):
+                static += r.least[row, 0]
             for k in range(len(r.reader)):
                 trainer = choice[r.trainer[k]]
                 if r.reader[k] == call and trainer != OPEN and o[row].place != o[trainer].place:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from planner.cost import CostModel
 from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice
+from planner.problem import Problem
 from planner.render import format_devices
 from planner.search import SearchResult
 from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNode
@@ -25,8 +26,20 @@ def result_document(result: SearchResult) -> dict[str, Any]:
         "peak_memory_bytes": {
             str(device): round(peak.total_bytes) for device, peak in sorted(result.price.peaks.items())
         },
-        "search": {"mode": result.mode, "seconds": result.seconds, "evaluations": result.evaluations},
+        "corrections": corrections(result.tables.problem),
+        "search": {
+            "mode": result.mode,
+            "seconds": result.seconds,
+            "compile_s": result.compile_s,
+            "evaluations": result.evaluations,
+        },
     }
+
+
+def corrections(problem: Problem) -> dict[str, float]:
+    """Call -> the factor that measured figures of earlier runs put on its price; calls without such are left out."""
+    ran = {found.call for found in problem.model.ran}
+    return {call.name: problem.model.correction(call) for call in problem.graph.calls if call.name in ran}
 
 
 class CallRow(NamedTuple):
@@ -76,15 +89,19 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[C
 
 def proof_sentence(result: SearchResult) -> str:
     """Seconds per iteration, the bound, and what is proved."""
+    compiled = f", after {result.compile_s:.1f} s of compilation" if result.compile_s else ""
     certain = "proved optimal" if result.proven_optimal else f"at most {result.gap:.1%} from the optimum"
     return (
         f"{result.iteration_time_s:.4g} s per iteration, lower bound {result.lower_bound_s:.4g} s: {certain} "
-        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s)."
+        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s{compiled})."
     )
 
 
 def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
-    """{call: {devices, dp, tp, pp, micro_batches, balance, offload}}: what a run's `plan:` accepts."""
+    """{call: {devices, dp, tp, pp, micro_batches, balance, offload, order}}: what a run's `plan:` accepts.
+
+    Without `order` where the plan's order was found by planner/order.py, which finds it again.
+    """
     document = {}
     for node in plan.nodes:
         if isinstance(node, CallNode):
@@ -98,6 +115,8 @@ def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
                 "balance": given.balance,
                 "offload": given.offload,
             }
+            if given.order is not None:
+                document[node.name]["order"] = given.order
     return document
 
 

@@ -226,8 +226,9 @@ def proof_class(problem: Problem) -> str:
         f"Plans on {problem.cluster} whose calls have {meshes}, strategies (tp up to {problem.tp_limit}) and "
         "micro-batch counts as planner/options.py lists them, contiguous stages, "
         f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in one order of the graph, "
-        "the same in every iteration, inserted nodes placed by rule beside them, frozen models resident, and at "
-        "most two iterations in flight; with times and memory as the cost model gives them."
+        "the same in every iteration, inserted nodes placed by rule beside them, frozen models with one call "
+        "resident or offloaded, others resident, and at most two iterations in flight; with times and memory as the "
+        "cost model gives them."
     )
 
 

@@ -90,11 +90,15 @@ def with_copies(order: Iterable[str], onloads: Collection[str]) -> list[str]:
 def work_of(
     after: Mapping[str, Iterable[str]], devices: Mapping[str, Iterable[int]], onloads: Collection[str]
 ) -> Work:
-    """The work of nodes: whoever waits for an onload waits for its copy."""
-    waits = {name: {copy_of(b) if b in onloads else b for b in before} for name, before in after.items()}
-    waits.update({copy_of(onload): {onload} for onload in onloads})
+    """The work of nodes."""
     used = {**devices, **{copy_of(onload): [~device for device in devices[onload]] for onload in onloads}}
-    return Work(waits, device_groups(used))
+    return Work(waits(after, onloads), device_groups(used))
+
+
+def waits(after: Mapping[str, Iterable[str]], onloads: Collection[str]) -> dict[str, set[str]]:
+    """What must have ended before each node and copy: whoever waits for an onload waits for its copy."""
+    found = {name: {copy_of(b) if b in onloads else b for b in before} for name, before in after.items()}
+    return {**found, **{copy_of(onload): {onload} for onload in onloads}}
 
 
 def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: float) -> list[float]:

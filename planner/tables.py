@@ -8,7 +8,7 @@ import numpy as np
 from planner.arrays import make_arrays
 from planner.call_order import call_orders
 from planner.evaluator import value
-from planner.options import Option, call_options
+from planner.options import Option, all_options
 from planner.plan import build_plan
 from planner.problem import Problem
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
@@ -42,9 +42,7 @@ class Tables:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.calls: tuple[str, ...] = tuple(call.name for call in problem.graph.calls)
-        self.options: tuple[tuple[Option, ...], ...] = tuple(
-            call_options(problem, call) for call in problem.graph.calls
-        )
+        self.options: tuple[tuple[Option, ...], ...] = all_options(problem)
         self.orders = call_orders(problem.graph)
         self.arrays = make_arrays(problem, self.options, self.orders)
 

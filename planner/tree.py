@@ -1,6 +1,7 @@
 """What a walk through partial choices goes by: the calls' order, and their options by group, mesh and speed.
 
-A group is all options of a call on meshes of one size.
+A group is all options of a call on meshes of one size. Offloaded ones are in no group: bounds are the same for their
+resident twins (planner/arrays.py), and the walk tries them at complete choices.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -55,10 +56,10 @@ class Tree(NamedTuple):
 
     order     [calls] calls by depth
     load      [options] seconds x devices of a row, with the save of a train_step
-    rows      [options] group by group; in each mesh by mesh, meshes and the rows of each fastest first
-    end       [options] by place in rows: where the next mesh begins
-    floor     [options] by place in rows: the least load of the rows of the mesh
-    spread_s  [options] by place in rows: by how much a row of the mesh may need less than its fastest
+    rows      [resident options] group by group; in each mesh by mesh, meshes and the rows of each fastest first
+    end       [resident options] by place in rows: where the next mesh begins
+    floor     [resident options] by place in rows: the least load of the rows of the mesh
+    spread_s  [resident options] by place in rows: by how much a row of the mesh may need less than its fastest
               elsewhere: in transfers that it spares, and in its save
     """
 
@@ -76,14 +77,14 @@ class Tree(NamedTuple):
 def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
     """The tree of a problem's partial choices."""
     o = r.arrays.options
-    starts = list(pairwise(r.arrays.start))
-    saves = np.zeros(len(o))
+    starts = list(zip(r.arrays.start[:-1], r.arrays.offloaded, strict=True))
+    saves, n_rows = np.zeros(len(o)), sum(b - a for a, b in starts)
     for call, (a, b) in enumerate(starts):
         if r.arrays.trainer[call] == call:
             saves[a:b] = o[a:b].save_s
     load = (o.seconds + saves) * o["size"]
-    rows, end = np.empty(len(load), np.int64), np.empty(len(load), np.int64)
-    floor, spread_s = np.empty(len(load)), np.empty(len(load))
+    rows, end = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
+    floor, spread_s = np.empty(n_rows), np.empty(n_rows)
     place, begin, start = 0, [0], [0]
     for call, (a, b) in enumerate(starts):
         spared_s = r.arrays.dispatch_s * (r.data[call].sum() + r.data[:, call].sum())

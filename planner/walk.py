@@ -2,7 +2,8 @@
 
 First come the groups of all calls (the sizes of their meshes), then meshes and options, calls in the order of their
 load. A branch is cut as soon as its completions provably exceed the threshold (planner/cover.py,
-planner/relaxation.py) or lack memory. Complete choices that are left are priced exactly.
+planner/relaxation.py) or lack memory. Complete choices that are left are priced exactly; one that is fast enough but
+may lack memory also with every set of its offloaded twins (planner/arrays.py): no twin is faster.
 
 Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) need not cost the same.
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from planner.bound import allowance
 from planner.compiled import compiled, inner
 from planner.cover import Parts, cover_s
-from planner.evaluator import value
-from planner.relaxation import OPEN, Relaxation, exceeds, lacks, move_s, overlap
+from planner.evaluator import always_fits, priced
+from planner.relaxation import OPEN, Relaxation, exceeds, lacks, may_offload, move_s, overlap
 from planner.tree import Tree
 
 Floats = NDArray[np.float64]
@@ -94,15 +95,38 @@ def walk_on(
         elif levels == n:
             return FOUND, np.inf
         else:
-            walk.counts[1] += 1
-            time_s, excess_bytes, _ = value(r.arrays, walk.choice - r.arrays.start[:n], threshold)
-            if excess_bytes <= 0 and time_s < threshold:
+            time_s = _complete(r, walk, threshold)
+            if time_s < threshold:
                 walk.depth[0] = depth
                 return FOUND, time_s
         walk.depth[0] = depth
         if walk.counts[0] > until:
             return PAUSED, np.inf
     return DONE, np.inf
+
+
+@inner
+def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
+    """The seconds of a complete choice, or of one with offloaded twins, that fits and takes less than the threshold:
+    then walk.choice is that one. Infinite if there is none."""
+    a, n, resident = r.arrays, r.arrays.n_calls, walk.choice.copy()
+    walk.counts[1] += 1
+    time_s, _, _ = priced(a, resident - a.start[:n], threshold, True)  # no twin takes less
+    if time_s == np.inf or always_fits(a, resident - a.start[:n]):
+        return time_s
+    for twins in range(1 << n):
+        choice, exist = resident.copy(), True
+        for call in range(n):
+            if twins >> call & 1:
+                exist = exist and may_offload(a, call)
+                choice[call] += a.offloaded[call] - a.start[call]
+        if exist:
+            walk.counts[1] += 1
+            time_s, excess_bytes, _ = priced(a, choice - a.start[:n], threshold, False)
+            if excess_bytes <= 0 and time_s < threshold:
+                walk.choice[:] = choice
+                return time_s
+    return np.inf
 
 
 @inner
@@ -148,9 +172,11 @@ def _groups_fit(r: Relaxation, t: Tree, walk: Walk) -> bool:
             )
         seen |= 1 << call
         smallest = g.size[group]
-        if not shared:
-            static += g.least[group, 0]
         needed = g.least[group, 2]
+        if may_offload(r.arrays, call):
+            needed += g.least[group, 1]
+        elif not shared:
+            static += g.least[group, 0]
         for k in range(len(r.reader)):
             other = walk.group[r.trainer[k]]
             if r.reader[k] == call and other != OPEN and g.size[other] != g.size[group]:

@@ -60,6 +60,7 @@ class Workload(Frozen):
     epochs           passes of a train_step over the batch
     itemsize         bytes of a parameter or activation
     recompute        activations are recomputed in the backward pass
+    reward_s         seconds of the Python rewards for a sequence
     """
 
     prompt_tokens: int = Field(gt=0)
@@ -68,6 +69,7 @@ class Workload(Frozen):
     epochs: int = Field(1, gt=0)
     itemsize: int = Field(2, gt=0)
     recompute: bool = True
+    reward_s: float = Field(0.0, ge=0)
 
     @property
     def mean_tokens(self) -> float:

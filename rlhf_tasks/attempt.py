@@ -7,22 +7,27 @@ disk and clock report, and lets flow and Prefect tasks watch.
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 from uuid import uuid4
 
 from distributed import Worker
 
+from rlhf_tasks.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
-from rlhf_tasks.protocol.phases import State, Timeouts
+from rlhf_tasks.protocol.phases import Phase, State, Timeouts
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.rank_link import RankLink
 from rlhf_tasks.rendezvous import Rendezvous
 from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
 from rlhf_tasks.transport import (
+    HOST,
     Aborted,
     Committed,
     Deliver,
@@ -34,6 +39,8 @@ from rlhf_tasks.transport import (
     GaveUp,
     GenerationSpec,
     NotEntered,
+    PlanChanged,
+    PlanKept,
     Reset,
     Restore,
     RunSpec,
@@ -46,6 +53,9 @@ TICK_S = 0.2
 GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
 CONNECT_DEADLINE_S = 300.0  # a rank imports torch and transformers first, as do the others on its cores
 RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
+ALIVE_S = (
+    2.0  # a process that runs answers within this; killing one that does not wakes the peers that it blocks
+)
 
 
 class Snapshots(Protocol):
@@ -84,12 +94,11 @@ class Attempt:
         self._rendezvous = Rendezvous(worker.ip)
         self._snapshots: Snapshots | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
-        self._save_nodes = {node.role: node.name for node in spec.plan.nodes if isinstance(node, SaveNode)}
         self._links: list[RankLink] = []
         self._lost_early: dict[int, str] = {}
         self._ledger: Ledger | None = None
         self._enterable: tuple[int, int] | None = None
-        self._changed = asyncio.Event()
+        self._watched: defaultdict[tuple[int, str], asyncio.Event] = defaultdict(asyncio.Event)
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._act: dict[type, Callable[[Any], None]] = {
@@ -99,6 +108,9 @@ class Attempt:
             do.Send: lambda i: self._links[i.rank].send(Deliver(requests=i.requests)),
             do.WriteCommit: lambda i: self._background(self._commit(i)),
             do.IterationCommitted: self._committed,
+            do.LogPlan: lambda i: self._background(self._log_plan(i.planned)),
+            do.PlanChanges: lambda i: tell(PlanChanged(planned=i.planned)),
+            do.RefusePlan: lambda i: tell(PlanKept(reason=i.reason)),
             do.AbortIteration: self._aborted,
             do.Fault: self._faulted,
             do.Finished: lambda i: tell(Finished(step=i.step)),
@@ -107,13 +119,18 @@ class Attempt:
                 NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
             ),
             do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
-            do.NodeDone: lambda i: None,  # watchers look at the account
+            do.NodeDone: lambda i: self._wake((i.iteration, i.node)),
             do.IterationDone: lambda i: None,
         }
 
     @property
     def _timeouts(self) -> Timeouts:
         return self.ledger.timeouts
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What this generation goes by."""
+        return self.ledger.account.sequencer.plan
 
     @property
     def ledger(self) -> Ledger:
@@ -139,7 +156,7 @@ class Attempt:
         ]
         await asyncio.gather(*(link.open(CONNECT_DEADLINE_S) for link in self._links))
         self._ledger = Ledger(
-            spec.plan,
+            spec.plans,
             run=spec.run,
             attempt=spec.attempt,
             n_ranks=len(spec.ranks),
@@ -149,7 +166,7 @@ class Attempt:
             snapshot_every=spec.snapshot_every,
             max_rebuilds=spec.max_rebuilds,
             timeouts=Timeouts(reset_s=RESET_S),
-            deadlines=Deadlines(spec.predicted_s, spec.deadline_factor, spec.deadline_floor_s),
+            deadlines=Deadlines(factor=spec.deadline_factor, floor_s=spec.deadline_floor_s),
         )
         self._feed(self._ledger.start)
         for rank, reason in self._lost_early.items():
@@ -160,7 +177,7 @@ class Attempt:
         """Let every rank go, and leave the run folder to the next attempt: a commit under way is completed first.
         Watchers learn that the attempt has ended."""
         self._closed = True
-        self._changed.set()
+        self._wake(*self._watched)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -178,6 +195,10 @@ class Attempt:
         """Make an iteration the last one."""
         self._feed(self.ledger.stop_after, iteration)
 
+    def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
+        """Go by another plan from the first iteration on that is not yet delivered."""
+        self._feed(self.ledger.change_plan, plan, predicted_s)
+
     async def wait_node(self, iteration: int, generation: int, node: str) -> dict[int, NodeResult]:
         """Wait until a node is done; rank -> result. Raises NodeAborted with the cause."""
         while not self._closed:
@@ -189,7 +210,7 @@ class Attempt:
                 raise NodeAborted(f"iteration {iteration} was aborted: {why}")
             if state is State.DONE:
                 return account.results(iteration, node)
-            await self._changed.wait()
+            await self._watched[iteration, node].wait()
         raise NodeAborted("the attempt has ended.")
 
     # --- news of the ranks ------------------------------------------------------------------------------
@@ -220,12 +241,15 @@ class Attempt:
                 self._feed(ledger.rank_refused, rank, key, news.reason)
 
     def _saved(self, part: SavedPart) -> None:
-        node = self._save_nodes[part.role]
-        key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, node)
+        key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, self._save_node(part.role))
         if part.error:
             self._feed(self.ledger.rank_failed, NodeFailure(key=key, rank=part.rank, error=part.error))
         else:
             self._feed(self.ledger.part_durable, part.rank, key, part.details)
+
+    def _save_node(self, role: str) -> str:
+        saves = [node for node in self.plan.nodes if isinstance(node, SaveNode)]
+        return next(node.name for node in saves if node.role == role)
 
     def _lost(self, rank: int, reason: str) -> None:
         if self._ledger is None:
@@ -256,8 +280,12 @@ class Attempt:
             self._enterable = place
             if place is not None:
                 self._tell(Enterable(iteration=place[0], generation=place[1]))
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+
+    def _wake(self, *nodes: tuple[int, str]) -> None:
+        """Have those who watch these nodes look at the account."""
+        for node in nodes:
+            if node in self._watched:
+                self._watched.pop(node).set()
 
     def _reset_rank(self, instruction: do.ResetRank) -> None:
         spec, rank = self.spec, instruction.rank
@@ -269,6 +297,23 @@ class Attempt:
                 rank=rank,
             )
         )
+        if instruction.generation > 0:
+            self._background(self._look_alive(rank, instruction.generation))
+
+    async def _look_alive(self, rank: int, generation: int) -> None:
+        """A process that does not even answer will not reset: it is replaced at once.
+
+        Its peers in a collective wake when its connections break. Those that do not within their grace leave too,
+        and to start them all anew takes much longer.
+        """
+        link, ledger = self._links[rank], self.ledger
+        process = link.process
+        if await link.answers(ALIVE_S) or link.process is not process:
+            return
+        if (ledger.phase, ledger.generation) == (Phase.RESETTING, generation):
+            key = NodeKey(self.spec.run, self.spec.attempt, generation, do.SETUP, HOST)
+            error = f"no answer within {ALIVE_S:g} s"
+            self._feed(ledger.rank_failed, NodeFailure(key=key, rank=rank, error=error))
 
     def _restore_rank(self, instruction: do.RestoreRank) -> None:
         spec, generation = self.spec, instruction.generation
@@ -278,7 +323,7 @@ class Attempt:
             generation=generation,
             rank=instruction.rank,
             n_ranks=len(spec.ranks),
-            plan=spec.plan,
+            plan=self.plan,
             config=spec.config,
             run_folder=spec.run_folder,
             restore_step=instruction.step,
@@ -287,16 +332,13 @@ class Attempt:
             store_host=self._rendezvous.host,
             store_port=self._rendezvous.port,
             store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",
-            timeout_s=group_timeout_s(spec.plan, self.ledger.account.sequencer.deadlines),
+            timeout_s=group_timeout_s(self.plan, self.ledger.account.sequencer.deadlines),
         )
         self._links[instruction.rank].send(Restore(spec=generation_spec))
 
     def _committed(self, instruction: do.IterationCommitted) -> None:
-        account = self.ledger.account
-        results = {
-            node.name: tuple(account.results(instruction.iteration, node.name).values())
-            for node in self.spec.plan.nodes
-        }
+        found = self.ledger.account.all_results(instruction.iteration)
+        results = {node: tuple(ranks.values()) for node, ranks in found.items()}
         self._tell(Committed(iteration=instruction.iteration, results=results))
 
     def _aborted(self, instruction: do.AbortIteration) -> None:
@@ -313,14 +355,12 @@ class Attempt:
     def _faulted(self, instruction: do.Fault) -> None:
         cause = instruction.cause
         logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
+        self._wake(*self._watched)  # whatever was entered under it, delivered or not
         self._tell(Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback))
 
     async def _commit(self, order: do.WriteCommit) -> None:
         account = self.ledger.account
-        results = {
-            iteration: {node.name: account.results(iteration, node.name) for node in self.spec.plan.nodes}
-            for iteration in order.iterations
-        }
+        results = {iteration: account.all_results(iteration) for iteration in order.iterations}
         assert self._snapshots is not None
         try:
             loop = asyncio.get_running_loop()
@@ -330,6 +370,16 @@ class Attempt:
             self._feed(self.ledger.commit_failed, order.step, f"{type(error).__name__}: {error}")
         else:
             self._feed(self.ledger.commit_done, order.step)
+
+    async def _log_plan(self, planned: ScheduledPlan) -> None:
+        folder, loop = Path(self.spec.run_folder), asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, log_change, folder, planned.iteration, planned.plan)
+        except OSError as error:
+            logger.exception("the change of the plan at iteration %d is not written down", planned.iteration)
+            self._feed(self.ledger.plan_not_logged, f"{type(error).__name__}: {error}")
+        else:
+            self._feed(self.ledger.plan_logged)
 
     async def _tick(self) -> None:
         while True:

@@ -27,8 +27,8 @@ from rlhf_tasks.manifest import (
     verify,
     write_manifest,
 )
+from rlhf_tasks.plan_log import plan_digest
 from rlhf_tasks.protocol.instructions import WriteCommit
-from rlhf_tasks.spec import ExecutionPlan
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8})")
@@ -138,8 +138,6 @@ class RunIdentity(Protocol):
     @property
     def attempt(self) -> int: ...
     @property
-    def plan(self) -> ExecutionPlan: ...
-    @property
     def config(self) -> Mapping[str, Any]: ...
     @property
     def run_folder(self) -> str: ...
@@ -201,7 +199,7 @@ class RunSnapshots:
             files=tuple(sorted((part.stored for part in parts), key=lambda stored: stored.file)),
             journals=journals,
             config_sha256=_sha256(self._spec.config),
-            plan_sha256=_sha256(self._spec.plan.model_dump(mode="json")),
+            plan_sha256=plan_digest(order.plan),
         )
         try:
             commit(self._folder, manifest)

@@ -221,6 +221,11 @@ class ManualAssignment(Settings):
     offload: bool = Field(
         default=False, description="Whether a frozen model lies in host memory while it is not needed."
     )
+    order: int | None = Field(
+        default=None,
+        ge=0,
+        description="Place among the calls of an iteration, of all calls or of none; default: by rule.",
+    )
 
     @model_validator(mode="after")
     def _placement_holds(self) -> Self:
@@ -245,6 +250,7 @@ class ManualAssignment(Settings):
             micro_batches=self.micro_batches,
             balance=self.balance,
             offload=self.offload,
+            order=self.order,
         )
 
 
@@ -317,6 +323,12 @@ class PlanningConfig(Settings):
         description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures; "
         "where hosts differ, [{n_hosts, device}] in the order of the hosts; default: this machine's.",
     )
+    reward_seconds_per_sequence: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds of all Python rewards for one sequence, as measured on yours; "
+        "default: they cost nothing but their node.",
+    )
     time_limit_s: float = Field(default=10.0, gt=0, description="Seconds that a search may take.")
 
     @field_validator("new_tokens")
@@ -354,8 +366,21 @@ class BaseConfig(Settings):
         default="heuristic",
         description="heuristic, auto (searched), a YAML file, or {call: {devices or hosts, dp, tp, pp, ...}}.",
     )
+    replan: Literal["never", "auto"] = Field(
+        default="never",
+        description="auto: where planned and measured times drift apart, plan anew during the run (plan: auto only).",
+    )
     planning: PlanningConfig = Field(default=PlanningConfig(), description="What only the planner reads.")
     runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
+
+    @model_validator(mode="after")
+    def _replans_what_was_searched(self) -> Self:
+        if self.replan == "auto" and self.plan != "auto":
+            raise ValueError(
+                "replan: auto goes on searching for a plan, and this run's is given by hand or by the heuristic. Say "
+                "plan: auto, or replan: never."
+            )
+        return self
 
     @model_validator(mode="after")
     def _plan_fits_cluster(self) -> Self:

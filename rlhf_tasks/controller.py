@@ -17,7 +17,7 @@ from rlhf_tasks.attempt import Attempt
 from rlhf_tasks.manifest import CheckpointError
 from rlhf_tasks.rank_link import RankMissing
 from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.transport import FLOW_MESSAGE, Enter, GaveUp, RunSpec, Writer
+from rlhf_tasks.transport import FLOW_MESSAGE, ChangePlan, Enter, GaveUp, RunSpec, Writer
 from rlhf_tasks.worker_process import report_to
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,13 @@ class Controller:
         try:
             while True:
                 message = FLOW_MESSAGE.validate_json(await comm.read())  # pyright: ignore[reportArgumentType]  declared as None
-                if isinstance(message, Enter):
-                    attempt.enter(message.iteration, message.generation)
-                else:
-                    attempt.stop_after(message.iteration)
+                match message:
+                    case Enter():
+                        attempt.enter(message.iteration, message.generation)
+                    case ChangePlan():
+                        attempt.change_plan(message.plan, message.predicted_s)
+                    case _:
+                        attempt.stop_after(message.iteration)
         except CommClosedError:
             logger.info("the flow of run %s has left", wanted.run)
         finally:

@@ -28,6 +28,7 @@ from rlhf_tasks.protocol.inbox import Inbox, InboxPhase
 from rlhf_tasks.protocol.instructions import SETUP
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.transport import (
+    HOST,
     RANK_MESSAGE,
     Deliver,
     Done,
@@ -42,7 +43,6 @@ from rlhf_tasks.transport import (
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
-HOST = "host"  # node name in the key of a failure that is no node's
 INTERRUPT_GRACE_S = 5.0  # an aborted job that still runs after this costs the process
 
 

@@ -66,7 +66,8 @@ class Manifest(Frozen):
     cursor    global id of the first sample not yet fetched
     versions  trained role -> number of its train calls
     journals  file in the run folder -> its size in bytes at this commit
-    config_sha256, plan_sha256   name the configuration and the execution plan
+    config_sha256   names the configuration
+    plan_sha256     names the execution plan of the last committed iteration; of step 0, the first plan
     """
 
     schema_version: int = SCHEMA

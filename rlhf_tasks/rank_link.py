@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler
 CONNECT_S = 5.0  # a worker that is up accepts a connection within this
 GREETING_S = 60.0  # and greets within this: it imports torch and transformers first, 8 s with four at once
-KILL_S = 1.5  # what a nanny leaves a worker to end by itself before it kills it
+KILL_S = (
+    0.2  # what a nanny leaves a stuck worker to end by itself before it kills it; its peers wait for that
+)
 
 
 class RankMissing(RuntimeError):
@@ -77,6 +79,15 @@ class RankLink:
         """Send a message to the rank's process. Without one it is dropped: the next one starts anew."""
         if self._writer is not None:
             self._writer.put(message)
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether the rank's process answers at all, whatever its engine thread does. A stopped one does not."""
+        assert self.process is not None
+        try:
+            await asyncio.wait_for(self._worker.rpc(self.process.address).rlhf_status(), within_s)
+        except OSError:  # no answer in time among them
+            return False
+        return True
 
     def restart(self, lost: bool, deadline_s: float) -> None:
         """Have the rank's nanny start a new process, unless it does so already; then `on_started`.

@@ -26,7 +26,8 @@ class ModelFunctionCall(Frozen):
     """One node of the dataflow graph: what a role's model computes once per iteration.
 
     n_seqs is the number of sequences the call processes per iteration. remap renames keys between the sample
-    store and the call's function: {name in the store: name in the function}.
+    store and the call's function: {name in the store: name in the function}. runs_model is False where only
+    Python rewards run, on the heads of the role's mesh.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelFunctionCall(Frozen):
     n_seqs: int = Field(gt=0)
     mini_batches: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
+    runs_model: bool = True
 
     @property
     def token_key(self) -> str:
@@ -45,17 +47,19 @@ class ModelFunctionCall(Frozen):
 
 
 class CallAssignment(Frozen):
-    """Where and how one call runs: the planner's decision for it.
+    """Where, how and when one call runs: the planner's decision for it.
 
     micro_batches is the number of micro-batches that a dp rank's share of one (mini-)batch is cut into,
     balanced by tokens; balance says how samples are dealt to dp ranks; offload, for frozen roles, that the
-    parameters lie in host memory from the role's last call on this placement to its next first one.
+    parameters lie in host memory from the role's last call on this placement to its next first one; order is the
+    call's place among those of an iteration, None where the planner may choose it.
     """
 
     placement: Placement
     micro_batches: int = Field(default=1, gt=0)
     balance: Literal["count", "tokens"] = "count"
     offload: bool = False
+    order: int | None = None
 
 
 class _Node(Frozen):

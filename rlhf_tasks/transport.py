@@ -18,7 +18,11 @@ from typing import Annotated, Any, Literal
 from distributed.comm import Comm, CommClosedError
 from pydantic import BaseModel, Field, TypeAdapter
 
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
+
+HOST = "host"
+"""Node name in the key of a failure that is no node's."""
 
 # --- a run ----------------------------------------------------------------------------------------------
 
@@ -34,6 +38,7 @@ class RunSpec(Frozen):
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
     deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) seconds
     predicted_s     node name -> seconds that the plan predicts
+    changes         plans that later iterations go by, as the run folder's log has them
     """
 
     run: str
@@ -50,6 +55,12 @@ class RunSpec(Frozen):
     deadline_floor_s: float = 60.0
     predicted_s: dict[str, float] = Field(default_factory=dict)
     max_rebuilds: int = 3
+    changes: tuple[ScheduledPlan, ...] = ()
+
+    @property
+    def plans(self) -> tuple[ScheduledPlan, ...]:
+        """Which plan each iteration goes by."""
+        return (ScheduledPlan(iteration=0, plan=self.plan, predicted_s=self.predicted_s), *self.changes)
 
 
 class GenerationSpec(Frozen):
@@ -171,6 +182,31 @@ class StopAfter(Frozen):
     iteration: int
 
 
+class ChangePlan(Frozen):
+    """Go by another plan from the first iteration on that is not yet delivered.
+
+    predicted_s  node name -> seconds that the planner predicts
+    """
+
+    kind: Literal["change_plan"] = "change_plan"
+    plan: ExecutionPlan
+    predicted_s: dict[str, float] = Field(default_factory=dict)
+
+
+class PlanChanged(Frozen):
+    """The plan that was sent begins at this iteration, and that is written down."""
+
+    kind: Literal["plan_changed"] = "plan_changed"
+    planned: ScheduledPlan
+
+
+class PlanKept(Frozen):
+    """The plan that was sent will not be gone by."""
+
+    kind: Literal["plan_kept"] = "plan_kept"
+    reason: str
+
+
 class Enterable(Frozen):
     """The iteration may be entered under this generation."""
 
@@ -232,9 +268,10 @@ class GaveUp(Frozen):
 
 RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
 News = Annotated[Told | Done | Failed | SavedPart, Field(discriminator="kind")]
-FlowMessage = Annotated[Enter | StopAfter, Field(discriminator="kind")]
+FlowMessage = Annotated[Enter | StopAfter | ChangePlan, Field(discriminator="kind")]
 Event = Annotated[
-    Enterable | NotEntered | Committed | Aborted | Faulted | Finished | GaveUp, Field(discriminator="kind")
+    Enterable | NotEntered | Committed | Aborted | Faulted | PlanChanged | PlanKept | Finished | GaveUp,
+    Field(discriminator="kind"),
 ]
 
 RANK_MESSAGE: TypeAdapter[Any] = TypeAdapter(RankMessage)

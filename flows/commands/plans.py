@@ -8,7 +8,14 @@ import yaml
 from cyclopts import Parameter
 from rich.console import Console
 
-from flows.plan_view import show_alternatives, show_calls, show_comparison, show_proof, show_timeline
+from flows.plan_view import (
+    show_alternatives,
+    show_calls,
+    show_comparison,
+    show_corrections,
+    show_proof,
+    show_timeline,
+)
 from flows.planning import compare, hardware_of, plan_for, price_manual, problem_of
 from planner.alternatives import rejected_alternatives
 from planner.price import shortfall
@@ -79,6 +86,7 @@ def plan(
         result = _evaluated(problem, evaluate, limit_s, chosen_seed)
     _write(result, json_file, out)
     show_calls(console, result.plan, result.price, problem.model)
+    show_corrections(console, problem)
     show_timeline(console, result.plan, result.price)
     show_proof(console, result)
     if comparison:

@@ -7,10 +7,11 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from flows.demo_data import DATA, refuse_without_task
-from flows.prepare import PLAN, prepare
+from flows.prepare import prepare
 from flows.run_folder import existing_run_folder, open_run, refuse_unwritable, run_folder_of
 from rlhf_tasks.config import ConfigError, load_config, override
 from rlhf_tasks.durable import replace_file
+from rlhf_tasks.plan_log import PLAN
 
 console = Console()
 

@@ -43,6 +43,7 @@ def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[M
             inputs=(*SEQUENCES, "truncated", "columns"),
             outputs=("scores",),
             n_seqs=config.batch_size,
+            runs_model=config.scoring_role == "reward",
         ),
     ]
 

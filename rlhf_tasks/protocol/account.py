@@ -3,7 +3,7 @@
 The book-keeping half of the ledger; it knows no phases and no faults. Watchers read it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
@@ -20,8 +20,9 @@ from rlhf_tasks.protocol.instructions import (
 )
 from rlhf_tasks.protocol.phases import State, Timeouts
 from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Occupancy
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.protocol.sequencer import Sequencer
-from rlhf_tasks.spec import NodeKey, NodeResult, SaveNode
+from rlhf_tasks.spec import NodeKey, NodeResult
 
 REMEMBERED = 8
 """Committed iterations whose results stay, for watchers that lag (Prefect backs off for seconds)."""
@@ -31,14 +32,21 @@ class Account:
     """All iterations of one attempt.
 
     sequencer         writes the requests of the current generation
+    plans             which plan each iteration goes by
     next_iteration    the one to be delivered next
     newest_delivered  under any generation
     """
 
     def __init__(
-        self, sequencer: Sequencer, schedule: SnapshotSchedule, committed: int | None, timeouts: Timeouts
+        self,
+        sequencer: Sequencer,
+        plans: Sequence[ScheduledPlan],
+        schedule: SnapshotSchedule,
+        committed: int | None,
+        timeouts: Timeouts,
     ) -> None:
         self.sequencer = sequencer
+        self.plans = tuple(plans)
         self.commits = CommitOrder(schedule, committed)
         self.occupancy = Occupancy(timeouts.entry_s)
         self.next_iteration = committed or 0
@@ -46,7 +54,6 @@ class Account:
         self._timeouts = timeouts
         self._iterations: dict[int, IterationProgress] = {}
         self._aborted: dict[tuple[int, int], Cause] = {}
-        self._saves = {n.name: n.devices for n in sequencer.plan.nodes if isinstance(n, SaveNode)}
 
     # --- for watchers -----------------------------------------------------------------------------------
 
@@ -76,11 +83,20 @@ class Account:
         progress = self._iterations.get(iteration)
         return {} if progress is None else dict(progress.nodes[node].results)
 
+    def all_results(self, iteration: int) -> dict[str, dict[int, NodeResult]]:
+        """Node -> rank -> result of the plan that the iteration went by. Empty once it is forgotten."""
+        progress = self._iterations.get(iteration)
+        return {} if progress is None else {name: dict(node.results) for name, node in progress.nodes.items()}
+
     def abort_cause(self, iteration: int, generation: int) -> Cause | None:
         """Why an iteration was aborted; None when it was not, or not delivered under that generation."""
         return self._aborted.get((iteration, generation))
 
     # --- delivery and news ------------------------------------------------------------------------------
+
+    def changes_plan(self, iteration: int) -> bool:
+        """Whether an iteration goes by another plan than this generation."""
+        return plan_at(self.plans, iteration).plan is not self.sequencer.plan
 
     def crowded(self, iteration: int, limit: int) -> str | None:
         """Why an iteration would be one too many in flight; None when it would not.
@@ -103,7 +119,7 @@ class Account:
             for name, ranks in self.sequencer.devices.items()
         }
         saves: Mapping[str, tuple[int, ...]] = (
-            self._saves if self.commits.schedule.is_snapshot(iteration) else {}
+            self.sequencer.saves if self.commits.schedule.is_snapshot(iteration) else {}
         )
         self._iterations[iteration] = IterationProgress(iteration, self.sequencer.generation, nodes, saves)
         for rank, mine in requests.items():
@@ -114,8 +130,8 @@ class Account:
 
     def expect_setup_parts(self, until: float) -> None:
         """The roles are being initialised: every save node's parts of step 0 are due."""
-        setup = IterationProgress(SETUP, self.sequencer.generation, {}, self._saves)
-        for node, ranks in self._saves.items():
+        setup = IterationProgress(SETUP, self.sequencer.generation, {}, self.sequencer.saves)
+        for node, ranks in self.sequencer.saves.items():
             for rank in ranks:
                 setup.expect_part(rank, node, until)
         self._iterations[SETUP] = setup
@@ -171,6 +187,7 @@ class Account:
             {name: dict(parts) for name, parts in self._iterations[step - 1].parts.items()},
             self.sequencer.cursor(step),
             self.sequencer.versions(step),
+            plan_at(self.plans, max(step - 1, 0)).plan,
         )
 
     def committed(self, step: int) -> list[LedgerInstruction]:
@@ -194,7 +211,8 @@ class Account:
         return instructions
 
     def begin_generation(self, generation: int) -> None:
-        """Number and name the requests anew, from the first uncommitted iteration on."""
+        """Number and name the requests anew, from the first uncommitted iteration on, by that one's plan."""
         self.next_iteration = max(0, self.commits.first_uncommitted)
-        self.sequencer = self.sequencer.starting_at(generation, self.next_iteration)
+        planned = plan_at(self.plans, self.next_iteration)
+        self.sequencer = self.sequencer.starting_at(generation, self.next_iteration, planned)
         self.occupancy = Occupancy(self._timeouts.entry_s)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeRequest, NodeResult
 
 RESET, RESTORE = "reset", "restore"
 """Node names in the keys of the two jobs that are not nodes of the plan; their iteration is SETUP."""
@@ -210,6 +211,7 @@ class WriteCommit:
     parts       save node -> rank -> what that rank said about its files
     cursor      global id of the first sample not yet fetched
     versions    trained role -> number of its train_step calls
+    plan        what the last of the iterations went by; of step 0, what the first one will
     """
 
     step: int
@@ -217,6 +219,28 @@ class WriteCommit:
     parts: Mapping[str, Mapping[int, Any]]
     cursor: int
     versions: Mapping[str, int]
+    plan: ExecutionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LogPlan:
+    """Write down durably which plan begins at which iteration; then `Ledger.plan_logged` or `plan_not_logged`."""
+
+    planned: ScheduledPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChanges:
+    """The plan of an iteration and those after it is another one, and that is final."""
+
+    planned: ScheduledPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RefusePlan:
+    """The plan does not change, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +295,9 @@ LedgerInstruction = (
     | NodeDone
     | IterationDone
     | WriteCommit
+    | LogPlan
+    | PlanChanges
+    | RefusePlan
     | IterationCommitted
     | Fault
     | AbortIteration

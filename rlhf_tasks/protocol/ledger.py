@@ -4,7 +4,7 @@ Pure: stimuli in, instructions out. It delivers iterations, counts answers, orde
 ranks through a rebuild after a fault. docs/protocol-states.md has the tables.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rlhf_tasks.protocol.account import Account
@@ -16,11 +16,15 @@ from rlhf_tasks.protocol.instructions import (
     Finished,
     GiveUp,
     LedgerInstruction,
+    LogPlan,
+    PlanChanges,
     Ready,
     RefuseEntry,
+    RefusePlan,
 )
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult
 
@@ -31,9 +35,10 @@ ALONE = 1
 
 
 class Ledger:
-    """One attempt under one plan.
+    """One attempt.
 
-    plan, run, attempt  as in every key
+    plans               what the run began by, and every change of the plan since, in order
+    run, attempt        as in every key
     n_ranks             ranks 0 .. n_ranks - 1 are reset and restored; the plan's devices are among them
     total_iterations    of the whole run, those before this attempt included
     committed_step      the commit to start from; None: initialise the roles and commit step 0 first
@@ -46,7 +51,7 @@ class Ledger:
 
     def __init__(
         self,
-        plan: ExecutionPlan,
+        plans: Sequence[ScheduledPlan],
         *,
         run: str,
         attempt: int,
@@ -59,9 +64,9 @@ class Ledger:
         deadlines: Deadlines | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        if n_ranks < plan.n_devices:
-            raise ValueError(f"the plan needs {plan.n_devices} devices; there are {n_ranks} ranks.")
         self.n_ranks = n_ranks
+        for planned in plans:
+            self._check_devices(planned.plan)
         self.last_iteration = total_iterations - 1
         self.max_rebuilds = max_rebuilds
         self.timeouts = timeouts or Timeouts()
@@ -69,17 +74,19 @@ class Ledger:
         self.fault: Cause | None = None
         self.account = Account(
             Sequencer(
-                plan,
+                plan_at(plans, committed_step or 0).plan,
                 run,
                 attempt,
                 first_iteration=committed_step or 0,
                 first_sample=cursor,
                 deadlines=deadlines or Deadlines(),
             ),
+            plans,
             SnapshotSchedule(snapshot_every, total_iterations),
             committed_step,
             self.timeouts,
         )
+        self._unlogged: ScheduledPlan | None = None
         self._commit_until = 0.0
         self._rebuild = self._new_rebuild(0, (), 0.0)
         self._rebuilds = 0
@@ -125,6 +132,40 @@ class Ledger:
         last = max(iteration, self.account.newest_delivered, 0)
         self.last_iteration = min(self.last_iteration, self.account.commits.schedule.next_snapshot(last))
         return self._advance(now)
+
+    def change_plan(
+        self, plan: ExecutionPlan, predicted_s: Mapping[str, float], now: float
+    ) -> list[LedgerInstruction]:
+        """Go by another plan from the first iteration on that is not delivered and follows a snapshot.
+
+        What is delivered is completed and committed under its own plan. Refused with the reason when the run ends
+        before, or while another change is under way.
+        """
+        if self.phase is Phase.STOPPED:
+            return []
+        self._check_devices(plan)
+        account = self.account
+        first = account.commits.schedule.next_snapshot(account.newest_delivered) + 1
+        latest = self._unlogged or account.plans[-1]
+        if latest.iteration > account.newest_delivered:
+            return [RefusePlan(f"no iteration has gone by the plan that begins at {latest.iteration} yet.")]
+        if first > self.last_iteration:
+            return [RefusePlan(f"the run ends with iteration {self.last_iteration}.")]
+        self._unlogged = ScheduledPlan(iteration=first, plan=plan, predicted_s=predicted_s)
+        return [LogPlan(self._unlogged)]
+
+    def plan_logged(self, now: float) -> list[LedgerInstruction]:
+        """The change of the plan is written down: nothing can undo it."""
+        planned, self._unlogged = self._unlogged, None
+        if planned is None or self.phase is Phase.STOPPED:
+            return []
+        self.account.plans += (planned,)
+        return [PlanChanges(planned), *self._advance(now)]
+
+    def plan_not_logged(self, error: str, now: float) -> list[LedgerInstruction]:
+        """The change of the plan could not be written down: the run goes on as it was."""
+        self._unlogged = None
+        return [RefusePlan(f"it could not be written down: {error}")]
 
     # --- stimuli from the ranks: news of other generations is ignored -----------------------------------
 
@@ -254,6 +295,8 @@ class Ledger:
             return f"iterations follow each other: the next one is {self.account.next_iteration}."
         if iteration > self.last_iteration:
             return f"iteration {self.last_iteration} is the last one."
+        if self.account.changes_plan(iteration) or (self._unlogged and iteration >= self._unlogged.iteration):
+            return f"the plan changes at iteration {iteration}, when all before it are committed."
         return self.account.crowded(iteration, ALONE if self._rebuilds else OVERLAPPING)
 
     def _advance(self, now: float) -> list[LedgerInstruction]:
@@ -274,7 +317,19 @@ class Ledger:
         elif self.phase is Phase.RESTORING and self._rebuild.all_restored and self.committed_step is not None:
             self._move(Phase.RUNNING)
             instructions.append(Ready(self.generation, self.account.next_iteration))
+        elif self.phase is Phase.RUNNING and self._plan_is_due:
+            instructions += self._start_rebuild(self.generation + 1, (), now)
         return instructions
+
+    @property
+    def _plan_is_due(self) -> bool:
+        """Whether all is committed up to an iteration that goes by another plan than this generation."""
+        reached = self.committed_step == self.account.next_iteration
+        return reached and self.account.changes_plan(self.account.next_iteration)
+
+    def _check_devices(self, plan: ExecutionPlan) -> None:
+        if self.n_ranks < plan.n_devices:
+            raise ValueError(f"the plan needs {plan.n_devices} devices; there are {self.n_ranks} ranks.")
 
     def _restore(self, now: float) -> list[LedgerInstruction]:
         """Every rank is clean and nothing is being committed: join the groups, load the last commit."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
@@ -57,10 +58,12 @@ class Sequencer:
     first_versions: Mapping[str, int] | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
 
-    def starting_at(self, generation: int, iteration: int) -> "Sequencer":
-        """The same run's sequencer for a generation that starts before an iteration."""
+    def starting_at(self, generation: int, iteration: int, planned: ScheduledPlan) -> "Sequencer":
+        """The same run's sequencer for a generation that starts before an iteration and goes by a plan."""
         return replace(
             self,
+            plan=planned.plan,
+            deadlines=replace(self.deadlines, predicted_s=planned.predicted_s),
             generation=generation,
             first_iteration=iteration,
             first_sample=self.cursor(iteration),
@@ -107,6 +110,11 @@ class Sequencer:
     def devices(self) -> dict[str, tuple[int, ...]]:
         """Node name -> its ranks."""
         return {node.name: node.devices for node in self.plan.nodes}
+
+    @cached_property
+    def saves(self) -> dict[str, tuple[int, ...]]:
+        """Save node -> its ranks."""
+        return {node.name: node.devices for node in self.plan.nodes if isinstance(node, SaveNode)}
 
     @cached_property
     def work(self) -> dict[int, int]:

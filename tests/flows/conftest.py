@@ -3,7 +3,11 @@
 import pytest
 from distributed import Client
 
+from flows.planned import Planned
+from planner.price import MemoryPeak, PlanPrice
+from planner.simulate import SteadyState
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
+from tests.rlhf_tasks.plans import small_plan
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +22,17 @@ def commanded(tmp_path_factory):
         with Client(address, set_as_default=False, timeout=300) as client:
             client.wait_for_workers(2, timeout=300)
         yield address
+
+
+@pytest.fixture
+def expected(tmp_path):
+    """What is expected of `small_plan`: a second for every node, three for an iteration."""
+    plan = small_plan()
+    seconds = dict.fromkeys((node.name for node in plan.nodes), 1.0)
+    peaks = {device: MemoryPeak("generate", {"parameters": 10.0}) for device in (0, 1)}
+    return Planned(
+        PlanPrice(seconds, {}, SteadyState(3.0, (), {}), peaks),
+        5,
+        "preset of cpu-slot",
+        tmp_path / "ran.json",
+    )

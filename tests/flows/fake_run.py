@@ -18,7 +18,7 @@ def main(folder: Path, iterations: int, fault: str) -> None:
     if fault:
         config["fault"] = {"kind": fault, "node": "generate", "iteration": 1, "rank": 0, "always": True}
 
-    async def on_commit(committed, stop_after):
+    async def on_commit(committed, control):
         print("READY", flush=True)
 
     with (

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -134,6 +136,16 @@ def test_an_address_at_which_no_scheduler_answers_is_named(tmp_path, address):
         found_cluster(address, 2, folder=tmp_path, deadline_s=1),
     ):
         pass
+
+
+@pytest.mark.cluster
+def test_ctrl_c_in_a_terminal_is_not_for_workers(cluster):
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        pids = client.run(os.getpid).values()
+    for pid in pids:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        assert int(status["SigBlk"], 16) & 1 << signal.SIGINT - 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.cluster

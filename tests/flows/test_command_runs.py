@@ -1,77 +1,84 @@
-"""`prefect-rlhf run` as a process: Ctrl-C says how to go on and leaves nothing behind; going on ends the run."""
+"""`prefect-rlhf run` as a process: whenever it is told to end, nothing is left behind, and going on ends the run."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import yaml
 
+from tests.flows.marked_command import MarkedCommand
 from tests.tiny_runs import ppo_config
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+ENDED_S = 120.0  # on a starved machine; flows/ending.py has the bound, and its tests
+ITERATIONS = 3
 
 
-def with_mark(mark: str) -> list[str]:
-    """Command lines of the live processes whose environment has the mark: a run and all that it started."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return found
+def begin(folder: Path, **settings) -> tuple[list[str], Path]:
+    """A run's command line and its folder."""
+    document = ppo_config(folder, name="mine", **settings).model_dump(mode="json")
+    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    return ["run", "ppo", "--config", str(folder / "run.yaml")], folder / "runs" / "mine"
 
 
-def assert_gone(mark: str) -> None:
-    """No process with the mark is left 10 s after the command has ended; some end by themselves a moment later."""
-    deadline = time.monotonic() + 10
-    while (left := with_mark(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
+def go_on(run_folder: Path, log: Path, environment=None) -> dict:
+    """The summary of a run that was gone on with, to its end."""
+    with MarkedCommand(log, "run", "ppo", "--resume", str(run_folder), environment=environment) as again:
+        assert again.process.wait(600) == 0, again.output
+        again.assert_gone()
+    assert (run_folder / "model" / "model.safetensors").exists()
+    return json.loads((run_folder / "summary.json").read_text())
 
 
 def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
-    document = ppo_config(tmp_path, name="mine", total_iterations=40).model_dump(mode="json")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
-    mark, log, folder = uuid4().hex, tmp_path / "log", tmp_path / "runs" / "mine"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
-    environment |= {"PYTHONPATH": str(ROOT), "MARK": mark, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "flows.cli", "run", "ppo"]
-    first = [*command, "--config", str(tmp_path / "run.yaml")]
-    with log.open("w") as out:
-        run = subprocess.Popen(first, env=environment, stdout=out, stderr=out, start_new_session=True)
-        try:
-            deadline = time.monotonic() + 400
-            while "iteration 1 of 40" not in log.read_text():
-                assert run.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.2)
-            os.kill(run.pid, signal.SIGINT)
-            assert run.wait(120) == 130, log.read_text()
-        finally:
-            run.kill()
-            run.wait()
-    assert f"To go on: prefect-rlhf run ppo --resume {folder}" in log.read_text()
-    assert "Traceback" not in log.read_text()
-    assert_gone(mark)
+    command, folder = begin(tmp_path, total_iterations=40)
+    with MarkedCommand(tmp_path / "log", *command) as run:
+        run.wait_until(lambda: "iteration 1 of 40" in run.output)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(ENDED_S) == 130, run.output
+        assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
+        assert "Traceback" not in run.output
+        run.assert_gone()
     # The run that goes on is the one written down; fewer iterations make the test short.
     settings = json.loads((folder / "config.json").read_text())
     done = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
     assert 1 <= done < 40
     (folder / "config.json").write_text(json.dumps({**settings, "total_iterations": done + 1}))
-    again = subprocess.run(
-        [*command, "--resume", str(folder)], env=environment, capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["iterations"] == done + 1
-    assert (folder / "model" / "model.safetensors").exists()
-    assert_gone(mark)
+    assert go_on(folder, tmp_path / "again")["iterations"] == done + 1
+
+
+MOMENTS = {
+    "its server starts": lambda run, folder: (folder / "prefect" / "api-url").exists(),
+    "its cluster starts": lambda run, folder: any("multiprocessing" in line for line in run.alive()),
+    "a commit is written": lambda run, folder: any(folder.glob("step-00000002.tmp-*")),
+    "the model is exported": lambda run, folder: "libtorch" in maps(run),
+    "it ends": lambda run, folder: (folder / "summary.json").exists(),
+}
+OWN_SERVER = ("its server starts", "it ends")
+
+
+def maps(run: MarkedCommand) -> str:
+    """What the command's process has loaded: torch for the export only."""
+    return Path(f"/proc/{run.process.pid}/maps").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_is_told_to_end_while(prefect, tmp_path, moment, number):
+    environment = None if moment in OWN_SERVER else prefect.environment
+    command, folder = begin(tmp_path, total_iterations=ITERATIONS)
+    with MarkedCommand(tmp_path / "log", *command, environment=environment) as run:
+        run.wait_until(lambda: MOMENTS[moment](run, folder))
+        run.signal(number)
+        status = run.process.wait(ENDED_S)
+        run.assert_gone()
+        if moment == "it ends":
+            assert status in (0, 128 + number, -number), run.output
+            assert json.loads((folder / "summary.json").read_text())["iterations"] == ITERATIONS
+            assert (folder / "model" / "README.md").exists()
+            return
+        assert status in (128 + number, -number), run.output
+        assert "Traceback" not in run.output
+    assert go_on(folder, tmp_path / "again", environment)["iterations"] == ITERATIONS

@@ -15,7 +15,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import demo, runs
-from flows.ending import ending_in_time
+from flows.ending import ending_in_time, leave_if_cancelled
 from tests.tiny_runs import ppo_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -149,6 +149,18 @@ def test_what_does_not_end_is_killed_with_its_children(end_s, signals):
             run.kill()
             if child.is_running():
                 child.kill()
+
+
+def test_a_wait_that_blocks_the_loop_is_left_when_its_task_was_told_to_end():
+    async def waiting():
+        leave_if_cancelled()
+        asyncio.current_task().cancel()
+        leave_if_cancelled()
+        pytest.fail("it went on")
+
+    leave_if_cancelled()  # there is no task here
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(waiting())
 
 
 def test_signals_are_left_as_they_were():

@@ -43,6 +43,7 @@ KEYS = {
     "transfers",
     "peak_memory_bytes",
     "search",
+    "corrections",
 }
 DISJOINT = {
     "actor_generate": {"devices": [0]},
@@ -118,7 +119,8 @@ def test_a_plan_is_shown_and_its_figures_are_written(call, tmp_path, mode):
     assert 0 < found["lower_bound_s"] <= found["iteration_time_s"]
     assert found["gap"] == pytest.approx(1 - found["lower_bound_s"] / found["iteration_time_s"])
     assert found["search"]["mode"] == mode
-    assert set(found["search"]) == {"mode", "seconds", "evaluations"}
+    assert set(found["search"]) == {"mode", "seconds", "compile_s", "evaluations"}
+    assert (found["search"]["compile_s"] > 0) == (mode == "search") == ("s of compilation" in out)
     for given in found["assignments"].values():
         assert set(given) == {
             *("nodes", "device_classes", "devices", "dp", "tp", "pp", "micro_batches", "offload", "time_s")
@@ -158,6 +160,41 @@ def test_a_found_plan_is_what_a_run_accepts_and_is_priced_alike(call, tmp_path):
         assert read[name].micro_batches == given["micro_batches"]
 
 
+def test_a_searched_plan_keeps_its_order_of_calls(call, tmp_path):
+    plan, first, second = (str(tmp_path / name) for name in ("plan.yaml", "first.json", "second.json"))
+    limit = ("--no-compare", "--time-limit", "1")
+    status, _, err = call(ppo(), *limit, "--json", first, "--out", plan)
+    assert status == 0, err
+    written = yaml.safe_load(Path(plan).read_text())
+    assert sorted(given["order"] for given in written.values()) == list(range(6))
+    status, _, err = call(ppo(), *limit, "--evaluate", plan, "--json", second)
+    assert status == 0, err
+    before, after = (json.loads(Path(path).read_text()) for path in (first, second))
+    assert before["iteration_time_s"] == after["iteration_time_s"]
+    assert list(before["assignments"]) == list(after["assignments"])
+    del written["critic_train"]["order"]
+    Path(plan).write_text(yaml.safe_dump(written))
+    refused(call(ppo(), *limit, "--evaluate", plan), "critic_train has none", "or leave all out")
+
+
+def test_rewards_in_python_are_no_forward_pass(call, tmp_path):
+    times = []
+    for planning in ({}, {"reward_seconds_per_sequence": 0.25}):
+        document = ppo(
+            models={"actor": {"config": LLAMA}},
+            rewards=[{"function": "score.py:score"}],
+            planning={"prompt_tokens": 16, "device": "cpu-slot", **planning},
+        )
+        figures = tmp_path / "figures.json"
+        status, _, err = call(document, "--mode", "symmetric", "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        given = json.loads(figures.read_text())["assignments"]["reward_inference"]
+        times.append((given["time_s"], given["dp"]))
+    (dispatch_s, _), (time_s, dp) = times
+    assert dispatch_s == 5e-3
+    assert time_s == pytest.approx(dispatch_s + 8 / dp * 0.25)
+
+
 def test_a_manual_plan_has_its_price_and_its_transfers(call, write, tmp_path):
     figures = tmp_path / "figures.json"
     status, _, err = call(ppo(), "--evaluate", write(DISJOINT), "--no-compare", "--json", str(figures))
@@ -171,6 +208,22 @@ def test_a_manual_plan_has_its_price_and_its_transfers(call, write, tmp_path):
     assert to_reward["destination"] == [1]
     # 8 sequences of 32 tokens: input_ids of 8 bytes and the mask of 1; truncated; columns with the prompt
     assert to_reward["bytes"] >= 8 * 32 * 9
+
+
+def test_a_manual_plan_may_offload_a_frozen_model(call, write, tmp_path):
+    """Its onload and offload cost their dispatches, and it needs no more memory."""
+    resident, offloaded = (tmp_path / name for name in ("resident.json", "offloaded.json"))
+    ref = {**DISJOINT["ref_inference"], "offload": True}
+    for plan, figures in ((DISJOINT, resident), ({**DISJOINT, "ref_inference": ref}, offloaded)):
+        status, out, err = call(ppo(), "--evaluate", write(plan), "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["ref_inference"])
+        assert ("yes" in row) == (figures == offloaded)
+    before, after = (json.loads(path.read_text()) for path in (resident, offloaded))
+    assert after["assignments"]["ref_inference"]["offload"]
+    assert after["iteration_time_s"] >= before["iteration_time_s"]
+    device = str(DISJOINT["ref_inference"]["devices"][0])
+    assert after["peak_memory_bytes"][device] <= before["peak_memory_bytes"][device]
 
 
 def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(call, write):
@@ -188,6 +241,7 @@ def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(ca
         ({"actor_trains": {"devices": [0]}}, ("actor_trains", "the calls of ppo are actor_generate")),
         ({"actor_train": {"devices": [0, 1], "dp": 4}}, ("actor_train", "dp=4", "4 devices", "file.yaml")),
         ({"actor_train": {"devices": [2]}}, ("actor_train", "devices 0 to 1")),
+        ({"actor_train": {"devices": [0], "offload": True}}, ("actor_train", "offload is for frozen roles")),
         ({"actor_train": {"devices": [0], "tpp": 1}}, ("actor_train.tpp: unknown key",)),
         ({"actor_train": {"devices": [0, 1], "pp": 2}, "critic_train": {"devices": []}}, ("critic_train",)),
     ],

@@ -1,10 +1,13 @@
 """What a run expected and what its ranks' clocks say, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from flows.artifacts import _planned_row
-from flows.planned import Planned, planned, planned_and_measured
-from planner.price import MemoryPeak, PlanPrice
+from flows.planned import keep_drift, planned, planned_and_measured
+from planner.profile import preset
+from planner.ran import RanCall, keep_figures, read_figures
 from planner.simulate import SteadyState
 from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config
@@ -22,14 +25,6 @@ def row(node, iteration, clocks, attempt=1, **peaks):
         "ended_s": max(ends),
         "peak_bytes": {rank.removeprefix("rank"): size for rank, size in peaks.items()},
     }
-
-
-@pytest.fixture
-def expected():
-    plan = small_plan()
-    seconds = dict.fromkeys((node.name for node in plan.nodes), 1.0)
-    peaks = {device: MemoryPeak("generate", {"parameters": 10.0}) for device in (0, 1)}
-    return Planned(PlanPrice(seconds, {}, SteadyState(3.0, (), {}), peaks), 5, "preset of cpu-slot")
 
 
 def test_planned_and_measured_by_hand(expected):
@@ -56,10 +51,43 @@ def test_planned_and_measured_by_hand(expected):
     }  # ends at 10, 23, 29, 31: 13, 6 and 2 apart
     assert found["calls"]["generate"] == {"planned": 1.0, "measured": 0.5}
     assert found["calls"]["actor_train"]["measured"] == 2.0  # without the first iteration
+    assert (found["iterations"], found["drifted"]) == (4, ["generate", "actor_train", "iteration"])
     assert found["peak_memory_bytes"] == {
         "0": {"planned": 15.0, "measured": 103},
         "1": {"planned": 15.0, "measured": 90},
     }
+
+
+def lineage_of(seconds: float, iterations: int):
+    """Every call takes `seconds`, which is also the time of an iteration."""
+    return [
+        row(name, t, {"0": (t * seconds, (t + 1) * seconds)})
+        for t in range(iterations)
+        for name in ("generate", "actor_train", "critic_train")
+    ]
+
+
+@pytest.mark.parametrize(("iterations", "kept"), [(2, False), (3, True)])
+def test_what_a_run_found_is_kept_where_it_drifted(expected, iterations, kept):
+    plan = small_plan()
+    found = planned_and_measured(plan, expected, lineage_of(1.5, iterations))
+    assert keep_drift(plan, expected, found) is kept
+    ran = read_figures(expected.figures)
+    assert [(one.call, one.seconds) for one in ran] == (
+        [("generate", 1.5), ("actor_train", 1.5), ("critic_train", 1.5)] if kept else []
+    )
+    if kept:
+        assert ran[0].assignment == plan.node("generate").assignment
+
+
+def test_what_came_as_planned_is_not_kept(expected):
+    seconds = dict.fromkeys(expected.price.duration_s, 1.2)
+    price = replace(expected.price, duration_s=seconds, steady=SteadyState(1.2, (), {}))
+    as_planned = replace(expected, price=price)
+    found = planned_and_measured(small_plan(), as_planned, lineage_of(1.2, 5))
+    assert found["drifted"] == []
+    assert not keep_drift(small_plan(), as_planned, found)
+    assert not expected.figures.exists()
 
 
 def test_one_iteration_is_better_than_none(expected):
@@ -93,3 +121,20 @@ def test_a_run_is_priced_before_it_starts(tmp_path):
     assert expectation.source == "preset of cpu-slot"
     assert expectation.price.duration_s.keys() == {node.name for node in plan.nodes}
     assert expectation.process_bytes > 0
+
+
+def test_the_next_run_goes_by_what_the_last_one_found(tmp_path):
+    from flows.prepare import prepare
+
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
+    plan = prepare(config).plan
+    before = planned(config, plan)
+    seconds = before.price.duration_s["actor_train"]
+    ran = RanCall(call="actor_train", assignment=plan.node("actor_train").assignment, seconds=3 * seconds)
+    keep_figures(before.figures, [ran])
+    after = planned(config, plan)
+    dispatch_s = preset("cpu-slot").dispatch_s  # between nodes: no run's clocks show it in a call
+    assert after.price.duration_s["actor_train"] == pytest.approx(3 * seconds + dispatch_s)
+    assert after.source.endswith("corrected by measured figures of actor_train")
+    larger = ppo_config(tmp_path, cluster={"devices_per_host": 2}, batch_size=32)
+    assert planned(larger, prepare(larger).plan).source == before.source, "another workload"

@@ -7,12 +7,13 @@ import pytest
 
 from flows import prepare
 from flows.demo_data import write_model_folder
-from flows.prepare import PLAN, make_plan
+from flows.prepare import make_plan
 from planner.plan import PlanError
 from planner.profile import preset
 from planner.search import find_plan
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config
 from rlhf_tasks.parallel.topology import ParallelStrategy
+from rlhf_tasks.plan_log import PLAN
 from tests.flows.test_plan_command import CALLS, ppo
 
 

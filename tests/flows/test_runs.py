@@ -142,7 +142,7 @@ def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monk
         monkeypatch.setattr(f"flows.artifacts.{name}", nothing)
     monkeypatch.setattr("flows.events.CommitEvents.tell", nothing)
     monkeypatch.setattr("flows.runs.get_run_logger", lambda: logging.getLogger("test"))
-    view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path)
+    view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path, {})
     monkeypatch.setattr(view, "_progress", uuid4())
     key = NodeKey("r", 1, 0, 3, "generate")
     result = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"reward": 3.0})

@@ -18,8 +18,10 @@ from flows import training
 from flows.cluster import Cluster, Member
 from flows.task_runner import PlainSubmit
 from flows.training import RunFailed, Training, run_training
+from rlhf_tasks.plan_log import logged_changes
 from rlhf_tasks.spec import SaveNode
-from tests.rlhf_tasks.plans import call, on, plan_of, small_plan
+from rlhf_tasks.transport import PlanChanged
+from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
 
 pytestmark = [
     pytest.mark.cluster,
@@ -81,7 +83,7 @@ async def read_runs(parent_id):
 def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
     commits = []
 
-    async def on_commit(committed, stop_after):
+    async def on_commit(committed, control):
         commits.append(committed.iteration)
 
     result, parent = train(cluster, tmp_path, on_commit=on_commit)
@@ -124,11 +126,41 @@ def test_a_run_that_cannot_go_on_says_why_and_where_from(cluster, tmp_path):
 
 
 def test_a_hook_can_stop_the_run_early(cluster, tmp_path):
-    async def on_commit(committed, stop_after):
-        stop_after(2)
+    async def on_commit(committed, control):
+        control.stop_after(2)
 
     result, _ = train(cluster, tmp_path, iterations=50, config={"sleep_s": 0.05}, on_commit=on_commit)
     assert 3 <= result.committed_step <= 6
+
+
+def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_path):
+    heard = []
+
+    async def on_commit(committed, control):
+        heard.append(committed.iteration)
+        if committed.iteration == 1:
+            control.change_plan(swapped_plan(), {"generate": 3.0})
+
+    async def on_plan(change):
+        heard.append(change)
+
+    options = {"iterations": 8, "config": {"sleep_s": 0.05}}
+    (tmp_path / "changed").mkdir(), (tmp_path / "plain").mkdir()
+    result, parent = train(cluster, tmp_path / "changed", on_commit=on_commit, on_plan=on_plan, **options)
+    assert (result.committed_step, result.faults) == (8, ())
+    (change,) = (item for item in heard if isinstance(item, PlanChanged))
+    assert [item for item in heard if isinstance(item, int)] == list(range(8))
+    first = change.planned.iteration
+    assert 2 <= first <= 4
+    assert change.planned.plan == swapped_plan()
+    assert change.planned.predicted_s == {"generate": 3.0}
+    (logged,) = logged_changes(tmp_path / "changed")
+    assert (logged.iteration, logged.plan) == (first, swapped_plan())
+    train(cluster, tmp_path / "plain", **options)
+    last = [json.loads((tmp_path / run / "step-8.json").read_text()) for run in ("changed", "plain")]
+    assert last[0] == last[1]
+    names = set(asyncio.run(read_runs(parent)))
+    assert names == {f"it-{t:05d}" + ("-r1" if t >= first else "") for t in range(8)}
 
 
 def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_before(cluster, tmp_path):
@@ -145,7 +177,7 @@ def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_bef
         """For each iteration but the first: did it start before the one before had ended?"""
         spans = []
 
-        async def on_commit(committed, stop_after):
+        async def on_commit(committed, control):
             results = [result for ranks in committed.results.values() for result in ranks]
             spans.append((min(r.started_s for r in results), max(r.ended_s for r in results)))
 
@@ -184,7 +216,7 @@ def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkey
             super().__init__(*arguments)
             trainings.append(self)
 
-    async def on_commit(committed, stop_after):
+    async def on_commit(committed, control):
         seen.append(weakref.ref(committed))
 
     monkeypatch.setattr("flows.training.Training", Held)

@@ -15,6 +15,7 @@ from planner.problem import Problem
 from planner.relaxation import OPEN, exceeds, lacks, move_s, relaxation
 from planner.search import bound_of
 from planner.tables import Tables
+from rlhf_tasks.spec import OnloadNode
 
 pytestmark = pytest.mark.timeout(600)  # the first run compiles
 
@@ -42,6 +43,9 @@ def enumerated(tables: Tables) -> float:
     return min((value.time_s for value in values if value.excess_bytes <= 0), default=np.inf)
 
 
+SCORED = ("actor_generate", "ref_inference", "reward_inference", "actor_train")
+
+
 @pytest.mark.parametrize(
     ("cluster", "calls", "max_tp", "memory"),
     [
@@ -49,6 +53,8 @@ def enumerated(tables: Tables) -> float:
         (Cluster(1, 8), ("actor_generate", "actor_train"), 8, 0.5e9),
         (Cluster(2, 2), ("actor_generate", "critic_inference", "critic_train"), 2, 0.6e9),
         (Cluster(2, 2), ("actor_generate", "ref_inference", "critic_inference", "critic_train"), 1, 80e9),
+        (Cluster(1, 1), SCORED, 1, 0.9e9),
+        (Cluster(1, 2), SCORED, 1, 0.5e9),
     ],
 )
 def test_equals_enumeration(small_problem, cluster, calls, max_tp, memory):
@@ -70,9 +76,27 @@ def test_more_memory_and_more_options_are_never_worse(small_problem):
     assert times[0] > times[-1]
 
 
+@pytest.mark.parametrize(("memory", "offloads"), [(0.9e9, True), (0.95e9, False)])
+def test_roles_are_offloaded_where_memory_lacks_and_only_there(small_problem, memory, offloads):
+    """One device: with 0.9 GB it cannot hold both frozen models all the time, with 0.95 it can."""
+    tables = Tables(small_problem(Cluster(1, 1), SCORED, 1, memory))
+    state, _ = proved(tables)
+    chosen = [options[number] for options, number in zip(tables.options, state.choice, strict=True)]
+    assert state.excess_bytes == 0
+    assert any(option.offload for option in chosen) == offloads
+    plan = tables.plan(state.choice.tolist())
+    assert any(isinstance(node, OnloadNode) for node in plan.nodes) == offloads
+    resident = [[i for i, option in enumerate(own) if not option.offload] for own in tables.options]
+    values = [tables.evaluate(choice) for choice in product(*resident)]
+    fitting = [value.time_s for value in values if value.excess_bytes <= 0]
+    assert bool(fitting) != offloads
+    assert state.time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
+
+
 def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem):
     """Random choices, and the same with some calls open, on PPO."""
-    tables = Tables(small_problem(Cluster(2, 2)))
+    tables = Tables(small_problem(Cluster(2, 2), memory=1e9))
+    assert any(option.offload for options in tables.options for option in options)
     r, random = relaxation(tables), np.random.default_rng(0)
     starts = r.arrays.start[:-1]
     allowed = np.zeros(r.arrays.n_calls)

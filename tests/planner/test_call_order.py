@@ -6,6 +6,8 @@ import pytest
 from planner.call_order import call_orders, levels
 from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
+from planner.report import plan_document
+from rlhf_tasks.config_parts import ManualAssignment
 
 
 def test_ppo_has_twelve_orders_and_its_own_first(make_graph):
@@ -80,3 +82,33 @@ def test_impossible_orders_are_refused(scattered):
         build_plan(graph, places, Cluster(1, 8), call_order=[names[0], names[4], *names[1:4], names[5]])
     with pytest.raises(PlanError, match="does not name each call of ppo once"):
         build_plan(graph, places, Cluster(1, 8), call_order=names[:-1])
+
+
+def test_assignments_carry_the_order_of_their_plan(scattered):
+    graph, places = scattered
+    plans = []
+    for order in call_orders(graph):
+        plan = build_plan(graph, places, Cluster(1, 8), call_order=order)
+        given = {name: ManualAssignment(**fields) for name, fields in plan_document(plan).items()}
+        again = {name: manual.assignment(8) for name, manual in given.items()}
+        assert build_plan(graph, again, Cluster(1, 8)) == plan
+        plans.append(plan)
+    assert len({tuple(node.name for node in plan.nodes) for plan in plans}) == len(plans)
+    found = build_plan(graph, places, Cluster(1, 8))
+    assert all("order" not in fields for fields in plan_document(found).values())
+
+
+def test_orders_of_some_calls_only_are_refused(scattered):
+    graph, places = scattered
+
+    def placed(**order: int):
+        ordered = {name: places[name].model_copy(update={"order": at}) for name, at in order.items()}
+        return build_plan(graph, {**places, **ordered}, Cluster(1, 8))
+
+    with pytest.raises(PlanError, match=r"\(actor_generate: 0\), but reward_inference, .* have none"):
+        placed(actor_generate=0)
+    every = {call.name: i for i, call in enumerate(graph.calls)}
+    with pytest.raises(PlanError, match="two are equal"):
+        placed(**{**every, "actor_train": 0})
+    with pytest.raises(PlanError, match="'actor_train' stands before 'actor_generate'"):
+        placed(**{**every, "actor_train": -1})

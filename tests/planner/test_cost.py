@@ -2,6 +2,7 @@
 
 import pytest
 
+from planner.cost import CallCost
 from planner.mesh import Cluster
 from planner.profile import PRESETS, preset
 from planner.workload import Lengths
@@ -168,3 +169,17 @@ def test_ring_collectives():
     two, eight = (device.all_reduce_s(1e9, n, False) for n in (2, 8))
     assert two == pytest.approx(2 * 5e-6 + 1e9 / (450e9 * 0.8))
     assert two < eight < 2 * two
+
+
+def test_python_rewards_cost_their_own_seconds_and_no_forward_pass(make_graph, ppo_cost, assign):
+    """Each head scores its share one sequence after another, beside the reward model where there is one."""
+    cluster = Cluster(1, 4)
+    alone, beside = (make_graph(scoring_role=r).call("reward_inference") for r in ("ref", "reward"))
+    ref = make_graph().call("ref_inference")
+    two = assign([0, 1, 2, 3], dp=2, tp=2)
+    free, slow = ppo_cost(cluster), ppo_cost(cluster, reward_s=1000.0)
+    assert free.call(alone, two) == CallCost(0.0, (0.0,))
+    assert slow.call(alone, two).seconds == alone.n_seqs / 2 * 1000
+    assert free.call(beside, two).seconds > 0
+    assert slow.call(beside, two).seconds == slow.call(alone, two).seconds
+    assert slow.call(ref, two) == free.call(ref, two)

@@ -1,5 +1,6 @@
 """The compiled price of a choice against the plan that is built from it and its replay."""
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -44,6 +45,7 @@ def make_tables(
     memory_bytes: int = 80 * 10**9,
     slower: float = 1.0,
     last_host: DeviceProfile | None = None,
+    host_copy_bytes_per_s: float = 25e9,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices."""
     sizes = {
@@ -58,7 +60,10 @@ def make_tables(
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
     models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
     workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32))
-    device = slow_down(preset("a100-80g-sxm"), slower).model_copy(update={"memory_bytes": memory_bytes})
+    device = preset("a100-80g-sxm").model_copy(
+        update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
+    )
+    device = slow_down(device, slower)
     devices = [device] * (cluster.n_hosts - 1) + [last_host or device]
     classes = DeviceClasses.host_by_host(cluster, devices)
     return Tables(Problem(graph, CostModel(cluster, classes, models, workload)))
@@ -90,14 +95,31 @@ def tables_of(name: str) -> Tables:
             memory_bytes=10**9,
             last_host=preset("h100-sxm").model_copy(update={"memory_bytes": 150 * 10**6}),
         ),
+        "2x2, slow host links": lambda: make_tables(
+            Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8
+        ),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
     }[name]()
 
 
 NAMES = [
-    *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory"),
+    *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
     *("3x2, two classes", "2x2, two classes, little memory", "rollout"),
 ]
+
+
+def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
+    for name, offloadable in (
+        ("1x8", set()),
+        ("2x2, slow host links", {"ref_inference", "reward_inference"}),
+    ):
+        found = tables_of(name)
+        options = dict(zip(found.calls, found.options, strict=True))
+        assert {call for call, own in options.items() if any(o.offload for o in own)} == offloadable
+        for call in offloadable:
+            half = len(options[call]) // 2
+            twins = zip(options[call][:half], options[call][half:], strict=True)
+            assert all(replace(b, offload=False, resident=a.resident) == a and b.offload for a, b in twins)
 
 
 def draw_choice(data: st.DataObject, tables: Tables) -> list[int]:
@@ -148,11 +170,12 @@ def test_the_replay_settles_at_the_time_and_no_device_works_longer(name, data):
     found = tables_of(name)
     choice = draw_choice(data, found)
     time_s, plan = found.evaluate(choice).time_s, found.plan(choice)
-    seconds = price_plan(plan, found.problem.model).duration_s
+    price = price_plan(plan, found.problem.model)
+    seconds = price.duration_s
     for device in range(plan.n_devices):
         assert time_s >= sum(seconds[node.name] for node in plan.on(device)) * (1 - 1e-9)
     ends = [0.0] * 61
-    for run in replay(plan, seconds, 61):
+    for run in replay(plan, seconds, 61, price.copy_s):
         ends[run.iteration] = max(ends[run.iteration], run.end_s)
     # Periods of up to 4 iterations divide the span
     assert (ends[60] - ends[36]) / 24 == pytest.approx(time_s, rel=1e-6)

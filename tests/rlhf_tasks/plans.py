@@ -29,7 +29,16 @@ def plan_of(nodes, trained, n_devices):
 
 def small_plan():
     """Two ranks: generation on both, then actor and critic train on one each, so that iterations overlap."""
-    both, left, right = on(0, 1), on(0), on(1)
+    return trained_on(on(0), on(1))
+
+
+def swapped_plan():
+    """The same with actor and critic in each other's place."""
+    return trained_on(on(1), on(0))
+
+
+def trained_on(left, right):
+    both = on(0, 1)
     nodes = (
         call("generate", "policy", "generate", both),
         call("actor_train", "actor", "train_step", left, after=("generate",)),

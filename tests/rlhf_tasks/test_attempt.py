@@ -3,22 +3,35 @@ faults, leases."""
 
 import asyncio
 import json
+import os
 import threading
 import time
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from distributed import Client
 
 from rlhf_tasks import attempt
 from rlhf_tasks.attempt import group_timeout_s
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.sequencer import Deadlines
+from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished, GaveUp, RunSpec
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
+from tests.rlhf_tasks.fake_rank import FakeSnapshots
 from tests.rlhf_tasks.plans import small_plan
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+def rank_pids(cluster):
+    """Process of each rank now."""
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        now = {worker["name"]: at for at, worker in client.scheduler_info()["workers"].items()}
+        pids = client.run(os.getpid)
+    return [pids[now[member.name]] for member in cluster.ranks]
 
 
 def states_after(iterations):
@@ -82,7 +95,9 @@ def test_fault_names_rank_and_call_and_the_run_goes_on_to_the_same_result(
     fault = {"kind": kind, "node": node, "iteration": 2, "rank": 0}
     config = {"sleep_s": 0.05, "fault": fault}
     spec = run_spec(cluster, small_plan(), tmp_path, config=config, deadline_floor_s=deadline_s)
+    pids = rank_pids(cluster)
     events = asyncio.run(follow(cluster, spec))
+    assert rank_pids(cluster)[1] == pids[1], "a rank that could go on was started anew"
     (faulted,) = of_type(events, Faulted)
     assert words in faulted.cause
     if kind != "stop":
@@ -141,7 +156,10 @@ class Link:
     """Rank 0 connects and is gone before rank 1 has connected."""
 
     def __init__(self, worker, rank, name, client, executor, on_news, on_lost, on_started):
-        self.rank, self.on_lost, self.restarts = rank, on_lost, []
+        self.rank, self.on_lost, self.restarts, self.process = rank, on_lost, [], None
+
+    async def answers(self, within_s):
+        return True
 
     async def open(self, deadline_s):
         if self.rank == 0:
@@ -185,6 +203,47 @@ def test_a_rank_lost_while_the_others_connect_is_started_anew(tmp_path, monkeypa
     assert asyncio.run(run()) == [[True], []]
 
 
+class StayingLink(Link):
+    """Both ranks are there."""
+
+    async def open(self, deadline_s):
+        pass
+
+
+def test_who_watches_a_node_is_woken_by_its_end_alone(tmp_path, monkeypatch):
+    looks = Counter()
+
+    async def run():
+        watched = linkless(tmp_path, monkeypatch)
+        monkeypatch.setattr(attempt, "RankLink", StayingLink)
+        monkeypatch.setattr(FakeSnapshots, "latest", lambda _: (0, 0))
+        await watched.start()
+        ledger = watched.ledger
+        for stimulus in (ledger.rank_reset, ledger.rank_restored):
+            for rank in (0, 1):
+                watched._feed(stimulus, rank, 0)
+        watched.enter(0, 0)
+        account = ledger.account
+        state = account.node_state
+        monkeypatch.setattr(account, "node_state", lambda *node: looks.update([node[2]]) or state(*node))
+        waiting = {
+            node: asyncio.create_task(watched.wait_node(0, 0, node)) for node in ("generate", "critic_train")
+        }
+        await asyncio.sleep(0)
+        for rank in (0, 1):
+            key = account.sequencer.key(0, "generate")
+            watched._feed(ledger.rank_done, NodeResult(key=key, rank=rank, started_s=0.0, ended_s=1.0))
+        assert set(await waiting["generate"]) == {0, 1}
+        await asyncio.sleep(0)
+        assert looks == {"generate": 2, "critic_train": 1}
+        watched._feed(ledger.rank_lost, 1, "killed")
+        with pytest.raises(attempt.NodeAborted, match="lost: killed"):
+            await waiting["critic_train"]
+        await watched.close()
+
+    asyncio.run(run())
+
+
 class SlowDisk:
     """Snapshots whose commit takes its time."""
 
@@ -210,7 +269,9 @@ def test_an_attempt_that_ends_leaves_no_commit_half_written(tmp_path, monkeypatc
         monkeypatch.setattr(attempt, "resolve_name", lambda name: slow_disk)
         await closing.start()
         disk = closing._snapshots
-        closing._apply([do.WriteCommit(step=0, cursor=0, iterations=(), parts={}, versions={})])
+        closing._apply(
+            [do.WriteCommit(step=0, cursor=0, iterations=(), parts={}, versions={}, plan=small_plan())]
+        )
         await asyncio.to_thread(disk.begun.wait)
         await closing.close()
         return disk.ended

@@ -39,7 +39,6 @@ class Spec:
     run_folder: str
     attempt: int = 1
     run: str = "test"
-    plan: ExecutionPlan = PLAN
     config: dict[str, Any] = field(default_factory=lambda: {"seed": 5, "keep_last": 2})
 
 
@@ -70,7 +69,7 @@ def order(spec: Spec, step: int, generation: int = 0) -> WriteCommit:
     folder = unfinished_folder(Path(spec.run_folder), step, spec.attempt)
     parts = {rank: write_part(folder, rank, step, generation) for rank in (0, 1)}
     iterations = (step - 1,) if step else ()
-    return WriteCommit(step, iterations, {"actor_train.save": parts}, 8 * step, {"actor": step})
+    return WriteCommit(step, iterations, {"actor_train.save": parts}, 8 * step, {"actor": step}, PLAN)
 
 
 def results(iteration: int) -> dict[str, dict[int, NodeResult]]:
@@ -255,7 +254,7 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path):
     snapshots, spec = started(tmp_path)
     wrong_version = order(spec, 1)
     with pytest.raises(CheckpointError, match=r"versions \{'actor': 1\}, not \{'actor': 7\}"):
-        snapshots.commit(WriteCommit(1, (0,), wrong_version.parts, 8, {"actor": 7}), {0: results(0)})
+        snapshots.commit(WriteCommit(1, (0,), wrong_version.parts, 8, {"actor": 7}, PLAN), {0: results(0)})
     mixed = order(spec, 1)
     mixed.parts["actor_train.save"][1]["record"]["optimizer_step"] = 99
     with pytest.raises(CheckpointError, match="ranks disagree on the state of role 'actor'"):

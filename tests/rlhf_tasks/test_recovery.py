@@ -33,8 +33,8 @@ PATIENCE_S = 400.0
 NOTICED_S = 50.0  # 5 s are promised, of a machine that is not starved; the node's own deadline is 60 s
 PLAN = {
     "actor_generate": {"devices": [0, 1], "tp": 2},
-    "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
-    "reward_inference": {"devices": [2]},
+    "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2, "offload": True},
+    "reward_inference": {"devices": [2], "offload": True},
     "critic_inference": {"devices": [3]},
     "actor_train": {"devices": [0, 1], "dp": 2},
     "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
@@ -157,12 +157,16 @@ FAULTS = {
         Fault(3, 1, "critic_train", inside_s=0.04, meanwhile=(2, "actor_generate")),
         "rank 3, call critic_train, iteration 1: lost",
     ),
+    "when a frozen model is to be copied from host memory": (
+        Fault(2, 2, "onload_reward_to_reward_inference"),
+        "rank 2, call onload_reward_to_reward_inference, iteration 2: lost",
+    ),
     "between a save and its commit": (Fault(2, 2, "save_critic"), "rank 2"),
 }
 
 
-# For the long suite: messages between two ranks, as between the two stages of the critic.
-LONG = {"in a transfer", "in a reallocation"}
+# For the long suite: what the other faults stand for too.
+LONG = {"in a reallocation", "when a frozen model is to be copied from host memory"}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ class Role:
 @dataclass
 class Spec:
     run_folder: str
-    plan: ExecutionPlan
     attempt: int = 1
     run: str = "test"
     config: dict[str, Any] = field(default_factory=dict)
@@ -158,8 +157,8 @@ def commit(folder, world: int) -> None:
         for path in Path(folder).glob("told-*.json"):
             part = SavedPart.model_validate_json(path.read_text())
             parts[part.rank] = part.details
-        snapshots = RunSnapshots(Spec(str(folder), plan()))
-        snapshots.commit(WriteCommit(3, (), {"save": parts}, 24, {"actor": 7}), {})
+        snapshots = RunSnapshots(Spec(str(folder)))
+        snapshots.commit(WriteCommit(3, (), {"save": parts}, 24, {"actor": 7}, plan()), {})
     dist.barrier()
 
 
@@ -246,8 +245,8 @@ def written_part(folder: Path, role: Role) -> Part:
 
 
 def commit_part(folder: Path, part: Part) -> None:
-    order = WriteCommit(3, (), {"save": {0: part.model_dump(mode="json")}}, 24, {"actor": 7})
-    RunSnapshots(Spec(str(folder), plan())).commit(order, {})
+    order = WriteCommit(3, (), {"save": {0: part.model_dump(mode="json")}}, 24, {"actor": 7}, plan())
+    RunSnapshots(Spec(str(folder))).commit(order, {})
 
 
 def test_another_model_is_refused_with_the_difference(tmp_path):

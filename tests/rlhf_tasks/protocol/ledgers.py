@@ -2,6 +2,7 @@
 
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.phases import Phase
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
 from tests.rlhf_tasks.protocol.plans import call, on, plan_of
@@ -16,7 +17,8 @@ def pair_plan() -> ExecutionPlan:
 
 def ledger(**changes) -> Ledger:
     settings = {"run": "run", "attempt": 0, "n_ranks": 2, "total_iterations": 9, "committed_step": 0}
-    return Ledger(pair_plan(), deadlines=Deadlines(floor_s=10), **(settings | changes))
+    plans = [ScheduledPlan(iteration=0, plan=pair_plan())]
+    return Ledger(plans, deadlines=Deadlines(floor_s=10), **(settings | changes))
 
 
 def key(node: str, iteration: int = 0, generation: int = 0) -> NodeKey:

@@ -44,7 +44,15 @@ def plan_of(n_devices: int, trained: dict[str, Placement], nodes: Iterable[PlanN
 
 def small_plan() -> ExecutionPlan:
     """Three devices: the actor generates on a copy over all and trains on 0 and 1, the critic trains on 2."""
-    everywhere, actor, critic = on([0, 1, 2]), on([0, 1]), on([2])
+    return placed_plan(everywhere=on([0, 1, 2]), actor=on([0, 1]), critic=on([2]))
+
+
+def moved_plan() -> ExecutionPlan:
+    """The same calls elsewhere: the actor generates on 1 and 2 and trains on 2, the critic trains on 0 and 1."""
+    return placed_plan(everywhere=on([1, 2]), actor=on([2]), critic=on([0, 1]))
+
+
+def placed_plan(everywhere: Placement, actor: Placement, critic: Placement) -> ExecutionPlan:
     return plan_of(
         3,
         {"actor": actor, "critic": critic},

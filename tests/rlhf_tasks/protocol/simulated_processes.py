@@ -14,6 +14,7 @@ from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.phases import Timeouts
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import (
     CallNode,
@@ -47,8 +48,9 @@ class Network:
 
 @dataclass
 class Disk:
-    """What survives every process: the commits, and the metrics appended with them."""
+    """What survives every process: the plans, the commits, and the metrics appended with them."""
 
+    plans: list[ScheduledPlan]
     commits: dict[int, do.WriteCommit] = field(default_factory=dict)
     metrics: dict[int, dict[str, dict[int, str]]] = field(default_factory=dict)
 
@@ -152,23 +154,24 @@ class Rank(Process):
         )
 
     def load(self, instruction: do.Load) -> list[Any]:
-        for node in self.world.saves(self.rank):
+        for node in self.world.saves(self.rank, instruction.step or 0):
             if instruction.step is None:
                 self.params[node.role] = (0, digest("initial", node.role))
                 self.save(instruction.key._replace(node=node.name), self.params[node.role])
             else:
-                self.params[node.role] = self.world.disk.commits[instruction.step].parts[node.name][self.rank]
+                parts = self.world.disk.commits[instruction.step].parts[node.name]
+                (self.params[node.role],) = set(parts.values())
         return self.inbox.loaded(instruction.key, self.now)
 
     def do_Run(self, instruction: do.Run) -> None:
         request = instruction.request
         self.begin(request.key)
         self.world.record(self, request)
-        ranks = self.world.plan.node(request.key.node).devices
+        ranks = self.world.plan(request.key.iteration).node(request.key.node).devices
         self.world.rendezvous(request.key, ranks, self, lambda: self.compute(request))
 
     def compute(self, request: NodeRequest) -> list[Any]:
-        node = self.world.plan.node(request.key.node)
+        node = self.world.plan(request.key.iteration).node(request.key.node)
         for role, version in request.versions.items():
             copy = self.copies.get((role, getattr(node, "placement", None)))
             found = self.params.get(role, (version,))[0] if copy is None else copy
@@ -234,7 +237,7 @@ class Controller(Process):
         self.client = f"client-{attempt}"
         last = max(world.disk.commits, default=None)
         self.ledger = Ledger(
-            world.plan,
+            world.disk.plans,
             run="run",
             attempt=attempt,
             n_ranks=world.n_ranks,
@@ -293,7 +296,7 @@ class Controller(Process):
         digests = {
             t: {
                 node.name: {r: a.digest for r, a in self.ledger.account.results(t, node.name).items()}
-                for node in self.world.plan.nodes
+                for node in self.world.plan(t).nodes
             }
             for t in i.iterations
         }
@@ -304,8 +307,19 @@ class Controller(Process):
 
         self.later(self.world.jitter(3), renamed)
 
+    def do_LogPlan(self, i: do.LogPlan) -> None:
+        def written() -> list[Any]:
+            self.world.disk.plans.append(i.planned)
+            return self.ledger.plan_logged(self.world.now)
+
+        self.later(self.world.jitter(3), written)
+
+    def do_IterationCommitted(self, i: do.IterationCommitted) -> None:
+        if self.world.change_after == i.iteration and self.world.next_plan is not None:
+            self.carry_out(self.ledger.change_plan(self.world.next_plan, {}, self.world.now))
+
     def do_NodeDone(self, i: do.NodeDone) -> None:
-        assert set(i.results) == set(self.world.plan.node(i.node).devices)
+        assert set(i.results) == set(self.world.plan(i.iteration).node(i.node).devices)
 
     def do_Fault(self, i: do.Fault) -> None:
         self.faults.append(i)
@@ -319,4 +333,6 @@ class Controller(Process):
     def nothing(self, i: object) -> None:
         """Instructions that only tell the flow something."""
 
-    do_Ready = do_RefuseEntry = do_IterationDone = do_IterationCommitted = do_AbortIteration = nothing
+    do_Ready = do_RefuseEntry = do_IterationDone = do_AbortIteration = do_PlanChanges = do_RefusePlan = (
+        nothing
+    )

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.phases import Phase
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,
@@ -29,6 +30,7 @@ from tests.rlhf_tasks.protocol.simulated_processes import (
 class World:
     """Clock, network, disk, ranks and controller. Everything random comes from one seed.
 
+    next_plan, change_after   the flow changes to this plan when it hears that this iteration is committed
     watch  called with (process, "before" | "after", instruction) around every instruction
     """
 
@@ -41,16 +43,19 @@ class World:
         n_ranks: int | None = None,
         network: Network | None = None,
         snapshot_every: int = 1,
+        next_plan: ExecutionPlan | None = None,
+        change_after: int = 0,
         watch: Callable[["World", Process, str, Any], None] = lambda world, process, moment, instruction: (
             None
         ),
     ) -> None:
-        self.plan, self.iterations, self.snapshot_every = plan, iterations, snapshot_every
+        self.iterations, self.snapshot_every = iterations, snapshot_every
+        self.next_plan, self.change_after = next_plan, change_after
         self.n_ranks = plan.n_devices if n_ranks is None else n_ranks
         self.network = network or Network()
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.disk = Disk()
+        self.disk = Disk([ScheduledPlan(iteration=0, plan=plan)])
         self.requests: dict[tuple[int, int, str], NodeRequest] = {}
         self.orders: dict[tuple[int, int, int], list[tuple[int, str]]] = {}
         self._watch = watch
@@ -151,8 +156,12 @@ class World:
 
     # --- what is checked --------------------------------------------------------------------------------
 
-    def saves(self, rank: int) -> list[SaveNode]:
-        return [node for node in self.plan.on(rank) if isinstance(node, SaveNode)]
+    def plan(self, iteration: int) -> ExecutionPlan:
+        """What an iteration goes by."""
+        return plan_at(self.disk.plans, iteration).plan
+
+    def saves(self, rank: int, iteration: int) -> list[SaveNode]:
+        return [node for node in self.plan(iteration).on(rank) if isinstance(node, SaveNode)]
 
     def record(self, process: Rank, request: NodeRequest) -> None:
         """Order on every rank, no node twice in a generation, the same requests in every generation."""
@@ -171,8 +180,10 @@ class World:
         first = 0 if last is None else last
         assert commit.step == 0 if last is None else commit.step > last
         assert commit.iterations == tuple(range(first, commit.step))
-        assert commit.cursor == commit.step * self.plan.n_seqs
-        for node in (node for node in self.plan.nodes if isinstance(node, SaveNode)):
+        plan = self.plan(max(commit.step - 1, 0))
+        assert commit.plan == plan
+        assert commit.cursor == commit.step * plan.n_seqs
+        for node in (node for node in plan.nodes if isinstance(node, SaveNode)):
             parts = commit.parts[node.name]
             assert set(parts) == set(node.devices)
             assert {version for version, _ in parts.values()} == {commit.versions[node.role]}
@@ -182,10 +193,9 @@ class World:
     def check_orders(self) -> None:
         """On every rank, in every generation, what ran is a prefix of the plan's order."""
         for (_, _, rank), order in self.orders.items():
-            names = [node.name for node in self.plan.on(rank)]
-            first = order[0][0]
-            expected = [(first + n // len(names), names[n % len(names)]) for n in range(len(order))]
-            assert order == expected
+            iterations = range(order[0][0], order[-1][0] + 1)
+            expected = [(t, node.name) for t in iterations for node in self.plan(t).on(rank)]
+            assert order == expected[: len(order)]
 
     @property
     def final(self) -> tuple[Any, ...]:

@@ -5,7 +5,16 @@ import pytest
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.instructions import SETUP, Cause
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
-from tests.rlhf_tasks.protocol.ledgers import do_nodes, do_parts, key, kinds, ledger, result, running
+from tests.rlhf_tasks.protocol.ledgers import (
+    do_nodes,
+    do_parts,
+    key,
+    kinds,
+    ledger,
+    pair_plan,
+    result,
+    running,
+)
 
 # --- the happy path -------------------------------------------------------------------------------------
 
@@ -30,7 +39,7 @@ def test_a_run_without_a_commit_initialises_its_roles_and_commits_step_0_first()
     assert do_parts(books, SETUP) == [], "a rank is still initialising"
     books.rank_restored(0, 0, 0)
     (commit,) = books.rank_restored(1, 0, 0)
-    assert commit == do.WriteCommit(0, (), {"save": {0: "a", 1: "b"}}, 0, {"actor": 0})
+    assert commit == do.WriteCommit(0, (), {"save": {0: "a", 1: "b"}}, 0, {"actor": 0}, pair_plan())
     assert books.enterable is None
     assert books.commit_done(0, 0) == [do.Ready(0, 0)]
 
@@ -50,7 +59,8 @@ def test_one_iteration_from_entry_to_commit():
     assert done == do.NodeDone(0, "train", {0: result(0, "train"), 1: result(1, "train")})
     books.rank_done(result(0, "save"), 0)
     assert kinds(books.rank_done(result(1, "save"), 0)) == [do.NodeDone, do.IterationDone]
-    assert do_parts(books, 0) == [do.WriteCommit(1, (0,), {"save": {0: "a", 1: "b"}}, 8, {"actor": 1})]
+    parts = {"save": {0: "a", 1: "b"}}
+    assert do_parts(books, 0) == [do.WriteCommit(1, (0,), parts, 8, {"actor": 1}, pair_plan())]
     assert do_parts(books, 0) == [], "repeats"
     assert books.commit_done(1, 0) == [do.IterationCommitted(0)]
     assert books.commit_done(1, 0) == []

@@ -2,6 +2,7 @@
 
 import random
 
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import NodeKey
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
@@ -64,8 +65,9 @@ def test_a_deadline_is_a_multiple_of_the_prediction_and_never_below_the_floor():
 
 def test_a_new_generation_sends_the_same_requests_under_new_names_and_numbers():
     for seed in range(20):
-        old = Sequencer(random_plan(random.Random(seed), 5, 30), "run", 1, first_sample=3)
-        new = old.starting_at(generation=2, iteration=4)
+        plan = random_plan(random.Random(seed), 5, 30)
+        old = Sequencer(plan, "run", 1, first_sample=3)
+        new = old.starting_at(2, 4, ScheduledPlan(iteration=0, plan=plan))
         for rank, mine in new.requests(6).items():
             before = old.requests(6)[rank]
             assert [r.number for r in mine] == [r.number - 4 * old.work[rank] for r in before]

@@ -1,0 +1,182 @@
+"""PPO that changes its plan: the same losses, commits that name their plans, and a resumed run that does the same."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+import yaml
+
+from flows.planning import hardware_of, problem_of
+from flows.ppo import rlhf_ppo
+from flows.replanning import Proposal
+from flows.run_folder import new_run_folder
+from flows.runs import RunView
+from flows.summary import read_jsonl
+from planner.mesh import Cluster
+from planner.plan import build_plan
+from planner.ran import read_figures
+from rlhf_tasks.checkpoint import step_folder
+from rlhf_tasks.manifest import read_manifest
+from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.plan_log import PLAN, logged_changes, plan_digest
+from rlhf_tasks.spec import CallAssignment
+from tests.tiny_runs import ppo_config
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    # Prefect leaves the sockets of its clients to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+ITERATIONS = 11
+ONE, OTHER = ((0,), (1, 1, 1)), ((1,), (1, 1, 1))
+SPLIT, SHARED = ((0, 1), (1, 2, 1)), ((0, 1), (2, 1, 1))
+FIRST = dict.fromkeys(
+    (
+        "actor_generate",
+        "reward_inference",
+        "ref_inference",
+        "critic_inference",
+        "actor_train",
+        "critic_train",
+    ),
+    ONE,
+)
+LATER = FIRST | {
+    "actor_generate": SHARED,
+    "actor_train": SPLIT,
+    "critic_inference": OTHER,
+    "critic_train": OTHER,
+}
+
+
+async def nothing(_):
+    pass
+
+
+class Runs:
+    """Runs in one folder on one cluster; the search is played, the training is real."""
+
+    def __init__(self, cluster, base, monkeypatch):
+        self.base, self.asked = base, []
+        # A device a thousand times too slow: what is measured drifts for certain.
+        (base / "slow.yaml").write_text(yaml.safe_dump({"like": "cpu-slot", "flops_per_s": 1e8}))
+        self.changes = {
+            "cluster": {"address": cluster.scheduler_address, "devices_per_host": 2},
+            "planning": {"device": str(base / "slow.yaml"), "prompt_tokens": 12},
+            "plan": "auto",
+            "dtype": "float64",
+            "total_iterations": ITERATIONS,
+            "keep_last": 2 * ITERATIONS,
+        }
+        monkeypatch.setattr("flows.replanning.propose_beside", self.propose)
+        monkeypatch.setattr(RunView, "_draw", nothing)  # takes seconds, in which these short runs end
+
+    def plan(self, placed):
+        problem = problem_of(self.config, hardware_of(self.config))
+        assignments = {
+            call: CallAssignment(placement=Placement(devices, ParallelStrategy(*strategy)))
+            for call, (devices, strategy) in placed.items()
+        }
+        return build_plan(problem.graph, assignments, Cluster(1, 2))
+
+    async def propose(self, config, folder, iteration):
+        self.asked.append(iteration)
+        if len(self.asked) > 1:
+            return None
+        return Proposal(
+            plan=self.plan(LATER), predicted_s={}, iteration_time_s=0.5, present_iteration_time_s=1.0
+        )
+
+    def begin(self, name, replan):
+        """A run folder whose plan is made already, as the command line leaves it to the flow."""
+        self.config = ppo_config(self.base, name=name, replan=replan, **self.changes)
+        folder = new_run_folder(self.config)
+        (folder / PLAN).write_text(self.plan(FIRST).model_dump_json())
+        return folder
+
+    def go_on(self, folder):
+        return asyncio.run(rlhf_ppo(self.config, str(folder)))
+
+    def forget_figures(self):
+        shutil.rmtree(self.base / "runs" / "profiles", ignore_errors=True)
+
+
+@pytest.fixture
+def runs(cluster, tmp_path, monkeypatch):
+    return Runs(cluster, tmp_path, monkeypatch)
+
+
+def learned(folder):
+    """Every metric of every iteration but times and what is made of them."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/"))}
+        for row in read_jsonl(folder / "metrics.jsonl")
+    ]
+
+
+def plans_of_commits(folder):
+    return [read_manifest(step_folder(folder, step)).plan_sha256 for step in range(ITERATIONS + 1)]
+
+
+def test_a_run_changes_its_plan_and_a_resumed_one_does_so_where_it_did(runs, monkeypatch, capsys):
+    plain = runs.begin("plain", "never")
+    summary = runs.go_on(plain)
+    assert (summary["plan_changes"], runs.asked) == ([], [])
+    assert "actor_train" in summary["planned_and_measured"]["drifted"]
+    (figures,) = (runs.base / "runs" / "profiles").glob("ran-*.json")
+    assert {ran.call for ran in read_figures(figures)} == set(FIRST), "the next run's planner goes by these"
+    runs.forget_figures()
+
+    changed = runs.begin("changed", "auto")
+    summary = runs.go_on(changed)
+    (change,) = logged_changes(changed)
+    first = change.iteration
+    assert 4 <= first <= ITERATIONS - 2
+    assert (summary["plan_changes"], runs.asked[0]) == ([first], 0)
+    assert summary["calls"]["actor_train"]["tp"] == 2, "figures are those of the last plan"
+    old, new = (plan_digest(runs.plan(placed)) for placed in (FIRST, LATER))
+    assert plans_of_commits(changed) == [old] * (first + 1) + [new] * (ITERATIONS - first)
+    told = capsys.readouterr().out
+    assert "planning anew" in told
+    assert f"changed: a new plan from iteration {first + 1} on" in told
+    same = learned(plain)
+    assert len(same) == ITERATIONS
+    for row, reference in zip(learned(changed), same, strict=True):
+        assert row == pytest.approx(reference, rel=1e-9, abs=1e-12)
+
+    runs.forget_figures(), runs.asked.clear()
+    broken = runs.begin("broken", "auto")
+    interrupt_at_the_change(monkeypatch, lambda: runs.go_on(broken))
+    (change,) = logged_changes(broken)
+    runs.go_on(broken)
+    assert logged_changes(broken) == (change,)
+    assert runs.asked.count(0) == 1, "what is decided is not decided again"
+    assert plans_of_commits(broken) == [old] * (change.iteration + 1) + [new] * (
+        ITERATIONS - change.iteration
+    )
+    for row, reference in zip(learned(broken), same, strict=True):
+        assert row == pytest.approx(reference, rel=1e-9, abs=1e-12)
+    attempts = {json.loads(line)["attempt"] for line in (broken / "lineage.jsonl").read_text().splitlines()}
+    assert attempts == {1, 2}
+
+
+def interrupt_at_the_change(monkeypatch, run):
+    """The run is cancelled, as by Ctrl-C, when it hears at which iteration the plan changes."""
+    on_plan, begin, task = RunView.on_plan, RunView.begin, []
+
+    async def begun(view):
+        task.append(asyncio.current_task())
+        await begin(view)
+
+    async def heard(view, change):
+        task[0].cancel()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunView, "begin", begun)
+        patched.setattr(RunView, "on_plan", heard)
+        with pytest.raises((asyncio.CancelledError, KeyboardInterrupt, RuntimeError)):
+            run()
+    assert RunView.on_plan is on_plan

@@ -1,0 +1,126 @@
+"""Measured figures of runs: when they are kept, where, and how they correct the cost model."""
+
+import pytest
+
+from planner.cost import CostModel
+from planner.device_classes import DeviceClasses
+from planner.mesh import Cluster
+from planner.plan import build_plan
+from planner.price import price_plan
+from planner.problem import Problem
+from planner.profile import preset
+from planner.ran import FiguresError, RanCall, drifted, figures_file, keep_figures, mean_factor, read_figures
+from planner.tables import Tables
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "is_drift"),
+    [(1.0, 1.24, False), (1.0, 1.26, True), (1.0, 0.76, False), (1.0, 0.74, True), (0.0, 0.1, True)],
+)
+def test_beyond_a_quarter_of_the_planned_time_is_drift(planned, measured, is_drift):
+    assert drifted(planned, measured) is is_drift
+
+
+def test_figures_come_back_and_newer_ones_of_the_same_assignment_replace_older(tmp_path, assign):
+    path = tmp_path / "profiles" / "ran.json"
+    assert read_figures(path) == ()
+    one, two = assign([0]), assign([0, 1], dp=2)
+    keep_figures(
+        path, [RanCall(call="a", assignment=one, seconds=1), RanCall(call="b", assignment=one, seconds=2)]
+    )
+    keep_figures(
+        path, [RanCall(call="a", assignment=one, seconds=3), RanCall(call="a", assignment=two, seconds=4)]
+    )
+    assert {(r.call, r.assignment.placement.strategy.dp): r.seconds for r in read_figures(path)} == {
+        ("a", 1): 3,
+        ("b", 1): 2,
+        ("a", 2): 4,
+    }
+
+
+@pytest.mark.parametrize("text", ["no JSON", '[{"call": "a"}]'])
+def test_a_file_of_something_else_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "ran.json"
+    path.write_text(text)
+    with pytest.raises(FiguresError, match=r"ran.json holds no measured figures of runs. Remove it"):
+        read_figures(path)
+
+
+def test_the_file_is_named_by_all_that_figures_depend_on(tmp_path, small_problem, make_graph):
+    problem = small_problem(Cluster(1, 2))
+    m, calls = problem.model, problem.graph.calls
+
+    def name(**changes):
+        given = {"devices": m.classes, "models": m.models, "workload": m.workload, "calls": calls}
+        return figures_file(tmp_path, **(given | changes)).name
+
+    assert name() == name()
+    other = [
+        name(devices=DeviceClasses.alike(Cluster(1, 2), preset("h100-sxm"))),
+        name(devices=DeviceClasses.alike(Cluster(2, 2), m.classes.profiles[0])),
+        name(models={**m.models, "actor": m.models["critic"]}),
+        name(workload=m.workload.model_copy(update={"epochs": 2})),
+        name(calls=make_graph(n_seqs=8).calls),
+    ]
+    assert len({name(), *other}) == 6
+
+
+def corrected(problem, *ran: RanCall) -> CostModel:
+    m = problem.model
+    return CostModel(m.cluster, m.classes, m.models, m.workload, ran=ran)
+
+
+def test_a_call_costs_what_it_did_where_it_ran_and_elsewhere_as_much_more(small_problem, assign):
+    problem = small_problem(Cluster(1, 2))
+    call, other = problem.graph.call("actor_train"), problem.graph.call("critic_train")
+    alone, both = assign([0]), assign([0, 1], dp=2)
+    plain = {
+        key: problem.model.call(call, where).seconds for key, where in (("alone", alone), ("both", both))
+    }
+    model = corrected(problem, RanCall(call="actor_train", assignment=alone, seconds=3 * plain["alone"]))
+    assert model.call(call, alone).seconds == pytest.approx(3 * plain["alone"])
+    assert model.call(call, assign([1])).seconds == pytest.approx(3 * plain["alone"]), (
+        "the same on its neighbour"
+    )
+    assert model.call(call, both).seconds == pytest.approx(3 * plain["both"])
+    assert model.call(other, alone) == problem.model.call(other, alone)
+    assert model.call(call, alone).active_bytes == problem.model.call(call, alone).active_bytes
+    assert (model.correction(call), model.correction(other)) == (pytest.approx(3), 1)
+
+
+def test_a_call_that_ran_in_two_ways_keeps_both_figures_and_their_mean_elsewhere(small_problem, assign):
+    problem = small_problem(Cluster(1, 4))
+    call = problem.graph.call("actor_train")
+    ways = assign([0]), assign([0, 1], dp=2), assign([0, 1], tp=2)
+    plain = [problem.model.call(call, way).seconds for way in ways]
+    ran = [RanCall(call=call.name, assignment=ways[n], seconds=f * plain[n]) for n, f in ((0, 2), (1, 8))]
+    model = corrected(problem, *ran)
+    assert [model.call(call, way).seconds / p for way, p in zip(ways, plain, strict=True)] == [
+        pytest.approx(factor) for factor in (2, 8, 4)
+    ]
+
+
+def test_the_mean_of_twice_and_half_is_none():
+    assert mean_factor([2.0, 0.5]) == pytest.approx(1)
+
+
+def test_options_and_plans_go_by_the_figures(small_problem, assign):
+    """What a search chooses from, and the price of a plan that is reported, are the same corrected figures."""
+    problem = small_problem(Cluster(1, 2))
+    alone = assign([0])
+    seconds = 5 * problem.model.call(problem.graph.call("actor_train"), alone).seconds
+    model = corrected(problem, RanCall(call="actor_train", assignment=alone, seconds=seconds))
+    plain, after = options_of_calls(problem), options_of_calls(Problem(problem.graph, model))
+    for call, options in plain.items():
+        factor = pytest.approx(5) if call == "actor_train" else 1
+        assert [a.seconds / b.seconds for a, b in zip(after[call], options, strict=True)] == [factor] * len(
+            options
+        )
+    plan = build_plan(problem.graph, dict.fromkeys(plain, alone), Cluster(1, 2))
+    priced = price_plan(plan, model).duration_s["actor_train"]
+    assert priced == pytest.approx(seconds + model.classes.dispatch_s)
+
+
+def options_of_calls(problem: Problem):
+    tables = Tables(problem)
+    return dict(zip(tables.calls, tables.options, strict=True))

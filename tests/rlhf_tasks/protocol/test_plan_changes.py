@@ -1,0 +1,238 @@
+"""A change of the plan: at the first iteration not delivered, without losing a step, the same after any fault."""
+
+import functools
+
+import pytest
+
+from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.phases import Phase
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
+from rlhf_tasks.spec import ExecutionPlan, SaveNode
+from tests.rlhf_tasks.protocol.ledgers import (
+    do_nodes,
+    do_parts,
+    failure,
+    kinds,
+    ledger,
+    pair_plan,
+    rebuilt,
+    result,
+    running,
+)
+from tests.rlhf_tasks.protocol.plans import call, moved_plan, on, plan_of, small_plan
+from tests.rlhf_tasks.protocol.simulated_processes import Rank
+from tests.rlhf_tasks.protocol.simulation import World
+
+ITERATIONS = 8
+
+
+def single_plan() -> ExecutionPlan:
+    """What `pair_plan` does, on rank 1 alone."""
+    alone = on([1])
+    train = call("train", "actor", "train_step", alone)
+    return plan_of(2, {"actor": alone}, [train, SaveNode(name="save", role="actor", placement=alone)])
+
+
+def finish(books, iteration: int) -> list:
+    """Both ranks do an iteration and it is committed; what the commit brings."""
+    do_nodes(books, iteration)
+    do_parts(books, iteration)
+    return books.commit_done(iteration + 1, 0)
+
+
+def changing(delivered: int = 2, **changes):
+    """A ledger that has delivered some iterations and written down that the next one goes by another plan."""
+    books = running(**changes)
+    for iteration in range(delivered):
+        books.enter(iteration, books.generation, 0)
+    (log,) = books.change_plan(single_plan(), {"train": 7.0}, 0)
+    assert books.plan_logged(0) == [do.PlanChanges(log.planned)]
+    return books
+
+
+# --- the ledger -----------------------------------------------------------------------------------------
+
+
+def test_a_plan_begins_at_the_first_iteration_not_delivered():
+    books = running()
+    books.enter(0, 0, 0)
+    books.enter(1, 0, 0)
+    (log,) = books.change_plan(single_plan(), {}, 0)
+    assert log.planned.iteration == 2
+    finish(books, 0)
+    assert books.enterable is None, "iteration 2 goes by a plan that is not written down yet"
+    assert books.plan_logged(0) == [do.PlanChanges(log.planned)]
+    (refused,) = books.enter(2, 0, 0)
+    assert "the plan changes at iteration 2" in refused.reason
+
+
+def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ranks_load_that_commit():
+    books = changing()
+    assert kinds(finish(books, 0)) == [do.IterationCommitted]
+    do_nodes(books, 1)
+    (commit,) = do_parts(books, 1)
+    assert commit.plan == pair_plan()
+    assert books.commit_done(2, 0) == [do.IterationCommitted(1), do.ResetRank(0, 1), do.ResetRank(1, 1)]
+    assert books.rank_reset(0, 1, 0) == []
+    assert books.rank_reset(1, 1, 0) == [do.RestoreRank(0, 1, 2), do.RestoreRank(1, 1, 2)]
+    books.rank_restored(0, 1, 0)
+    assert books.rank_restored(1, 1, 0) == [do.Ready(1, 2)]
+    (send,) = books.enter(2, 1, 0)
+    assert send.rank == 1, "the new plan's only rank"
+    assert [r.deadline_s for r in send.requests] == [70.0, 10.0], "the new plan's predictions"
+    assert [r.versions["actor"] for r in send.requests] == [2, 3]
+    assert {r.first_sample for r in send.requests} == {16}
+    for node in ("train", "save"):
+        books.rank_done(result(1, node, 2, 1), 0)
+    save = result(1, "save", 2, 1).key
+    (commit,) = books.part_durable(1, save, "b", 0)
+    assert (commit.step, commit.plan, commit.parts) == (3, single_plan(), {"save": {1: "b"}})
+
+
+def test_a_plan_may_change_before_anything_is_in_flight_again():
+    books = running()
+    books.enter(0, 0, 0)
+    finish(books, 0)
+    (log,) = books.change_plan(single_plan(), {}, 0)
+    assert log.planned.iteration == 1
+    assert kinds(books.plan_logged(0)) == [do.PlanChanges, do.ResetRank, do.ResetRank]
+
+
+def test_a_change_that_cannot_be_written_down_is_none():
+    books = running()
+    books.enter(0, 0, 0)
+    books.change_plan(single_plan(), {}, 0)
+    (refused,) = books.plan_not_logged("No space left on device", 0)
+    assert "No space left" in refused.reason
+    assert books.enterable == 1
+    finish(books, 0)
+    assert books.phase is Phase.RUNNING
+
+
+def test_a_change_follows_a_snapshot():
+    books = running(snapshot_every=3, total_iterations=9)
+    books.enter(0, 0, 0)
+    (log,) = books.change_plan(single_plan(), {}, 0)
+    assert log.planned.iteration == 3
+
+
+def test_no_change_after_the_last_iteration_nor_on_top_of_another():
+    books = running(total_iterations=2)
+    books.enter(0, 0, 0)
+    books.enter(1, 0, 0)
+    (refused,) = books.change_plan(single_plan(), {}, 0)
+    assert refused.reason == "the run ends with iteration 1."
+    (refused,) = changing().change_plan(pair_plan(), {}, 0)
+    assert refused.reason == "no iteration has gone by the plan that begins at 2 yet."
+
+
+def test_an_early_stop_comes_before_a_later_change():
+    books = changing()
+    books.stop_after(1, 0)
+    finish(books, 0)
+    assert books.enter(2, 0, 0)[0].reason == "iteration 1 is the last one."
+    assert kinds(finish(books, 1)) == [do.IterationCommitted, do.Finished]
+
+
+def test_a_plan_for_more_devices_than_ranks_is_refused():
+    with pytest.raises(ValueError, match="needs 3 devices; there are 2 ranks"):
+        running().change_plan(small_plan(), {}, 0)
+
+
+def test_after_a_fault_the_change_comes_where_it_was_written_down():
+    books = changing()
+    books.rank_failed(failure(0, "train"), 0)
+    assert do.Fault in kinds(books.tick(9))
+    rebuilt(books, 9)
+    for iteration in (0, 1):
+        (first, second) = books.enter(iteration, 1, 9)
+        assert (first.rank, second.rank) == (0, 1), "iterations before the change go by the old plan"
+        brought = finish(books, iteration)
+    assert kinds(brought) == [do.IterationCommitted, do.ResetRank, do.ResetRank]
+    assert (books.generation, books.account.next_iteration) == (2, 2)
+
+
+def test_changes_of_the_plan_are_no_faults():
+    books = changing(max_rebuilds=0)
+    finish(books, 0), finish(books, 1)
+    rebuilt(books)
+    assert books.enterable == 2
+    books.enter(2, 1, 0)
+    assert books.enterable == 3, "two are in flight again"
+
+
+@pytest.mark.parametrize(("step", "plan"), [(1, pair_plan()), (2, single_plan()), (5, single_plan())])
+def test_a_resumed_run_goes_by_the_log(step, plan):
+    plans = (ScheduledPlan(iteration=0, plan=pair_plan()), ScheduledPlan(iteration=2, plan=single_plan()))
+    books = ledger(committed_step=step, cursor=8 * step)
+    resumed = type(books)(
+        plans, run="run", attempt=1, n_ranks=2, total_iterations=9, committed_step=step, cursor=8 * step
+    )
+    resumed.start(0)
+    rebuilt(resumed)
+    sends = resumed.enter(step, 0, 0)
+    assert [send.rank for send in sends] == list(plan.node("train").devices)
+    assert plan_at(plans, step).plan == plan
+
+
+# --- whole runs on a simulated cluster ------------------------------------------------------------------
+
+
+def roles(world: World) -> dict[str, tuple[int, str]]:
+    """Role -> what its ranks have saved last: version and the chain of all that trained it."""
+    commit = world.disk.commits[max(world.disk.commits)]
+    parts = {node: set(saved.values()) for node, saved in commit.parts.items()}
+    return {node: state for node, (state,) in parts.items()}
+
+
+def changed(seed: int = 0, **options) -> World:
+    world = World(
+        small_plan(), iterations=ITERATIONS, seed=seed, next_plan=moved_plan(), change_after=1, **options
+    )
+    assert world.run() == do.Finished(ITERATIONS)
+    world.check_orders()
+    return world
+
+
+@functools.cache
+def unchanged() -> World:
+    world = World(small_plan(), iterations=ITERATIONS)
+    assert world.run() == do.Finished(ITERATIONS)
+    return world
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_changed_plan_loses_no_step(every):
+    world = changed(snapshot_every=every)
+    assert roles(world) == roles(unchanged())
+    assert world.controller.faults == []
+    assert world.disk.plans[1].iteration in range(every, ITERATIONS, every)
+    generations = {key[1] for key in world.orders}
+    assert generations == {0, 1}
+    assert list(world.disk.commits) == list(range(0, ITERATIONS + 1, every))
+
+
+def test_whoever_dies_when_the_plan_changes_the_run_ends_with_the_same_bits():
+    """Every process that has a turn is killed once between the change's request and the first commit after it."""
+    moments = []
+
+    def listen(world, process, moment, instruction):
+        moments.append(instruction)
+
+    changed(watch=listen)
+    begin = next(n for n, i in enumerate(moments) if isinstance(i, do.LogPlan))
+    end = next(n for n, i in enumerate(moments) if isinstance(i, do.WriteCommit) and i.step == 4)
+    assert end - begin > 50
+    for number in range(begin, end, 2):
+        count = iter(range(len(moments) * 9))
+
+        def strike(world, process, moment, instruction, number=number, count=count):
+            if next(count) == number:
+                if isinstance(process, Rank):
+                    world.kill(process.rank)
+                else:
+                    world.restart_controller()
+
+        world = changed(watch=strike)
+        assert roles(world) == roles(unchanged())
+        assert len(world.disk.plans) <= 2
