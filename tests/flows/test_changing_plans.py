@@ -24,6 +24,7 @@ from rlhf_tasks.spec import CallAssignment
 from tests.tiny_runs import ppo_config
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.cluster,
     pytest.mark.timeout(600),
     # Prefect leaves the sockets of its clients to the garbage collector.
