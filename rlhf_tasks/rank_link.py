@@ -18,9 +18,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler
 CONNECT_S = 5.0  # a worker that is up accepts a connection within this
 GREETING_S = 60.0  # and greets within this: it imports torch and transformers first, 8 s with four at once
-KILL_S = (
-    0.2  # what a nanny leaves a stuck worker to end by itself before it kills it; its peers wait for that
-)
+KILL_S = 1.5  # what a nanny leaves a worker to end by itself before it kills it
 
 
 class RankMissing(RuntimeError):

@@ -22,6 +22,16 @@ SIZES = {
     "pad_token_id": None,
 }
 
+TWO_RANKS = {
+    "actor_generate": {"devices": [0, 1], "tp": 2},
+    "ref_inference": {"devices": [0]},
+    "reward_inference": {"devices": [1]},
+    "critic_inference": {"devices": [1]},
+    "actor_train": {"devices": [0], "micro_batches": 2},
+    "critic_train": {"devices": [1], "micro_batches": 2},
+}
+"""Placements of PPO on two ranks, with reallocations and redistributions."""
+
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """One token per byte and an end token."""

@@ -24,6 +24,7 @@ from rlhf_tasks.spec import CallAssignment
 from tests.tiny_runs import ppo_config
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.cluster,
     pytest.mark.timeout(600),
     # Prefect leaves the sockets of its clients to the garbage collector.
@@ -62,7 +63,7 @@ class Runs:
     def __init__(self, cluster, base, monkeypatch):
         self.base, self.asked = base, []
         # A device a thousand times too slow: what is measured drifts for certain.
-        (base / "slow.yaml").write_text(yaml.safe_dump({"like": "cpu-slot", "flops_per_s": 1e8}))
+        (base / "slow.yaml").write_text(yaml.safe_dump({"like": "cpu-slot", "flops_per_s": 1e7}))
         self.changes = {
             "cluster": {"address": cluster.scheduler_address, "devices_per_host": 2},
             "planning": {"device": str(base / "slow.yaml"), "prompt_tokens": 12},
@@ -125,7 +126,9 @@ def test_a_run_changes_its_plan_and_a_resumed_one_does_so_where_it_did(runs, mon
     plain = runs.begin("plain", "never")
     summary = runs.go_on(plain)
     assert (summary["plan_changes"], runs.asked) == ([], [])
-    assert "actor_train" in summary["planned_and_measured"]["drifted"]
+    assert summary["planned_and_measured"]["drifted"], (
+        "whatever this machine is, it is not as slow as that device"
+    )
     (figures,) = (runs.base / "runs" / "profiles").glob("ran-*.json")
     assert {ran.call for ran in read_figures(figures)} == set(FIRST), "the next run's planner goes by these"
     runs.forget_figures()

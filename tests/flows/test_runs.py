@@ -3,12 +3,22 @@
 import asyncio
 import json
 import logging
+import re
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import torch
+from matplotlib.image import imread
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterName,
+)
 from transformers import AutoModelForCausalLM
 
 import deployments
@@ -98,14 +108,53 @@ def test_plain_transformers_answers_as_the_engine_does(finished):
         assert tokenizer.decode(answer[0, prompt.shape[1] :].tolist()) == sample["completion"]
 
 
-def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, prefect):
-    async def keys():
-        async with get_client() as client:
-            return {artifact.key for artifact in await client.read_artifacts()}
+async def latest_artifacts(flow_run_name):
+    """Key -> content of the newest artifact of that key which a flow run has made."""
+    named = FlowRunFilter(name=FlowRunFilterName(any_=[flow_run_name]))
+    async with get_client() as client:
+        [run] = await client.read_flow_runs(flow_run_filter=named)
+        made = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]))
+        artifacts = await client.read_artifacts(artifact_filter=made)
+    artifacts.sort(key=lambda artifact: artifact.created)
+    return {artifact.key: artifact.data for artifact in artifacts}
 
-    shown = asyncio.run(keys())
-    assert {"execution-plan", "curves", "device-timeline", "completions", "progress"} <= shown
-    assert "planned-and-measured" in shown
+
+def colours_of(markdown):
+    """Number of colours of the one picture in a markdown text."""
+    [png] = re.findall(r"\(data:image/png;base64,([^)]+)\)", markdown)
+    pixels = imread(BytesIO(b64decode(png)))
+    return len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[-1]).tolist()})
+
+
+def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, prefect):
+    summary, folder, _ = finished
+    shown = asyncio.run(latest_artifacts("ppo/tiny"))
+    assert set(shown) == {
+        "execution-plan",
+        "curves",
+        "device-timeline",
+        "completions",
+        "progress",
+        "planned-and-measured",
+    }
+    nodes = [node["name"] for node in json.loads((folder / "plan.json").read_text())["nodes"]]
+    assert len(nodes) > len(summary["calls"]), "the plan has transfers and reallocations too"
+    table, graph = shown["execution-plan"].split("```mermaid")
+    assert all(name in table and name in graph for name in nodes)
+    assert f"After {ITERATIONS} iterations" in shown["curves"]
+    assert f"iterations {ITERATIONS - 3} to {ITERATIONS - 1}" in shown["device-timeline"]
+    assert colours_of(shown["curves"]) > 10, "the picture is empty"
+    assert colours_of(shown["device-timeline"]) > 10, "the picture is empty"
+    samples = read_jsonl(folder / "samples" / f"{ITERATIONS - 1:08d}-0000.jsonl")
+    columns = ("prompt", "completion", "score", "rewards", "reward_model", "truncated")
+    assert json.loads(shown["completions"]) == [{name: row[name] for name in columns} for row in samples]
+    assert shown["progress"] == 100.0
+    told = [row["what"] for row in json.loads(shown["planned-and-measured"])]
+    assert told == [
+        "iteration, s",
+        *(f"{name}, s" for name in summary["calls"]),
+        *(f"memory of device {rank}, MB" for rank in range(4)),
+    ]
 
 
 def test_the_flow_run_has_the_tags_of_its_run(finished, prefect):

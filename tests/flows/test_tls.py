@@ -1,7 +1,8 @@
-"""A cluster found over TLS: scheduler, workers, links and tasks trust one authority, and nobody else."""
+"""A cluster found over TLS: scheduler, workers, lease and links trust one authority, and nobody else."""
 
 import asyncio
 import datetime
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
-from prefect import flow
+from distributed import Scheduler, Security, SpecCluster, Worker
 
 from flows.cluster import found_cluster
 from flows.members import ClusterError
-from flows.training import run_training
-from tests.flows.dask_commands import SAFE, dask_command, dask_scheduler
-from tests.rlhf_tasks.plans import small_plan
+from rlhf_tasks.spec import SaveNode
+from rlhf_tasks.transport import Committed, Enterable, Finished
+from tests.rlhf_tasks.fake_flow import follow, run_spec
+from tests.rlhf_tasks.plans import call, on, plan_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -69,57 +71,44 @@ def trusting(certificates):
     return dask.config.set(tls)
 
 
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory):
-    """A scheduler, two ranks and a controller, which anybody reaches; (address, certificates, a rank's command)."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificates = make_certificates(folder / "ours")
-    options = [text for name, path in certificates.items() for text in (f"--tls-{name}", path)]
-    with (
-        trusting(certificates),
-        dask_scheduler(folder, host=("--protocol", "tls", *options), **SAFE) as address,
-    ):
-        common = ["worker", address, *options, "--no-dashboard", "--memory-limit", "0"]
-        common += ["--local-directory", str(folder)]
-        rank = [*common, "--nthreads", "1", "--resources", "slot=1"]
-        with (
-            dask_command(*common, "--nthreads", "16", "--resources", "controller=1", "--name", "boss"),
-            dask_command(*rank),
-            dask_command(*rank),
-        ):
-            yield address, certificates
+@pytest.fixture
+def tls(tmp_path):
+    """(address of a cluster of two ranks and a controller that anybody reaches, its certificates). All of it is in
+    this process: what its members say to each other is encrypted all the same."""
+    certificates = make_certificates(tmp_path / "ours")
+    with trusting(certificates):
+        security = Security()
+    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+        options = {"security": security, "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+        members = [("boss", "controller"), ("r0", "slot"), ("r1", "slot")]
+        workers = {
+            name: {"cls": Worker, "options": {**options, "nthreads": 1, "resources": {resource: 1}}}
+            for name, resource in members
+        }
+        scheduler = {"cls": Scheduler, "options": {**options, "protocol": "tls", "port": 0}}
+        with SpecCluster(workers, scheduler, security=security, silence_logs=logging.ERROR) as cluster:
+            yield cluster.scheduler_address, certificates
 
 
-def test_a_cluster_over_tls_serves_and_its_ranks_come_back(tls, prefect, tmp_path):
+def test_a_cluster_over_tls_serves(tls, tmp_path):
     address, certificates = tls
-    assert address.startswith("tls://")
-    environment = prefect.environment
-    with (
-        trusting(certificates),
-        found_cluster(address, 2, folder=tmp_path, environment=environment) as cluster,
-    ):
-        addresses = [
-            cluster.scheduler_address,
-            *(member.address for member in (*cluster.ranks, cluster.controller)),
-        ]
-        assert all(address.startswith("tls://") for address in addresses)
-
-        @flow(name="rlhf-fake", persist_result=False)
-        async def parent():
-            return await run_training(
-                small_plan(),
-                {"fault": {"kind": "kill", "node": "generate", "iteration": 1, "rank": 0}},
-                cluster,
-                run="encrypted",
-                run_folder=tmp_path,
-                iterations=3,
-                executor="tests.rlhf_tasks.fake_rank:make_executor",
-                snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
-            )
-
-        result = asyncio.run(parent())
-    assert result.committed_step == 3
-    assert len(result.faults) == 1
+    with trusting(certificates), found_cluster(address, 2, folder=tmp_path, deadline_s=60) as cluster:
+        members = (*cluster.ranks, cluster.controller)
+        assert all(at.startswith("tls://") for at in (address, *(member.address for member in members)))
+        plan = plan_of(
+            (
+                call("actor_train", "actor", "train_step", on(0)),
+                SaveNode(name="save_actor", role="actor", placement=on(0), after=("actor_train",)),
+            ),
+            {"actor": on(0)},
+            1,
+        )
+        events = asyncio.run(follow(cluster, run_spec(cluster, plan, tmp_path, iterations=2)))
+    assert [type(event) for _, event in events if not isinstance(event, Enterable)] == [
+        Committed,
+        Committed,
+        Finished,
+    ]
 
 
 @pytest.mark.parametrize("who", ["nobody's", "another authority's"])

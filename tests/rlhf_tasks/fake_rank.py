@@ -8,7 +8,7 @@ by the save nodes.
 config keys: sleep_s (seconds each node takes, a number or node -> number); until_next (node -> node: the first
 ends only when the second has begun in the next iteration; not in the last one); held (path: no node ends before
 that file is there); fault: {kind, node, iteration, rank} with kind kill | stop | raise | hang, done in generation 0
-only unless `always`; payload (anything: makes the configuration large).
+only unless `always`.
 """
 
 import datetime

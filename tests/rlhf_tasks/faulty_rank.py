@@ -32,7 +32,8 @@ class Fault:
     node       the node inside which it comes, of `iteration`; for a save node: once its part is durable and before
                anybody has heard of it
     inside_s   how long after the node has begun on this rank; 0: before it does anything
-    meanwhile  (iteration, node) that must have begun on some rank before the faulty node begins
+    meanwhile  (iteration, node) that must have begun on some rank before the faulty node begins; for a save node: in
+               which this rank must be when the signal comes
     """
 
     rank: int
@@ -71,11 +72,12 @@ class FaultyExecutor:
         fault, place = self._fault, (request.key.iteration, node.name)
         if fault is not None and fault.meanwhile is not None and place == tuple(fault.meanwhile):
             (self._folder / BEGAN).touch()
+            if self._rank == fault.rank:
+                time.sleep(NEVER_S)  # the signal comes from the thread that saves
         here = fault is not None and (self._rank, *place) == (fault.rank, fault.iteration, fault.node)
         if not here or node.kind == "save":
             return self._real.execute(request, node)
-        while fault.meanwhile is not None and not (self._folder / BEGAN).exists():
-            time.sleep(0.005)
+        self._wait_for_meanwhile()
         if not fault.inside_s:
             self._fire()
         threading.Timer(fault.inside_s, self._fire).start()
@@ -90,8 +92,13 @@ class FaultyExecutor:
             fault.node,
             fault.iteration + 1,
         ):
+            self._wait_for_meanwhile()
             self._fire()
         self._on_saved(part)
+
+    def _wait_for_meanwhile(self) -> None:
+        while self._fault.meanwhile is not None and not (self._folder / BEGAN).exists():
+            time.sleep(0.005)
 
     def _fire(self) -> None:
         (self._folder / FIRED).write_text(repr(time.time()))

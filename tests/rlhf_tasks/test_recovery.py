@@ -6,7 +6,6 @@ Prefect is left out (tests/flows/test_training.py).
 """
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -14,13 +13,12 @@ import time
 import pytest
 from distributed import Client
 from distributed.comm import CommClosedError
-from safetensors import safe_open
 
 from flows.cluster import found_cluster
 from flows.prepare import prepare
 from rlhf_tasks.checkpoint import step_folder
-from rlhf_tasks.manifest import verify
 from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished
+from tests.committed import assert_same_run, generations_of, metrics_of, state_at
 from tests.rlhf_tasks.fake_flow import follow, run_spec
 from tests.rlhf_tasks.faulty_rank import FIRED, STOP, Fault
 from tests.tiny_runs import ppo_config
@@ -91,47 +89,8 @@ def committed(events):
     return [event.iteration for event in of_type(events, Committed)]
 
 
-def state_at(folder, step=ITERATIONS):
-    """Everything that a commit says of the run: (role, rank, tensor) -> bytes; what stands in the manifest."""
-    manifest = verify(step_folder(folder, step))
-    tensors = {}
-    for stored in manifest.files:
-        with safe_open(step_folder(folder, step) / stored.file, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is not a mapping
-                tensor = file.get_tensor(name)
-                rank = stored.file.split(".")[1]
-                tensors[stored.role, rank, name] = (str(tensor.dtype), tensor.numpy().tobytes())
-    return tensors, (manifest.cursor, manifest.versions, manifest.roles)
-
-
-def metrics_of(folder):
-    """The lines of metrics.jsonl, without what clocks say."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines]
-
-
-def moves_of(folder):
-    """What lineage.jsonl says of each node, without clocks and generations."""
-    lines = [json.loads(line) for line in (folder / "lineage.jsonl").read_text().splitlines()]
-    return [[line[k] for k in ("iteration", "node", "versions", "bytes_sent", "digest")] for line in lines]
-
-
-def assert_same_run(folder, undisturbed):
-    """Weights, moments, versions, role states, cursor, metrics and digests are those of the undisturbed run."""
-    assert state_at(folder) == state_at(undisturbed)
-    assert metrics_of(folder) == metrics_of(undisturbed)
-    assert moves_of(folder) == moves_of(undisturbed)
-    assert not list(folder.glob("*.tmp-*")), "unfinished commits are left"
-
-
-def generations_of(folder):
-    """Iteration -> (attempt, generation) that made its committed result."""
-    lines = [json.loads(line) for line in (folder / "lineage.jsonl").read_text().splitlines()]
-    return {line["iteration"]: (line["attempt"], line["generation"]) for line in lines}
-
-
 def test_an_undisturbed_run_changes_every_tensor_and_state(undisturbed):
-    tensors, (cursor, versions, roles) = state_at(undisturbed)
+    tensors, (cursor, versions, roles) = state_at(undisturbed, ITERATIONS)
     before, _ = state_at(undisturbed, ITERATIONS - 1)
     assert cursor == 64
     assert versions == {"actor": ITERATIONS, "critic": ITERATIONS}
@@ -161,7 +120,10 @@ FAULTS = {
         Fault(2, 2, "onload_reward_to_reward_inference"),
         "rank 2, call onload_reward_to_reward_inference, iteration 2: lost",
     ),
-    "between a save and its commit": (Fault(2, 2, "save_critic"), "rank 2"),
+    "between a save and its commit": (
+        Fault(2, 2, "save_critic", meanwhile=(3, "reward_inference")),
+        "rank 2, call reward_inference, iteration 3: lost",
+    ),
 }
 
 

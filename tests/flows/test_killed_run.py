@@ -1,0 +1,66 @@
+"""A run of which every process was killed goes on by its command, to the very bits of an undisturbed run."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_tasks.checkpoint import step_folder
+from tests.committed import assert_same_run, generations_of, last_step
+from tests.flows.marked_command import MarkedCommand
+from tests.flows.test_server import count_runs
+from tests.flows.test_ui_command import opened_ui
+from tests.tiny_runs import TWO_RANKS, ppo_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
+ITERATIONS = 12
+DONE = 2  # of them are committed when the run is killed
+
+
+def begin(base: Path, name: str) -> tuple[list[str], Path]:
+    """The command line of a new run and its folder. The roles have state of their own besides weights."""
+    config = ppo_config(
+        base,
+        name=name,
+        plan=TWO_RANKS,
+        cluster={"devices_per_host": 2},
+        total_iterations=ITERATIONS,
+        kl_target=0.1,
+        kl_horizon=64,
+    )
+    file = base / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return ["run", "ppo", "--config", str(file)], base / "runs" / name
+
+
+def finish(log: Path, command: list[str]) -> None:
+    """Carry out a command to its good end."""
+    with MarkedCommand(log, *command) as run:
+        assert run.process.wait(900) == 0, run.output
+        run.assert_gone()
+
+
+def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
+    command, undisturbed = begin(tmp_path, "undisturbed")
+    finish(tmp_path / "undisturbed.log", command)
+    command, folder = begin(tmp_path, "killed")
+    with MarkedCommand(tmp_path / "killed.log", *command) as run:
+        run.wait_until(step_folder(folder, DONE).exists)
+        os.killpg(run.process.pid, signal.SIGKILL)
+        assert run.process.wait(60) == -signal.SIGKILL
+        run.assert_gone()
+    step = last_step(folder)
+    assert DONE <= step < ITERATIONS, "it was not killed midway"
+    assert not (folder / "summary.json").exists()
+
+    finish(tmp_path / "again.log", ["run", "ppo", "--resume", str(folder)])
+    assert generations_of(folder) == {i: (1 if i < step else 2, 0) for i in range(ITERATIONS)}
+    assert_same_run(folder, undisturbed)
+    weights = Path("model") / "model.safetensors"
+    assert (folder / weights).read_bytes() == (undisturbed / weights).read_bytes()
+    with opened_ui(folder, tmp_path / "ui.log") as (address, login):
+        assert count_runs(f"{address}/api", login) > ITERATIONS, (
+            "an iteration is a flow run, and each attempt"
+        )
