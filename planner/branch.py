@@ -82,7 +82,7 @@ def branching(
         if upper - lower_bound_s < LAST_STEP * upper and tedious > upper:
             threshold = upper * (1 - PROVED)
         walk = new_walk(p.relaxation)
-        code, time_s = _walked(p, walk, threshold, 2 * len(walk.choice), deadline)
+        code, time_s = _walked(p, walk, threshold, 3 * len(walk.choice), deadline)
         n_priced = int(walk.counts[1])
         if code == DONE:
             lower_bound_s = threshold

@@ -21,6 +21,7 @@ LINKED = (
         "compiled",
         "cover",
         "evaluator",
+        "exceeds",
         "move_seconds",
         "relaxation",
         "tree",

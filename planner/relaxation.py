@@ -1,19 +1,7 @@
-"""A compiled lower bound on the period of every plan that completes a partial choice of options.
+"""What the bounds on partial choices know of a problem: mesh rows, the seconds of moves, memory.
 
-A partial choice gives some calls an option and leaves the others open (-1). Every plan that completes it has the
-steady state of a graph with more nodes and edges than the one here, so a cycle here whose seconds exceed
-its delay times T proves that the plan's period exceeds T. The graph has
-
-- the calls, an open one with the seconds of its fastest option and without devices;
-- the reallocation of each copy that the decided options make necessary, on the devices of both sides;
-- edges for data, for versions and for two iterations in flight, as planner/bound.py has them, and the dispatch
-  of a transfer where data change ranks;
-- for each pair of decided nodes that share a device, the order of the calls and its repetition in the next
-  iteration. Calls that the graph leaves unordered are tried in every order of planner/call_order.py, and T is
-  exceeded only if every order exceeds it.
-
-Left out are onloads, offloads and copies, so the bound is the same for an option and its offloaded twin, and the
-devices of transfers; so the bound of a complete choice may lie some dispatches below its period.
+A mesh row stands for all options of a call on a mesh: in all that the bounds ask for it is as good as the best of
+them. So a call that has a mesh but no option yet is a row like others.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -29,7 +17,6 @@ from planner.arrays import Arrays, Rows
 from planner.bound import data_order
 from planner.compiled import compiled, inner
 from planner.evaluator import least_reallocation, memory_of, reallocation
-from planner.simulate import IN_FLIGHT
 from planner.tables import Tables
 
 Floats = NDArray[np.float64]
@@ -37,23 +24,35 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 OPEN = -1
-TOLERANCE = 1e-9  # relative; a cycle that exceeds a period by less is rounding
+ALONE, TRAINER, READER, BOTH = range(4)
+"""Columns of a move's seconds: of the move itself, and what it and the trainer, the reader, or both take at least
+beyond the least seconds of these."""
+KNOWN_MOVES = 1 << 18  # that are remembered; newer ones displace older ones
 
 
 class Relaxation(NamedTuple):
-    """What the bound needs beside the arrays of a problem. Options are named by their row there.
+    """What the bounds need beside the arrays of a problem. Options are named by their row.
 
+    options       those of the arrays, then the mesh rows, whose where, place and strategy are OPEN
+    mesh_row      [options] row -> its mesh's; OPEN of offloaded options
+    kinds         the fastest row of every strategy on a mesh, mesh by mesh: mesh row m has kinds[kind[m]] ..
+                  kinds[kind[m + 1] - 1], where m counts mesh rows from 0
     fastest       [calls] seconds of the fastest option
-    least         [options, 3] the smallest of resident, copy, active bytes over the stages
+    least         [options] the smallest of resident, copy, active bytes over the stages
     data          [calls, calls] whether data lead from one to the other
     ends, begins  [calls] whether the call is the last, the first of a path of data
     trainer, reader, delay  [moves] a copy of the role that `trainer` trains is made for `reader`, from the
                   version of `delay` iterations before; alone: no other call may share the copy
     position      [orders, calls] place of each call
     source        the call behind the fetch
+    keys, known_s  [KNOWN_MOVES] pairs of rows, [KNOWN_MOVES, 4] the seconds of the move between (`moves_s`)
     """
 
     arrays: Arrays
+    options: Rows
+    mesh_row: Ints
+    kinds: Ints
+    kind: Ints
     fastest: Floats
     least: Floats
     data: Bools
@@ -66,6 +65,8 @@ class Relaxation(NamedTuple):
     position: Ints
     source: int
     n_devices: int
+    keys: Ints
+    known_s: Floats
 
 
 def relaxation(tables: Tables) -> Relaxation:
@@ -74,11 +75,18 @@ def relaxation(tables: Tables) -> Relaxation:
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
     moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
-    starts = arrays.start
+    meshes = _meshes(arrays)
+    options, mesh_row = _with_mesh_rows(arrays.options, meshes)
+    least = _least_stages(arrays)
+    kinds = [_kinds(arrays.options, own) for own in meshes]
     return Relaxation(
         arrays=arrays,
-        fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(starts)]),
-        least=_least_stages(arrays),
+        options=options,
+        mesh_row=mesh_row,
+        kinds=np.concatenate(kinds),
+        kind=np.cumsum([0, *map(len, kinds)]),
+        fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
+        least=np.concatenate([least, [least[own].min(axis=0) for own in meshes]]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
         begins=np.array([not ordered.in_degree(name) for name in names]),
@@ -89,7 +97,35 @@ def relaxation(tables: Tables) -> Relaxation:
         position=np.array([[order.index(name) for name in names] for order in tables.orders], np.int64),
         source=number[graph.source.name],
         n_devices=tables.problem.cluster.n_devices,
+        keys=np.full(KNOWN_MOVES, -1),
+        known_s=np.zeros((KNOWN_MOVES, 4)),
     )
+
+
+def _meshes(arrays: Arrays) -> list[Ints]:
+    """The resident rows of each call on each of its meshes, fastest first."""
+    o, found = arrays.options, list[Ints]()
+    for a, b in zip(arrays.start[:-1], arrays.offloaded, strict=True):
+        rows = a + np.lexsort((o.seconds[a:b], o.first[a:b], o["size"][a:b]))
+        new = np.diff(o.first[rows]) | np.diff(o["size"][rows])
+        found += np.split(rows, 1 + np.flatnonzero(new))
+    return found
+
+
+def _with_mesh_rows(options: Rows, meshes: list[Ints]) -> tuple[Rows, Ints]:
+    """The options and a row for each mesh, and each row's mesh row."""
+    mesh_row = np.concatenate([np.full(len(options), OPEN), len(options) + np.arange(len(meshes))])
+    rows = options[[own[0] for own in meshes]].copy()
+    for i, own in enumerate(meshes):
+        mesh_row[own] = len(options) + i
+        rows.save_s[i] = options.save_s[own].min()
+    rows.where[:] = rows.place[:] = rows.strategy[:] = OPEN
+    return np.concatenate([options, rows]).view(np.recarray), mesh_row
+
+
+def _kinds(options: Rows, own: Ints) -> Ints:
+    """The fastest of the rows of each strategy, given the fastest first."""
+    return own[np.sort(np.unique(options.strategy[own], return_index=True)[1])]
 
 
 def _least_stages(arrays: Arrays) -> Floats:
@@ -123,9 +159,9 @@ def overlap(o: Rows, a: int, b: int) -> bool:
 
 
 @inner
-def save_s(arrays: Arrays, call: int, row: int) -> float:
+def save_s(r: Relaxation, call: int, row: int) -> float:
     """Seconds of the save behind a call; 0 where it trains nothing."""
-    return arrays.options[row].save_s if arrays.trainer[call] == call else 0.0
+    return r.options[row].save_s if r.arrays.trainer[call] == call else 0.0
 
 
 @compiled
@@ -143,182 +179,38 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> 
 
 
 @compiled
-def exceeds(
-    r: Relaxation, choice: Ints, least_s: Floats, moved_s: Floats, period: float, allowed: Floats
-) -> bool:
-    """Whether every plan that completes a choice has a longer period.
+def moves_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool, out: Floats) -> None:
+    """Seconds of a reallocation between two rows, of options or meshes, in all of its columns.
 
-    choice   [calls] rows of options, or OPEN
-    least_s  [calls] seconds at least of calls that are open
-    moved_s  [moves] seconds of each reallocation whose ends are decided; 0 where none is needed
-    allowed  [calls] out, if not: the most seconds that each open call may take in such a plan of this period
+    exact  of two options: else at least so many, at once
     """
-    free = _free_edges(r, choice, least_s, moved_s, period)
-    weight = free.copy()
-    if _has_gain(weight, period):
-        return True
-    related = _shared_devices(r, choice, moved_s)
-    allowed[:] = -np.inf
-    before = -1
-    for order in range(len(r.position)):
-        if before >= 0 and _same_order(r, related, r.position[before], r.position[order]):
-            continue
-        before = order
-        weight = _with_devices(r, free, related, choice, least_s, moved_s, r.position[order], period)
-        if not _has_gain(weight, period):
-            for call in range(len(choice)):
-                allowed[call] = max(allowed[call], least_s[call] - weight[call, call])
-    return allowed[0] == -np.inf
+    n = len(r.arrays.options)
+    if trainer < n and reader < n:
+        out[:] = move_s(r, move, trainer, reader, exact)
+        return
+    key = (move * len(r.options) + trainer) * len(r.options) + reader
+    slot = key % len(r.keys)
+    if r.keys[slot] != key:
+        _least_moves(r, move, trainer, reader, r.known_s[slot])
+        r.keys[slot] = key
+    out[:] = r.known_s[slot]
 
 
 @inner
-def _same_order(r: Relaxation, related: Bools, before: Ints, now: Ints) -> bool:
-    """Whether nodes that share devices stand alike in two orders of the calls."""
-    for a in range(len(related)):
-        for b in range(a):
-            if related[a, b] and (
-                (_place(r, before, a) < _place(r, before, b)) != (_place(r, now, a) < _place(r, now, b))
-            ):
-                return False
-    return True
-
-
-@inner
-def _place(r: Relaxation, position: Ints, node: int) -> int:
-    """The place of a node in an order of the calls: a move stands directly before its reader."""
-    n = len(position)
-    return 2 * position[node] if node < n else 2 * position[r.reader[node - n]] - 1
-
-
-@inner
-def _free_edges(r: Relaxation, choice: Ints, least_s: Floats, moved_s: Floats, period: float) -> Floats:
-    """[nodes, nodes] seconds less delays of the edges that hold in every order; nodes are calls, then moves."""
-    n, n_moves = len(choice), len(moved_s)
-    weight = np.full((n + n_moves, n + n_moves), -np.inf)
-    for a in range(n):
-        seconds = _seconds(r, choice, least_s, a)
-        for b in range(n):
-            if r.data[a, b]:
-                weight[a, b] = seconds
-                if (
-                    choice[a] != OPEN
-                    and choice[b] != OPEN
-                    and r.arrays.options[choice[a]].where != r.arrays.options[choice[b]].where
-                ):
-                    weight[a, b] += r.arrays.dispatch_s
-            if r.ends[a] and r.begins[b]:
-                behind = 0.0 if choice[a] == OPEN else save_s(r.arrays, a, choice[a])
-                weight[a, b] = max(weight[a, b], seconds + behind - IN_FLIGHT * period)
-        weight[a, a] = max(weight[a, a], _load(r, choice, least_s, moved_s, a) - period)
-    for k in range(n_moves):
-        trainer, reader = r.trainer[k], r.reader[k]
-        weight[trainer, n + k] = _seconds(r, choice, least_s, trainer) - r.delay[k] * period
-        weight[n + k, reader] = moved_s[k]
-        if moved_s[k] > 0 and r.delay[k]:
-            weight[n + k, trainer] = moved_s[k]
-    return weight
-
-
-@inner
-def _seconds(r: Relaxation, choice: Ints, least_s: Floats, call: int) -> float:
-    return least_s[call] if choice[call] == OPEN else r.arrays.options[choice[call]].seconds
-
-
-@inner
-def _load(r: Relaxation, choice: Ints, least_s: Floats, moved_s: Floats, call: int) -> float:
-    """Seconds of a call on its devices, with the fetch, save or release that stands beside it."""
-    seconds = _seconds(r, choice, least_s, call) + _behind(r, choice, moved_s, call)
-    return seconds + r.arrays.dispatch_s if call == r.source else seconds
-
-
-@inner
-def _behind(r: Relaxation, choice: Ints, moved_s: Floats, call: int) -> float:
-    """Seconds of the save or release that follows a call on its devices."""
-    if choice[call] == OPEN:
-        return 0.0
-    seconds = save_s(r.arrays, call, choice[call])
-    for k in range(len(moved_s)):
-        if r.reader[k] == call and r.alone[k] and moved_s[k] > 0:
-            seconds += r.arrays.dispatch_s
-    return seconds
-
-
-@inner
-def _shared_devices(r: Relaxation, choice: Ints, moved_s: Floats) -> Bools:
-    """[nodes, nodes] whether two decided nodes share a device."""
-    n, n_moves = len(choice), len(moved_s)
-    related = np.zeros((n + n_moves, n + n_moves), np.bool_)
-    for a in range(n):
-        for b in range(a):
-            if choice[a] != OPEN and choice[b] != OPEN and overlap(r.arrays.options, choice[a], choice[b]):
-                related[a, b] = related[b, a] = True
-    for k in range(n_moves):
-        if moved_s[k] <= 0 or not r.alone[k]:
-            continue
-        source, target = choice[r.trainer[k]], choice[r.reader[k]]
-        for a in range(n):
-            if choice[a] != OPEN and (
-                overlap(r.arrays.options, source, choice[a]) or overlap(r.arrays.options, target, choice[a])
-            ):
-                related[n + k, a] = related[a, n + k] = True
-        for j in range(k):
-            if moved_s[j] > 0 and r.alone[j]:
-                other_source, other_target = choice[r.trainer[j]], choice[r.reader[j]]
-                if (
-                    overlap(r.arrays.options, source, other_source)
-                    or overlap(r.arrays.options, source, other_target)
-                    or overlap(r.arrays.options, target, other_source)
-                    or overlap(r.arrays.options, target, other_target)
-                ):
-                    related[n + k, n + j] = related[n + j, n + k] = True
-    return related
-
-
-@inner
-def _with_devices(
-    r: Relaxation,
-    free: Floats,
-    related: Bools,
-    choice: Ints,
-    least_s: Floats,
-    moved_s: Floats,
-    position: Ints,
-    period: float,
-) -> Floats:
-    """The free edges and, between nodes that share a device, those of an order."""
-    n = len(choice)
-    weight = free.copy()
-    for a in range(len(related)):
-        seconds = (
-            moved_s[a - n] if a >= n else _seconds(r, choice, least_s, a) + _behind(r, choice, moved_s, a)
-        )
-        for b in range(len(related)):
-            if related[a, b]:
-                if _place(r, position, a) < _place(r, position, b):
-                    gain = seconds
-                else:
-                    gain = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)
-                weight[a, b] = max(weight[a, b], gain)
-    return weight
-
-
-@inner
-def _has_gain(weight: Floats, period: float) -> bool:
-    """Whether a cycle's weights add up to more than nothing (longest paths between all nodes; overwrites)."""
-    n = len(weight)
-    slack = TOLERANCE * period
-    for k in range(n):
-        for a in range(n):
-            to = weight[a, k]
-            if to == -np.inf:
-                continue
-            for b in range(n):
-                if to + weight[k, b] > weight[a, b]:
-                    weight[a, b] = to + weight[k, b]
-        for a in range(n):
-            if weight[a, a] > slack:
-                return True
-    return False
+def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
+    """`moves_s` of two rows, by the kinds of those that stand for meshes."""
+    n, o = len(r.arrays.options), r.options
+    out[:] = np.inf
+    for i in range(1 if trainer < n else r.kind[trainer - n + 1] - r.kind[trainer - n]):
+        a = trainer if trainer < n else r.kinds[r.kind[trainer - n] + i]
+        for j in range(1 if reader < n else r.kind[reader - n + 1] - r.kind[reader - n]):
+            b = reader if reader < n else r.kinds[r.kind[reader - n] + j]
+            taken = move_s(r, move, a, b, False)
+            slower_a, slower_b = o[a].seconds - o[trainer].seconds, o[b].seconds - o[reader].seconds
+            out[ALONE] = min(out[ALONE], taken)
+            out[TRAINER] = min(out[TRAINER], taken + slower_a)
+            out[READER] = min(out[READER], taken + slower_b)
+            out[BOTH] = min(out[BOTH], taken + slower_a + slower_b)
 
 
 @inner
@@ -331,7 +223,7 @@ def may_offload(arrays: Arrays, call: int) -> bool:
 def lacks(r: Relaxation, choice: Ints) -> bool:
     """Whether some device lacks memory for the decided calls already, by the stages that hold least, whether or not
     what may be offloaded is."""
-    o, n = r.arrays.options, r.arrays.n_calls
+    o, n = r.options, r.arrays.n_calls
     for point in range(n):
         if choice[point] == OPEN:
             continue
@@ -344,11 +236,11 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
             needed = r.least[row, 2]
             if may_offload(r.arrays, call):
                 needed += r.least[row, 1]
-            elif _counts(r.arrays, choice, call):
+            elif _counts(r, choice, call):
                 static += r.least[row, 0]
             for k in range(len(r.reader)):
                 trainer = choice[r.trainer[k]]
-                if r.reader[k] == call and trainer != OPEN and o[row].place != o[trainer].place:
+                if r.reader[k] == call and trainer != OPEN and not _may_be_alike(o, row, trainer):
                     needed += r.least[row, 1]
             peak = max(peak, needed)
         if static + peak > memory_of(r.arrays, device):
@@ -357,12 +249,21 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
 
 
 @inner
-def _counts(arrays: Arrays, choice: Ints, call: int) -> bool:
-    """Whether a call's resident bytes are its own: of a frozen role's calls at one placement the first has them."""
-    if arrays.trainer[call] >= 0:
+def _counts(r: Relaxation, choice: Ints, call: int) -> bool:
+    """Whether a call's resident bytes are surely its own: of a frozen role's calls at one placement the first has
+    them."""
+    if r.arrays.trainer[call] >= 0:
         return True
     for other in range(call):
-        alike = arrays.role[other] == arrays.role[call] and choice[other] != OPEN
-        if alike and arrays.options[choice[other]].place == arrays.options[choice[call]].place:
+        same = r.arrays.role[other] == r.arrays.role[call] and choice[other] != OPEN
+        if same and _may_be_alike(r.options, choice[other], choice[call]):
             return False
     return True
+
+
+@inner
+def _may_be_alike(o: Rows, a: int, b: int) -> bool:
+    """Whether two rows may have one placement."""
+    if o[a].place == OPEN or o[b].place == OPEN:
+        return o[a].first == o[b].first and o[a].size == o[b].size
+    return o[a].place == o[b].place

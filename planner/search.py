@@ -193,7 +193,7 @@ def _compile(tables: Tables) -> float:
     r = relaxation(tables)
     walk = new_walk(r)
     walk.depth[0] = -1
-    walk_on(r, tree(tables, r, cycles), walk, 1.0, 2 * len(tables.calls), 0)
+    walk_on(r, tree(tables, r, cycles), walk, 1.0, 3 * len(tables.calls), 0)
     return time.monotonic() - began
 
 

@@ -7,19 +7,18 @@ resident twins (planner/arrays.py), and the walk tries them at complete choices.
 # pyright: reportArgumentType=false, reportReturnType=false
 # (compiled code takes elements of arrays for the numbers they are)
 
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrays import Arrays
+from planner.arrays import Arrays, Rows
 from planner.bound import Cycles
 from planner.compiled import compiled
 from planner.cover import Cover, cover
 from planner.evaluator import least_move_s
-from planner.relaxation import Relaxation
+from planner.relaxation import OPEN, Relaxation
 from planner.tables import Tables
 
 Floats = NDArray[np.float64]
@@ -35,7 +34,7 @@ class Groups(NamedTuple):
     load      [groups] the least seconds x devices of an option, with the save of a train_step
     lightest  [groups] the least load of the call's groups up to this one; lightest_bare: the same without saves
     least     [groups, 3] the smallest of resident, copy, active bytes over options and stages
-    begin     [groups + 1] the rows of a group are Tree.rows[begin[g]] .. Tree.rows[begin[g + 1] - 1]
+    begin     [groups + 1] the meshes of a group are Tree.meshes[begin[g]] .. Tree.meshes[begin[g + 1] - 1]
     pair_s    [moves, groups of the trainer, groups of the reader] seconds that both calls and the move between take
               at least
     """
@@ -54,21 +53,18 @@ class Groups(NamedTuple):
 class Tree(NamedTuple):
     """What a walk goes by.
 
-    order     [calls] calls by depth
-    load      [options] seconds x devices of a row, with the save of a train_step
-    rows      [resident options] group by group; in each mesh by mesh, meshes and the rows of each fastest first
-    end       [resident options] by place in rows: where the next mesh begins
-    floor     [resident options] by place in rows: the least load of the rows of the mesh
-    spread_s  [resident options] by place in rows: by how much a row of the mesh may need less than its fastest
-              elsewhere: in transfers that it spares, and in its save
+    order   [calls] calls by depth
+    load    [options, mesh rows] seconds x devices, with the save of a train_step, at least
+    meshes  [meshes] mesh rows group by group, those of a group fastest first
+    rows    [resident options] mesh by mesh, those of a mesh fastest first
+    row     [meshes + 1] mesh row m, counted from 0, has rows[row[m]] .. rows[row[m + 1] - 1]
     """
 
     order: Ints
     load: Floats
+    meshes: Ints
     rows: Ints
-    end: Ints
-    floor: Floats
-    spread_s: Floats
+    row: Ints
     groups: Groups
     cycles: Cycles
     cover: Cover
@@ -76,44 +72,39 @@ class Tree(NamedTuple):
 
 def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
     """The tree of a problem's partial choices."""
-    o = r.arrays.options
-    starts = list(zip(r.arrays.start[:-1], r.arrays.offloaded, strict=True))
-    saves, n_rows = np.zeros(len(o)), sum(b - a for a, b in starts)
-    for call, (a, b) in enumerate(starts):
-        if r.arrays.trainer[call] == call:
-            saves[a:b] = o[a:b].save_s
-    load = (o.seconds + saves) * o["size"]
-    rows, end = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
-    floor, spread_s = np.empty(n_rows), np.empty(n_rows)
-    place, begin, start = 0, [0], [0]
-    for call, (a, b) in enumerate(starts):
-        spared_s = r.arrays.dispatch_s * (r.data[call].sum() + r.data[:, call].sum())
-        for group in _by(o["size"], o.seconds, range(a, b)):
-            for mesh in _by(o.first, o.seconds, group):
-                here = slice(place, place + len(mesh))
-                rows[here], end[here], floor[here] = mesh, here.stop, load[mesh].min()
-                spread_s[here] = spared_s + saves[mesh[0]] - saves[mesh].min()
-                place = here.stop
-            begin.append(place)
+    o, n = r.options, len(r.arrays.options)
+    resident = np.flatnonzero(r.mesh_row != OPEN)[: -(len(o) - n)]
+    rows = resident[np.lexsort((o.seconds[resident], r.mesh_row[resident]))]
+    row = np.searchsorted(r.mesh_row[rows], np.arange(n, len(o) + 1))
+    load, call = o.seconds * o["size"], np.searchsorted(r.arrays.start, rows, side="right") - 1
+    trains = rows[r.arrays.trainer[call] == call]
+    load[trains] += o.save_s[trains] * o["size"][trains]
+    load[n:] = np.minimum.reduceat(load[rows], row[:-1])
+    call_of_mesh = call[row[:-1]]
+    meshes, begin, start = list[int](), [0], [0]
+    for c in range(r.arrays.n_calls):
+        for group in _by_size(o, n + np.flatnonzero(call_of_mesh == c)):
+            meshes += group
+            begin.append(len(meshes))
         start.append(len(begin) - 1)
-    groups = _groups(r, np.array(start), np.array(begin), rows, load)
+    groups = _groups(r, np.array(start), np.array(begin), np.array(meshes), load)
     heaviest = np.argsort([-groups.lightest[g - 1] for g in groups.start[1:]], kind="stable")
-    return Tree(heaviest, load, rows, end, floor, spread_s, groups, cycles, cover(tables.problem.graph))
+    return Tree(heaviest, load, np.array(meshes), rows, row, groups, cycles, cover(tables.problem.graph))
 
 
-def _by(key: Ints, seconds: Floats, rows: Iterable[int]) -> list[list[int]]:
-    """Rows by a key, the keys and the rows of each fastest first."""
+def _by_size(o: Rows, meshes: Ints) -> list[list[int]]:
+    """Mesh rows by size, the sizes and the meshes of each fastest first."""
     found: dict[int, list[int]] = {}
-    for row in sorted(rows, key=lambda row: seconds[row]):
-        found.setdefault(int(key[row]), []).append(row)
+    for mesh in meshes[np.argsort(o.seconds[meshes], kind="stable")]:
+        found.setdefault(int(o[mesh]["size"]), []).append(int(mesh))
     return list(found.values())
 
 
-def _groups(r: Relaxation, start: Ints, begin: Ints, rows: Ints, load: Floats) -> Groups:
-    o = r.arrays.options
-    first = rows[begin[:-1]]
+def _groups(r: Relaxation, start: Ints, begin: Ints, meshes: Ints, load: Floats) -> Groups:
+    o = r.options
+    first = meshes[begin[:-1]]
     size, seconds = o["size"][first], o.seconds[first]
-    least = np.minimum.reduceat(load[rows], begin[:-1])
+    least = np.minimum.reduceat(load[meshes], begin[:-1])
     calls = list(pairwise(start))
     lightest, bare = (
         np.concatenate([np.minimum.accumulate(figure[a:b]) for a, b in calls])
@@ -122,7 +113,7 @@ def _groups(r: Relaxation, start: Ints, begin: Ints, rows: Ints, load: Floats) -
     most = max(b - a for a, b in calls)
     pair_s = np.zeros((len(r.trainer), most, most))
     for k, (trainer, reader) in enumerate(zip(r.trainer, r.reader, strict=True)):
-        kinds = [_kinds(r.arrays, rows, begin, *calls[call]) for call in (trainer, reader)]
+        kinds = [_kinds(r, meshes, begin, *calls[call]) for call in (trainer, reader)]
         between = _pairs(r.arrays, r.arrays.role[trainer], *kinds[0], *kinds[1])
         firsts = [
             np.searchsorted(group, np.arange(b - a))
@@ -130,20 +121,20 @@ def _groups(r: Relaxation, start: Ints, begin: Ints, rows: Ints, load: Floats) -
         ]
         by_group = np.minimum.reduceat(np.minimum.reduceat(between, firsts[0], axis=0), firsts[1], axis=1)
         pair_s[k, : by_group.shape[0], : by_group.shape[1]] = by_group
-    smallest = np.minimum.reduceat(r.least[rows], begin[:-1])
+    smallest = np.minimum.reduceat(r.least[meshes], begin[:-1])
     return Groups(start, size, seconds, least, lightest, bare, smallest, begin, pair_s)
 
 
-def _kinds(arrays: Arrays, rows: Ints, begin: Ints, low: int, high: int) -> tuple[Ints, Ints]:
+def _kinds(r: Relaxation, meshes: Ints, begin: Ints, low: int, high: int) -> tuple[Ints, Ints]:
     """Of every strategy in each of a call's groups the fastest row, and the group's number, counted from low."""
-    found: list[int] = []
-    groups: list[int] = []
+    n, found, groups = len(r.arrays.options), list[int](), list[int]()
     for group in range(low, high):
         fastest: dict[int, int] = {}
-        for row in rows[begin[group] : begin[group + 1]]:
-            kind = int(arrays.options.strategy[row])
-            if kind not in fastest or arrays.options.seconds[row] < arrays.options.seconds[fastest[kind]]:
-                fastest[kind] = int(row)
+        for mesh in meshes[begin[group] : begin[group + 1]]:  # fastest first; alike but for device classes
+            for row in r.kinds[r.kind[mesh - n] : r.kind[mesh - n + 1]]:
+                kind = int(r.options.strategy[row])
+                if kind not in fastest or r.options.seconds[row] < r.options.seconds[fastest[kind]]:
+                    fastest[kind] = int(row)
         found += fastest.values()
         groups += [group - low] * len(fastest)
     return np.array(found), np.array(groups)

@@ -1,7 +1,7 @@
 """A walk through the tree of partial choices, compiled: it looks for a choice with a period below a threshold.
 
-First come the groups of all calls (the sizes of their meshes), then meshes and options, calls in the order of their
-load. A branch is cut as soon as its completions provably exceed the threshold (planner/cover.py,
+First come the groups of all calls (the sizes of their meshes), then all meshes, then options, calls in the order of
+their load. A branch is cut as soon as its completions provably exceed the threshold (planner/cover.py,
 planner/relaxation.py) or lack memory. Complete choices that are left are priced exactly; one that is fast enough but
 may lack memory also with every set of its offloaded twins (planner/arrays.py): no twin is faster.
 
@@ -21,7 +21,8 @@ from planner.bound import allowance
 from planner.compiled import compiled, inner
 from planner.cover import Parts, cover_s
 from planner.evaluator import always_fits, priced
-from planner.relaxation import OPEN, Relaxation, exceeds, lacks, may_offload, move_s, overlap
+from planner.exceeds import exceeds
+from planner.relaxation import ALONE, BOTH, OPEN, Relaxation, lacks, may_offload, moves_s, overlap
 from planner.tree import Tree
 
 Floats = NDArray[np.float64]
@@ -33,13 +34,14 @@ ROUNDING = 1 + 1e-9  # periods that exceed a threshold by less do not count
 
 
 class Walk(NamedTuple):
-    """Where a walk stands. Depths below the number of calls choose groups, the others rows.
+    """Where a walk stands. There are as many depths as calls that choose groups, then meshes, then options.
 
     depth   [1]
-    place   [2 calls] per depth, place among the call's groups, or in the group's rows
-    group   [calls] groups, or OPEN; choice [calls] rows, or OPEN; moved_s [moves] seconds of the moves between rows
+    place   [3 calls] per depth, place among the call's groups, the group's meshes, or the mesh's rows
+    group   [calls] groups, or OPEN; choice [calls] rows, or OPEN
+    moves   [moves, 4] seconds of the moves between rows (Relaxation.moves_s)
     least_s [calls] seconds at least, by the group
-    allowed [2 calls + 1, calls] per depth, the most seconds that each call may take
+    allowed [3 calls + 1, calls] per depth, the most seconds that each call may take
     counts  [2] options tried, complete choices priced
     """
 
@@ -47,7 +49,7 @@ class Walk(NamedTuple):
     place: Ints
     group: Ints
     choice: Ints
-    moved_s: Floats
+    moves: Floats
     least_s: Floats
     allowed: Floats
     counts: Ints
@@ -58,12 +60,12 @@ def new_walk(r: Relaxation) -> Walk:
     n = r.arrays.n_calls
     return Walk(
         np.zeros(1, np.int64),
-        np.full(2 * n, -1),
+        np.full(3 * n, -1),
         np.full(n, OPEN),
         np.full(n, OPEN),
-        np.zeros(len(r.trainer)),
+        np.zeros((len(r.trainer), 4)),
         r.fastest.copy(),
-        np.full((2 * n + 1, n), np.inf),
+        np.full((3 * n + 1, n), np.inf),
         np.zeros(2, np.int64),
     )
 
@@ -74,25 +76,24 @@ def walk_on(
 ) -> tuple[int, float]:
     """Goes on with a walk for so many options.
 
-    levels  of the tree that it goes down: as many as calls (groups alone), or twice as many
+    levels  of the tree that it goes down: as many as calls (groups alone), twice (meshes) or three times as many
     Returns (DONE, infinity) when no further choice takes less than the threshold, (FOUND, seconds per iteration)
-    at a choice that does, which is then walk.choice, else (PAUSED, infinity). Groups that the bounds let pass
-    are FOUND without seconds (infinity).
+    at a choice that does, which is then walk.choice, else (PAUSED, infinity). Groups or meshes that the bounds let
+    pass are FOUND without seconds (infinity).
     """
     n = r.arrays.n_calls
     depth, until = walk.depth[0], walk.counts[0] + nodes
     while depth >= 0:
-        entered = (
-            _enter_group(r, t, walk, depth, threshold)
-            if depth < n
-            else _enter_row(r, t, walk, depth, threshold)
-        )
+        if depth < n:
+            entered = _enter_group(r, t, walk, depth, threshold)
+        else:
+            entered = _enter_row(r, t, walk, depth, threshold)
         if not entered:
             depth -= 1
         elif depth < levels - 1:
             depth += 1
             walk.place[depth] = -1
-        elif levels == n:
+        elif levels < 3 * n:
             return FOUND, np.inf
         else:
             time_s = _complete(r, walk, threshold)
@@ -200,7 +201,7 @@ def _groups_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: 
 @inner
 def _covers(r: Relaxation, t: Tree, walk: Walk, allowed: Floats, threshold: float) -> bool:
     """Whether the calls find room in the threshold, by what can run at once (planner/cover.py)."""
-    o, g, n = r.arrays.options, t.groups, r.arrays.n_calls
+    o, g, n = r.options, t.groups, r.arrays.n_calls
     seconds, load, sizes, meet = np.empty(n), np.empty(n), np.zeros(n, np.int64), np.zeros((n, n), np.bool_)
     for call in range(n):
         row, group = walk.choice[call], walk.group[call]
@@ -220,8 +221,8 @@ def _covers(r: Relaxation, t: Tree, walk: Walk, allowed: Floats, threshold: floa
         a, b = r.trainer[k], r.reader[k]
         if r.delay[k] == 1 and r.alone[k] and walk.group[a] != OPEN and walk.group[b] != OPEN:
             pair_s = g.pair_s[k, walk.group[a] - g.start[a], walk.group[b] - g.start[b]]
-            moved_s[k] = max(walk.moved_s[k], pair_s - seconds[a] - seconds[b])
-            moves[k] = walk.moved_s[k] > 0 or sizes[a] != sizes[b]
+            moved_s[k] = max(walk.moves[k, BOTH], pair_s - seconds[a] - seconds[b])
+            moves[k] = walk.moves[k, ALONE] > 0 or sizes[a] != sizes[b]
     parts = Parts(seconds, load, sizes, meet, r.trainer, r.reader, moves, moved_s)
     return cover_s(t.cover, parts, r.n_devices) <= threshold * ROUNDING
 
@@ -241,48 +242,30 @@ def _last_within(t: Tree, call: int, limit: float) -> int:
 
 @inner
 def _enter_row(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
-    """Gives the call of a depth its next row that the bounds let pass; leaves it open when there is none."""
-    o, call = r.arrays.options, t.order[depth - r.arrays.n_calls]
-    walk.choice[call] = OPEN
-    for k in range(len(r.trainer)):
-        if r.trainer[k] == call or r.reader[k] == call:
-            walk.moved_s[k] = 0.0
-    low, high = t.groups.begin[walk.group[call]], t.groups.begin[walk.group[call] + 1]
+    """Gives the call of a depth the next mesh of its group, or the next option on its mesh, that the bounds let
+    pass; leaves it without when there is none."""
+    n, n_options = r.arrays.n_calls, len(r.arrays.options)
+    call, places = t.order[depth % n], depth < 2 * n
+    if places:
+        among, none = t.meshes, OPEN
+        low, high = t.groups.begin[walk.group[call]], t.groups.begin[walk.group[call] + 1]
+    else:
+        row = walk.choice[call]
+        none = row if row >= n_options else r.mesh_row[row]
+        among, low, high = t.rows, t.row[none - n_options], t.row[none - n_options + 1]
     room = threshold * r.n_devices - _least_load(r, t, walk, depth, call, threshold)
-    walk.place[depth] += 1
-    while low + walk.place[depth] < high:
-        place = low + walk.place[depth]
-        row = t.rows[place]
+    while low + walk.place[depth] + 1 < high:
+        walk.place[depth] += 1
         walk.counts[0] += 1
-        begins = place == low or t.end[place - 1] == place
-        if begins:
-            if o[row].seconds > walk.allowed[depth, call]:
-                return False
-            if t.floor[place] > room:
-                walk.place[depth] = t.end[place] - low
-                continue
+        row = among[low + walk.place[depth]]
+        if r.options[row].seconds > walk.allowed[depth, call]:
+            break
         walk.choice[call] = row
-        raised = threshold + t.spread_s[place]
-        if o[row].seconds > walk.allowed[depth, call] or (
-            begins and not _mesh_may_stay(r, t, walk, depth, t.floor[place], raised)
-        ):
-            walk.place[depth] = t.end[place] - low
-        elif t.load[row] <= room and _may_stay(r, t, walk, depth, threshold):
+        if t.load[row] <= room and _may_stay(r, t, walk, depth, threshold):
             return True
-        else:
-            walk.place[depth] += 1
-        walk.choice[call] = OPEN
+    walk.choice[call] = none
+    _note_moves(r, walk, call, False)
     return False
-
-
-@inner
-def _mesh_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, floor: float, threshold: float) -> bool:
-    """Whether the mesh of the depth's call may stay with some row, given its fastest, its least load, and a
-    threshold raised by what another row may spare elsewhere."""
-    if exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, walk.allowed[depth + 1]):
-        return False
-    others = _least_load(r, t, walk, depth + 1, t.order[depth - r.arrays.n_calls], threshold)
-    return others + floor <= threshold * r.n_devices
 
 
 @inner
@@ -308,7 +291,7 @@ def _least_load(r: Relaxation, t: Tree, walk: Walk, depth: int, but: int, thresh
 @inner
 def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
     """The least load of a device by the chosen rows. Loads change only where a mesh begins or ends."""
-    o, least = r.arrays.options, np.inf
+    o, least = r.options, np.inf
     for point in range(-1, 2 * len(choice)):
         device = 0
         if point >= 0:
@@ -330,30 +313,33 @@ def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
 def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Whether some completion may keep to memory, threshold and the cluster's load. Prices the moves that the
     depth's call decides, but only when the bound with their least seconds lets the choice pass."""
-    allowed, call = walk.allowed[depth + 1], t.order[depth - r.arrays.n_calls]
-    if lacks(r, walk.choice) or exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, allowed):
+    allowed, call = walk.allowed[depth + 1], t.order[depth % r.arrays.n_calls]
+    if lacks(r, walk.choice):
         return False
-    if not _covers(r, t, walk, allowed, threshold):
-        return False
-    if _least_load(r, t, walk, depth + 1, -1, threshold) > threshold * r.n_devices:
-        return False
-    moves, stays = True, True
     for exact in (False, True):
-        if not (moves and stays):
+        if not _note_moves(r, walk, call, exact) and exact:
             break
-        moves = False
-        for k in range(len(r.trainer)):
-            if r.trainer[k] == call or r.reader[k] == call:
-                trainer, reader = walk.choice[r.trainer[k]], walk.choice[r.reader[k]]
-                if trainer != OPEN and reader != OPEN:
-                    walk.moved_s[k] = move_s(r, k, trainer, reader, exact)
-                    moves = moves or walk.moved_s[k] > 0
-        if moves:
-            stays = not exceeds(r, walk.choice, walk.least_s, walk.moved_s, threshold, allowed)
-            stays = stays and _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices
-            stays = stays and _covers(r, t, walk, allowed, threshold)
-    if not stays:
-        for k in range(len(r.trainer)):
-            if r.trainer[k] == call or r.reader[k] == call:
-                walk.moved_s[k] = 0.0
-    return stays
+        if exceeds(r, walk.choice, walk.least_s, walk.moves, threshold, allowed):
+            return False
+        if _least_load(r, t, walk, depth + 1, -1, threshold) > threshold * r.n_devices:
+            return False
+        if not _covers(r, t, walk, allowed, threshold):
+            return False
+    return True
+
+
+@inner
+def _note_moves(r: Relaxation, walk: Walk, call: int, exact: bool) -> bool:
+    """Notes the seconds of the moves that a call has part in, exactly where both ends are options, if wanted; returns
+    whether any of these moves."""
+    n, between_options = len(r.arrays.options), False
+    for k in range(len(r.trainer)):
+        if r.trainer[k] == call or r.reader[k] == call:
+            trainer, reader = walk.choice[r.trainer[k]], walk.choice[r.reader[k]]
+            if trainer == OPEN or reader == OPEN:
+                walk.moves[k] = 0.0
+            else:
+                moves_s(r, k, trainer, reader, exact, walk.moves[k])
+                moves = trainer < n and reader < n and walk.moves[k, ALONE] > 0
+                between_options = between_options or moves
+    return between_options

@@ -9,10 +9,11 @@ import pytest
 from planner.anneal import neighbours, start_state
 from planner.bound import call_cycles
 from planner.branch import bounds_by_groups, branching, proofs
+from planner.exceeds import exceeds
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
 from planner.problem import Problem
-from planner.relaxation import OPEN, exceeds, lacks, move_s, relaxation
+from planner.relaxation import OPEN, lacks, move_s, moves_s, relaxation
 from planner.search import bound_of
 from planner.tables import Tables
 from rlhf_tasks.spec import OnloadNode
@@ -93,29 +94,68 @@ def test_roles_are_offloaded_where_memory_lacks_and_only_there(small_problem, me
     assert state.time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
 
 
-def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem):
-    """Random choices, and the same with some calls open, on PPO."""
-    tables = Tables(small_problem(Cluster(2, 2), memory=1e9))
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem, cluster):
+    """Random choices, and the same with some calls open or on their meshes alone, on PPO."""
+    tables = Tables(small_problem(cluster, memory=1e9))
     assert any(option.offload for options in tables.options for option in options)
     r, random = relaxation(tables), np.random.default_rng(0)
     starts = r.arrays.start[:-1]
     allowed = np.zeros(r.arrays.n_calls)
-    tight = 0
+    tight = {0.0: 0, 0.5: 0, 1.0: 0}
     for _ in range(200):
         choice = np.array([random.integers(len(found)) for found in tables.options])
         time_s, excess_bytes, _ = tables.evaluate(choice)
-        for share in (0.0, 0.5):
-            rows = np.where(random.random(len(choice)) < share, OPEN, choice + starts)
-            moved_s = np.zeros(len(r.trainer))
-            for k in range(len(moved_s)):
+        chosen = choice + starts
+        offloaded = chosen >= r.arrays.offloaded
+        meshes = r.mesh_row[chosen - offloaded * (r.arrays.offloaded - starts)]
+        for without, placed in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.0, 1.0), (0.3, 0.4)):
+            rows = np.where(random.random(len(choice)) < placed, meshes, chosen)
+            rows[random.random(len(choice)) < without] = OPEN
+            moves = np.zeros((len(r.trainer), 4))
+            for k in range(len(moves)):
                 if rows[r.trainer[k]] != OPEN and rows[r.reader[k]] != OPEN:
-                    moved_s[k] = move_s(r, k, rows[r.trainer[k]], rows[r.reader[k]], random.random() < 0.5)
-            assert not exceeds(r, rows, r.fastest, moved_s, time_s * (1 + 1e-9), allowed)
-            seconds = r.arrays.options.seconds[choice + starts]
-            assert all(seconds[rows == OPEN] <= allowed[rows == OPEN] * (1 + 1e-9))
+                    moves_s(r, k, rows[r.trainer[k]], rows[r.reader[k]], random.random() < 0.5, moves[k])
+            assert not exceeds(r, rows, r.fastest, moves, time_s * (1 + 1e-9), allowed)
+            seconds = r.arrays.options.seconds[chosen]
+            loose = (rows == OPEN) | (rows == meshes)
+            assert all(seconds[loose] <= allowed[loose] * (1 + 1e-9))
             assert excess_bytes > 0 or not lacks(r, rows)
-            tight += share == 0 and exceeds(r, rows, r.fastest, moved_s, 0.7 * time_s, allowed)
-    assert tight > 150
+            if not without:
+                tight[placed] += exceeds(r, rows, r.fastest, moves, 0.7 * time_s, allowed)
+    assert tight[0.0] > 150
+    assert tight[0.5] > 100
+    assert tight[1.0] > 50
+
+
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+def test_a_mesh_row_is_as_good_as_each_option_on_the_mesh(small_problem, cluster):
+    """In seconds, save and bytes; and a move with those beside it takes no less than the least of it."""
+    r, random = relaxation(Tables(small_problem(cluster))), np.random.default_rng(1)
+    resident = np.flatnonzero(r.mesh_row[: len(r.arrays.options)] != OPEN)
+    meshes, o = r.mesh_row[resident], r.options
+    for field in ("first", "size"):
+        assert (o[field][meshes] == o[field][resident]).all()
+    for field in ("seconds", "save_s"):
+        assert (o[field][meshes] <= o[field][resident]).all()
+    assert (r.least[meshes] <= r.least[resident]).all()
+    least, joined = np.zeros(4), 0
+    for _ in range(300):
+        k = random.integers(len(r.trainer))
+        ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
+        moved_s = move_s(r, k, *ends, True)
+        known = [r.mesh_row[row] if random.random() < 0.7 else row for row in ends]
+        moves_s(r, k, *known, False, least)
+        slower = [o.seconds[row] - o.seconds[other] for row, other in zip(ends, known, strict=True)]
+        taken = moved_s + np.array([0.0, slower[0], slower[1], sum(slower)])
+        assert all(least <= taken + 1e-12)
+        joined += least[3] > least[0]
+    assert joined > 20
+
+
+def _of_call(r, call: int) -> np.ndarray:
+    """A call's resident rows."""
+    return np.arange(r.arrays.start[call], r.arrays.offloaded[call])
 
 
 def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
