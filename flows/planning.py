@@ -22,7 +22,8 @@ from planner.search import SearchResult, find_plan
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
-from rlhf_tasks.config_parts import Role, TrainingConfig
+from rlhf_tasks.config_base import TrainingConfig
+from rlhf_tasks.config_parts import Role
 from rlhf_tasks.examples import mean_prompt_tokens
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.spec import CallAssignment
