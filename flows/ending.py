@@ -23,6 +23,11 @@ END_S = 12.0  # from the signal until what is left is killed; P10 promises 20 s
 TWICE_S = 1.0  # a signal that comes again within this is the same one: sent to the process, and to its group
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CALLED_OFF = 0  # no signal has this number
+TERMINATED = 128 + signal.SIGTERM  # exit status, as shells have it
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as KeyboardInterrupt is Ctrl-C."""
 
 
 @contextmanager
@@ -40,6 +45,23 @@ def ending_in_time(run: "asyncio.Task[Any] | None" = None, end_s: float = END_S)
     finally:
         if watching:
             watch.call_off()
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated: a process that is told to end before its flow has begun cleans up too.
+
+    While a flow runs, Prefect's handler stands in this one's place, and hands the signal on to it when it is done.
+    """
+
+    def terminate(*_: object) -> None:
+        raise Terminated(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Watch:

@@ -10,6 +10,8 @@ from typing import Any
 
 from flows.clocks import generation_of
 from flows.planning import figures_of, hardware_of, problem_of
+from flows.this_machine import CPU_SLOT, gpus_here
+from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice, price_plan
 from planner.ran import RanCall, drifted, keep_figures
 from rlhf_tasks.config import AnyConfig, ConfigError
@@ -27,12 +29,14 @@ class Planned:
 
     price          of every node, of an iteration, and the peaks of tensors' memory
     process_bytes  memory of a rank's process besides; of several classes the largest
+    peak_flops_per_s  of all devices of the cluster together; None where this machine's GPUs are of no preset
     source         where the figures come from: a measured profile or a preset, and measured figures of runs
     figures        the file for what this run finds
     """
 
     price: PlanPrice
     process_bytes: int
+    peak_flops_per_s: float | None
     source: str
     figures: Path
 
@@ -54,7 +58,15 @@ def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
     if model.ran:
         source += f", corrected by measured figures of {', '.join(sorted({ran.call for ran in model.ran}))}"
     process_bytes = max(profile.process_bytes for profile in classes.profiles)
-    return Planned(price, process_bytes, source, figures_of(config, problem))
+    peak_flops_per_s = _peak_flops_per_s(config, model.classes)
+    return Planned(price, process_bytes, peak_flops_per_s, source, figures_of(config, problem))
+
+
+def _peak_flops_per_s(config: AnyConfig, classes: DeviceClasses) -> float | None:
+    if config.planning.device is None and gpus_here() and classes.profiles[0].name == CPU_SLOT:
+        return None
+    per_host = (classes.profiles[number].flops_per_s for number in classes.of_host)
+    return classes.cluster.devices_per_host * sum(per_host)
 
 
 def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequence[Row]) -> dict[str, Any]:

@@ -12,17 +12,18 @@ from planner.cluster_file import Hardware, named_hardware, read_cluster
 from planner.cost import CostModel
 from planner.device_classes import DeviceClasses
 from planner.graph import DataflowGraph
-from planner.measured import MeasuredProfile
+from planner.measured import MeasuredProfile, ProfileError
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
-from planner.profile_cache import cached
+from planner.profile_cache import cached, read_profiles
 from planner.ran import figures_file, read_figures
 from planner.search import SearchResult, find_plan
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
-from rlhf_tasks.config_parts import Role, TrainingConfig
+from rlhf_tasks.config_base import TrainingConfig
+from rlhf_tasks.config_parts import Role
 from rlhf_tasks.examples import mean_prompt_tokens
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.spec import CallAssignment
@@ -35,31 +36,36 @@ PROFILES = "profiles"  # folder of measured profiles, in the output folder
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
-def problem_of(config: AnyConfig, hardware: Hardware) -> Problem:
+def problem_of(config: AnyConfig, hardware: Hardware, profile: Path | None = None) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
-    Models that were measured on all hosts of a device class (`profile_folder`) are priced there by what was found,
-    the others by the device's figures, recalibrated. Calls whose runs drifted from their plan are corrected
-    by what those runs found.
-    Raises ConfigError with one sentence for models, lengths and graphs that cannot be.
+    Models that were measured on all hosts of a device class are priced there by what was found, the others by the
+    device's figures, recalibrated. Calls whose runs drifted from their plan are corrected by what those runs found.
+
+    profile  a file of `prefect-rlhf profile --out` to take the measured profiles from; default: `profile_folder`
+    Raises ConfigError with one sentence for models, lengths, graphs and profiles that cannot be.
     """
     try:
-        return _problem(config, hardware)
+        return _problem(config, hardware, profile)
     except ConfigError:
         raise
     except ValueError as error:  # what models, data and graph raise for a user's fault
         raise ConfigError(str(error)) from error
 
 
-def _problem(config: AnyConfig, hardware: Hardware) -> Problem:
+def _problem(config: AnyConfig, hardware: Hardware, profile: Path | None) -> Problem:
     shapes = shapes_of(config)
     models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
     workload = workload_of(config)
     _check_context(shapes, workload)
     classes, measured = hardware.classes, list[MeasuredProfile]()
+    stated = None if profile is None else _stated_profiles(profile, classes)
     for number, device in enumerate(classes.profiles):
-        own = Cluster(classes.of_host.count(number), classes.cluster.devices_per_host)
-        found = cached(profile_folder(config), device.name, own, models, workload.itemsize)
+        if stated is not None:
+            found = tuple(one for one in stated if one.device == device.name)
+        else:
+            own = classes.part(number)
+            found = cached(profile_folder(config), device.name, own, models, workload.itemsize)
         if found:
             profiles = list(classes.profiles)
             profiles[number] = recalibrated(device, found[0])
@@ -69,6 +75,30 @@ def _problem(config: AnyConfig, hardware: Hardware) -> Problem:
     uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
     ran = read_figures(figures_of(config, uncorrected))
     return Problem(graph, CostModel(cluster, classes, models, workload, measured, ran))
+
+
+def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfile, ...]:
+    """The profiles in a file. Raises ProfileError for one of other devices than the cluster has, or of a smaller or
+    larger cluster: it lacks figures of collectives, or has them of other links."""
+    profiles = read_profiles(path)
+    if not profiles:
+        raise ProfileError(
+            f"{path} has no profile in it. Measure again with prefect-rlhf profile --out FILE."
+        )
+    parts = {device.name: classes.part(number) for number, device in enumerate(classes.profiles)}
+    for profile in profiles:
+        measured_on = Cluster(profile.n_hosts, profile.devices_per_host)
+        if profile.device not in parts:
+            raise ProfileError(
+                f"{path} has a profile of {profile.device}; the cluster has {', '.join(parts)}. Measure the run's "
+                "devices with prefect-rlhf profile, or name the cluster's by --cluster or planning.device."
+            )
+        if parts[profile.device] != measured_on:
+            raise ProfileError(
+                f"{path} was measured on {measured_on} {profile.device}; the cluster has {parts[profile.device]} of "
+                "them. Measure on a cluster of that size with prefect-rlhf profile."
+            )
+    return profiles
 
 
 def figures_of(config: AnyConfig, problem: Problem) -> Path:

@@ -27,12 +27,13 @@ from flows.replanning import Replanning
 from flows.run_folder import open_run, run_folder_of, taken
 from flows.server import prefect_server
 from flows.summary import read_jsonl, rows_by_plan, run_figures
+from flows.this_machine import gpus_here
 from flows.training import RunControl, run_training
 from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError
 from rlhf_tasks.durable import replace_file
-from rlhf_tasks.journals import LINEAGE, METRICS, lineage_lines, metrics_line
+from rlhf_tasks.journals import LINEAGE, METRICS, MetricsLines, lineage_lines
 from rlhf_tasks.plan_log import PLAN
 from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.spec import NodeResult
@@ -92,6 +93,7 @@ async def carry_out(
                 deadline_floor_s=config.runtime.deadline_floor_s,
                 max_rebuilds=config.runtime.max_restarts,
                 predicted_s=expected[0].price.duration_s,
+                peak_flops_per_s=expected[0].peak_flops_per_s,
             )
         finally:
             await view.replanning.close()
@@ -139,6 +141,7 @@ class RunView:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
         self._events = CommitEvents(folder.name)
+        self._lines = MetricsLines(expected[0].peak_flops_per_s)
         # Lineage of the newest iterations of one plan. A long run's journal is too large to read again and again.
         self._shown = prepared.plan
         self._recent: deque[dict[str, Any]] = deque()
@@ -158,7 +161,7 @@ class RunView:
         """After each commit: a line and the bar; curves and timeline every so often."""
         now = time.monotonic()
         results = by_rank(committed)
-        metrics = json.loads(metrics_line(committed.iteration, results))
+        metrics = json.loads(self._lines.line(committed.iteration, results))
         rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
         self._keep_recent(committed.iteration, rows)
         done = committed.iteration + 1
@@ -268,11 +271,6 @@ def run_tags(config: AnyConfig) -> list[str]:
     )  # a run leaves its model as RUN/model
     plan = config.plan if config.plan in MADE_PLANS else "manual"
     return [f"algo:{config.type.replace('_', '-')}", f"model:{model}", f"plan:{plan}"]
-
-
-def gpus_here() -> int:
-    """Number of NVIDIA GPUs of this machine, found without loading torch."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def flow_run_name() -> str:

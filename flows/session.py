@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from prefect.exceptions import TerminationSignal
 from rich.console import Console
 from rich.markup import escape
 
-from flows.ending import Watch, ending_in_time
+from flows.ending import TERMINATED, Terminated, Watch, ending_in_time, terminable
 from flows.pipeline import rlhf_pipeline
 from flows.planning import profile_folder
 from flows.ppo import rlhf_ppo
@@ -25,8 +24,6 @@ from planner.profile_cache import read_profiles, write_profiles
 from rlhf_tasks.config import AnyConfig
 
 FLOWS = {"ppo": rlhf_ppo, "sft": sft, "reward_model": reward_model, "rollout": rollout}
-
-TERMINATED = 128 + signal.SIGTERM  # exit status, as shells have it
 
 console = Console()
 
@@ -69,7 +66,7 @@ def profile_here(config: AnyConfig, out: Path | None) -> None:
 def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any:
     stopped = f"\nstopped. To go on: {again}"
     try:
-        with ending_in_time() as watch:
+        with terminable(), ending_in_time() as watch:
             watch.last_words, watch.to_exit = f"{stopped}\n", True
             with prefect_server(folder) as server:
                 login = f"   login: {server.auth.replace(':', '  password: ')}" if server.auth else ""
@@ -78,7 +75,7 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
     except KeyboardInterrupt:
         console.print(stopped, highlight=False, soft_wrap=True)
         raise
-    except (asyncio.CancelledError, TerminationSignal):
+    except (asyncio.CancelledError, TerminationSignal, Terminated):
         console.print(stopped, highlight=False, soft_wrap=True)
         raise SystemExit(TERMINATED) from None
     except RunFailed as failure:

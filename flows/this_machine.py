@@ -26,6 +26,11 @@ def device_here(slots: int) -> DeviceProfile:
     return slot.model_copy(update={"memory_bytes": max(1, memory_bytes() // slots - slot.process_bytes)})
 
 
+def gpus_here() -> int:
+    """Number of NVIDIA GPUs of this machine, found without loading torch."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def memory_bytes() -> int:
     """The memory that this machine has, or that its container may use."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

@@ -11,6 +11,7 @@ from planner.measured import MeasuredProfile
 from planner.profile import DeviceProfile, Link
 from planner.sizes import Sizes, sizes
 from rlhf_tasks.measurements import Exchange, TimedExchange
+from rlhf_tasks.parallel.flops import layer_flops
 
 LEAST_EFFICIENCY = 1e-4  # a fit below this is no efficiency but an error of unit
 
@@ -24,7 +25,7 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
     """
     local = sizes(measured.model, "lm", 1)
     passes = [
-        (2 * o.tokens * local.layer + 2 * o.tokens * o.context * local.query, o.seconds)
+        (layer_flops(o.tokens, o.context / 2, local.layer, local.query), o.seconds)
         for o in measured.operations
         if (o.operation, o.tp) == ("layer/forward", 1)
     ]
@@ -99,7 +100,7 @@ def _decode_overhead_s(device: DeviceProfile, measured: MeasuredProfile, local: 
     rest = []
     for o in measured.operations:
         if (o.operation, o.tp) == ("layer/decode", 1):
-            flops = 2 * o.tokens * local.layer + 4 * o.tokens * o.context * local.query
+            flops = layer_flops(o.tokens, o.context, local.layer, local.query)
             traffic = (local.layer + 2 * o.tokens * o.context * local.kv) * measured.itemsize
             rest.append(max(o.seconds - device.compute_s(flops, traffic), 0.0))
     return median(rest) if rest else device.decode_overhead_s

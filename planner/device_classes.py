@@ -61,6 +61,10 @@ class DeviceClasses:
         number = {profile: i for i, profile in enumerate(profiles)}
         return DeviceClasses(cluster, tuple(profiles), tuple(number[device] for device in devices))
 
+    def part(self, number: int) -> Cluster:
+        """The hosts of one class as a cluster."""
+        return Cluster(self.of_host.count(number), self.cluster.devices_per_host)
+
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """(first device, class) of the longest runs of consecutive devices of one class, ascending."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from planner.profile import DeviceProfile
 from planner.sizes import Sizes
 from rlhf_tasks.measurements import Exchange, Pass
+from rlhf_tasks.parallel.flops import head_flops, layer_flops
 from rlhf_tasks.parallel.shape import Head
 
 GRADIENT_BYTES = 4  # float32 (optimizer.py)
@@ -76,7 +77,8 @@ class Roofline:
         passes = 2 if kind == "backward" else 1
         local = self._local
         traffic = (local.vocab * local.hidden + 2 * tokens * local.vocab) * self._itemsize
-        return self._device.compute_s(2 * passes * tokens * local.hidden * local.vocab, passes * traffic)
+        flops = passes * head_flops(tokens, local.hidden, local.vocab)
+        return self._device.compute_s(flops, passes * traffic)
 
     def update_s(self, parameters: float, dp: int) -> float:
         """Each dp rank updates its share; the gradients of all are cleared."""
@@ -110,7 +112,7 @@ class Roofline:
         cached  keys and values of the others are read from the KV cache
         """
         local = self._local
-        flops = 2 * tokens * local.layer + 4 * tokens * attended * local.query
+        flops = layer_flops(tokens, attended, local.layer, local.query)
         # Read and written: hidden states; query, key and value; the MLP's two branches and their product
         elements = tokens * (8 * local.hidden + 2 * local.query + 4 * local.kv + 6 * local.intermediate)
         if cached:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
 from distributed import Worker
 
 from rlhf_tasks.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
@@ -56,23 +57,6 @@ RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
 ALIVE_S = (
     2.0  # a process that runs answers within this; killing one that does not wakes the peers that it blocks
 )
-
-
-class Snapshots(Protocol):
-    """The commits in a run folder. Both methods may block; they run beside the event loop."""
-
-    def latest(self) -> tuple[int, int] | None:
-        """(step, cursor) of the newest commit that verifies; None when there is none."""
-        ...
-
-    def commit(
-        self, order: do.WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
-    ) -> None:
-        """Write the manifest of a step and rename; append the metrics of `order.iterations`.
-
-        results  iteration -> node -> rank -> result, of the iterations that this commit makes final
-        """
-        ...
 
 
 class NodeAborted(RuntimeError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf_tasks.durable import append_lines, explain, sync
-from rlhf_tasks.journals import LINEAGE, METRICS, IterationResults, lineage_lines, metrics_line
+from rlhf_tasks.journals import LINEAGE, METRICS, IterationResults, MetricsLines, lineage_lines
 from rlhf_tasks.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -141,6 +141,8 @@ class RunIdentity(Protocol):
     def config(self) -> Mapping[str, Any]: ...
     @property
     def run_folder(self) -> str: ...
+    @property
+    def peak_flops_per_s(self) -> float | None: ...
 
 
 def run_snapshots(spec: RunIdentity) -> "RunSnapshots":
@@ -155,6 +157,7 @@ class RunSnapshots:
         self._spec = spec
         self._folder = Path(spec.run_folder)
         self._journals = {METRICS: 0, LINEAGE: 0}
+        self._metrics = MetricsLines(spec.peak_flops_per_s)
 
     def latest(self) -> tuple[int, int] | None:
         """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
@@ -215,7 +218,7 @@ class RunSnapshots:
     def _append(self, iterations: Iterable[int], results: Mapping[int, IterationResults]) -> dict[str, int]:
         """Append to both journals behind the last commit. Returns their new sizes."""
         lines = {
-            METRICS: [metrics_line(i, results[i]) for i in iterations if i in results],
+            METRICS: [self._metrics.line(i, results[i]) for i in iterations if i in results],
             LINEAGE: [line for i in iterations if i in results for line in lineage_lines(i, results[i])],
         }
         sizes = {}

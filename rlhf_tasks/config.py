@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from rlhf_tasks.config_base import BaseConfig, TrainingConfig
 from rlhf_tasks.config_files import ConfigError, first_fault, parse_yaml, read_yaml
 from rlhf_tasks.config_parts import (
     ActorOnly,
     Assignments,
-    BaseConfig,
     GRPOModels,
     ModelsConfig,
     OptimizerConfig,
@@ -24,7 +24,6 @@ from rlhf_tasks.config_parts import (
     RolloutModels,
     SamplingConfig,
     ScoringConfig,
-    TrainingConfig,
 )
 from rlhf_tasks.spec import CallAssignment
 

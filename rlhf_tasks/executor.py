@@ -51,6 +51,7 @@ class Executor:
             metrics=dict(outcome.metrics),
             versions=self._run.versions(),
             bytes_sent=outcome.bytes_sent,
+            flops=outcome.flops,
             peak_bytes=peak_bytes(self._run.device),
             digest=outcome.digest,
         )

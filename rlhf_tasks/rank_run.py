@@ -46,6 +46,7 @@ class Outcome:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     bytes_sent: int = 0
+    flops: float = 0.0
     digest: str = ""
 
 
@@ -127,13 +128,14 @@ class RankRun:
             rewards=self._rewards,
             run_folder=Path(self._spec.run_folder),
         )
+        flops_before = engine.flops
         output = FUNCTIONS[self._config.type][call.name](engine, batch, context)
         if node.trains:
             engine.version += 1
         if engine.is_head and output.batch is not None:
             to_store = {inside: outside for outside, inside in call.remap.items()}
             self._samples.put(_only(_renamed(output.batch, to_store), call.outputs))
-        return Outcome(output.metrics)
+        return Outcome(output.metrics, flops=engine.flops - flops_before)
 
     @_perform.register
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:

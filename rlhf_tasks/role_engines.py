@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config import AnyConfig
-from rlhf_tasks.config_parts import OptimizerConfig, Role, TrainingConfig
+from rlhf_tasks.config_base import TrainingConfig
+from rlhf_tasks.config_parts import OptimizerConfig, Role
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.host_copies import HostCopy, copier

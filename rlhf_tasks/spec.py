@@ -278,6 +278,7 @@ class NodeResult(Frozen):
     started_s, ended_s  time.time() of the rank
     metrics             global values, equal on all ranks of the mesh
     bytes_sent          bytes this rank sent to others for a transfer or reallocation
+    flops               work of the model that this rank's replica did for a call; on its head, else 0
     peak_bytes          the most memory that this rank has held since the generation was loaded
     """
 
@@ -288,6 +289,7 @@ class NodeResult(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
     versions: dict[str, int] = Field(default_factory=dict)
     bytes_sent: int = 0
+    flops: float = 0.0
     peak_bytes: int = 0
     digest: str = ""
     details: dict[str, Any] = Field(default_factory=dict)

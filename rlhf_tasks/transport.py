@@ -38,6 +38,7 @@ class RunSpec(Frozen):
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
     deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) seconds
     predicted_s     node name -> seconds that the plan predicts
+    peak_flops_per_s  of all devices together, which `mfu` refers to; None where nobody knows it
     changes         plans that later iterations go by, as the run folder's log has them
     """
 
@@ -54,6 +55,7 @@ class RunSpec(Frozen):
     deadline_factor: float = 10.0
     deadline_floor_s: float = 60.0
     predicted_s: dict[str, float] = Field(default_factory=dict)
+    peak_flops_per_s: float | None = Field(default=None, gt=0)
     max_rebuilds: int = 3
     changes: tuple[ScheduledPlan, ...] = ()
 

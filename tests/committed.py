@@ -22,9 +22,12 @@ def state_at(folder, step):
 
 
 def metrics_of(folder):
-    """The lines of metrics.jsonl, without what clocks say."""
+    """The lines of metrics.jsonl, without what clocks say (`mfu` among it)."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "time" not in k and "per_s" not in k} for line in lines]
+    return [
+        {k: v for k, v in line.items() if "time" not in k and "per_s" not in k and k != "mfu"}
+        for line in lines
+    ]
 
 
 def moves_of(folder):

@@ -34,6 +34,7 @@ def plan(
     *overrides: str,
     config: Path,
     cluster: Path | None = None,
+    profile: Path | None = None,
     mode: Literal["search", "mcmc", "heuristic", "symmetric", "disjoint"] = "search",
     evaluate: Path | None = None,
     time_limit: float | None = None,
@@ -55,6 +56,9 @@ def plan(
         The run's configuration, a YAML file.
     cluster
         A YAML file with n_hosts, devices_per_host and device; default: what the configuration says.
+    profile
+        Profiles that were measured elsewhere, on a cluster like this one (prefect-rlhf profile --out FILE); default:
+        those in <output_dir>/profiles/.
     mode
         How to find the plan.
     evaluate
@@ -76,7 +80,7 @@ def plan(
     hardware = hardware_of(settings, cluster)
     for warning in hardware.warnings:
         warnings.print(f"[bold yellow]warning:[/] {warning}", soft_wrap=True)
-    problem = problem_of(settings, hardware)
+    problem = problem_of(settings, hardware, profile)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     chosen_seed = settings.seed if seed is None else seed
     if evaluate is None:

@@ -53,12 +53,13 @@ def run(
     if settings.type != algorithm.replace("-", "_"):
         raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
     prepared = prepare(settings, folder)
+    # Prefect takes seconds to import: a faulty configuration was refused before that, and a run folder is made when
+    # Ctrl-C names the way to go on in it.
+    from flows.session import run_here
+
     with run_folder_of(settings, folder) as folder:
         if settings.plan == "auto":  # the flow takes up what was planned here
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
-        # Prefect takes seconds to import: a faulty configuration was refused before that.
-        from flows.session import run_here
-
         run_here(settings.type, settings, folder)
 
 

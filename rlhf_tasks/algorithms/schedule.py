@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.context import CallContext
-from rlhf_tasks.config_parts import OptimizerConfig, TrainingConfig
+from rlhf_tasks.config_base import TrainingConfig
+from rlhf_tasks.config_parts import OptimizerConfig
 from rlhf_tasks.parallel.random import permutation
 from rlhf_tasks.parallel.samples import SampleBatch
 from rlhf_tasks.parallel.transfers import mini_batch_blocks

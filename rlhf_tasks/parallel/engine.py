@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_tasks.parallel.flops import TRAINING, forward_flops
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
@@ -51,6 +52,7 @@ class Engine:
     version             the number of train calls applied to these weights; whoever runs the call counts it,
                         for a call may be many steps
     state               what the role keeps besides parameters and optimizer, JSON-able
+    flops               work of the model that this replica has done (parallel/flops.py); on its head, else 0
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         self.coordinate = self.placement.coordinate(groups.rank)
         self.version = version
         self.state: dict[str, Any] = {}
+        self.flops = 0.0
         self._mesh = groups[self.placement.devices]
         stage.requires_grad_(optimizer_settings is not None)
         self.optimizer: Optimizer | None = None
@@ -101,6 +104,7 @@ class Engine:
             return output(y, micro) if self.is_last_stage else y
 
         rows = self.pipeline.forward(micros, run)
+        self.count(forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths))
         return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
 
     def train_step(
@@ -126,10 +130,17 @@ class Engine:
             return terms.total / denominator
 
         self.pipeline.forward_backward(split(batch, micro_batches), run)
+        forward = forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths)
+        self.count(TRAINING * forward)
         metrics = self._sum_by_name(sums.totals())
         metrics["loss"] = metrics.get("loss", 0.0) / denominator
         report = self.optimizer.apply(learning_rate, finite=math.isfinite(metrics["loss"]))
         return {**metrics, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+
+    def count(self, flops: float) -> None:
+        """Add work that this replica has done."""
+        if self.is_head:
+            self.flops += flops
 
     def logprobs(self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
         """[T] log-probability of each token given those before it; 0 at each sample's first.

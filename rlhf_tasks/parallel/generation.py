@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.decode_graph import DecodeGraphs
 from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.flops import generation_flops
 from rlhf_tasks.parallel.kv_cache import KVCache, vacate
 from rlhf_tasks.parallel.micro_batch import MicroBatch, balance, micro_batch
 from rlhf_tasks.parallel.packed_weights import PackedWeights, can_pack
@@ -83,7 +84,13 @@ def generate(
         randomness = (seed, purpose, iteration)
         groups = [_Group(engine, share, params, randomness, record_kept) for share in shares]
         _decode(groups, params.max_new_tokens)
-    return _assemble(batch, groups, engine.stage.dtype, record_kept) if engine.is_head else None
+    if not engine.is_head:
+        return None
+    answered = _assemble(batch, groups, engine.stage.dtype, record_kept)
+    lengths = answered["input_ids"].lengths
+    new_tokens = sum(lengths) - sum(batch["prompt_ids"].lengths)
+    engine.count(generation_flops(engine.layout.shape, lengths, new_tokens))
+    return answered
 
 
 def _multiplication(engine: Engine, params: SamplingParams) -> AbstractContextManager:

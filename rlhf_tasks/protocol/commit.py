@@ -1,13 +1,16 @@
-"""Which step may be committed when: the pure part of the commit. Step N is the state after N iterations.
+"""Which step may be committed when: the pure part of the commit, and what it asks of the part that writes. Step N is
+the state after N iterations.
 
 Iterations become *complete* in any order (every node done, every part of their snapshot durable); commits are
 written in order, one at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from rlhf_tasks.protocol.instructions import SETUP
+from rlhf_tasks.protocol.instructions import SETUP, WriteCommit
+from rlhf_tasks.spec import NodeResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,23 @@ class SnapshotSchedule:
         while not self.is_snapshot(iteration):
             iteration += 1
         return iteration
+
+
+class Snapshots(Protocol):
+    """The commits in a run folder. Both methods may block; they run beside the event loop."""
+
+    def latest(self) -> tuple[int, int] | None:
+        """(step, cursor) of the newest commit that verifies; None when there is none."""
+        ...
+
+    def commit(
+        self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
+    ) -> None:
+        """Write the manifest of a step and rename; append the metrics of `order.iterations`.
+
+        results  iteration -> node -> rank -> result, of the iterations that this commit makes final
+        """
+        ...
 
 
 class CommitOrder:

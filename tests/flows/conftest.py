@@ -33,6 +33,7 @@ def expected(tmp_path):
     return Planned(
         PlanPrice(seconds, {}, SteadyState(3.0, (), {}), peaks),
         5,
+        1e9,
         "preset of cpu-slot",
         tmp_path / "ran.json",
     )

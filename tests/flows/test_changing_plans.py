@@ -113,7 +113,7 @@ def runs(cluster, tmp_path, monkeypatch):
 def learned(folder):
     """Every metric of every iteration but times and what is made of them."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/"))}
+        {name: value for name, value in row.items() if not name.startswith(("time/", "throughput/", "mfu"))}
         for row in read_jsonl(folder / "metrics.jsonl")
     ]
 

@@ -340,6 +340,22 @@ def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, 
     assert ran == [("ppo", began.model_copy(update={"cluster": moved}), folder)]
 
 
+def test_ctrl_c_before_there_is_a_run_folder_names_none_and_leaves_none(call, tmp_path, monkeypatch, capsys):
+    """While Prefect is imported, for which there are seconds."""
+
+    class Importing:
+        @property
+        def run_here(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "flows.session", Importing())
+    with pytest.raises(SystemExit) as ended:
+        call("run", "ppo", "--config", "FILE")
+    assert ended.value.code == 130
+    assert "go on" not in "".join(capsys.readouterr())
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("resume", ["auto", "FOLDER"])
 def test_resume_in_the_configuration_goes_on_with_that_run(call, document, monkeypatch, resume):
     began = make_config({**document, "name": "mine"})

@@ -80,5 +80,6 @@ def test_a_run_that_is_told_to_end_while(prefect, tmp_path, moment, number):
             assert (folder / "model" / "README.md").exists()
             return
         assert status in (128 + number, -number), run.output
+        assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
         assert "Traceback" not in run.output
     assert go_on(folder, tmp_path / "again", environment)["iterations"] == ITERATIONS

@@ -100,6 +100,38 @@ def test_a_command_whose_signal_was_swallowed_ends_and_says_how_to_go_on():
     assert "To go on: prefect-rlhf run ppo --resume mine" in out
 
 
+WHILE_ITS_SERVER_STARTS = """
+    import os, sys, time
+    from contextlib import contextmanager
+    from pathlib import Path
+    from flows import session
+
+    @contextmanager
+    def starting(folder):
+        try:
+            os.kill(os.getpid(), int(sys.argv[1]))
+            time.sleep(400)
+            yield
+        finally:
+            print("the server is gone")
+
+    session.prefect_server = starting
+    try:
+        session.run_here("ppo", None, Path("mine"))
+    except KeyboardInterrupt:  # as the command line does
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+def test_a_command_whose_server_is_starting_cleans_up_and_says_how_to_go_on(number):
+    with python(WHILE_ITS_SERVER_STARTS, str(int(number))) as command:
+        out, errors = command.communicate(timeout=300)
+    assert command.returncode == 128 + number, errors
+    assert "the server is gone" in out
+    assert out.endswith("stopped. To go on: prefect-rlhf run ppo --resume mine\n")
+
+
 @pytest.mark.parametrize("place", ["a run", "the demo"])
 def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, place):
     """As a deployment has it: there is no command around the flow."""

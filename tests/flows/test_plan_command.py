@@ -10,7 +10,16 @@ import pytest
 import yaml
 
 from flows.cli import run_command
+from planner.measured import MeasuredProfile
+from planner.mesh import Cluster
+from planner.profile import preset
+from planner.profile_cache import cache_file, write_profiles
+from planner.sizes import sizes
+from planner.timing import Roofline
 from rlhf_tasks.config import make_config, manual_assignments
+from rlhf_tasks.measurements import Measurements, Timed, TimedExchange
+from rlhf_tasks.parallel.shape import ModelShape
+from tests.planner.test_measured import EXCHANGES, sampled_operations
 
 pytestmark = pytest.mark.timeout(600)  # the first to evaluate plans compiles that
 
@@ -466,3 +475,69 @@ def test_planning_loads_neither_torch_nor_prefect(tmp_path):
     done = subprocess.run([*command, "--mode", "heuristic"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("loaded: []\n"), done.stdout
+
+
+SHAPE = ModelShape.from_config(LLAMA)
+
+
+def measured(shape=SHAPE, device="cpu-slot", n_hosts=1, slower=1.0) -> MeasuredProfile:
+    """A profile of hosts with two slots that are so much slower than a CPU slot by its figures."""
+    roofline = Roofline(preset("cpu-slot"), sizes(shape, "lm", 1), "lm", 1, False, 4)
+    operations = [
+        Timed(operation=operation, tp=tp, tokens=tokens, context=context, seconds=slower * seconds)
+        for tp in (1, 2)
+        for operation, tokens, context, seconds in sampled_operations(shape, tp)
+    ]
+    exchanges = [
+        TimedExchange(
+            kind=kind,
+            ranks=2,
+            crosses_hosts=False,
+            size_bytes=size_bytes,
+            seconds=slower * roofline.exchange_s(kind, 2, size_bytes, False),
+        )
+        for kind in EXCHANGES
+        for size_bytes in (0, 2**24)
+    ]
+    found = Measurements(operations=tuple(operations), exchanges=tuple(exchanges), process_bytes=10**8)
+    return MeasuredProfile.of(device, n_hosts, 2, shape, 4, [found])
+
+
+def planned_s(call, document, figures, *arguments) -> float:
+    """The time of an iteration under the heuristic's plan."""
+    status, _, err = call(document, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments)
+    assert status == 0, err
+    return json.loads(figures.read_text())["iteration_time_s"]
+
+
+def test_a_profile_from_elsewhere_is_gone_by_as_one_measured_here_is(call, tmp_path):
+    figures, elsewhere = tmp_path / "figures.json", tmp_path / "measured.json"
+    document = ppo(output_dir=str(tmp_path / "runs"))
+    write_profiles([measured(slower=20)], elsewhere)
+    without = planned_s(call, document, figures)
+    by_profile = planned_s(call, document, figures, "--profile", str(elsewhere))
+    assert by_profile > 5 * without
+    here = cache_file(tmp_path / "runs" / "profiles", "cpu-slot", Cluster(1, 2), SHAPE, 4)
+    here.parent.mkdir(parents=True)
+    elsewhere.rename(here)
+    assert planned_s(call, document, figures) == by_profile
+    write_profiles([measured()], elsewhere)
+    assert planned_s(call, document, figures, "--profile", str(elsewhere)) < by_profile, "the file goes first"
+
+
+@pytest.mark.parametrize(
+    ("profiles", "parts"),
+    [
+        ([measured(ModelShape.from_config({**LLAMA, "hidden_size": 32}))], ("another model", "hidden 32")),
+        ([measured(device="h100-sxm")], ("a profile of h100-sxm; the cluster has cpu-slot", "measured.json")),
+        ([measured(n_hosts=2)], ("measured on 2x2 cpu-slot; the cluster has 1x2", "measured.json")),
+        ([], ("measured.json has no profile",)),
+        (None, ("measured.json is no profile", "No such file")),
+    ],
+    ids=["model", "device", "cluster", "empty", "missing"],
+)
+def test_a_profile_that_does_not_fit_is_refused(call, tmp_path, profiles, parts):
+    path = tmp_path / "measured.json"
+    if profiles is not None:
+        write_profiles(profiles, path)
+    refused(call(ppo(), "--profile", str(path)), *parts)

@@ -123,6 +123,22 @@ def test_a_run_is_priced_before_it_starts(tmp_path):
     assert expectation.process_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("gpus", "device", "peak"),
+    [
+        (0, None, 2 * 171e9),
+        (2, "h100-sxm", 2 * 989e12),
+        (2, None, None),  # GPUs of no preset: a CPU slot's peak would be no peak of theirs
+    ],
+)
+def test_the_peak_that_mfu_refers_to_is_of_all_devices(tmp_path, monkeypatch, gpus, device, peak):
+    from flows.prepare import prepare
+
+    monkeypatch.setattr("flows.planned.gpus_here", lambda: gpus)
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2}, planning={"device": device})
+    assert planned(config, prepare(config).plan).peak_flops_per_s == peak
+
+
 def test_the_next_run_goes_by_what_the_last_one_found(tmp_path):
     from flows.prepare import prepare
 

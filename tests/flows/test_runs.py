@@ -41,6 +41,11 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 ITERATIONS = 4
+METRICS = {
+    *("reward", "reward_std", "rewards/length_reward/mean", "kl", "entropy", "clip_ratio"),
+    *("completions/mean_length", "throughput/tokens_per_s", "mfu"),
+}
+"""Names under which users know what a run of PPO tells."""
 PLAN = Path(deployments.__file__).with_name("demo_plan.yaml")
 
 
@@ -94,6 +99,10 @@ def test_the_summary_tells_what_each_call_did(finished):
     metrics = read_jsonl(folder / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == list(range(ITERATIONS))
     assert metrics[-1]["policy/mismatch"] < 1e-5  # generation and training layouts score alike
+    assert metrics[-1].keys() >= {*METRICS, *(f"time/{name}" for name in summary["calls"])}
+    assert all(0 < row["mfu"] < 1 for row in metrics)
+    work = {row["node"] for row in read_jsonl(folder / "lineage.jsonl") if row["flops"] > 0}
+    assert work == set(summary["calls"]), "models compute in calls, and in nothing else"
 
 
 def test_plain_transformers_answers_as_the_engine_does(finished):
@@ -180,7 +189,7 @@ def test_the_model_folder_has_its_card(finished):
     assert "| reward |" in card
 
 
-def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monkeypatch, capsys):
+def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monkeypatch, capsys, expected):
     """Hooks run beside the training: when they are late, the journal is further on already."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 7, "reward": 7.0}) + "\n")
 
@@ -191,7 +200,7 @@ def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monk
         monkeypatch.setattr(f"flows.artifacts.{name}", nothing)
     monkeypatch.setattr("flows.events.CommitEvents.tell", nothing)
     monkeypatch.setattr("flows.runs.get_run_logger", lambda: logging.getLogger("test"))
-    view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path, {})
+    view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path, {0: expected})
     monkeypatch.setattr(view, "_progress", uuid4())
     key = NodeKey("r", 1, 0, 3, "generate")
     result = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"reward": 3.0})

@@ -40,6 +40,7 @@ class Spec:
     attempt: int = 1
     run: str = "test"
     config: dict[str, Any] = field(default_factory=lambda: {"seed": 5, "keep_last": 2})
+    peak_flops_per_s: float | None = None
 
 
 def record(version: int) -> RoleRecord:

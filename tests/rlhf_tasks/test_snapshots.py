@@ -54,6 +54,7 @@ class Spec:
     attempt: int = 1
     run: str = "test"
     config: dict[str, Any] = field(default_factory=dict)
+    peak_flops_per_s: float | None = None
 
 
 def plan() -> ExecutionPlan:

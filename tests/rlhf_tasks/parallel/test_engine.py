@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from rlhf_tasks.parallel.engine import Engine, Loss, LossTerms, share_batch
+from rlhf_tasks.parallel.flops import forward_flops
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout import Head, Layout, ModelShape
 from rlhf_tasks.parallel.micro_batch import MicroBatch
@@ -323,6 +324,22 @@ def test_tied_and_untied_of_each_family(ranks, model: str, strategy: ParallelStr
 def test_the_number_of_micro_batches_changes_nothing(ranks, strategy, micro_batches: int) -> None:
     how = {"rows": 1e-10, "relative": 1e-9, "micro_batches": micro_batches}
     _compare(ranks, "llama", "lm", strategy, torch.float64, **how)
+
+
+def _work(rank: int, world: int, trial: Trial):
+    engine = _engine(trial, rank)
+    batch = _shared(engine, rank)
+    engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
+    engine.train_step(batch, _loss(engine), DENOMINATOR, trial.micro_batches, 1e-2)
+    return engine.flops
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 1, 2)], ids=str)
+def test_the_work_of_all_ranks_is_the_models_however_it_is_split(ranks, strategy) -> None:
+    """One forward pass, and a step of three."""
+    trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
+    layout = trial.layout
+    assert sum(ranks.run(strategy.size, _work, trial)) == 4 * forward_flops(layout.shape, "lm", LENGTHS)
 
 
 def _poisoned(rank: int, world: int, trial: Trial):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel import generation
 from rlhf_tasks.parallel.engine import Engine
+from rlhf_tasks.parallel.flops import generation_flops
 from rlhf_tasks.parallel.generation import generate
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout import Layout
@@ -205,6 +206,14 @@ def test_min_equal_to_max_gives_exactly_that_many_tokens():
     )
     assert {len(r) for r in responses(samples).values()} == {6}
     assert samples["truncated"].values.all()
+
+
+def test_work_is_counted_of_the_tokens_that_came():
+    engine, batch = build("llama", torch.float32), prompts()
+    samples = draw(engine, batch, max_new_tokens=9, stop_ids=STOPS)
+    lengths, new_tokens = samples["input_ids"].lengths, int(samples["response_mask"].values.sum())
+    assert new_tokens < 9 * len(LENGTHS), "some end early"
+    assert engine.flops == generation_flops(engine.layout.shape, lengths, new_tokens) > 0
 
 
 def test_one_new_token_and_no_samples():
