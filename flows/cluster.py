@@ -23,12 +23,14 @@ from distributed import Client, Nanny, Scheduler, Security, SpecCluster
 from flows.cluster_checks import (
     address_of,
     refuse_exposed,
+    refuse_other_devices,
     refuse_other_versions,
     refuse_private_folder,
     refuse_unsafe,
 )
 from flows.ending import deaf_to_ctrl_c, leave_if_cancelled
 from flows.members import ClusterError, Member, members, whole_hosts
+from planner.profile import DeviceProfile
 from rlhf_tasks.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
 
 SETTINGS = {
@@ -205,6 +207,8 @@ def found_cluster(
     devices_per_host: int = 1,
     environment: Mapping[str, str] | None = None,
     deadline_s: float = START_DEADLINE_S,
+    assumed: DeviceProfile | None = None,
+    needs: Mapping[int, float] | None = None,
 ) -> Iterator[Cluster]:
     """A cluster that runs already, by its scheduler's address; it is left as it was found.
 
@@ -213,6 +217,7 @@ def found_cluster(
     environment       the Prefect server's address and login, which the controller reports to as soon as the
                       run holds its lease
     deadline_s        how long to wait for enough workers
+    assumed, needs    what the devices were taken for by a plan that nobody told, and its bytes of tensors by rank
     Certificates for a tls:// address are those of Dask's own configuration, `distributed.comm.tls`. Raises
     ClusterError naming the address, the setting, the version or the number of workers to change.
     """
@@ -222,6 +227,8 @@ def found_cluster(
         serving = (*cluster.ranks, cluster.controller)
         refuse_exposed(client, serving)
         refuse_private_folder(client, serving, folder)
+        if assumed is not None:
+            refuse_other_devices(client, cluster.ranks, assumed, devices_per_host, needs or {})
         yield replace(cluster, environment=environment)
 
 

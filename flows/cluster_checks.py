@@ -1,7 +1,8 @@
-"""What is refused, by name, of a cluster that others have started: unsafe settings, open doors, other versions."""
+"""What is refused, by name, of a cluster that others have started: unsafe settings, open doors, other versions, other
+devices than were planned for."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
 from pathlib import Path
@@ -12,6 +13,8 @@ from uuid import uuid4
 from distributed import Client, Scheduler, Worker
 
 from flows.members import ClusterError, Member
+from flows.this_machine import device_here
+from planner.profile import DeviceProfile
 
 MIN_WORKER_TTL_S = 120.0  # shorter: a long call that holds the GIL would count as a dead worker
 SAME_VERSIONS = ("distributed", "prefect", "prefect-dask", "torch", "transformers")
@@ -88,6 +91,37 @@ def refuse_other_versions(client: Client, members: Sequence[Member]) -> None:
                     f"worker {address} has {package} {there[package]}; this process has {ours}. "
                     "Install the same versions on all hosts (requirements.lock)."
                 )
+
+
+def refuse_other_devices(
+    client: Client,
+    ranks: Sequence[Member],
+    assumed: DeviceProfile,
+    devices_per_host: int,
+    needs: Mapping[int, float],
+) -> None:
+    """Raises ClusterError for a rank whose device is of another kind than the plan was made for, or has less memory
+    than the plan needs there.
+
+    assumed  what planning took all devices for: this machine's
+    needs    rank -> most bytes of tensors on its device, by the plan
+    """
+    workers = [rank.address for rank in ranks]
+    found = cast(dict[str, DeviceProfile], client.run(device_here, devices_per_host, workers=workers))
+    for number, rank in enumerate(ranks):
+        there, needed_bytes = found[rank.address], needs.get(number, 0)
+        where = f"worker {rank.name} on host {rank.host}"
+        if there.name != assumed.name:
+            raise ClusterError(
+                f"{where} has a {there.name}; the plan was made for {assumed.name}, which this machine has. Set "
+                f"planning.device={there.name}."
+            )
+        if needed_bytes > there.memory_bytes:
+            raise ClusterError(
+                f"{where} has {there.memory_bytes} bytes for tensors, and the plan, made for the memory of this "
+                f"machine, needs {needed_bytes:.0f} there. Set planning.device to a YAML file with "
+                f"{{like: {there.name}, memory_bytes: {there.memory_bytes}}}."
+            )
 
 
 def _versions() -> dict[str, str]:

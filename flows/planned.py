@@ -40,6 +40,11 @@ class Planned:
     source: str
     figures: Path
 
+    @property
+    def needs(self) -> dict[int, float]:
+        """Device -> most bytes of tensors that it holds."""
+        return {device: peak.total_bytes for device, peak in self.price.peaks.items()}
+
 
 def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
     """The expectation for a run, from measured profiles of its models where there are some.

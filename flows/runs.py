@@ -22,6 +22,7 @@ from flows.ending import ending_in_time
 from flows.events import CommitEvents
 from flows.model_card import model_card
 from flows.planned import Planned, keep_drift, planned, planned_and_measured
+from flows.planning import hardware_of
 from flows.prepare import Prepared, prepare
 from flows.replanning import Replanning
 from flows.run_folder import open_run, run_folder_of, taken
@@ -69,7 +70,7 @@ async def carry_out(
         ending_in_time(asyncio.current_task()),
         taken(folder),
         prefect_server(folder) as server,
-        cluster_of(config, folder, server.environment) as cluster,
+        cluster_of(config, folder, server.environment, expected[0].needs) as cluster,
     ):
         _keep_identity(folder, prepared)
         view = RunView(prepared, folder, expected)
@@ -104,8 +105,13 @@ async def carry_out(
 
 
 @contextmanager
-def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
-    """The cluster that a configuration names, or one of our own on this machine."""
+def cluster_of(
+    config: AnyConfig, folder: Path, environment: dict[str, str], needs: Mapping[int, float] | None = None
+) -> Iterator[Cluster]:
+    """The cluster that a configuration names, or one of our own on this machine.
+
+    needs  rank -> bytes of tensors by the plan, which a cluster found by address must have room for
+    """
     place = config.cluster
     if place.address is not None:
         with found_cluster(
@@ -115,6 +121,8 @@ def cluster_of(config: AnyConfig, folder: Path, environment: dict[str, str]) -> 
             devices_per_host=place.devices_per_host,
             environment=environment,
             deadline_s=config.runtime.startup_timeout_s,
+            assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
+            needs=needs,
         ) as cluster:
             yield cluster
     else:

@@ -1,4 +1,5 @@
-"""What is refused of a cluster that runs already: a folder that its hosts do not share, other versions."""
+"""What is refused of a cluster that runs already: a folder that its hosts do not share, other versions, other
+devices."""
 
 import re
 from importlib.metadata import version
@@ -9,6 +10,7 @@ import pytest
 from flows.cluster import found_cluster
 from flows.cluster_checks import SAME_VERSIONS
 from flows.members import ClusterError
+from flows.this_machine import device_here
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -41,3 +43,32 @@ def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, p
         found_cluster(cluster.scheduler_address, 2, folder=tmp_path),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs", "message"),
+    [
+        ("another", {}, r"worker rank-0 on host \S+ has a {here}; the plan was made for another, .*=\1\."),
+        (
+            "{here}",
+            {1: 1e15},
+            r"worker rank-1 on host \S+ has (\d+) bytes .* needs 1000000000000000 there.*: \1\}",
+        ),
+    ],
+    ids=["kind", "memory"],
+)
+def test_other_devices_than_a_plan_was_made_for_are_refused(cluster, tmp_path, kind, needs, message):
+    here = device_here(4)
+    assumed = here.model_copy(update={"name": kind.replace("{here}", here.name)})
+    how = {"folder": tmp_path, "devices_per_host": 4, "needs": needs}
+    with (
+        pytest.raises(ClusterError, match=message.replace("{here}", f"({here.name})")),
+        found_cluster(cluster.scheduler_address, 4, assumed=assumed, **how),
+    ):
+        pass
+
+
+def test_the_same_devices_with_memory_enough_are_not_refused(cluster, tmp_path):
+    how = {"folder": tmp_path, "devices_per_host": 4, "assumed": device_here(4), "needs": {0: 1.0}}
+    with found_cluster(cluster.scheduler_address, 4, **how) as found:
+        assert len(found.ranks) == 4

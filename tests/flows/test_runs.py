@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from base64 import b64decode
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from uuid import uuid4
@@ -25,8 +26,9 @@ import deployments
 from flows.ppo import rlhf_ppo
 from flows.prepare import Prepared
 from flows.rollout import rollout
-from flows.runs import RunView
+from flows.runs import RunView, cluster_of
 from flows.summary import read_jsonl
+from flows.this_machine import device_here
 from rlhf_tasks.algorithms.rollout import read_samples
 from rlhf_tasks.config import make_config
 from rlhf_tasks.spec import NodeKey, NodeResult
@@ -207,3 +209,20 @@ def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monk
     asyncio.run(view.on_commit(Committed(iteration=3, results={"generate": (result,)}), lambda _: None))
     assert "iteration 4 of 9" in (line := capsys.readouterr().out)
     assert "reward 3.000" in line
+
+
+@pytest.mark.parametrize(("device", "checked"), [(None, device_here(2).name), ("h100-sxm", None)])
+def test_devices_are_checked_against_the_plan_where_nobody_named_them(tmp_path, monkeypatch, device, checked):
+    """A cluster by address is not looked at before the plan is made: its devices are taken for this machine's."""
+    asked = []
+
+    @contextmanager
+    def found(address, n_ranks, *, assumed, needs, **_):
+        asked.append((assumed and assumed.name, needs))
+        yield None
+
+    monkeypatch.setattr("flows.runs.found_cluster", found)
+    place = {"address": "tcp://127.0.0.1:1", "devices_per_host": 2}
+    config = ppo_config(tmp_path, cluster=place, planning={"device": device})
+    with cluster_of(config, tmp_path, {}, {0: 5.0}):
+        assert asked == [(checked, {0: 5.0})]
