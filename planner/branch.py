@@ -9,13 +9,16 @@ from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.anneal import Neighbours, State, annealing, better, polished
 from planner.bound import Cycles
 from planner.relaxation import Relaxation, relaxation
 from planner.tables import Tables
 from planner.tree import Tree, tree
-from planner.walk import DONE, FOUND, PAUSED, Walk, new_walk, walk_on
+from planner.walk import DONE, FOUND, GROUP, MESH, OPTION, PAUSED, Walk, new_walk, walk_on
+
+Ints = NDArray[np.int64]
 
 NODES = 20_000  # options tried between two looks at the clock
 ANYTHING = 4  # times the slowest options of all calls: a plan that takes longer is not looked for
@@ -26,16 +29,23 @@ PATIENCE = 0.25  # of the time that is left, until a walk gives way to one with 
 
 
 class Proofs(NamedTuple):
-    """What proofs about a problem go by."""
+    """What proofs about a problem go by.
+
+    by_size, to_options  steps of walks (planner.walk.Walk): through groups alone, and down to options
+    """
 
     relaxation: Relaxation
     tree: Tree
+    by_size: Ints
+    to_options: Ints
 
 
 def proofs(tables: Tables, cycles: Cycles) -> Proofs:
     """The proofs of a problem."""
     r = relaxation(tables)
-    return Proofs(r, tree(tables, r, cycles))
+    t = tree(tables, r, cycles)
+    by_size, meshes, options = ([(given, call) for call in t.order] for given in (GROUP, MESH, OPTION))
+    return Proofs(r, t, np.array(by_size), np.array(by_size + meshes + options))
 
 
 def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: float) -> Iterator[float]:
@@ -45,8 +55,8 @@ def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: fl
     deadline       of time.monotonic(): ends early
     """
     while upper - lower_bound_s > GROUP_STEP * upper and monotonic() <= deadline:
-        threshold, walk = (lower_bound_s + upper) / 2, new_walk(p.relaxation)
-        if _walked(p, walk, threshold, len(walk.choice), deadline)[0] == DONE:
+        threshold, walk = (lower_bound_s + upper) / 2, new_walk(p.relaxation, p.by_size)
+        if _walked(p, walk, threshold, deadline)[0] == DONE:
             lower_bound_s = threshold
             yield lower_bound_s
         else:
@@ -81,8 +91,8 @@ def branching(
         threshold = (lower_bound_s + min(upper, tedious)) / 2
         if upper - lower_bound_s < LAST_STEP * upper and tedious > upper:
             threshold = upper * (1 - PROVED)
-        walk = new_walk(p.relaxation)
-        code, time_s = _walked(p, walk, threshold, 3 * len(walk.choice), deadline)
+        walk = new_walk(p.relaxation, p.to_options)
+        code, time_s = _walked(p, walk, threshold, deadline)
         n_priced = int(walk.counts[1])
         if code == DONE:
             lower_bound_s = threshold
@@ -103,10 +113,10 @@ def branching(
         yield state, lower_bound_s, n_priced
 
 
-def _walked(p: Proofs, walk: Walk, threshold: float, levels: int, deadline: float) -> tuple[int, float]:
+def _walked(p: Proofs, walk: Walk, threshold: float, deadline: float) -> tuple[int, float]:
     """`walk_on` until the walk ends or has taken its share of the time that is left."""
     now = monotonic()
     while True:
-        code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, levels, NODES)
+        code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, NODES)
         if code != PAUSED or monotonic() > now + PATIENCE * (deadline - now):
             return code, time_s

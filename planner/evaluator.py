@@ -103,17 +103,35 @@ def least_move_s(arrays: Arrays, role: int, source: int, destination: int, share
     """Seconds that a role's move takes at least between two options' strategies.
 
     shared  devices of both meshes; near  devices of the destination's on hosts of the source's
-    A device receives the layers that it does not hold; what all receive is sent by the source's devices; and
-    what goes to other hosts takes the slower link. Embedding and head are left out.
+    A device receives the layers that it does not hold, and through the slower link those that no stage of the
+    source on its host holds; and what all receive is sent by the source's devices. Embedding and head are left out.
     """
     a, b, links = arrays.options[source], arrays.options[destination], arrays.links
     layers, layer = arrays.models.layers[role], arrays.models.layer_bytes[role]
     held = min(a.layers, b.layers) * min(a.layer, b.layer)
     fastest, between_hosts = links.least_per_byte_s[0 if near else 1], links.least_per_byte_s[1]
     received = b.layers * b.layer - (held if shared else 0.0)
-    sent = max(0.0, b.dp * layers * layer - shared * held)
-    across = (b.size - near) // b.tp * (layers // b.pp) * layer if b.tp <= links.per_host else 0.0
-    return max(max(received, sent / a.size) * fastest, across / a.size * between_hosts)
+    on_host = _stages_per_host(a.dp * a.tp, a.pp, links.per_host) * a.layers
+    far = max(0, b.layers - on_host) * b.layer
+    most = max(far * between_hosts + (received - far) * fastest, 0.0)
+    most = max(most, max(0.0, b.dp * layers * layer - shared * held) / a.size * fastest)
+    if b.tp <= links.per_host:
+        stage = layers // b.pp
+        groups = near // b.tp * max(0, stage - on_host) + (b.size - near) // b.tp * stage
+        most = max(most, groups * layer / a.size * between_hosts)
+        if near < b.size:
+            most = max(most, stage * layer / b.tp * between_hosts)
+    return most
+
+
+@inner
+def _stages_per_host(width: int, pp: int, per_host: int) -> int:
+    """The most stages of a placement that have devices on one host; width: devices of a stage."""
+    if width % per_host == 0:
+        return 1
+    if per_host % width == 0:
+        return min(pp, per_host // width)
+    return min(pp, per_host // width + 2)
 
 
 @inner

@@ -17,9 +17,7 @@ from planner.options import ALL_CUTS
 from planner.plan import PlanError
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
-from planner.relaxation import relaxation
 from planner.tables import Tables
-from planner.tree import tree
 from planner.walk import new_walk, walk_on
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
@@ -190,10 +188,10 @@ def _compile(tables: Tables) -> float:
     cycles, draws = call_cycles(tables.problem.graph), uniforms(0, "compiling", 0, 0)
     bound_of(tables)
     anneal(tables.arrays, neighbours(tables), cycles, start, draws, 1.0, 1.0, True)
-    r = relaxation(tables)
-    walk = new_walk(r)
+    found = proofs(tables, cycles)
+    walk = new_walk(found.relaxation, found.to_options)
     walk.depth[0] = -1
-    walk_on(r, tree(tables, r, cycles), walk, 1.0, 3 * len(tables.calls), 0)
+    walk_on(found.relaxation, found.tree, walk, 1.0, 0)
     return time.monotonic() - began
 
 

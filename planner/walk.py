@@ -29,22 +29,26 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 DONE, FOUND, PAUSED = range(3)
+GROUP, MESH, OPTION = range(3)
+"""What a step gives a call: the size of its mesh, the mesh, the option."""
 
 ROUNDING = 1 + 1e-9  # periods that exceed a threshold by less do not count
 
 
 class Walk(NamedTuple):
-    """Where a walk stands. There are as many depths as calls that choose groups, then meshes, then options.
+    """Where a walk stands.
 
+    steps   [steps, 2] per depth, what is given, and to which call
     depth   [1]
-    place   [3 calls] per depth, place among the call's groups, the group's meshes, or the mesh's rows
+    place   [steps] per depth, place among the call's groups, the group's meshes, or the mesh's rows
     group   [calls] groups, or OPEN; choice [calls] rows, or OPEN
-    moves   [moves, 4] seconds of the moves between rows (Relaxation.moves_s)
+    moves   [moves, 4] seconds of the moves between rows (planner.relaxation.moves_s)
     least_s [calls] seconds at least, by the group
-    allowed [3 calls + 1, calls] per depth, the most seconds that each call may take
+    allowed [steps + 1, calls] per depth, the most seconds that each call may take
     counts  [2] options tried, complete choices priced
     """
 
+    steps: Ints
     depth: Ints
     place: Ints
     group: Ints
@@ -55,45 +59,42 @@ class Walk(NamedTuple):
     counts: Ints
 
 
-def new_walk(r: Relaxation) -> Walk:
+def new_walk(r: Relaxation, steps: Ints) -> Walk:
     """A walk at its beginning."""
     n = r.arrays.n_calls
     return Walk(
+        steps,
         np.zeros(1, np.int64),
-        np.full(3 * n, -1),
+        np.full(len(steps), -1),
         np.full(n, OPEN),
         np.full(n, OPEN),
         np.zeros((len(r.trainer), 4)),
         r.fastest.copy(),
-        np.full((3 * n + 1, n), np.inf),
+        np.full((len(steps) + 1, n), np.inf),
         np.zeros(2, np.int64),
     )
 
 
 @compiled
-def walk_on(
-    r: Relaxation, t: Tree, walk: Walk, threshold: float, levels: int, nodes: int
-) -> tuple[int, float]:
+def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) -> tuple[int, float]:
     """Goes on with a walk for so many options.
 
-    levels  of the tree that it goes down: as many as calls (groups alone), twice (meshes) or three times as many
     Returns (DONE, infinity) when no further choice takes less than the threshold, (FOUND, seconds per iteration)
-    at a choice that does, which is then walk.choice, else (PAUSED, infinity). Groups or meshes that the bounds let
-    pass are FOUND without seconds (infinity).
+    at a choice that does, which is then walk.choice, else (PAUSED, infinity). Where the steps do not lead to options,
+    what the bounds let pass is FOUND without seconds (infinity).
     """
-    n = r.arrays.n_calls
     depth, until = walk.depth[0], walk.counts[0] + nodes
     while depth >= 0:
-        if depth < n:
+        if walk.steps[depth, 0] == GROUP:
             entered = _enter_group(r, t, walk, depth, threshold)
         else:
             entered = _enter_row(r, t, walk, depth, threshold)
         if not entered:
             depth -= 1
-        elif depth < levels - 1:
+        elif depth < len(walk.steps) - 1:
             depth += 1
             walk.place[depth] = -1
-        elif levels < 3 * n:
+        elif walk.steps[depth, 0] != OPTION:
             return FOUND, np.inf
         else:
             time_s = _complete(r, walk, threshold)
@@ -133,7 +134,7 @@ def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
 @inner
 def _enter_group(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Gives the call of a depth its next group that the bounds let pass; leaves it open when there is none."""
-    call, g = t.order[depth], t.groups
+    call, g = walk.steps[depth, 1], t.groups
     walk.group[call] = OPEN
     walk.place[depth] += 1
     while g.start[call] + walk.place[depth] < g.start[call + 1]:
@@ -190,7 +191,8 @@ def _groups_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: 
     """Whether cycles and load may keep to the threshold with the chosen groups. If so, notes what is allowed next."""
     allowed = walk.allowed[depth + 1]
     for call in range(len(allowed)):
-        allowed[call] = allowance(call, walk.least_s, t.cycles.members, t.cycles.delays, threshold) * ROUNDING
+        spare = allowance(call, walk.least_s, t.cycles.members, t.cycles.delays, threshold) * ROUNDING
+        allowed[call] = min(walk.allowed[depth, call], spare)
         if allowed[call] < walk.least_s[call]:
             return False
     return _least_load(r, t, walk, depth + 1, -1, threshold) <= threshold * r.n_devices and _covers(
@@ -244,9 +246,8 @@ def _last_within(t: Tree, call: int, limit: float) -> int:
 def _enter_row(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Gives the call of a depth the next mesh of its group, or the next option on its mesh, that the bounds let
     pass; leaves it without when there is none."""
-    n, n_options = r.arrays.n_calls, len(r.arrays.options)
-    call, places = t.order[depth % n], depth < 2 * n
-    if places:
+    n_options, call = len(r.arrays.options), walk.steps[depth, 1]
+    if walk.steps[depth, 0] == MESH:
         among, none = t.meshes, OPEN
         low, high = t.groups.begin[walk.group[call]], t.groups.begin[walk.group[call] + 1]
     else:
@@ -313,7 +314,7 @@ def _emptiest(r: Relaxation, t: Tree, choice: Ints) -> float:
 def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Whether some completion may keep to memory, threshold and the cluster's load. Prices the moves that the
     depth's call decides, but only when the bound with their least seconds lets the choice pass."""
-    allowed, call = walk.allowed[depth + 1], t.order[depth % r.arrays.n_calls]
+    allowed, call = walk.allowed[depth + 1], walk.steps[depth, 1]
     if lacks(r, walk.choice):
         return False
     for exact in (False, True):
@@ -321,6 +322,8 @@ def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) 
             break
         if exceeds(r, walk.choice, walk.least_s, walk.moves, threshold, allowed):
             return False
+        for other in range(len(allowed)):
+            allowed[other] = min(allowed[other], walk.allowed[depth, other])
         if _least_load(r, t, walk, depth + 1, -1, threshold) > threshold * r.n_devices:
             return False
         if not _covers(r, t, walk, allowed, threshold):

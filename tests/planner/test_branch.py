@@ -184,12 +184,13 @@ def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem)
     assert lower_bound_s > state.time_s
 
 
-def test_a_move_takes_no_less_than_its_least_seconds(make_graph, ppo_cost, llama):
+@pytest.mark.parametrize("cluster", [Cluster(2, 4), Cluster(4, 2), Cluster(3, 4)], ids=str)
+def test_a_move_takes_no_less_than_its_least_seconds(make_graph, ppo_cost, llama, cluster):
     """With shapes that no tp or pp divides, which fill the stages and ranks of a placement unequally."""
     shape = llama(
         hidden_size=512, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=3, vocab_size=1001
     )
-    r = relaxation(Tables(Problem(make_graph(n_seqs=8), ppo_cost(Cluster(2, 4), shape))))
+    r = relaxation(Tables(Problem(make_graph(n_seqs=8), ppo_cost(cluster, shape))))
     random, starts, bounded = np.random.default_rng(0), r.arrays.start, 0
     for _ in range(300):
         k = random.integers(len(r.trainer))
