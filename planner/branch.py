@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 NODES = 20_000  # options tried between two looks at the clock
 ANYTHING = 4  # times the slowest options of all calls: a plan that takes longer is not looked for
 PROVED = 5e-10  # relative; nearer to the best plan than this no threshold is set
-LAST_STEP = 2e-3  # relative; from here on the threshold is the best plan's time itself
+LAST_STEP = 5e-3  # relative; from here on the threshold is the best plan's time itself
 GROUP_STEP = 1e-3  # relative; so closely the bound by groups is found
 PATIENCE = 0.25  # of the time that is left, until a walk gives way to one with a lower threshold
 
@@ -78,30 +78,33 @@ def branching(
     state          the plan to beat; lower_bound_s: no plan takes less
     deadline       of time.monotonic(): ends early
     A threshold that is proved becomes the lower bound. The next lies halfway to the best plan, or, when little is
-    between them, at it; where a walk takes too long, halfway to that threshold, after another annealing. A better
-    plan is first polished by annealing.
+    between them, at it; where a walk takes too long, halfway to that threshold, after another annealing. A walk that
+    finds a better plan goes on below it, once annealing has polished it: what was cut stays cut.
     """
     polishings = restarts = 0
     anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
     tedious = np.inf  # the lowest threshold whose walk took too long
+    walk: Walk | None = None  # that goes on
     while monotonic() <= deadline:
         upper = state.time_s if state.excess_bytes <= 0 else anything
         if lower_bound_s >= upper * (1 - 2 * PROVED):
             return
         threshold = (lower_bound_s + min(upper, tedious)) / 2
-        if upper - lower_bound_s < LAST_STEP * upper and tedious > upper:
+        if walk is not None or (upper - lower_bound_s < LAST_STEP * upper and tedious > upper):
             threshold = upper * (1 - PROVED)
-        walk = new_walk(p.relaxation, p.to_options)
+        walk = walk or new_walk(p.relaxation, p.to_options)
+        priced_before = int(walk.counts[1])
         code, time_s = _walked(p, walk, threshold, deadline)
-        n_priced = int(walk.counts[1])
+        n_priced = int(walk.counts[1]) - priced_before
         if code == DONE:
-            lower_bound_s = threshold
+            lower_bound_s, walk = threshold, None
         elif code == FOUND:
             found = State(walk.choice - tables.arrays.start[:-1], time_s, 0.0)
+            _look_again(p.relaxation, walk)
             state, more = polished(tables, near, cycles, better(state, found), seed, polishings)
             n_priced, polishings = n_priced + more, polishings + 1
         else:
-            tedious = threshold
+            tedious, walk = threshold, None
             again = annealing(
                 tables, near, cycles, [state.choice.tolist()], seed, f"annealing again {restarts}"
             )
@@ -111,6 +114,14 @@ def branching(
                     break
             restarts += 1
         yield state, lower_bound_s, n_priced
+
+
+def _look_again(r: Relaxation, walk: Walk) -> None:
+    """Lets a walk try the last option of what it found once more: other offloaded twins of the choice may be faster.
+    A walk goes through resident options."""
+    first, offloaded = r.arrays.start[:-1], r.arrays.offloaded
+    walk.choice[:] -= np.where(walk.choice >= offloaded, offloaded - first, 0)
+    walk.place[walk.depth[0]] -= 1
 
 
 def _walked(p: Proofs, walk: Walk, threshold: float, deadline: float) -> tuple[int, float]:
