@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from planner.call_order import levels, phased_order, with_trailing
 from planner.graph import DataflowGraph
 from planner.insertion import dealing
-from planner.move_seconds import Links, links, parts
+from planner.move_seconds import Links, links
 from planner.options import Option
+from planner.pieces import parts
 from planner.price import key_bytes, save_s
 from planner.problem import Problem
 from planner.simulate import copy_of, waits, with_copies
@@ -25,6 +26,7 @@ from planner.sizes import sizes
 from planner.skeleton import FETCH as FETCHED
 from planner.skeleton import Skeleton, SlotKind, skeleton
 from planner.workload import RoleModel
+from rlhf_tasks.parallel.topology import ParallelStrategy
 from rlhf_tasks.spec import ModelFunctionCall
 
 Ints = NDArray[np.int64]
@@ -220,42 +222,41 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
     dispatch_s = classes.dispatch_s
     rows: list[tuple] = []
     stages: list[tuple[float, float, float]] = []
-    known: dict[tuple, tuple] = {}  # what options have in common that are alike but for their place
-    numbers, places, strategies = _Numbers(), _Numbers(), _Numbers()
+    sides, places, strategies = _Numbers(), _Numbers(), _Numbers()
+    layouts = {
+        mesh: classes.layout(*mesh) for of_call in options for mesh in {(o.first, o.size) for o in of_call}
+    }
     for call, of_call in zip(problem.graph.calls, options, strict=True):
         model = problem.model.models[call.role]
+        known: dict[tuple, tuple] = {}  # what options have in common that are alike but for their place
         for option in of_call:
             s, mesh = option.strategy, (option.first, option.size)
-            alike = (call.name, s, option.micro_batches, option.offload)
+            degrees, layout = (s.dp, s.tp, s.pp), layouts[mesh]
+            alike = (degrees, layout, option.micro_batches, option.offload)
             if alike not in known:
                 most = max(option.resident), max(option.copy), max(option.active)
+                within = {number for _, number in layout}
                 layer = float(sizes(model.shape, model.head, s.tp).layer * itemsize)
-                known[alike] = (len(stages), *most, layer, -(-model.shape.layers // s.pp))
-                stages += zip(option.resident, option.copy, option.active, strict=True)
-            common = known[alike]
-            rows.append(
-                (
-                    option.seconds + dispatch_s,
-                    save_s(common[2], s.dp, problem.model, classes.within(*mesh)) + dispatch_s,
-                    classes.host_copy_s(common[2], classes.within(*mesh)),
-                    *mesh,
-                    s.dp,
-                    s.tp,
-                    s.pp,
-                    numbers[_side(call, option)],
-                    places[option.first, s],
-                    strategies[s, classes.layout(*mesh)],
-                    *common,
+                known[alike] = (
+                    save_s(most[1], s.dp, problem.model, within) + dispatch_s,
+                    classes.host_copy_s(most[1], within),
+                    strategies[degrees, layout],
+                    *_dealt(call, s),
+                    (len(stages), *most, layer, -(-model.shape.layers // s.pp)),
                 )
-            )
-    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(numbers), np.int64)
+                stages += zip(option.resident, option.copy, option.active, strict=True)
+            saved_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
+            where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
+            seconds = option.seconds + dispatch_s
+            rows.append((seconds, saved_s, copy_s, *mesh, *degrees, where, place, strategy, *figures))
+    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64)
 
 
-def _side(call: ModelFunctionCall, option: Option) -> tuple[int, int, int, int]:
-    """planner.insertion.where of an option as numbers: a row of Arrays.sides."""
-    s = option.strategy
+def _dealt(call: ModelFunctionCall, s: ParallelStrategy) -> tuple[int, int, int]:
+    """planner.insertion.where as numbers: devices before the first head, distance of heads, blocks that are dealt
+    separately. With the first device and dp they make a row of Arrays.sides."""
     blocks = (*dealing(call, s.dp, "count"), "1", "1")[1]
-    return option.first + (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, s.dp, int(blocks)
+    return (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, int(blocks)
 
 
 class _Numbers(dict[Any, int]):

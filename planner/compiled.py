@@ -23,10 +23,10 @@ LINKED = (
         "evaluator",
         "exceeds",
         "move_seconds",
-        "relaxation",
-        "tree",
-        "walk",
+        "moves",
+        "peaks",
     ),
+    *("period", "pieces", "relaxation", "tree", "walk"),
     "simulate",  # whose IN_FLIGHT is a constant there
 )
 """The modules of this package whose functions and constants go into compiled code."""

@@ -16,7 +16,7 @@ from planner.measured import MeasuredProfile, ProfileError, Tables
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile
 from planner.ran import RanCall, mean_factor
-from planner.sizes import Sizes, sizes
+from planner.sizes import Sizes, sizes, stage_kinds
 from planner.timing import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.workload import RoleModel, Workload
 from rlhf_tasks.measurements import Exchange, Pass
@@ -46,6 +46,14 @@ class Crossings(NamedTuple):
     tp: bool
     dp: bool
     pp: bool
+
+
+class _Where(NamedTuple):
+    """What a call's price depends on besides micro-batches. classes: numbers of the placement's device classes."""
+
+    strategy: ParallelStrategy
+    crossings: Crossings
+    classes: tuple[int, ...]
 
 
 class CostModel:
@@ -89,12 +97,22 @@ class CostModel:
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
         """Seconds and memory of a call. They depend on the mesh by its strategy, crossings and classes alone."""
-        cost = self._profiled(call, assignment)
+        return self.calls(call, assignment.placement, [assignment.micro_batches])[0]
+
+    def calls(
+        self, call: ModelFunctionCall, placement: Placement, micro_batches: Sequence[int]
+    ) -> list[CallCost]:
+        """The cost of a call on a placement with each of some numbers of micro-batches."""
+        where = self._where(placement)
+        found = [self._profiled(call, where, count) for count in micro_batches]
         factors = self._factors_of(call) if self.ran else {}
         if not factors:
-            return cost
-        factor = factors.get(self._place(assignment)) or self.correction(call)
-        return CallCost(cost.seconds * factor, cost.active_bytes)
+            return found
+        mean = self.correction(call)
+        by_count = [factors.get((where, count), mean) for count in micro_batches]
+        return [
+            CallCost(c.seconds * factor, c.active_bytes) for c, factor in zip(found, by_count, strict=True)
+        ]
 
     def correction(self, call: ModelFunctionCall) -> float:
         """By which a call's price is multiplied under assignments that have not run; 1 when it has never run."""
@@ -102,39 +120,31 @@ class CostModel:
         return mean_factor(factors.values()) if factors else 1.0
 
     def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple, float]:
-        """Place -> measured seconds of a call there, as a factor of the profiles' price."""
+        """(place, micro-batches) -> measured seconds of a call there, as a factor of the profiles' price."""
         if call.name not in self._factors:
-            self._factors[call.name] = {
-                self._place(ran.assignment): ran.seconds / self._profiled(call, ran.assignment).seconds
-                for ran in self.ran
-                if ran.call == call.name
-            }
+            found = self._factors[call.name] = {}
+            for ran in self.ran:
+                if ran.call == call.name:
+                    where, count = self._where(ran.assignment.placement), ran.assignment.micro_batches
+                    found[where, count] = ran.seconds / self._profiled(call, where, count).seconds
         return self._factors[call.name]
 
-    def _place(self, assignment: CallAssignment) -> tuple:
-        """What a call's price depends on."""
-        placement = assignment.placement
-        crossings, classes = self._crossings(placement), self.classes_of(placement)
-        return placement.strategy, crossings, classes, assignment.micro_batches
+    def _where(self, placement: Placement) -> _Where:
+        return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement))
 
-    def _profiled(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
+    def _profiled(self, call: ModelFunctionCall, where: _Where, micro_batches: int) -> CallCost:
         """A call's price by profiles and the device's figures."""
-        placement = assignment.placement
-        strategy, crossings = placement.strategy, self._crossings(placement)
-        classes, micro_batches = self.classes_of(placement), assignment.micro_batches
-        key = (
-            *(call.name, call.role, call.kind, call.n_seqs, call.mini_batches),
-            *(strategy, crossings, classes, micro_batches),
-        )
+        key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where, micro_batches
         if key not in self._costs:
             price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
                 "generate": _generate,
                 "inference": _infer,
                 "train_step": _train,
             }[call.kind]
-            timing = self._timing(call.role, strategy.tp, crossings.tp, classes)
+            strategy = where.strategy
+            timing = self._timing(call.role, strategy.tp, where.crossings.tp, where.classes)
             local = self._sizes(call.role, strategy)
-            mesh = _OnMesh(timing, self.workload, local, strategy, crossings)
+            mesh = _OnMesh(timing, self.workload, local, strategy, where.crossings)
             self._costs[key] = price(mesh, call, micro_batches)
         return self._costs[key]
 
@@ -147,14 +157,14 @@ class CostModel:
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
         """Bytes of a role's parameters on a device, stage by stage."""
         local, pp = self._sizes(role, placement.strategy), placement.strategy.pp
-        return tuple(local.stage_parameters(pp, stage) * self.workload.itemsize for stage in range(pp))
+        return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(pp))
 
     def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
         """Bytes of parameters, gradients and optimizer on a device that trains, stage by stage."""
         s = placement.strategy
         local = self._sizes(role, s)
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
-        return tuple(local.stage_parameters(s.pp, stage) * per_parameter for stage in range(s.pp))
+        return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
 
     def onload_s(self, role: str, placement: Placement) -> float:
         """Seconds of the copy of a role's parameters from host memory; of the fullest device, the others wait."""
@@ -262,13 +272,9 @@ class _OnMesh:
 
     def each_stage(self, figure: Callable[[int], float]) -> list[float]:
         """A figure of every stage, asked for once where stages have equally many layers and are no ends."""
-        last, known, found = self.strategy.pp - 1, dict[tuple[int, bool, bool], float](), list[float]()
-        for stage in range(self.strategy.pp):
-            key = self.layers(stage), stage == 0, stage == last
-            if key not in known:
-                known[key] = figure(stage)
-            found.append(known[key])
-        return found
+        firsts, alike = stage_kinds(self.local.layers, self.strategy.pp)
+        found = [figure(stage) for stage in firsts]
+        return [found[kind] for kind in alike]
 
     def stages_s(self, kind: Pass, tokens: float, context: float) -> list[float]:
         """Every stage's pass over a micro-batch."""
@@ -327,24 +333,23 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
     step = mesh.pipelined_s(both_s, tokens, micro_batches) + gradients_back + _update_s(mesh)
 
-    def active(stage: int) -> float:
-        in_flight = min(s.pp - stage, micro_batches)
-        layers, width = mesh.layers(stage), mesh.local.hidden
-        if not workload.recompute:
-            local = mesh.local
-            width += 4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate
-        kept = in_flight * layers * tokens * width * workload.itemsize
-        return kept + mesh.working_bytes(tokens, stage, True)
-
+    width = mesh.local.hidden
+    if not workload.recompute:
+        local = mesh.local
+        width += 4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate
+    kept = mesh.each_stage(lambda stage: mesh.layers(stage) * tokens * width * workload.itemsize)
+    working = mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, True))
+    in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
     seconds = mesh.share_batch_s(call, mesh.share(call.n_seqs) * length)
     seconds += step * call.mini_batches * workload.epochs
-    return CallCost(seconds, tuple(active(stage) for stage in range(s.pp)))
+    active = (n * of_one + besides for n, of_one, besides in zip(in_flight, kept, working, strict=True))
+    return CallCost(seconds, tuple(active))
 
 
 def _update_s(mesh: _OnMesh) -> float:
     """An optimizer step after the backward passes: gradients reduced, shares updated, weights gathered."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
-    parameters = int(max(mesh.each_stage(lambda stage: mesh.local.stage_parameters(s.pp, stage))))
+    parameters = max(mesh.local.parameters_by_stage(s.pp))
     seconds = (
         mesh.exchange_s("reduce_scatter", s.dp, parameters * GRADIENT_BYTES, crossings.dp)
         + mesh.timing.update_s(parameters, s.dp)

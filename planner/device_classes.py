@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile
@@ -100,9 +101,17 @@ class DeviceClasses:
 
     def link(self, a: int, b: int, crosses_hosts: bool) -> tuple[float, float]:
         """(latency in seconds, bytes per second) of messages between devices of classes a and b."""
-        ends = [self.profiles[number] for number in (a, b)]
-        latency_s = max(end.link(crosses_hosts).latency_s for end in ends)
-        return latency_s, min(end.link(crosses_hosts).bytes_per_s * end.link_efficiency for end in ends)
+        return self._links[a, b, crosses_hosts]
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int, bool], tuple[float, float]]:
+        numbers, found = range(len(self.profiles)), {}
+        for a, b, crosses_hosts in product(numbers, numbers, (False, True)):
+            ends = [self.profiles[number] for number in (a, b)]
+            latency_s = max(end.link(crosses_hosts).latency_s for end in ends)
+            bytes_per_s = min(end.link(crosses_hosts).bytes_per_s * end.link_efficiency for end in ends)
+            found[a, b, crosses_hosts] = latency_s, bytes_per_s
+        return found
 
     def send_s(self, source: int, destination: int, size_bytes: float) -> float:
         """Seconds of one message from device to device."""

@@ -18,9 +18,10 @@ none is offloaded where the largest options of all calls fit a device together: 
 onload and an offload only ever cost time.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import sub
 
 from planner.device_classes import DeviceClasses
 from planner.mesh import Cluster, DeviceMesh, meshes
@@ -68,18 +69,9 @@ class Option:
         )
 
     @property
-    def static_bytes(self) -> float:
-        """The most that a device holds all the time."""
-        return max(self.resident)
-
-    @property
     def active_bytes(self) -> float:
         """The most that a device holds besides while the call runs."""
         return max(self.active)
-
-    def overlaps(self, other: "Option") -> bool:
-        """Whether the meshes share a device."""
-        return self.first < other.first + other.size and other.first < self.first + self.size
 
 
 def cut_points(n_hosts: int) -> tuple[int, ...]:
@@ -151,7 +143,7 @@ def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
 
 def _needs(option: Option) -> float:
     """Bytes that no device exceeds for this call, if nothing else were there."""
-    return max(option.static_bytes, *option.copy) + option.active_bytes
+    return max(*option.resident, *option.copy) + option.active_bytes
 
 
 def _offloaded(option: Option) -> Option:
@@ -173,7 +165,7 @@ def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...
             fitting: list[Option] = []
             for strategy in strategies(problem, call, mesh.size):
                 alike = _prices(problem, call, strategy, mesh.first)
-                lacking = [_lacks(option, classes)[0] for option in alike]
+                lacking = _lacking(alike, _rooms(strategy, mesh.first, classes))
                 shortfalls += zip(lacking, alike, strict=True)
                 fitting += _pareto(o for lack, o in zip(lacking, alike, strict=True) if lack <= 0)
             priced[like] = fitting
@@ -197,14 +189,11 @@ def _prices(
         resident = model.training_bytes(call.role, placement)
     else:
         resident = (0.0,) * strategy.pp
-    found = []
-    for count in micro_batch_counts(call, strategy):
-        unchecked = CallAssignment.model_construct(placement=placement, micro_batches=count)  # there are many
-        cost = model.call(call, unchecked)
-        found.append(
-            Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
-        )
-    return found
+    counts = micro_batch_counts(call, strategy)
+    return [
+        Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
+        for count, cost in zip(counts, model.calls(call, placement, counts), strict=True)
+    ]
 
 
 def _moved(option: Option, first: int) -> Option:
@@ -220,21 +209,24 @@ def _moved(option: Option, first: int) -> Option:
     )
 
 
-def _lacks(option: Option, classes: DeviceClasses) -> tuple[float, int, float]:
-    """(bytes that a device lacks while the call runs, that device, bytes that it needs) if nothing else were there;
-    of the device that lacks most, or has least left."""
-    width = option.size // option.strategy.pp
-    found: list[tuple[float, int, float]] = []
-    for stage, (resident, copy, active) in enumerate(
-        zip(option.resident, option.copy, option.active, strict=True)
-    ):
-        needed, start = max(resident, copy) + active, option.first + stage * width
-        smallest = min(
+def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> list[tuple[int, int]]:
+    """Of each stage from a device on, (bytes of memory, device) of its smallest device."""
+    width = strategy.dp * strategy.tp
+    return [
+        min(
             (classes.profiles[number].memory_bytes, start + offset)
             for offset, number in classes.layout(start, width)
         )
-        found.append((needed - smallest[0], smallest[1], needed))
-    return max(found)
+        for start in range(first, first + strategy.size, width)
+    ]
+
+
+def _lacking(alike: Sequence[Option], rooms: Sequence[tuple[int, int]]) -> list[float]:
+    """Bytes that a device lacks most, or has left least, while the call runs, if nothing else were there: of options
+    that differ in micro-batches. rooms: of their stages."""
+    stages = zip(alike[0].resident, alike[0].copy, rooms, strict=True)
+    left = [memory_bytes - max(resident, copy) for resident, copy, (memory_bytes, _) in stages]
+    return [max(map(sub, option.active, left)) for option in alike]
 
 
 def _pareto(options: Iterable[Option]) -> list[Option]:
@@ -254,8 +246,14 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
             "Enlarge the batch or the cluster."
         )
     missing, option = min(shortfalls, key=lambda pair: (pair[0], pair[1].size))
-    _, device, needed = _lacks(option, problem.model.classes)
-    name = problem.model.classes.profile(device).name
+    classes = problem.model.classes
+    rooms = _rooms(option.strategy, option.first, classes)
+    stages = zip(option.resident, option.copy, option.active, rooms, strict=True)
+    needs = ((max(resident, copy) + active, room) for resident, copy, active, room in stages)
+    _, device, needed = max(
+        (needed - memory_bytes, device, needed) for needed, (memory_bytes, device) in needs
+    )
+    name = classes.profile(device).name
     held = max(max(option.resident), max(option.copy))
     largest = f"{call.name}: activations" if option.active_bytes > held else f"{call.role}: optimizer"
     return (

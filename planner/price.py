@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from planner.cost import OPTIMIZER_BYTES, CostModel
 from planner.simulate import SteadyState, steady_state
 from planner.workload import Workload
@@ -158,16 +160,16 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
     reallocation to their release, offloaded parameters on the devices from their onload to their offload, a
     call's temporary memory while it runs.
     """
-    resident: dict[int, dict[str, float]] = {node: {} for node in range(plan.n_devices)}
+    groups, stages = _alike(plan)
+    live: dict[int, dict[str, float]] = {device: {} for device in groups}
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
             if (where.trained and number) or placement in where.offloaded:
                 continue
             held = model.training_bytes if where.trained else model.parameter_bytes
             part = f"{role}: {'parameters, gradients, optimizer' if where.trained else 'frozen parameters'}"
-            for device, size_bytes in _by_device(placement, held(role, placement)):
-                resident[device][part] = resident[device].get(part, 0.0) + size_bytes
-    live = {device: dict(parts) for device, parts in resident.items()}
+            for device, size_bytes in _by_device(stages[placement], held(role, placement)):
+                live[device][part] = live[device].get(part, 0.0) + size_bytes
     peaks: dict[int, MemoryPeak] = {}
 
     def note(device: int, node: str, parts: dict[str, float]) -> None:
@@ -175,12 +177,12 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
             peaks[device] = MemoryPeak(node, dict(parts))
 
     def brought(node: str, role: str, part: str, placement: Placement) -> None:
-        for device, size_bytes in _by_device(placement, model.parameter_bytes(role, placement)):
+        for device, size_bytes in _by_device(stages[placement], model.parameter_bytes(role, placement)):
             live[device][part] = live[device].get(part, 0.0) + size_bytes  # of several at once the sum
             note(device, node, live[device])
 
     def freed(role: str, part: str, placement: Placement) -> None:
-        for device, size_bytes in _by_device(placement, model.parameter_bytes(role, placement)):
+        for device, size_bytes in _by_device(stages[placement], model.parameter_bytes(role, placement)):
             live[device][part] -= size_bytes
             if not live[device][part]:
                 del live[device][part]
@@ -197,18 +199,39 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
                 freed(node.role, f"{node.role}: onloaded parameters", node.placement)
             case CallNode():
                 active = model.call(node.call, node.assignment).active_bytes
-                for device, size_bytes in _by_device(node.placement, active):
+                for device, size_bytes in _by_device(stages[node.placement], active):
                     note(device, node.name, {**live[device], f"{node.name}: activations": size_bytes})
             case FetchNode() | TransferNode() | SaveNode():
                 pass
-    return peaks
+    return {device: peak for first, peak in peaks.items() for device in groups[first]}
 
 
-def _by_device(placement: Placement, per_stage: Iterable[float]) -> list[tuple[int, float]]:
-    """(device, bytes) from bytes per stage. Devices stand stage by stage (pp-major)."""
-    stages = list(per_stage)
-    width = len(placement.devices) // len(stages)
-    return [(device, stages[i // width]) for i, device in enumerate(placement.devices)]
+_Stages = list[tuple[int, int]]  # (device, stage)
+
+
+def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:
+    """First device -> the devices that are on the same stages as it of all placements of the plan; and placement ->
+    the stages of these first devices on it. Devices stand stage by stage (pp-major)."""
+    placements = list(dict.fromkeys(p for where in plan.roles.values() for p in where.placements))
+    stage = np.full((plan.n_devices, len(placements)), -1)
+    for column, placement in enumerate(placements):
+        width = len(placement.devices) // placement.strategy.pp
+        stage[np.array(placement.devices), column] = np.arange(len(placement.devices)) // width
+    _, firsts, group = np.unique(stage, axis=0, return_index=True, return_inverse=True)
+    groups: dict[int, list[int]] = {first: [] for first in sorted(firsts.tolist())}
+    for device, first in enumerate(firsts[group.reshape(-1)].tolist()):
+        groups[first].append(device)
+    on: dict[Placement, _Stages] = {
+        placement: [(first, at) for first in groups if (at := int(stage[first, column])) >= 0]
+        for column, placement in enumerate(placements)
+    }
+    return groups, on
+
+
+def _by_device(stages: _Stages, per_stage: Iterable[float]) -> list[tuple[int, float]]:
+    """(device, bytes) from bytes per stage."""
+    sizes = list(per_stage)
+    return [(device, sizes[stage]) for device, stage in stages]
 
 
 def shortfall(price: PlanPrice, model: CostModel) -> str | None:

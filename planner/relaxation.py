@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from planner.arrays import Arrays, Rows
 from planner.bound import data_order
 from planner.compiled import compiled, inner
-from planner.evaluator import least_reallocation, memory_of, reallocation
+from planner.moves import least_reallocation, reallocation
+from planner.peaks import memory_of
 from planner.tables import Tables
 
 Floats = NDArray[np.float64]

@@ -43,6 +43,27 @@ class Sizes:
             count += self.head + (self.embedding if self.tied and pp > 1 else 0)
         return count
 
+    def parameters_by_stage(self, pp: int) -> tuple[int, ...]:
+        """Parameters of every stage."""
+        firsts, kinds = stage_kinds(self.layers, pp)
+        found = [self.stage_parameters(pp, stage) for stage in firsts]
+        return tuple(found[kind] for kind in kinds)
+
+
+@lru_cache(maxsize=4096)
+def stage_kinds(layers: int, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(the first stage of each kind, the number of every stage's kind): those of a kind have equally many layers and
+    are no ends, or are the same end."""
+    number: dict[tuple[int, bool, bool], int] = {}
+    firsts: list[int] = []
+    kinds: list[int] = []
+    for stage in range(pp):
+        kind = number.setdefault((split(layers, pp, stage).size, stage == 0, stage == pp - 1), len(number))
+        kinds.append(kind)
+        if kind == len(firsts):
+            firsts.append(stage)
+    return tuple(firsts), tuple(kinds)
+
 
 @lru_cache(maxsize=1024)
 def sizes(shape: ModelShape, head: Head, tp: int) -> Sizes:

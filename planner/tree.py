@@ -17,7 +17,7 @@ from planner.arrays import Arrays, Rows
 from planner.bound import Cycles
 from planner.compiled import compiled
 from planner.cover import Cover, cover
-from planner.evaluator import least_move_s
+from planner.moves import least_move_s
 from planner.relaxation import OPEN, Relaxation
 from planner.tables import Tables
 

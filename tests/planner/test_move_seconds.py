@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from planner.cost import CostModel
 from planner.device_classes import DeviceClasses
 from planner.mesh import Cluster, meshes
-from planner.move_seconds import links, parts, reallocation_s, redistribution_s
+from planner.move_seconds import links, reallocation_s, redistribution_s
+from planner.pieces import parts
 from planner.price import send
 from planner.profile import Link, preset
 from planner.workload import Lengths, Workload
