@@ -213,8 +213,20 @@ def _with_devices(
                     gain = seconds
                 else:
                     gain = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)
+                if a < n:
+                    gain += _before_reader(r, moves, b)
                 weight[a, b] = max(weight[a, b], gain)
     return weight
+
+
+@inner
+def _before_reader(r: Relaxation, moves: Floats, node: int) -> float:
+    """Seconds that a call takes on its devices beyond its least, with the move that may stand directly before it."""
+    seconds = 0.0
+    for k in range(len(moves)):
+        if r.reader[k] == node and r.alone[k]:
+            seconds += moves[k, READER]
+    return seconds
 
 
 @inner
