@@ -23,7 +23,7 @@ demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Pref
 	$(BIN)/prefect-rlhf demo
 
 test: $(STAMP)  ## the default suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-slow: $(STAMP)  ## everything, the learning runs included
 	$(BIN)/python -m pytest -m "not gpu"
