@@ -32,12 +32,13 @@ GRACE_S = 5.0  # for the peers of a rank that failed to notice it
 PROCESSES = {"ranks", "prefect"}  # fixtures that start processes, as others which use them do
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts processes stays with one of `make test`'s workers; the others do the rest beside it."""
+    """Mark the tests whose processes can fill the machine: `make test` runs them one by one, the rest beside them."""
     for item in items:
         started = PROCESSES.intersection(getattr(item, "fixturenames", ()))
         if started or item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+            item.add_marker(pytest.mark.processes)
 
 
 class Nursery:
