@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+DEFAULT := not slow and not gpu
 # The environment is rebuilt when one of these changes.
 STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)
 
@@ -22,8 +23,10 @@ venv: $(STAMP)
 demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Prefect UI
 	$(BIN)/prefect-rlhf demo
 
-test: $(STAMP)  ## the default suite
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## the default suite: what starts processes, and beside it the rest
+	log=$$(mktemp); $(BIN)/python -m pytest -m "$(DEFAULT) and not processes" >"$$log" 2>&1 & rest=$$!; \
+	$(BIN)/python -m pytest -m "$(DEFAULT) and processes"; failed=$$?; \
+	wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 
 test-slow: $(STAMP)  ## everything, the learning runs included
 	$(BIN)/python -m pytest -m "not gpu"

@@ -29,6 +29,16 @@ settings.load_profile("seeded")
 SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
 START_S = 200.0  # to import torch on a busy machine; not counted in a run's timeout
 GRACE_S = 5.0  # for the peers of a rank that failed to notice it
+PROCESSES = {"ranks", "prefect"}  # fixtures that start processes, as others which use them do
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests whose processes can fill the machine: `make test` runs them one by one, the rest beside them."""
+    for item in items:
+        started = PROCESSES.intersection(getattr(item, "fixturenames", ()))
+        if started or item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.processes)
 
 
 class Nursery:

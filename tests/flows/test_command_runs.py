@@ -10,7 +10,7 @@ import yaml
 from tests.flows.marked_command import MarkedCommand
 from tests.tiny_runs import ppo_config
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 ENDED_S = 120.0  # on a starved machine; flows/ending.py has the bound, and its tests
 ITERATIONS = 3
 
@@ -63,7 +63,6 @@ def maps(run: MarkedCommand) -> str:
     return Path(f"/proc/{run.process.pid}/maps").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_that_is_told_to_end_while(prefect, tmp_path, moment, number):
