@@ -28,7 +28,8 @@ class TrainedRole(Protocol):
 class SnapshotWriter:
     """Saves the trained roles of one rank in one generation.
 
-    on_saved  called from the writing thread, once per `save`, when the part is durable or has failed
+    on_saved  called from the writing thread, once per `save`, when the part is durable or has failed; of an aborted
+              generation's last part maybe not
     """
 
     def __init__(self, spec: GenerationSpec, on_saved: Callable[[SavedPart], None]) -> None:
@@ -56,7 +57,8 @@ class SnapshotWriter:
         )
         path = self._path(role, step)
         writing = self._thread.submit(self._write, path, role, record.model_copy(deep=True), shards)
-        writing.add_done_callback(lambda done: self._report(done, path, state_size_bytes(shards), role, step))
+        # A callback of `writing` would run here, in the caller's thread, when the write was quicker than this line.
+        self._thread.submit(self._report, writing, path, state_size_bytes(shards), role, step)
 
     def close(self, wait: bool = True) -> None:
         """End the thread: after it has written everything, or (aborted generation) after its current part."""
@@ -77,9 +79,7 @@ class SnapshotWriter:
         return Part(stored=stored, record=record)
 
     def _report(self, done: Future[Part], path: Path, needed_bytes: int, role: str, step: int) -> None:
-        """Say how a save has ended, whatever happened; a cancelled one is of no interest to anybody."""
-        if done.cancelled():
-            return
+        """Say how a save has ended, whatever happened."""
         error = done.exception()
         if isinstance(error, OSError):
             reason = explain(error, path, needed_bytes)
