@@ -52,15 +52,11 @@ MOMENTS = {
     "its server starts": lambda run, folder: (folder / "prefect" / "api-url").exists(),
     "its cluster starts": lambda run, folder: any("multiprocessing" in line for line in run.alive()),
     "a commit is written": lambda run, folder: any(folder.glob("step-00000002.tmp-*")),
-    "the model is exported": lambda run, folder: "libtorch" in maps(run),
+    "the model is exported": lambda run, folder: (folder / ".model.unfinished").exists(),
     "it ends": lambda run, folder: (folder / "summary.json").exists(),
 }
 OWN_SERVER = ("its server starts", "it ends")
-
-
-def maps(run: MarkedCommand) -> str:
-    """What the command's process has loaded: torch for the export only."""
-    return Path(f"/proc/{run.process.pid}/maps").read_text()
+LATE = ("the model is exported", "it ends")  # a run so near its end may come to it
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
@@ -73,7 +69,7 @@ def test_a_run_that_is_told_to_end_while(prefect, tmp_path, moment, number):
         run.signal(number)
         status = run.process.wait(ENDED_S)
         run.assert_gone()
-        if moment == "it ends":
+        if moment in LATE and (folder / "summary.json").exists():
             assert status in (0, 128 + number, -number), run.output
             assert json.loads((folder / "summary.json").read_text())["iterations"] == ITERATIONS
             assert (folder / "model" / "README.md").exists()
