@@ -18,7 +18,15 @@ from planner.price import (
     scarcest_device,
     shortfall,
 )
-from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, OnloadNode, PlanNode
+from planner.workload import fullest_share
+from rlhf_tasks.spec import (
+    CallAssignment,
+    CallNode,
+    ExecutionPlan,
+    ModelFunctionCall,
+    OnloadNode,
+    PlanNode,
+)
 
 Assignments = Mapping[str, CallAssignment]
 Rule = Callable[[DataflowGraph, Cluster, Mapping[str, Limits]], Assignments]
@@ -104,7 +112,7 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
     demand = _Demand(dict.fromkeys(graph.roles, 1), {call.name: 1 for call in graph.calls})
     found = rule(graph, model.cluster, _limits(model, demand.replicas))
     while True:
-        found = {name: _cut(given, demand.cuts[name]) for name, given in found.items()}
+        found = {name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in found.items()}
         plan = _plan(graph, model, found)
         peaks = memory_peaks(plan, model)
         missing = lack_of_memory(peaks, model)
@@ -127,8 +135,10 @@ def _limits(model: CostModel, replicas: Mapping[str, int]) -> dict[str, Limits]:
     }
 
 
-def _cut(given: CallAssignment, factor: int) -> CallAssignment:
-    return given.model_copy(update={"micro_batches": given.micro_batches * factor})
+def _cut(call: ModelFunctionCall, given: CallAssignment, factor: int) -> CallAssignment:
+    """So many times the micro-batches, as far as there are sequences: a larger replica's rule has more by itself."""
+    most = fullest_share(call, given.placement.strategy.dp)
+    return given.model_copy(update={"micro_batches": min(given.micro_batches * factor, most)})
 
 
 def _larger_demands(

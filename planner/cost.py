@@ -18,7 +18,7 @@ from planner.profile import DeviceProfile
 from planner.ran import RanCall, mean_factor
 from planner.sizes import Sizes, sizes, stage_kinds
 from planner.timing import GRADIENT_BYTES, Roofline, Slowest, Timing
-from planner.workload import RoleModel, Workload
+from planner.workload import RoleModel, Workload, fullest_share
 from rlhf_tasks.measurements import Exchange, Pass
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
@@ -306,7 +306,7 @@ class _OnMesh:
 def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """A forward pass. Python rewards run meanwhile, each head's share one after another; or they run alone."""
     length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
-    tokens = share * length / micro_batches
+    tokens, fullest = share * length / micro_batches, -(-share // micro_batches) * length
 
     def forward_s(stage: int) -> float:
         return mesh.stage_s("forward", stage, tokens, length)
@@ -317,12 +317,13 @@ def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     seconds = mesh.share_batch_s(call, share * length) + mesh.pipelined_s(forward_s, tokens, micro_batches)
     return CallCost(
         max(seconds, rewards_s),
-        tuple(mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, False))),
+        tuple(mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, False))),
     )
 
 
 def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    """An optimizer step per mini-batch and epoch."""
+    """An optimizer step per mini-batch and epoch. Memory is that of the fullest micro-batches, which hold whole
+    sequences: of a share of 5 in 4 micro-batches, the first one holds 2."""
     workload, s = mesh.workload, mesh.strategy
     length = workload.mean_tokens
     tokens = mesh.share(call.n_seqs / call.mini_batches) * length / micro_batches
@@ -337,12 +338,15 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     if not workload.recompute:
         local = mesh.local
         width += 4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate
-    kept = mesh.each_stage(lambda stage: mesh.layers(stage) * tokens * width * workload.itemsize)
-    working = mesh.each_stage(lambda stage: mesh.working_bytes(tokens, stage, True))
+    share = fullest_share(call, s.dp)
+    fullest = -(-share // micro_batches) * length
+    per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * width * workload.itemsize)
+    working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True))
     in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
+    kept = [(n * (share // micro_batches) + min(n, share % micro_batches)) * length for n in in_flight]
     seconds = mesh.share_batch_s(call, mesh.share(call.n_seqs) * length)
     seconds += step * call.mini_batches * workload.epochs
-    active = (n * of_one + besides for n, of_one, besides in zip(in_flight, kept, working, strict=True))
+    active = (n * of_one + besides for n, of_one, besides in zip(kept, per_token, working, strict=True))
     return CallCost(seconds, tuple(active))
 
 
@@ -368,7 +372,7 @@ def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> Cal
     pp, share = mesh.strategy.pp, mesh.share(call.n_seqs)
     groups = min(pp, share)
     prompt = workload.prompt_tokens
-    tokens = share * prompt / groups
+    tokens, fullest = share * prompt / groups, -(-share // groups)
 
     def prefill_s(stage: int) -> float:
         return mesh.stage_s("prefill", stage, tokens, prompt)
@@ -385,7 +389,7 @@ def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> Cal
 
     def active(stage: int) -> float:
         cache = share * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
-        logits = share / groups * local.vocab * 4 if stage == pp - 1 else 0.0
-        return cache + max(mesh.working_bytes(tokens, 0, False), logits)
+        logits = fullest * local.vocab * 4 if stage == pp - 1 else 0.0
+        return cache + max(mesh.working_bytes(fullest * prompt, 0, False), logits)
 
     return CallCost(seconds, tuple(mesh.each_stage(active)))

@@ -10,6 +10,7 @@ from planner.graph import DataflowGraph
 from planner.insertion import Draft, draft, role_placements
 from planner.mesh import Cluster, DeviceMesh, MeshError
 from planner.order import OrderProblem, total_order
+from planner.workload import fullest_share
 from rlhf_tasks.parallel.topology import Placement
 from rlhf_tasks.spec import (
     CallAssignment,
@@ -68,8 +69,8 @@ def build_plan(
     copy_s      seconds of the copy that an onload starts; for that order
 
     Raises PlanError when an assignment is missing, names an unknown call, uses devices that are no device
-    mesh of the cluster, has more dp ranks than a mini-batch has sequences, offloads what cannot be, and for an
-    order that is not of all calls or contradicts the graph.
+    mesh of the cluster, has more dp ranks than a mini-batch has sequences or more micro-batches than a dp rank has of
+    these, offloads what cannot be, and for an order that is not of all calls or contradicts the graph.
     """
     _check(graph, assignments, cluster)
     if call_order is None:
@@ -119,14 +120,28 @@ def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], clus
             DeviceMesh.of(cluster, placement.devices)
         except MeshError as error:
             raise PlanError(f"Call {call.name!r}: {error}") from None
-        dp = placement.strategy.dp
-        if call.n_seqs < dp * call.mini_batches:
-            raise PlanError(
-                f"Call {call.name!r}: a batch of {call.n_seqs} sequences is smaller than dp={dp} x "
-                f"{call.mini_batches} mini-batches = {dp * call.mini_batches}. "
-                "Enlarge the batch or choose a smaller dp."
-            )
+        _check_counts(call, assignments[call.name])
     _check_offloads(graph, assignments)
+
+
+def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
+    """Raises PlanError unless every dp rank has a sequence of every mini-batch, and some dp rank one for every
+    micro-batch."""
+    dp = given.placement.strategy.dp
+    if call.n_seqs < dp * call.mini_batches:
+        raise PlanError(
+            f"Call {call.name!r}: a batch of {call.n_seqs} sequences is smaller than dp={dp} x "
+            f"{call.mini_batches} mini-batches = {dp * call.mini_batches}. "
+            "Enlarge the batch or choose a smaller dp."
+        )
+    most = fullest_share(call, dp)
+    if given.micro_batches > most:
+        batch = "batch" if call.mini_batches == 1 else "mini-batch"
+        raise PlanError(
+            f"Call {call.name!r}: micro_batches={given.micro_batches}, but under dp={dp} a dp rank has {most} of a "
+            f"{batch}'s sequences at most, and a micro-batch holds at least one. "
+            f"Choose at most {most} micro-batches, a smaller dp or a larger batch."
+        )
 
 
 def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> None:

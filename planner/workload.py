@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from rlhf_tasks.parallel.shape import Head, ModelShape
-from rlhf_tasks.spec import Frozen
+from rlhf_tasks.spec import Frozen, ModelFunctionCall
 
 
 class Lengths(Frozen):
@@ -80,6 +80,13 @@ class Workload(Frozen):
     def cache_tokens(self) -> int:
         """Tokens per sequence that the KV cache has room for."""
         return self.prompt_tokens + (self.max_new_tokens or self.new_tokens.longest)
+
+
+def fullest_share(call: ModelFunctionCall, dp: int) -> int:
+    """Sequences of a call's (mini-)batch that a dp rank has at most, dealt by count. It cuts them into no more
+    micro-batches than there are."""
+    fullest_batch = -(-call.n_seqs // call.mini_batches)
+    return -(-fullest_batch // dp)
 
 
 class RoleModel(Frozen):

@@ -252,6 +252,10 @@ def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(ca
         ({"actor_train": {"devices": [2]}}, ("actor_train", "devices 0 to 1")),
         ({"actor_train": {"devices": [0], "offload": True}}, ("actor_train", "offload is for frozen roles")),
         ({"actor_train": {"devices": [0], "tpp": 1}}, ("actor_train.tpp: unknown key",)),
+        (
+            {"actor_train": {"devices": [0, 1], "dp": 2, "micro_batches": 5000}},
+            ("actor_train", "micro_batches=5000", "at most 2 micro-batches"),
+        ),
         ({"actor_train": {"devices": [0, 1], "pp": 2}, "critic_train": {"devices": []}}, ("critic_train",)),
     ],
 )

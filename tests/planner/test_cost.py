@@ -130,6 +130,33 @@ def test_more_micro_batches_need_less_memory(active):
     assert active("actor_train", micro_batches=4)[0] < active("actor_train", micro_batches=1)[0] / 3
 
 
+def test_memory_is_that_of_the_fullest_micro_batch(active):
+    """Shares of 5 sequences in 4 micro-batches hold 2 + 1 + 1 + 1: the fullest one as large as of 8 in 4."""
+    for call, per_share in (("ref_inference", 1), ("actor_train", 4)):  # 4 mini-batches
+        uneven, even = (active(call, n_seqs=per_share * share, micro_batches=4) for share in (5, 8))
+        assert uneven == even
+    # With 2 stages the first one keeps two at once, of 2 + 1 sequences: 3/4 of what it keeps of 2 + 2, and works on 2
+    uneven, even, one = (
+        active("actor_train", pp=2, n_seqs=4 * share, micro_batches=count)[0]
+        for share, count in ((5, 4), (8, 4), (2, 1))
+    )
+    kept_of_two = even - one
+    assert kept_of_two > 0
+    assert uneven == pytest.approx(one + kept_of_two / 2)
+
+
+def test_uneven_mini_batches_count_the_fullest(active):
+    """10 sequences in 4 mini-batches: 3 in the fullest."""
+    assert active("actor_train", n_seqs=10) == active("actor_train", n_seqs=12)
+
+
+def test_uneven_groups_of_a_generation_count_the_fullest(active):
+    """5 sequences in 2 groups decode as 3 and 2; the cache holds them all."""
+    five, six = (active("actor_generate", pp=2, n_seqs=n)[0] for n in (5, 6))
+    cache = 256 * 2 * 32 * 128 * 16 * 2  # of a sequence: tokens, keys and values, heads, width, layers, bf16
+    assert six - five == pytest.approx(cache)
+
+
 def test_the_first_stage_keeps_most_micro_batches(active):
     stages = active("actor_train", pp=4, micro_batches=8)
     assert stages[0] > stages[1] > stages[2]

@@ -12,6 +12,7 @@ from planner.mesh import Cluster, meshes
 from planner.plan import PlanError, build_plan
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.transfers import mini_batch_blocks, partition
 from rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
@@ -257,6 +258,23 @@ def test_refused_with_the_reason(make_graph, assign, change, message):
     places = {name: place for name, place in places.items() if place}
     with pytest.raises(PlanError, match=message):
         build_plan(graph, places, Cluster(1, 2))
+
+
+@pytest.mark.parametrize(("n_seqs", "most"), [(64, 16), (66, 17), (65, 17)])
+def test_more_micro_batches_than_sequences_are_refused(make_graph, assign, n_seqs, most):
+    """As many as the fullest dp rank of two has sequences of the fullest of two mini-batches."""
+    graph = make_graph(n_seqs=n_seqs)
+    places = {c.name: assign([0, 1], dp=2) for c in graph.calls}
+    blocks = mini_batch_blocks(range(n_seqs), 2)
+    assert most == max(len(share) for block in blocks for share in partition(block, 2))
+    build_plan(graph, {**places, "actor_train": assign([0, 1], dp=2, micro_batches=most)}, Cluster(1, 2))
+    with pytest.raises(
+        PlanError,
+        match=rf"'actor_train': micro_batches={most + 1}, .* {most} of a mini-batch's .* at most {most} micro-",
+    ):
+        build_plan(
+            graph, {**places, "actor_train": assign([0, 1], dp=2, micro_batches=most + 1)}, Cluster(1, 2)
+        )
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from planner.problem import Problem
 from planner.profile import preset
 from planner.search import MODES, find_plan
 from planner.tables import Tables
+from planner.workload import Lengths
 
 pytestmark = pytest.mark.timeout(600)  # the first run compiles
 
@@ -68,6 +69,18 @@ def test_replicas_and_micro_batches_grow_until_memory_suffices(make_graph, ppo_c
     strategy = assignments_of(result.plan)["actor_train"].placement.strategy
     assert strategy.tp * strategy.pp > 1
     assert max(peak.total_bytes for peak in result.price.peaks.values()) <= 80e9
+
+
+def test_micro_batches_that_grew_stay_within_the_share_of_a_larger_replica(make_graph, ppo_cost, llama):
+    """Memory asks for twice the micro-batches, then for a replica of two stages, whose rule has more by itself."""
+    layers = {"num_hidden_layers": 4, "hidden_size": 768, "intermediate_size": 2048}
+    shape = llama(**layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=8192)
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(0.8e9)})
+    model = ppo_cost(Cluster(4, 1), shape, small, new_tokens=Lengths.fixed(3000))
+    found = assignments_of(find_plan(Problem(make_graph(n_seqs=8, mini_batches=1), model), "heuristic").plan)
+    assert found["actor_train"].placement.strategy.pp > 1
+    for given in found.values():
+        assert given.micro_batches <= 8 // given.placement.strategy.dp
 
 
 @pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
