@@ -73,7 +73,7 @@ class RewardProcess:
             line = b""
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)  # its own exit status says more than that of our kill
+                process.wait(5.0)  # its own exit status says more than that of our kill
             self._kill()
             names = ", ".join(repr(reward.name) for reward in self._rewards)
             raise RewardError(

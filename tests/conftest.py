@@ -18,12 +18,15 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # tiny tensors: more threads only cost, and change the last digits
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-settings.register_profile("seeded", derandomize=True, deadline=None)
+# No example may fail for its seconds: neither a test's own, nor those in which its data was drawn.
+settings.register_profile(
+    "seeded", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("seeded")
 
 SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler

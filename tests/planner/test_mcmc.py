@@ -8,7 +8,7 @@ from planner.mcmc import greedy_choice, metropolis
 from planner.mesh import Cluster
 from planner.tables import Tables
 
-pytestmark = pytest.mark.timeout(600)  # the first run compiles
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
 
 
 def test_it_starts_greedily(small_problem):

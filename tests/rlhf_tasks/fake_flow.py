@@ -1,11 +1,13 @@
 """A flow without Prefect: takes the lease, enters what may be entered, and records the events."""
 
 import asyncio
+import pickle
 import time
 from pathlib import Path
 
-from distributed.core import connect
+from distributed.core import connect, rpc
 
+from rlhf_tasks import worker_process
 from rlhf_tasks.transport import EVENT, Enter, Enterable, Finished, GaveUp, RunSpec
 
 
@@ -30,7 +32,10 @@ async def open_lease(cluster, spec: RunSpec):
 
 
 async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: float = 300):
-    """Events up to the first of `until`, each with its time since the lease was taken; a longer silence fails."""
+    """Events up to the first of `until`, each with its time since the lease was taken; a longer silence fails.
+
+    Returns when the controller has let the ranks go: another run may follow at once.
+    """
     comm = await open_lease(cluster, spec)
     start, events = time.monotonic(), []
     try:
@@ -42,5 +47,19 @@ async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: f
                 await comm.write(enter.model_dump_json().encode())
     finally:
         comm.abort()
-    await asyncio.sleep(0.5)  # the controller lets the ranks go
+    await _let_go(cluster, spec)
     return events
+
+
+async def _let_go(cluster, spec: RunSpec) -> None:
+    """Wait until the controller does not serve an attempt any more, which it does for as long as a commit takes."""
+    asked = {"function": pickle.dumps(_serves), "args": pickle.dumps((spec.run, spec.attempt))}
+    async with rpc(cluster.controller.address, connection_args=cluster.connection_args) as controller:
+        while (await controller.run(**asked))["result"]:
+            await asyncio.sleep(0.05)
+
+
+def _serves(run: str, attempt: int) -> bool:
+    """On the controller: whether it is this attempt that it serves."""
+    served = worker_process.process._attempt
+    return served is not None and (served.spec.run, served.spec.attempt) == (run, attempt)

@@ -117,6 +117,7 @@ class FakeExecutor:
         if fault["kind"] == "hang":
             time.sleep(600)
         os.kill(os.getpid(), signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP)
+        time.sleep(600)  # the main thread takes a SIGSTOP, and stops this one when it gets round to it
 
     def abort(self):
         for group in self.groups.values():

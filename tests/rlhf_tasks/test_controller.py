@@ -74,6 +74,8 @@ def serve(monkeypatch):
 
 
 def test_a_run_waits_for_one_that_leaves_and_is_refused_by_one_that_stays(serve, monkeypatch):
+    monkeypatch.setattr(controller, "LEAVING_S", 600.0)
+
     async def scene(held):
         first, second, third = Flow(), Flow(), Flow()
         leases = [asyncio.create_task(held.lease(first, spec("first")))]

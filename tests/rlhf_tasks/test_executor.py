@@ -38,7 +38,7 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
             store_host="127.0.0.1",
             store_port=store.port,
             store_prefix="test",
-            timeout_s=60,
+            timeout_s=240.0,
         )
     )
     requests = Sequencer(plan, "test", 1).requests(0)[0]

@@ -74,7 +74,7 @@ async def load(comms, plan, folder, store, config, generation=0):
             store_host=store.host,
             store_port=store.port,
             store_prefix=prefix,
-            timeout_s=60.0,
+            timeout_s=240.0,
         )
         await send(comm, Restore(spec=spec))
     for comm in comms:

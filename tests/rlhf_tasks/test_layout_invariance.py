@@ -77,7 +77,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             store_host="127.0.0.1",
             store_port=port,
             store_prefix=f"invariance-{Path(folder).name}",
-            timeout_s=60,
+            timeout_s=240.0,
         )
     )
     seen = []
@@ -133,7 +133,6 @@ def differences(reference: list[dict[str, float]], other: list[dict[str, float]]
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
     reference = trajectory(ranks, tmp_path, "one rank")
     assert reference[2]["actor_train/loss/policy"] != reference[0]["actor_train/loss/policy"]

@@ -42,7 +42,7 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
             store_host="127.0.0.1",
             store_port=port,
             store_prefix="profile",
-            timeout_s=100,
+            timeout_s=240.0,
         )
     )
     with patch.object(profiling, "REPEATS", 1):
@@ -52,7 +52,6 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, family):
     config = tiny_config(family)
@@ -60,7 +59,7 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
     pieces = pieces_of({str(tmp_path): GRID}, 2, 2)
     spec = ProfileSpec(dtype="float32", devices_per_host=2, pieces=pieces)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    per_rank = ranks.run(2, measure, json.loads(spec.model_dump_json()), store.port, timeout=200)
+    per_rank = ranks.run(2, measure, json.loads(spec.model_dump_json()), store.port)
     shape = ModelShape.from_folder(tmp_path)
     found = [Measurements.model_validate(piece) for rank in per_rank for piece in rank]
     profile = MeasuredProfile.of("cpu-slot", 1, 2, shape, 4, found)

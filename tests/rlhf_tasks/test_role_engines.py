@@ -28,7 +28,7 @@ def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: P
     )
     plan = prepare(config).plan
     with world_of_one():
-        groups = ProcessGroups(plan_device_sets(plan), 60.0, CPU)
+        groups = ProcessGroups(plan_device_sets(plan), 240.0, CPU)
         engines = RoleEngines(plan, config, groups)
         assert {role for role, _ in engines.trained()} == {"actor", "critic"}
         shutil.rmtree(tmp_path / "reward")

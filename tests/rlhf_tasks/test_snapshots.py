@@ -111,7 +111,7 @@ def precise(dtype) -> torch.dtype:
 def save_and_restore(rank, world, folder, shape, head, dtype, placements) -> list[str]:
     """Save in the first layout, restore in each of them. Gives what was wrong on this rank."""
     sets = [tuple(range(world)), *(s for p in placements for s in device_sets(p))]
-    groups = ProcessGroups(sets, 30.0, torch.device("cpu"))
+    groups = ProcessGroups(sets, 240.0, torch.device("cpu"))
     layouts = [Layout(shape, head, p) for p in placements]
     whole = whole_state(layouts[0], precise(dtype))
     if rank in placements[0].devices:

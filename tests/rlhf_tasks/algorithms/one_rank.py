@@ -52,7 +52,7 @@ def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32) -> Engi
         initialise(stage, seed)
     else:
         load(stage, role.folder, seed)
-    groups = ProcessGroups(device_sets(PLACEMENT), 60.0, CPU)
+    groups = ProcessGroups(device_sets(PLACEMENT), 240.0, CPU)
     o = role.optimizer
     settings = o and OptimizerSettings(o.adam_betas, o.adam_epsilon, o.weight_decay, o.max_grad_norm)
     return Engine(stage, layout, groups, settings)

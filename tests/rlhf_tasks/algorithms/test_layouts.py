@@ -111,7 +111,7 @@ def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
     config = tiny_config("llama")
     placement = Placement(tuple(range(ParallelStrategy(*strategy).size)), ParallelStrategy(*strategy))
     layout = Layout(shape_of(config), head, placement)
-    groups = ProcessGroups(device_sets(placement), 60.0, torch.device("cpu"))
+    groups = ProcessGroups(device_sets(placement), 240.0, torch.device("cpu"))
     stage = Stage(
         config,
         layout,

@@ -104,7 +104,7 @@ def _part(dp_rank: int, dp: int) -> SampleBatch:
 
 def _engine(trial: Trial, rank: int) -> Engine:
     layout = trial.layout
-    groups = ProcessGroups(device_sets(layout.placement), 60.0, torch.device("cpu"))
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     dtype = next(iter(trial.weights.values())).dtype
     stage = Stage(
         trial.config,

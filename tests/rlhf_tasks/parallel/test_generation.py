@@ -122,7 +122,7 @@ def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float)
     ours = samples["old_logprobs"].values
     assert ours.dtype == torch.float32
     assert float(ours[~mask].abs().max()) == 0
-    torch.testing.assert_close(ours[mask], expected[mask], atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours[mask], expected[mask], atol=1e-4, rtol=0)
     if temperature == 0:
         predicted = torch.cat([logits.new_zeros(1, dtype=torch.int64), logits.argmax(-1)[:-1]])
         assert torch.equal(predicted[mask], micro.input_ids[mask])
@@ -288,7 +288,7 @@ def _generate_on(
     rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype, params: dict, model: Model = LLAMA
 ) -> Any:
     placement = Placement(tuple(range(world)), strategy)
-    groups = ProcessGroups(device_sets(placement), 60.0, CPU)
+    groups = ProcessGroups(device_sets(placement), 240.0, CPU)
     member = build(model[0], dtype, strategy, groups, **model[1])
     batch = prompts()
     mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
@@ -328,7 +328,7 @@ def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, m
     assert {i: k for _, _, found in heads for i, k in found.items()} == kept_of(alone)
     assert bool(kept_of(alone)) == (mode == "nucleus")
     for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
-        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.dist
@@ -343,12 +343,12 @@ def test_greedy_tokens_of_other_families_do_not_depend_on_the_layout(
     [(tokens, logprobs, _)] = [result for result in results if result is not None]
     assert tokens == responses(alone)
     for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
-        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-4, rtol=0)
 
 
 def _empty_share(rank: int, world: int) -> Any:
     strategy = ParallelStrategy(1, 1, 2)
-    groups = ProcessGroups(device_sets(Placement((0, 1), strategy)), 60.0, CPU)
+    groups = ProcessGroups(device_sets(Placement((0, 1), strategy)), 240.0, CPU)
     member = build("llama", torch.float32, strategy, groups)
     empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
     samples = generate(member, empty, SamplingParams(max_new_tokens=3), 0, 0)

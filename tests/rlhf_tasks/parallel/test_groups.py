@@ -44,7 +44,7 @@ def test_a_group_of_one_is_the_identity():
 def _groups_of_two(rank: int, world: int) -> None:
     # Each rank names the sets in another order; the ranks must agree nevertheless.
     sets = [(1, 0), (0,), (1,), [0, 1]]
-    groups = ProcessGroups(sets if rank == 0 else reversed(sets), 30.0, CPU)
+    groups = ProcessGroups(sets if rank == 0 else reversed(sets), 240.0, CPU)
     assert float(all_reduce(torch.tensor([rank + 1.0]), groups[[1, 0]])) == 3.0
     assert groups[(rank,)] is None
     assert group_size(groups[(0, 1)]) == 2
@@ -65,7 +65,7 @@ def _worlds(rank: int, world: int, path: str) -> None:
     with pytest.raises(RuntimeError, match="leave_world"):
         join_world(dist.HashStore(), 0, 1, 1.0, CPU)
     leave_world()
-    join_world(dist.FileStore(path, world), rank, world, 30.0, CPU)
+    join_world(dist.FileStore(path, world), rank, world, 240.0, CPU)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
     leave_world()
     leave_world()

@@ -11,20 +11,22 @@ from rlhf_tasks.parallel import host_copies
 from rlhf_tasks.parallel.host_copies import HostCopy, ThreadCopier, copier
 
 CPU = torch.device("cpu")
+PATIENCE_S = 120.0
 
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Copies pass only while the gate is open, and note what they have copied."""
-    opened, passed, real = threading.Event(), [], host_copies._copy
+    """Copies pass only while the gate is open; it tells when one has come to it, and what has passed."""
+    opened, reached, passed, real = threading.Event(), threading.Event(), [], host_copies._copy
 
     def gated(pairs):
-        assert opened.wait(20)
+        reached.set()
+        assert opened.wait(PATIENCE_S)
         real(pairs)
         passed.append([tuple(there.shape) for _, there in pairs])
 
     monkeypatch.setattr(host_copies, "_copy", gated)
-    opened.passed = passed  # type: ignore[attr-defined]
+    opened.reached, opened.passed = reached, passed  # type: ignore[attr-defined]
     yield opened
     opened.set()
 
@@ -70,7 +72,7 @@ def test_an_onload_returns_at_once_and_who_waits_finds_the_copy_complete(gate, c
     assert waiting.is_alive()
     assert not gate.passed
     gate.set()
-    waiting.join(20)
+    waiting.join(PATIENCE_S)
     assert all(torch.equal(p, q) for p, q in zip(made.parameters(), before, strict=True))
 
 
@@ -88,12 +90,13 @@ def test_closing_waits_for_the_copy_under_way_and_drops_the_rest(gate):
     held = [HostCopy(module(width), copies) for width in (3, 4)]
     for one in held:
         one.onload()
+    assert gate.reached.wait(PATIENCE_S), "or there is no copy under way"
     closing = threading.Thread(target=copies.close)
     closing.start()
     closing.join(0.2)
     assert closing.is_alive()
     gate.set()
-    closing.join(20)
+    closing.join(PATIENCE_S)
     assert [shapes[0] for shapes in gate.passed] == [(5, 3)]
     with pytest.raises(CancelledError):
         held[1].wait()

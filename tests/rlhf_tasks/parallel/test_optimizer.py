@@ -69,7 +69,7 @@ def _engine(
     shape: ModelShape, strategy: ParallelStrategy, dtype: torch.dtype, rank: int, order: tuple[int, ...]
 ):
     layout = Layout(shape, "lm", Placement(order, strategy))
-    groups = ProcessGroups(device_sets(layout.placement), 30.0, torch.device("cpu"))
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     slices = {n: nn.Parameter(t) for n, t in held_slices(layout, rank, _whole(shape, 0, dtype)).items()}
     return layout, groups, slices, Optimizer(slices, layout, groups, SETTINGS)
 
@@ -147,7 +147,7 @@ def test_bfloat16_weights_follow_float32_master_weights(ranks) -> None:
 def _creep(rank: int, world: int) -> float:
     shape = ModelShape(query_heads=2, kv_heads=1, **UNEVEN)
     layout = Layout(shape, "lm", Placement((0,), ParallelStrategy()))
-    groups = ProcessGroups(device_sets(layout.placement), 30.0, torch.device("cpu"))
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     slices = {s.name: nn.Parameter(torch.ones(s.shape, dtype=torch.bfloat16)) for s in layout.parameters}
     optimizer = Optimizer(slices, layout, groups, OptimizerSettings(max_grad_norm=None))
     for _ in range(100):

@@ -74,7 +74,7 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes) -> 
     """A -> B -> A for every ordered pair. Gives the pairs that went wrong on this rank."""
     layouts = [Layout(shape, head, p) for p in placements]
     sets = {union_set(a, b) for a in placements for b in placements}
-    groups = ProcessGroups(sets, 30.0, torch.device("cpu"))
+    groups = ProcessGroups(sets, 240.0, torch.device("cpu"))
     whole, wrong = whole_model(shape, head, dtype), []
     for a, b in permutations(layouts, 2):
         if rank not in union_set(a.placement, b.placement):
@@ -119,7 +119,7 @@ def test_messages_longer_than_a_round(ranks):
 
 def copy_is_fresh(rank, world) -> bool:
     lay = Layout(model(), "lm", place([0]))
-    groups = ProcessGroups([(0,)], 30.0, torch.device("cpu"))
+    groups = ProcessGroups([(0,)], 240.0, torch.device("cpu"))
     slices = cut(whole_model(lay.shape, "lm"), lay, 0)
     copied = reallocate(lay, lay, slices, torch.float32, groups, 1)
     return all(copied.slices[n].data_ptr() != slices[n].data_ptr() for n in slices) and not copied.bytes_sent
@@ -133,7 +133,7 @@ def test_a_copy_on_the_same_placement_shares_no_memory(ranks):
 def replicas_differ(rank, world) -> str:
     """dp rank 1 of the source has drifted from dp rank 0."""
     source, destination = Layout(model(), "lm", place([0, 1], dp=2)), Layout(model(), "lm", place([2]))
-    groups = ProcessGroups([(0, 1, 2)], 30.0, torch.device("cpu"))
+    groups = ProcessGroups([(0, 1, 2)], 240.0, torch.device("cpu"))
     slices = cut(whole_model(model(), "lm"), source, rank)
     if rank == 1:
         slices = {name: torch.zeros_like(tensor) for name, tensor in slices.items()}

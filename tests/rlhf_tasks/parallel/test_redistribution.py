@@ -53,7 +53,7 @@ def holds(store: SampleStore, ids, keys=KEYS) -> bool:
 
 def move(rank, world, source, destination) -> tuple[bool, bool, int]:
     """(the destination has what it wants, the source kept what it had, bytes sent)"""
-    groups = ProcessGroups([heads_set(source, destination)], 30.0, torch.device("cpu"))
+    groups = ProcessGroups([heads_set(source, destination)], 240.0, torch.device("cpu"))
     store = SampleStore()
     had = shares(source, IDS, lengths()).get(rank, [])
     wants = shares(destination, IDS, lengths()).get(rank, [])
@@ -93,7 +93,7 @@ def test_every_head_gets_its_samples_bit_by_bit_and_nothing_twice(ranks, source,
 def move_partly(rank, world) -> tuple[bool, int]:
     """Head 1 has the tokens already; only what it lacks of the two keys is sent."""
     source, destination = at([0]), at([1])
-    groups = ProcessGroups([(0, 1)], 30.0, torch.device("cpu"))
+    groups = ProcessGroups([(0, 1)], 240.0, torch.device("cpu"))
     store = SampleStore()
     store.put(batch(IDS) if rank == 0 else batch(IDS, ["input_ids"]))
     sent = redistribute(source, destination, IDS, ["input_ids", "scores"], store, groups, 2)
@@ -107,7 +107,7 @@ def test_a_key_that_is_there_is_not_sent(ranks):
 
 def move_missing(rank, world, held) -> str:
     source, destination = at([0]), at([1])
-    groups = ProcessGroups([(0, 1)], 30.0, torch.device("cpu"))
+    groups = ProcessGroups([(0, 1)], 240.0, torch.device("cpu"))
     store = SampleStore()
     if rank == 0 and held:
         store.put(batch(IDS[:-1]))

@@ -11,7 +11,7 @@ from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 
 def _share(rank: int, world: int, order: tuple[int, ...]):
     placement = Placement(order, ParallelStrategy(dp=2, tp=1, pp=2))
-    groups = ProcessGroups(device_sets(placement), 30.0, torch.device("cpu"))
+    groups = ProcessGroups(device_sets(placement), 240.0, torch.device("cpu"))
     at = placement.coordinate(rank)
     batches = [_mixed((7, 8)), _mixed(())]
     got = share_batch(batches[at.dp] if rank in placement.heads else None, placement, groups, rank)

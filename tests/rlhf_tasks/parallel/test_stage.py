@@ -246,7 +246,7 @@ def _train(rank: int, world: int, family: str, changes: dict, strategy, head: He
     model, sequences = tiny_model(config, head), tokens(*LENGTHS)
     theirs = reference(model, head, sequences)
     placement = Placement(tuple(range(world)), strategy)
-    groups = ProcessGroups(device_sets(placement), 30.0, CPU)
+    groups = ProcessGroups(device_sets(placement), 240.0, CPU)
     tp_group = groups[placement.tp_group(rank)]
     micro, at, hidden = packed(sequences), placement.coordinate(rank), config.hidden_size
     stage = build(config, model, placement, rank, head, tp_group=tp_group, recompute=at.pp == 0)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def _group(world: int):
-    return ProcessGroups([range(world)], 30.0, CPU)[range(world)]
+    return ProcessGroups([range(world)], 240.0, CPU)[range(world)]
 
 
 def test_without_a_group_nothing_happens():
