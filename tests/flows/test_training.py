@@ -25,7 +25,8 @@ from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("whole_view"),
 ]
 
 FAKES = {
