@@ -30,7 +30,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.ending import leave_if_cancelled
 
-START_DEADLINE_S = 120.0  # 10-17 s on two quiet cores the first time; shared machines are slower
+START_DEADLINE_S = 300.0  # 10-17 s on two quiet cores the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
 
 

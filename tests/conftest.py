@@ -191,7 +191,8 @@ def started_cluster(prefect: Any, tmp_path_factory: pytest.TempPathFactory) -> I
     """The cluster when it was started."""
     from flows.cluster import local_cluster
 
-    with local_cluster(SIZE, prefect.environment, folder=tmp_path_factory.mktemp("dask")) as cluster:
+    folder = tmp_path_factory.mktemp("dask")
+    with local_cluster(SIZE, prefect.environment, folder=folder, deadline_s=500.0) as cluster:
         yield cluster
 
 

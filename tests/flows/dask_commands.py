@@ -1,10 +1,11 @@
 """Dask clusters started by commands, as a user types them."""
 
+import json
 import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from distributed import Client
@@ -41,13 +42,21 @@ def dask_scheduler(folder, *, host=LOOPBACK, **environment):
     """A scheduler started by command; its address."""
     file = folder / "scheduler.json"
     options = [*host, "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
-    with dask_command("scheduler", *options, **environment):
+    with dask_command("scheduler", *options, **environment) as scheduler:
         deadline = time.monotonic() + 300
-        while not file.exists():
+        while (address := _address_in(file)) is None:
+            assert scheduler.poll() is None, "the scheduler has ended"
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        with Client(scheduler_file=str(file), set_as_default=False, timeout=300) as client:
-            yield client.scheduler.address
+        with Client(address, set_as_default=False, timeout=300):
+            yield address
+
+
+def _address_in(file):
+    """The address in a scheduler's file; None as long as it is not wholly written."""
+    with suppress(FileNotFoundError, ValueError):
+        return json.loads(file.read_text())["address"]
+    return None
 
 
 def dask_worker(address, folder, *options):

@@ -9,7 +9,7 @@ from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFi
 from flows.events import COMMITTED
 
 
-def wait_events(run: str, count: int, seconds: float = 60.0) -> list[ReceivedEvent]:
+def wait_events(run: str, count: int, seconds: float = 240.0) -> list[ReceivedEvent]:
     """The run's commits, oldest first, once there are as many: a server stores events some seconds late."""
     named = EventFilter(
         event=EventNameFilter(name=[COMMITTED]), resource=EventResourceFilter(id=[f"prefect-rlhf.run.{run}"])

@@ -66,7 +66,7 @@ class MarkedCommand:
                 continue
         return found
 
-    def assert_gone(self, seconds: float = 10.0) -> None:
+    def assert_gone(self, seconds: float = 60.0) -> None:
         """No process of it is left so long after it has ended; some end by themselves a moment later."""
         deadline = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < deadline:

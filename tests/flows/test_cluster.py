@@ -10,7 +10,7 @@ import pytest
 from distributed import Client
 from prefect import flow
 
-from flows.cluster import found_cluster, local_cluster
+from flows.cluster import form_cluster, found_cluster, local_cluster
 from flows.members import ClusterError, Member, members, whole_hosts
 from flows.training import run_training
 from rlhf_tasks.spec import SaveNode
@@ -66,7 +66,7 @@ def test_a_scheduler_that_others_reach_is_refused_even_by_its_loopback_address(t
             pytest.raises(
                 ClusterError, match=r"listens on tcp://0\.0\.0\.0:\d+ without TLS.*--host 127\.0\.0\.1"
             ),
-            found_cluster(loopback, 1, folder=tmp_path, deadline_s=1),
+            found_cluster(loopback, 1, folder=tmp_path),
         ):
             pass
 
@@ -161,19 +161,19 @@ def test_ranks_on_cpu_see_no_gpu(cluster):
 def test_a_cluster_without_a_controller_is_refused(tmp_path):
     with (
         dask_scheduler(tmp_path, **SAFE) as address,
+        Client(address, set_as_default=False, timeout=300) as client,
         pytest.raises(ClusterError, match="has no controller"),
-        found_cluster(address, 2, folder=tmp_path, deadline_s=3),
     ):
-        pass
+        form_cluster(client, 2, deadline_s=0.1)
 
 
 @pytest.mark.cluster
-def test_ranks_that_are_not_there_are_counted(commanded, tmp_path):
+def test_ranks_that_are_not_there_are_counted(commanded):
     with (
+        Client(commanded, set_as_default=False, timeout=300) as client,
         pytest.raises(ClusterError, match=r"needs 2 ranks; the cluster at \S+ offers 1 .*Start 1 more"),
-        found_cluster(commanded, 2, folder=tmp_path, deadline_s=3),
     ):
-        pass
+        form_cluster(client, 2, deadline_s=0.1)
 
 
 @pytest.mark.cluster

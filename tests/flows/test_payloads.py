@@ -13,7 +13,8 @@ from tests.tiny_runs import TWO_RANKS, ppo_config
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("whole_view"),
 ]
 ITERATIONS = 2
 

@@ -70,6 +70,7 @@ def ppo(**changes: Any) -> dict[str, Any]:
         "type": "ppo",
         "models": {"actor": {"config": LLAMA}, "reward": {"config": LLAMA}},
         "data": {"train": "nowhere.jsonl"},
+        "output_dir": "nowhere",  # where no profiles are: those in ./runs would change what is planned
         "sampling": {"max_completion_length": 16},
         "batch_size": 8,
         "num_mini_batches": 2,

@@ -37,13 +37,13 @@ def assert_refused(ended, words):
 
 
 def test_too_few_workers_are_counted_before_training(run, commanded, tmp_path):
-    ended = run(f"cluster.address={commanded}", "cluster.devices_per_host=2", "runtime.startup_timeout_s=3")
+    ended = run(f"cluster.address={commanded}", "cluster.devices_per_host=2", "runtime.startup_timeout_s=10")
     assert_refused(
         ended,
         f"the plan needs 2 ranks; the cluster at {commanded} offers 1 (workers with a GPU or slot resource)",
     )
     assert "Start 2 more" in ended.stderr  # the one that is there does not fill a host of two
-    assert "runtime.startup_timeout_s=3 have passed" in ended.stderr
+    assert "runtime.startup_timeout_s=10 have passed" in ended.stderr
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import json
+import time
 import weakref
 from itertools import pairwise
+from uuid import uuid4
 
 import pytest
 from distributed import Security
@@ -23,7 +25,8 @@ from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("whole_view"),
 ]
 
 FAKES = {
@@ -33,8 +36,11 @@ FAKES = {
 
 
 def train(cluster, folder, *, plan=None, config=None, iterations=3, **options):
-    """Run a parent flow; (result or exception, its flow run id)."""
-    ids = []
+    """Run a parent flow; (result or exception, its flow run id).
+
+    Each has a run name of its own: late tasks of a run that was cancelled are none of the next one's.
+    """
+    ids, run = [], f"fake-{uuid4().hex[:8]}"
 
     @flow(name="rlhf-fake", persist_result=False)
     async def parent():
@@ -45,7 +51,7 @@ def train(cluster, folder, *, plan=None, config=None, iterations=3, **options):
             plan or small_plan(),
             config or {},
             cluster,
-            run="fake",
+            run=run,
             run_folder=folder,
             iterations=iterations,
             **FAKES,
@@ -78,6 +84,14 @@ async def read_runs(parent_id):
         }
 
 
+def wait_runs(parent_id, recorded, seconds=240.0):
+    """`read_runs` once they are `recorded`: a server stores what becomes of tasks some time after it has happened."""
+    deadline = time.monotonic() + seconds
+    while not recorded(runs := asyncio.run(read_runs(parent_id))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return runs
+
+
 def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
     commits = []
 
@@ -87,9 +101,14 @@ def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
     result, parent = train(cluster, tmp_path, on_commit=on_commit)
     assert result.committed_step == 3
     assert commits == [0, 1, 2]
-    runs = asyncio.run(read_runs(parent))
-    assert sorted(runs) == ["it-00000", "it-00001", "it-00002"]
     plan = small_plan()
+
+    def recorded(runs):
+        states = [task.state_name for _, tasks in runs.values() for task in tasks.values()]
+        return states.count("Completed") >= 3 * len(plan.nodes)
+
+    runs = wait_runs(parent, recorded)
+    assert sorted(runs) == ["it-00000", "it-00001", "it-00002"]
     for iteration in range(3):
         run, tasks = runs[f"it-{iteration:05d}"]
         assert run.state_name == "Completed"

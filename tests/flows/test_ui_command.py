@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.flows.marked_command import MarkedCommand
-from tests.flows.test_server import count_runs
+from tests.flows.test_server import ANSWER_S, count_runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -36,8 +36,8 @@ def test_the_ui_opens_with_its_login_and_ends_on_ctrl_c(tmp_path):
     (tmp_path / "prefect").mkdir()
     with opened_ui(tmp_path, tmp_path / "log") as (address, login):
         assert login == (tmp_path / "prefect" / "auth").read_text()
-        page = httpx.get(address, follow_redirects=True)
+        page = httpx.get(address, follow_redirects=True, timeout=ANSWER_S)
         assert page.status_code == 200
         assert "<title>Prefect" in page.text
-        assert httpx.post(f"{address}/api/flow_runs/count").status_code in (401, 403)
+        assert httpx.post(f"{address}/api/flow_runs/count", timeout=ANSWER_S).status_code in (401, 403)
         assert count_runs(f"{address}/api", login) == 0
