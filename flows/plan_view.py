@@ -1,4 +1,4 @@
-"""A priced plan in the terminal: calls, timeline, rejected alternatives, proof, hours."""
+"""A priced plan in the terminal: calls, source of the figures, timeline, rejected alternatives, proof, hours."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +11,13 @@ from planner.bars import draw_bars, steady_bars
 from planner.cost import CostModel
 from planner.price import PlanPrice
 from planner.problem import Problem
+from planner.provenance import figures_source
 from planner.render import format_devices
-from planner.report import call_rows, corrections, proof_sentence
+from planner.report import ALTERNATIVES, call_rows, corrections, mode_rows, proof_sentence, told_limits
 from planner.search import SearchResult
-from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.spec import CallNode, ExecutionPlan
+
+LIMITING = 6  # nodes of the critical cycle that are named
 
 STYLES = {
     "generate": "black on bright_blue",
@@ -50,6 +53,11 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
     )
 
 
+def show_source(console: Console, model: CostModel) -> None:
+    """Whether the figures are measured ones or a preset's."""
+    console.print(f"Priced by: {figures_source(model)}.\n", highlight=False, soft_wrap=True)
+
+
 def show_corrections(console: Console, problem: Problem) -> None:
     """Which calls are priced by what earlier runs measured, and how far the profiles were off."""
     factors = corrections(problem)
@@ -71,7 +79,17 @@ def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> No
         for piece, kind in line:
             text.append(piece, STYLES.get(kind, ""))
         console.print(text)
-    console.print(f"What limits it: {' → '.join(price.steady.cycle)}\n", highlight=False, soft_wrap=True)
+    console.print(f"What limits it: {limiting(plan, price)}\n", highlight=False, soft_wrap=True)
+
+
+def limiting(plan: ExecutionPlan, price: PlanPrice) -> str:
+    """The critical cycle in one phrase: its calls in their order, then its other nodes; LIMITING of them all."""
+    cycle = price.steady.cycle
+    calls = [name for name in cycle if isinstance(plan.node(name), CallNode)]
+    others = [name for name in cycle if name not in calls]
+    named = [" → ".join(calls[:LIMITING]), *others[: max(0, LIMITING - len(calls))]]
+    told, more = ", ".join(filter(None, named)), len(cycle) - LIMITING
+    return f"{told} and {more} more" if more > 0 else told
 
 
 def show_proof(console: Console, result: SearchResult) -> None:
@@ -81,8 +99,10 @@ def show_proof(console: Console, result: SearchResult) -> None:
 
 
 def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
-    """For each call the best other place that was found, and why it loses."""
-    table = Table("call", "best other place", "dp", "tp", "pp", "s per iteration", "why not", box=None)
+    """For each call the best plan that was found with it elsewhere, and why it loses, or that it does not."""
+    table = Table(
+        "call", "best other place", "dp", "tp", "pp", "s per iteration", "beside the plan", box=None
+    )
     for other in rejected:
         placement = other.assignment.placement
         s = placement.strategy
@@ -90,20 +110,27 @@ def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None
         time_s = f"{other.time_s:.4g}"
         table.add_row(other.call, devices, str(s.dp), str(s.tp), str(s.pp), time_s, other.reason)
     if rejected:
-        console.print("[bold]Rejected alternatives[/]: one call elsewhere, the others as planned")
-        console.print(table, "")
+        console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
+        console.print(table)
+        better = min((other for other in rejected if other.is_better), key=lambda o: o.time_s, default=None)
+        if better is not None:
+            console.print(
+                f"The plan is not the best: one with {better.call} elsewhere takes {better.time_s:.4g} s.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        console.print()
 
 
-def show_comparison(console: Console, found: Mapping[str, SearchResult | str], iterations: int) -> None:
-    """The hours that some iterations take under each mode's plan."""
-    console.print(f"[bold]{iterations} iterations[/] under the plan of each mode")
-    table = Table("mode", "s per iteration", "hours", "against the best", box=None)
-    best = min((r.iteration_time_s for r in found.values() if not isinstance(r, str)), default=0.0)
-    for mode, result in found.items():
-        if isinstance(result, str):
-            table.add_row(mode, "-", "-", result)
+def show_comparison(
+    console: Console, found: Mapping[str, SearchResult | str], limits_s: Mapping[str, float], iterations: int
+) -> None:
+    """The hours that some iterations take under each mode's plan. limits_s: seconds that modes had to search."""
+    console.print(f"[bold]{iterations} iterations[/] under the plan of each mode; {told_limits(limits_s)}")
+    table = Table("mode", "s per iteration", "hours", "against the best of these", box=None)
+    for row in mode_rows(found, iterations):
+        if row.time_s is None or row.hours is None:
+            table.add_row(row.mode, "-", "-", row.remark)
         else:
-            time_s = result.iteration_time_s
-            ratio = "" if time_s == best else f"+{time_s / best - 1:.1%}"
-            table.add_row(mode, f"{time_s:.4g}", f"{time_s * iterations / 3600:.3g}", ratio)
+            table.add_row(row.mode, f"{row.time_s:.4g}", f"{row.hours:.3g}", row.remark)
     console.print(table)

@@ -13,6 +13,7 @@ from flows.planning import figures_of, hardware_of, problem_of
 from flows.this_machine import CPU_SLOT, gpus_here
 from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice, price_plan
+from planner.provenance import figures_source
 from planner.ran import RanCall, drifted, keep_figures
 from rlhf_tasks.config import AnyConfig, ConfigError
 from rlhf_tasks.spec import CallNode, ExecutionPlan
@@ -58,13 +59,10 @@ def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     classes = model.classes
-    names = ", ".join(profile.name for profile in classes.profiles)
-    source = f"{'measured profile' if any(model.measured) else 'preset'} of {names}"
-    if model.ran:
-        source += f", corrected by measured figures of {', '.join(sorted({ran.call for ran in model.ran}))}"
     process_bytes = max(profile.process_bytes for profile in classes.profiles)
     peak_flops_per_s = _peak_flops_per_s(config, model.classes)
-    return Planned(price, process_bytes, peak_flops_per_s, source, figures_of(config, problem))
+    figures = figures_of(config, problem)
+    return Planned(price, process_bytes, peak_flops_per_s, figures_source(model), figures)
 
 
 def _peak_flops_per_s(config: AnyConfig, classes: DeviceClasses) -> float | None:

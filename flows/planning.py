@@ -31,6 +31,8 @@ from rlhf_tasks.spec import CallAssignment
 COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
 """The modes of the planner that find a plan by themselves."""
 
+SHORT_S = 5.0  # of a search that is made only to compare
+
 PROFILES = "profiles"  # folder of measured profiles, in the output folder
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -233,17 +235,24 @@ def price_manual(problem: Problem, assignments: Mapping[str, CallAssignment]) ->
 
 
 def compare(
-    problem: Problem, known: SearchResult, time_limit_s: float, seed: int
+    problem: Problem, known: SearchResult, limits_s: Mapping[str, float], seed: int
 ) -> dict[str, SearchResult | str]:
-    """What each mode finds, by its name; a sentence where it finds nothing that fits.
+    """What each mode finds, by its name; a sentence where it finds nothing that fits. Of a plan by hand `manual` too.
 
-    known         is taken as it is for its mode
-    time_limit_s  of search and mcmc each
+    known     is taken as it is for its mode
+    limits_s  of the modes that search until a limit (`limits_of`)
     """
-    found: dict[str, SearchResult | str] = {}
+    found: dict[str, SearchResult | str] = {known.mode: known} if known.mode not in COMPARED else {}
     for mode in COMPARED:
         try:
-            found[mode] = known if known.mode == mode else find_plan(problem, mode, time_limit_s, seed)
+            limit_s = limits_s.get(mode, SHORT_S)
+            found[mode] = known if known.mode == mode else find_plan(problem, mode, limit_s, seed)
         except (PlanError, ProblemError) as error:
             found[mode] = str(error)
     return found
+
+
+def limits_of(mode: str, time_limit_s: float) -> dict[str, float]:
+    """Seconds that each mode with a limit has in a comparison: the one that was asked for all its time, the others
+    SHORT_S of it at most."""
+    return {each: time_limit_s if each == mode else min(time_limit_s, SHORT_S) for each in ("search", "mcmc")}

@@ -1,4 +1,7 @@
-"""Why not otherwise: for every call, the best plan found with another mesh for it, and why that plan loses."""
+"""Why not otherwise: for every call, the best plan found with another mesh for it, and what is to be said of it.
+
+The other calls may have other places in it too. Where the chosen plan is not the best, such a plan may be faster.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from planner.anneal import neighbours, polished, start_state
 from planner.bound import call_cycles
 from planner.choices import assignments_of, nearest_choice
 from planner.price import PlanPrice, price_plan, shortfall
-from planner.search import SearchResult
+from planner.search import ROUNDING, SearchResult
 from planner.tables import Tables
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, ReallocateNode
 
@@ -16,11 +19,12 @@ TRIED = 200  # meshes per call, those of the fastest options
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best plan found in which `call` has another mesh than in the chosen plan.
+    """The best plan found in which `call` has another mesh than in the chosen plan; the others may have, too.
 
     assignment  of the call in it
-    time_s      its seconds per iteration; loses_s: how much more than the chosen plan
-    reason      why it loses, in one phrase
+    time_s      its seconds per iteration; loses_s: how much more than the chosen plan; negative where it is faster
+    reason      why it loses, or that it does not, in one phrase
+    is_better   it fits memory and is faster than the chosen plan, which so is not the best
     """
 
     call: str
@@ -28,6 +32,7 @@ class Alternative:
     time_s: float
     loses_s: float
     reason: str
+    is_better: bool
 
 
 def rejected_alternatives(result: SearchResult) -> tuple[Alternative, ...]:
@@ -65,13 +70,17 @@ def _row(tables: Tables, result: SearchResult, call: str, choice: Sequence[int])
     price = price_plan(plan, tables.problem.model)
     missing = shortfall(price, tables.problem.model)
     loses_s = price.iteration_time_s - result.iteration_time_s
+    is_better = missing is None and loses_s < -ROUNDING * result.iteration_time_s
     reason = missing or _reason(plan, price, result, loses_s)
-    return Alternative(call, tables.assignments(choice)[call], price.iteration_time_s, loses_s, reason)
+    assignment = tables.assignments(choice)[call]
+    return Alternative(call, assignment, price.iteration_time_s, loses_s, reason, is_better)
 
 
 def _reason(plan: ExecutionPlan, price: PlanPrice, result: SearchResult, loses_s: float) -> str:
-    """What its critical cycle has more of than the chosen plan's."""
-    if loses_s <= 0:
+    """Whether it is faster, or what its critical cycle has more of than the chosen plan's."""
+    if loses_s < -ROUNDING * result.iteration_time_s:
+        return f"faster by {-loses_s:.3g} s: the plan is not the best"
+    if loses_s <= ROUNDING * result.iteration_time_s:
         return "takes as long"
     calls = [name for name in price.steady.cycle if plan.node(name).kind == "call"]
     moved_s = _moving_s(plan, price) - _moving_s(result.plan, result.price)

@@ -1,14 +1,21 @@
 """A priced plan as data: the JSON of `prefect-rlhf plan`, and the YAML that a run's `plan:` accepts."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from planner.cost import CostModel
 from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice
 from planner.problem import Problem
+from planner.provenance import figures_source
 from planner.render import format_devices
 from planner.search import SearchResult
 from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNode
+
+ALTERNATIVES = (
+    "for each call the best plan found with it on other devices; the other calls may have moved too"
+)
+"""What a table of rejected alternatives shows."""
 
 
 def result_document(result: SearchResult) -> dict[str, Any]:
@@ -21,6 +28,7 @@ def result_document(result: SearchResult) -> dict[str, Any]:
         "proven_optimal": result.proven_optimal,
         "proof_class": result.proof_class,
         "device_classes": _device_classes(model.classes),
+        "source": figures_source(model),
         "assignments": _assignments(result.plan, result.price, model),
         "transfers": _transfers(result.plan, result.price),
         "peak_memory_bytes": {
@@ -95,6 +103,35 @@ def proof_sentence(result: SearchResult) -> str:
         f"{result.iteration_time_s:.4g} s per iteration, lower bound {result.lower_bound_s:.4g} s: {certain} "
         f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s{compiled})."
     )
+
+
+class ModeRow(NamedTuple):
+    """Seconds per iteration and hours under the plan of a mode, None where it has none; remark: how much that is
+    above the best of all modes, or why there is no plan."""
+
+    mode: str
+    time_s: float | None
+    hours: float | None
+    remark: str
+
+
+def mode_rows(found: Mapping[str, SearchResult | str], iterations: int) -> list[ModeRow]:
+    """A row for each mode, from what `compare` of flows/planning.py found."""
+    best = min((r.iteration_time_s for r in found.values() if not isinstance(r, str)), default=0.0)
+    rows = []
+    for mode, result in found.items():
+        if isinstance(result, str):
+            rows.append(ModeRow(mode, None, None, result))
+        else:
+            time_s = result.iteration_time_s
+            above = "" if time_s == best else f"+{time_s / best - 1:.1%}"
+            rows.append(ModeRow(mode, time_s, time_s * iterations / 3600, above))
+    return rows
+
+
+def told_limits(limits_s: Mapping[str, float]) -> str:
+    """How long each mode that searches until a limit may do so, by mode."""
+    return "time limits: " + ", ".join(f"{mode} {limit_s:g} s" for mode, limit_s in limits_s.items())
 
 
 def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:

@@ -14,17 +14,19 @@ from flows.plan_view import (
     show_comparison,
     show_corrections,
     show_proof,
+    show_source,
     show_timeline,
 )
-from flows.planning import compare, hardware_of, plan_for, price_manual, problem_of
+from flows.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
 from planner.alternatives import rejected_alternatives
 from planner.price import shortfall
 from planner.problem import Problem
-from planner.report import plan_document, result_document
+from planner.provenance import extrapolation
+from planner.report import plan_document, result_document, told_limits
 from planner.search import SearchResult
 from rlhf_tasks.config import ConfigError, load_config, read_assignments
 
-SHORT_S = 5.0  # of a search that is made only to compare
+COMPILING = "the first time compiling adds about a minute"
 
 console = Console()
 warnings = Console(stderr=True, highlight=False)
@@ -79,25 +81,37 @@ def plan(
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
     for warning in hardware.warnings:
-        warnings.print(f"[bold yellow]warning:[/] {warning}", soft_wrap=True)
+        _warn(warning)
     problem = problem_of(settings, hardware, profile)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     chosen_seed = settings.seed if seed is None else seed
     if evaluate is None:
-        with console.status(f"{mode}, up to {limit_s:g} s ..."):
+        searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
+        with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
             result = plan_for(problem, mode, limit_s, chosen_seed)
     else:
         result = _evaluated(problem, evaluate, limit_s, chosen_seed)
     _write(result, json_file, out)
+    stretched = extrapolation(result.plan, problem.model)
+    if stretched is not None:
+        _warn(stretched)
     show_calls(console, result.plan, result.price, problem.model)
+    show_source(console, problem.model)
     show_corrections(console, problem)
     show_timeline(console, result.plan, result.price)
     show_proof(console, result)
     if comparison:
-        show_alternatives(console, rejected_alternatives(result))
-        with console.status("the other modes ..."):
-            found = compare(problem, result, min(limit_s, SHORT_S), chosen_seed)
-        show_comparison(console, found, iterations or getattr(settings, "total_iterations", 1))
+        with console.status(f"alternatives; {COMPILING} ..."):
+            rejected = rejected_alternatives(result)
+        show_alternatives(console, rejected)
+        limits_s = limits_of(result.mode, limit_s)
+        with console.status(f"the other modes, {told_limits(limits_s)}; {COMPILING} ..."):
+            found = compare(problem, result, limits_s, chosen_seed)
+        show_comparison(console, found, limits_s, iterations or getattr(settings, "total_iterations", 1))
+
+
+def _warn(sentence: str) -> None:
+    warnings.print(f"[bold yellow]warning:[/] {sentence}", soft_wrap=True)
 
 
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:

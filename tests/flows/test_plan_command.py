@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from planner.timing import Roofline
 from rlhf_tasks.config import make_config, manual_assignments
 from rlhf_tasks.measurements import Measurements, Timed, TimedExchange
 from rlhf_tasks.parallel.shape import ModelShape
-from tests.planner.test_measured import EXCHANGES, sampled_operations
+from tests.planner.sampled import EXCHANGES, sampled_operations
 
 pytestmark = pytest.mark.timeout(600)  # the first to evaluate plans compiles that
 
@@ -48,6 +49,7 @@ KEYS = {
     "proven_optimal",
     "proof_class",
     "device_classes",
+    "source",
     "assignments",
     "transfers",
     "peak_memory_bytes",
@@ -150,6 +152,38 @@ def test_the_modes_are_compared_by_hours(call):
     for mode in ("search", "mcmc", "heuristic", "symmetric"):
         time_s, hours = float(rows[mode][1]), float(rows[mode][2])
         assert hours == pytest.approx(2 * time_s, rel=0.02), rows[mode]
+
+
+def test_a_plan_by_hand_is_compared_with_the_modes_and_with_better_places(call, write):
+    on_one = {name: {"devices": [0]} for name in DISJOINT}
+    status, out, err = call(ppo(), "--evaluate", write(on_one), "--time-limit", "0.5", "--iterations", "7200")
+    assert status == 0, err
+    alternatives, hours = out.split("Rejected alternatives")[1].split("7200 iterations")
+    assert "the other calls may have moved too" in alternatives
+    assert "faster by" in alternatives
+    assert "The plan is not the best" in alternatives
+    assert "takes as long" not in alternatives
+    assert "time limits: search 0.5 s, mcmc 0.5 s" in hours
+    rows = {line.split()[0]: line.split() for line in hours.splitlines() if line}
+    assert float(rows["manual"][1]) > float(rows["search"][1])
+    assert rows["manual"][3].startswith("+")
+
+
+def test_a_search_says_that_the_first_one_compiles(call, monkeypatch):
+    told = []
+
+    def status(text: str) -> AbstractContextManager[None]:
+        told.append(text)
+        return nullcontext()
+
+    monkeypatch.setattr("flows.commands.plans.console.status", status)
+    for mode in ("search", "heuristic"):
+        assert call(ppo(), "--mode", mode, "--no-compare", "--time-limit", "0.5")[0] == 0
+    first, second = told
+    assert first.startswith("search, up to 0.5 s; ")
+    assert "first time" in first
+    assert "a minute" in first
+    assert second == "heuristic ...", "it compiles nothing and has no limit"
 
 
 def test_a_found_plan_is_what_a_run_accepts_and_is_priced_alike(call, tmp_path):
@@ -506,6 +540,33 @@ def measured(shape=SHAPE, device="cpu-slot", n_hosts=1, slower=1.0) -> MeasuredP
     ]
     found = Measurements(operations=tuple(operations), exchanges=tuple(exchanges), process_bytes=10**8)
     return MeasuredProfile.of(device, n_hosts, 2, shape, 4, [found])
+
+
+def test_it_is_said_whether_figures_were_measured(call, tmp_path):
+    figures, elsewhere = tmp_path / "figures.json", tmp_path / "measured.json"
+    write_profiles([measured()], elsewhere)
+    slot = ppo(planning={"prompt_tokens": 16, "device": "cpu-slot"})
+    for arguments, source in (
+        ((), "preset of cpu-slot"),
+        (("--profile", str(elsewhere)), "measured profile of cpu-slot"),
+    ):
+        status, out, err = call(
+            slot, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
+        )
+        assert (status, err) == (0, "")
+        assert f"Priced by: {source}.\n" in out
+        assert json.loads(figures.read_text())["source"] == source
+
+
+def test_a_run_far_beyond_its_profile_is_warned_about(call, tmp_path):
+    profile = tmp_path / "measured.json"
+    write_profiles([measured()], profile)
+    arguments = ("--mode", "symmetric", "--no-compare", "--profile", str(profile))
+    status, _, err = call(ppo(batch_size=1024), *arguments)
+    assert status == 0
+    assert err.count("\n") == 1
+    assert err.startswith("warning: The measured profile of cpu-slot ends at ")
+    assert "rows that decode together; actor_generate is priced at " in err
 
 
 def planned_s(call, document, figures, *arguments) -> float:

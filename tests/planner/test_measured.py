@@ -9,8 +9,6 @@ from planner.measured import MeasuredProfile, ProfileError, Table, Tables
 from planner.mesh import Cluster
 from planner.price import price_plan
 from planner.profile import preset
-from planner.sizes import sizes
-from planner.timing import Roofline
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.measurements import Grid, Measurements, Timed, TimedExchange
 
@@ -46,75 +44,6 @@ def test_the_grid_encloses_the_work_in_powers_of_two():
     assert grid.rows == (1, 2, 4, 8, 16, 32, 64, 128)
     assert grid.contexts[0] <= 24
     assert all(n & (n - 1) == 0 for part in grid for n in part)
-
-
-@pytest.fixture
-def tiny(llama):
-    return llama(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
-        vocab_size=260,
-    )
-
-
-EXCHANGES = ("all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects", "redistribute")
-
-
-def sampled_operations(shape, tp: int):
-    """What a roofline says at every point of a grid, as (operation, tokens, context, seconds)."""
-    grid = Grid.around(64, 32, 64, 128)
-    timings = {
-        head: Roofline(preset("cpu-slot"), sizes(shape, head, tp), head, tp, False, 4)
-        for head in ("lm", "scalar")
-    }
-    lm = timings["lm"]
-    places = [("forward", n, c) for n in grid.tokens for c in grid.lengths]
-    places += [("backward", n, c) for _, n, c in places]
-    places += [("prefill", rows * c, c) for rows in grid.rows for c in grid.contexts]
-    places += [("decode", rows, c) for rows in grid.rows for c in grid.contexts]
-    for kind, tokens, context in places:
-        yield f"layer/{kind}", tokens, context, lm.layer_s(kind, tokens, context)
-        for head, timing in timings.items():
-            if head == "lm" or kind in ("forward", "backward"):
-                ends_s = timing.head_s(kind, tokens, context) + timing.embedding_s(kind, tokens)
-                yield f"{head}/{kind}", tokens, context, ends_s
-    for tokens in (1, *grid.tokens):
-        for kind in ("forward", "backward"):
-            yield f"embedding/{kind}", tokens, 0, lm.embedding_s(kind, tokens)
-    for parameters in (1000, 1_000_000):
-        yield "optimizer", parameters, 0, lm.update_s(parameters, 1)
-
-
-@pytest.fixture
-def sampled(tiny):
-    """sampled(scale=1): a profile of 1 x 4 slots whose figures come from a roofline."""
-
-    def make(scale: float = 1.0) -> MeasuredProfile:
-        operations = [
-            Timed(operation=operation, tp=tp, tokens=tokens, context=context, seconds=scale * seconds)
-            for tp in (1, 2, 4)
-            for operation, tokens, context, seconds in sampled_operations(tiny, tp)
-        ]
-        roofline = Roofline(preset("cpu-slot"), sizes(tiny, "lm", 1), "lm", 1, False, 4)
-        exchanges = [
-            TimedExchange(
-                kind=kind,
-                ranks=ranks,
-                crosses_hosts=False,
-                size_bytes=size_bytes,
-                seconds=scale * roofline.exchange_s(kind, ranks, size_bytes, False),
-            )
-            for kind in EXCHANGES
-            for ranks in (2, 4)
-            for size_bytes in (0, 2**24)
-        ]
-        found = Measurements(operations=tuple(operations), exchanges=tuple(exchanges), process_bytes=10**8)
-        return MeasuredProfile.of("cpu-slot", 1, 4, tiny, 4, [found])
-
-    return make
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import pytest
 
 from planner import search
-from planner.alternatives import rejected_alternatives
 from planner.anneal import annealing
 from planner.choices import assignments_of, nearest_choice
 from planner.mesh import Cluster
@@ -148,17 +147,6 @@ def test_bad_requests(problem):
         find_plan(problem, "best")
     with pytest.raises(PlanError, match="time limit of 0 s"):
         find_plan(problem, time_limit_s=0)
-
-
-def test_alternatives_have_another_mesh_and_a_reason(problem):
-    result = find_plan(problem, "heuristic")
-    rows = rejected_alternatives(result)
-    assert [row.call for row in rows] == [call.name for call in problem.graph.calls]
-    for row in rows:
-        chosen = result.plan.node(row.call).assignment.placement
-        assert set(row.assignment.placement.devices) != set(chosen.devices)
-        assert row.loses_s == pytest.approx(row.time_s - result.iteration_time_s)
-        assert row.reason
 
 
 def test_nearest_choice_finds_the_option_itself(problem):
