@@ -37,6 +37,7 @@ class Prepared:
     plan         that the run begins by; changes: the later ones that are decided
     data_digest  of the rows' content; a resumed run must find the same
     n_rows       rows of the data set
+    warnings     figures of planning.device that are hardly true, a sentence each
     """
 
     config: AnyConfig
@@ -45,6 +46,7 @@ class Prepared:
     data_digest: str
     n_rows: int
     changes: tuple[ScheduledPlan, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def plans(self) -> tuple[ScheduledPlan, ...]:
@@ -91,6 +93,7 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
         data_digest=rows.digest,
         n_rows=len(rows),
         changes=() if folder is None else logged_changes(folder),
+        warnings=hardware_of(config).warnings,
     )
 
 

@@ -9,6 +9,7 @@ contradicts what a node needs, the need wins.
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import networkx as nx
 
@@ -21,6 +22,15 @@ MOST_ORDERS = 120
 
 def call_orders(graph: DataflowGraph) -> tuple[tuple[str, ...], ...]:
     """The topological orders of a graph's calls, its own order first; at most MOST_ORDERS."""
+    return tuple(islice(_orders(graph), MOST_ORDERS))
+
+
+def has_more_orders(graph: DataflowGraph) -> bool:
+    """Whether a graph's calls have more orders than `call_orders` gives."""
+    return next(islice(_orders(graph), MOST_ORDERS, None), None) is not None
+
+
+def _orders(graph: DataflowGraph) -> Iterator[tuple[str, ...]]:
     position = {call.name: i for i, call in enumerate(graph.calls)}
     waiting = {name: frozenset(graph.digraph.predecessors(name)) for name in position}
 
@@ -32,12 +42,7 @@ def call_orders(graph: DataflowGraph) -> tuple[tuple[str, ...], ...]:
             if name not in order and waiting[name] <= set(order):
                 yield from grow((*order, name))
 
-    found = []
-    for order in grow(()):
-        found.append(order)
-        if len(found) == MOST_ORDERS:
-            break
-    return tuple(found)
+    return grow(())
 
 
 def levels(graph: DataflowGraph) -> dict[str, int]:

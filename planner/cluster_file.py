@@ -1,6 +1,6 @@
 """A cluster described in a YAML file: how many hosts and devices, and what these and their links can do."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -8,14 +8,11 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from planner.device_classes import DeviceClassError, DeviceClasses
 from planner.mesh import Cluster
+from planner.plausible import implausible
 from planner.profile import DeviceProfile, preset
 from rlhf_tasks.config import FIGURES
 from rlhf_tasks.config_files import ConfigError, first_fault, read_yaml
 from rlhf_tasks.spec import Frozen
-
-PLAUSIBLE_BYTES_PER_S = (1e7, 1e13)
-"""What memory and links have today, from a slow network to ten times an H200's memory. A figure outside is more
-likely one in GB/s or in bits."""
 
 
 class Hardware(NamedTuple):
@@ -82,8 +79,14 @@ def read_cluster(path: Path) -> Hardware:
             for i, part in enumerate(stated.device)
         ]
         classes = _by_hosts(cluster, parts, f"{path}: device")
-    implausible = (_implausible(device, str(path)) for device in classes.profiles)
-    return Hardware(classes, tuple(sentence for found in implausible for sentence in found))
+    warnings = (
+        sentence
+        for device in classes.profiles
+        for sentence in implausible(
+            device, f"{path}: {device.name}" if isinstance(stated.device, tuple) else str(path)
+        )
+    )
+    return Hardware(classes, tuple(warnings))
 
 
 def named_hardware(cluster: Cluster, device: str | Sequence[tuple[int, str]]) -> Hardware:
@@ -92,10 +95,13 @@ def named_hardware(cluster: Cluster, device: str | Sequence[tuple[int, str]]) ->
     device  one name for all hosts, or (hosts, name) of the first hosts, the next ones, ...
     Raises ConfigError.
     """
+    stated = [(cluster.n_hosts, device)] if isinstance(device, str) else device
+    read = {name: _read_device(name) for _, name in stated}
     if isinstance(device, str):
-        return Hardware(DeviceClasses.alike(cluster, _read_device(device)))
-    parts = [(n_hosts, _read_device(name)) for n_hosts, name in device]
-    return Hardware(_by_hosts(cluster, parts, "planning.device"))
+        classes = DeviceClasses.alike(cluster, read[device])
+    else:
+        classes = _by_hosts(cluster, [(n_hosts, read[name]) for n_hosts, name in device], "planning.device")
+    return Hardware(classes, tuple(s for name, found in read.items() for s in implausible(found, name)))
 
 
 def _by_hosts(cluster: Cluster, parts: Sequence[tuple[int, DeviceProfile]], where: str) -> DeviceClasses:
@@ -134,19 +140,3 @@ def _merged(known: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         old = known.get(key)
         merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _implausible(device: DeviceProfile, where: str) -> Iterator[str]:
-    low, high = PLAUSIBLE_BYTES_PER_S
-    figures = {
-        "memory_bytes_per_s": device.memory_bytes_per_s,
-        "inside_host.bytes_per_s": device.inside_host.bytes_per_s,
-        "between_hosts.bytes_per_s": device.between_hosts.bytes_per_s,
-        "host_copy_bytes_per_s": device.host_copy_bytes_per_s,
-    }
-    for name, value in figures.items():
-        if not low <= value <= high:
-            yield (
-                f"{where}: {name}={value:g} is hardly true; it is in bytes per second "
-                f"(200 Gb/s are 25e9), and devices have {low:g} to {high:g}."
-            )

@@ -80,6 +80,12 @@ def cut_points(n_hosts: int) -> tuple[int, ...]:
     return tuple(i * n_hosts // parts for i in range(parts + 1))
 
 
+def few_hosts(n_hosts: int) -> tuple[int, ...]:
+    """Numbers of hosts of the small meshes at the start of a cluster: 1, 2, 4, ... up to half its first sixteenth."""
+    half = cut_points(n_hosts)[1] // 2
+    return tuple(2**i for i in range(half.bit_length()))
+
+
 def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
     """The meshes of the class above, smallest first."""
     if cluster.n_hosts <= ALL_CUTS:
@@ -89,10 +95,8 @@ def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
     for size in (size for size in range(1, per_host + 1) if per_host % size == 0):
         yield from (DeviceMesh(cluster, first, size) for first in range(0, per_host, size))
     ranges = {(b - a, a) for a in cuts for b in cuts if a < b}
-    n = 1
-    while 2 * n <= cuts[1]:
+    for n in few_hosts(cluster.n_hosts):
         ranges |= {(n, 0), (n, n)}
-        n *= 2
     yield from (DeviceMesh(cluster, a * per_host, n * per_host) for n, a in sorted(ranges - {(1, 0)}))
 
 

@@ -10,10 +10,13 @@ from planner.anneal import State, anneal, annealing, neighbours, start_state, un
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
 from planner.branch import bounds_by_groups, branching, proofs
+from planner.call_order import MOST_ORDERS, has_more_orders
 from planner.choices import assignments_of, nearest_choice
 from planner.disjoint import disjoint_choice
+from planner.graph import DataflowGraph
 from planner.mcmc import greedy_choice, metropolis
-from planner.options import ALL_CUTS
+from planner.mesh import Cluster
+from planner.options import ALL_CUTS, cut_points, few_hosts
 from planner.plan import PlanError
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
@@ -218,16 +221,34 @@ def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
 
 def proof_class(problem: Problem) -> str:
     """The plans for which bounds and proofs hold, in one sentence."""
-    meshes = "all meshes" if problem.cluster.n_hosts <= ALL_CUTS else "meshes of sixteenths of the cluster"
     mixed = "a mesh of several device classes priced by its slowest, "
     return (
-        f"Plans on {problem.cluster} whose calls have {meshes}, strategies (tp up to {problem.tp_limit}) and "
-        "micro-batch counts as planner/options.py lists them, contiguous stages, "
-        f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in one order of the graph, "
+        f"Plans on {problem.cluster} whose calls have {_meshes(problem.cluster)}, strategies "
+        f"(tp up to {problem.tp_limit}) and micro-batch counts as planner/options.py lists them, contiguous stages, "
+        f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in {_orders(problem.graph)}, "
         "the same in every iteration, inserted nodes placed by rule beside them, frozen models with one call "
         "resident or offloaded, others resident, and at most two iterations in flight; with times and memory as the "
         "cost model gives them."
     )
+
+
+def _meshes(cluster: Cluster) -> str:
+    """Which meshes the class has (planner/options.py `candidate_meshes`)."""
+    if cluster.n_hosts <= ALL_CUTS:
+        return "all meshes"
+    cuts = cut_points(cluster.n_hosts)
+    step = cuts[1]
+    even = all(cut == i * step for i, cut in enumerate(cuts))
+    ends = f"multiples of {step} hosts" if even else f"hosts {', '.join(map(str, cuts))}"
+    few = [str(n) for n in few_hosts(cluster.n_hosts)]
+    small = f"the first {' or '.join(few)} hosts and as many behind these, " if few else ""
+    return f"meshes that begin and end at {ends}, {small}the first host and its aligned parts"
+
+
+def _orders(graph: DataflowGraph) -> str:
+    """Which orders of the calls the class has (`call_orders`)."""
+    which = f"of the first {MOST_ORDERS} orders" if has_more_orders(graph) else "order"
+    return f"one {which} of the graph"
 
 
 def _heuristic(request: Request) -> Found:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from flows.commands.plans import show_warnings
 from flows.prepare import prepare
 from flows.run_folder import open_run
 from planner.render import plan_table
@@ -50,5 +51,6 @@ def validate(config: Path, *overrides: str) -> None:
     """
     folder, settings = open_run(load_config(config, overrides))
     prepared = prepare(settings, folder)
+    show_warnings(prepared.warnings)
     print(plan_table(prepared.plan))
     print(f"{config}: sound. {prepared.n_rows} rows, {prepared.iterations} iterations.")

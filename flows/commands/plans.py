@@ -1,12 +1,14 @@
 """`prefect-rlhf plan`: where each call of an algorithm should run, how certain that is, and what it costs."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 from cyclopts import Parameter
 from rich.console import Console
+from rich.markup import escape
 
 from flows.plan_view import (
     show_alternatives,
@@ -80,8 +82,7 @@ def plan(
     """
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
-    for warning in hardware.warnings:
-        _warn(warning)
+    show_warnings(hardware.warnings)
     problem = problem_of(settings, hardware, profile)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     chosen_seed = settings.seed if seed is None else seed
@@ -94,7 +95,7 @@ def plan(
     _write(result, json_file, out)
     stretched = extrapolation(result.plan, problem.model)
     if stretched is not None:
-        _warn(stretched)
+        show_warnings([stretched])
     show_calls(console, result.plan, result.price, problem.model)
     show_source(console, problem.model)
     show_corrections(console, problem)
@@ -110,8 +111,10 @@ def plan(
         show_comparison(console, found, limits_s, iterations or getattr(settings, "total_iterations", 1))
 
 
-def _warn(sentence: str) -> None:
-    warnings.print(f"[bold yellow]warning:[/] {sentence}", soft_wrap=True)
+def show_warnings(found: Iterable[str]) -> None:
+    """Say on standard error what is hardly as it should be, a line each."""
+    for warning in found:
+        warnings.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
 
 
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:

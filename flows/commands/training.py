@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from flows.commands.plans import show_warnings
 from flows.demo_data import DATA, refuse_without_task
 from flows.prepare import prepare
 from flows.run_folder import existing_run_folder, open_run, refuse_unwritable, run_folder_of
@@ -53,6 +54,7 @@ def run(
     if settings.type != algorithm.replace("-", "_"):
         raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
     prepared = prepare(settings, folder)
+    show_warnings(prepared.warnings)
     # Prefect takes seconds to import: a faulty configuration was refused before that, and a run folder is made when
     # Ctrl-C names the way to go on in it.
     from flows.session import run_here

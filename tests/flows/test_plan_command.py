@@ -276,7 +276,9 @@ def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(ca
         ppo(), "--evaluate", write(DISJOINT, "plan.yaml"), "--cluster", write(small, "cluster.yaml")
     )
     assert "critic_train" in out, "the price is shown nevertheless"
-    refused((status, out, err), "plan.yaml does not fit", "Device ", " lacks ", " bytes", "would lower it")
+    warning, error = err.splitlines(keepends=True)
+    assert "memory_bytes=2e+06 is hardly true" in warning
+    refused((status, out, error), "plan.yaml does not fit", "Device ", " lacks ", " bytes", "would lower it")
 
 
 @pytest.mark.parametrize(
@@ -407,6 +409,51 @@ def test_a_figure_in_the_wrong_unit_is_warned_about(call, write):
     cluster["between_hosts"] = {"bytes_per_s": "2.5e9"}
     status, _, err = call(ppo(), "--cluster", write(cluster), "--mode", "heuristic", "--no-compare")
     assert (status, err) == (0, "")
+
+
+MEANT_IN_OTHER_UNITS = {
+    "like": "a100-80g-sxm",
+    "flops_per_s": 312,
+    "between_hosts": {"bytes_per_s": 200e9, "latency_s": 15},
+}
+
+
+@pytest.mark.parametrize("place", ["configuration", "configuration by hosts", "cluster file"])
+def test_figures_are_judged_wherever_a_device_is_stated(call, write, place):
+    """A sentence for each, with the value, where it stands, and the unit that was likely meant."""
+    stated = write(MEANT_IN_OTHER_UNITS, "mine.yaml")
+    device = stated if place == "configuration" else [{"n_hosts": 1, "device": stated}]
+    cluster = {"n_hosts": 1, "devices_per_host": 2, "device": MEANT_IN_OTHER_UNITS}
+    given = (
+        (ppo(), "--cluster", write(cluster, "mine.yaml"))
+        if place == "cluster file"
+        else (ppo(planning={"prompt_tokens": 16, "device": device}),)
+    )
+    status, _, err = call(*given, "--mode", "heuristic", "--no-compare")
+    assert status == 0, err
+    lines = err.splitlines()
+    assert len(lines) == 3
+    wrong = (("flops_per_s=312", "3.12e+14"), ("bytes_per_s=2e+11", "2.5e+10"), ("latency_s=15", "1.5e-05"))
+    for line, (value, meant) in zip(lines, wrong, strict=True):
+        assert line.startswith("warning: ")
+        assert "mine.yaml: " in line
+        assert value in line
+        assert line.endswith(f"write {meant}.")
+
+
+def test_a_run_is_warned_too(tmp_path, capsys, write):
+    from tests.flows.test_cli import model_folder
+
+    model_folder(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
+    model = str(tmp_path / "model")
+    document = ppo(
+        models={"actor": model, "reward": model},
+        data={"train": str(tmp_path / "prompts.jsonl")},
+        planning={"device": write({**MEANT_IN_OTHER_UNITS, "memory_bytes": 80e9}, "mine.yaml")},
+    )
+    assert run_command(["config", "validate", write(document, "run.yaml")]) == 0
+    assert capsys.readouterr().err.count("is hardly true") == 3
 
 
 def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(call, write, tmp_path):

@@ -4,15 +4,19 @@ import pytest
 
 from planner import search
 from planner.anneal import annealing
+from planner.call_order import call_orders
 from planner.choices import assignments_of, nearest_choice
+from planner.cost import CostModel
+from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.price import price_plan
 from planner.problem import Problem
 from planner.profile import preset
-from planner.search import MODES, find_plan
+from planner.search import MODES, find_plan, proof_class
 from planner.tables import Tables
-from planner.workload import Lengths
+from planner.workload import Lengths, RoleModel, Workload
+from rlhf_tasks.spec import ModelFunctionCall
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
 TO_THE_END_S = 600.0  # a time limit that does not cut
@@ -107,6 +111,52 @@ def test_no_mode_beats_a_proven_search(problem):
     best = find_plan(problem, "search", TO_THE_END_S).iteration_time_s
     for mode in ("heuristic", "symmetric", "mcmc"):
         assert find_plan(problem, mode, 0.5).iteration_time_s >= best * (1 - 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meshes"),
+    [
+        (Cluster(16, 8), "calls have all meshes, strategies"),
+        (
+            Cluster(128, 8),
+            "calls have meshes that begin and end at multiples of 8 hosts, the first 1 or 2 or 4 hosts and as many "
+            "behind these, the first host and its aligned parts, strategies",
+        ),
+        (
+            Cluster(17, 2),
+            "calls have meshes that begin and end at hosts 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, "
+            "the first host and its aligned parts, strategies",
+        ),
+    ],
+    ids=str,
+)
+def test_the_proof_names_its_meshes(make_graph, ppo_cost, cluster, meshes):
+    assert meshes in proof_class(Problem(make_graph(), ppo_cost(cluster)))
+
+
+@pytest.mark.parametrize(("n_scorers", "orders"), [(4, "one order"), (5, "one of the first 120 orders")])
+def test_the_proof_names_the_cut_among_the_orders(llama, n_scorers, orders):
+    """Five calls in any order have 120 orders, six have 720."""
+    calls = [
+        ModelFunctionCall(
+            name=f"score{i}",
+            role="reward",
+            kind="inference",
+            inputs=("input_ids",),
+            outputs=(f"s{i}",),
+            n_seqs=4,
+        )
+        for i in range(n_scorers + 1)
+    ]
+    model = CostModel(
+        Cluster(1, 1),
+        preset("a100-80g-sxm"),
+        {"reward": RoleModel(shape=llama(), head="scalar")},
+        Workload(prompt_tokens=8, new_tokens=Lengths.fixed(8)),
+    )
+    problem = Problem(DataflowGraph(calls, {"input_ids"}, name="scores"), model)
+    assert len(call_orders(problem.graph)) == 120
+    assert f"calls on a device in {orders} of the graph," in proof_class(problem)
 
 
 def test_without_time_a_search_gives_no_worse_than_the_rules(problem):
