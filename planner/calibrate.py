@@ -29,7 +29,7 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
         for o in measured.operations
         if (o.operation, o.tp) == ("layer/forward", 1)
     ]
-    overhead_s, per_flop_s = _line(passes)
+    overhead_s, per_flop_s = _line(passes) if passes else (device.layer_overhead_s, 0.0)
     reached = 1 / per_flop_s if per_flop_s > 0 else device.flops_per_s * device.matmul_efficiency
     peak = max(device.flops_per_s, reached)
     fitted = device.model_copy(
@@ -47,7 +47,7 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
     return fitted.model_copy(
         update={
             "decode_overhead_s": _decode_overhead_s(fitted, measured, local),
-            "optimizer_overhead_s": _optimizer_overhead_s(measured),
+            "optimizer_overhead_s": _optimizer_overhead_s(device, measured),
         }
     )
 
@@ -106,8 +106,9 @@ def _decode_overhead_s(device: DeviceProfile, measured: MeasuredProfile, local: 
     return median(rest) if rest else device.decode_overhead_s
 
 
-def _optimizer_overhead_s(measured: MeasuredProfile) -> float:
+def _optimizer_overhead_s(device: DeviceProfile, measured: MeasuredProfile) -> float:
+    """What an optimizer step takes besides its parameters."""
     points = [
         (float(o.tokens), o.seconds) for o in measured.operations if (o.operation, o.tp) == ("optimizer", 1)
     ]
-    return _line(points)[0]
+    return _line(points)[0] if points else device.optimizer_overhead_s

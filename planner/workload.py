@@ -19,11 +19,6 @@ class Lengths(Frozen):
         """Every sequence has the same length."""
         return Lengths(points=((tokens, 1.0),))
 
-    @staticmethod
-    def of(tokens: "list[int] | tuple[int, ...]") -> "Lengths":
-        """The distribution of some measured lengths."""
-        return Lengths(points=tuple((n, tokens.count(n) / len(tokens)) for n in sorted(set(tokens))))
-
     @model_validator(mode="after")
     def _is_distribution(self) -> Self:
         if any(tokens < 1 or share < 0 for tokens, share in self.points):

@@ -74,6 +74,22 @@ def test_what_was_not_measured_stays(measured):
     assert after.memory_bytes == before.memory_bytes
 
 
+@pytest.mark.parametrize(
+    ("left_out", "field"),
+    [
+        ("layer/forward", "layer_overhead_s"),
+        ("layer/decode", "decode_overhead_s"),
+        ("optimizer", "optimizer_overhead_s"),
+    ],
+)
+def test_an_overhead_that_was_not_measured_stays(measured, left_out, field):
+    operations = tuple(o for o in measured.operations if o.operation != left_out)
+    before = preset("cpu-slot")
+    after = recalibrated(before, measured.model_copy(update={"operations": operations}))
+    assert getattr(after, field) == getattr(before, field) > 0
+    assert getattr(recalibrated(before, measured), field) != getattr(before, field)
+
+
 def test_a_device_faster_than_its_data_sheet_gets_a_higher_peak(measured):
     before = preset("cpu-slot").model_copy(update={"flops_per_s": 1e9, "memory_bytes_per_s": 1e12})
     after = recalibrated(before, measured)

@@ -10,11 +10,6 @@ def test_spans_of_a_distribution():
     assert sum((last - first + 1) * share for first, last, share in lengths.spans()) == lengths.mean
 
 
-def test_measured_lengths():
-    assert Lengths.of([3, 5, 3, 9]).points == ((3, 0.5), (5, 0.25), (9, 0.25))
-    assert Lengths.of([3, 5, 3, 9]).longest == 9
-
-
 @pytest.mark.parametrize(
     ("points", "message"),
     [(((4, 0.5),), "add up to 0.5"), (((0, 1.0),), "at least 1 token"), (((4, 1.5), (5, -0.5)), "negative")],
