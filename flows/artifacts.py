@@ -20,10 +20,12 @@ from prefect.runtime import flow_run
 
 from flows.clocks import Span
 from flows.pictures import curves, timeline
+from planner.alternatives import Alternative
 from planner.bars import steady_bars
 from planner.cost import CostModel
+from planner.provenance import figures_source
 from planner.render import format_devices, plan_mermaid, plan_table
-from planner.report import call_rows, proof_sentence
+from planner.report import ALTERNATIVES, alternative_rows, call_rows, mode_rows, proof_sentence, told_limits
 from planner.search import SearchResult
 from rlhf_tasks.spec import ExecutionPlan
 
@@ -59,8 +61,9 @@ async def show_plan(plan: ExecutionPlan) -> None:
     await acreate_markdown_artifact(markdown, key="execution-plan", description="Placement of each call.")
 
 
-async def show_price(result: SearchResult, model: CostModel) -> None:
-    """What a plan costs: a table of its calls, its proof, and the bars of one steady-state iteration."""
+async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[str] = ()) -> None:
+    """What a plan costs: a table of its calls, its proof, the source of its figures, and the bars of one steady-state
+    iteration. warnings: what is to be said of the figures, a sentence each."""
     rows = [row._asdict() for row in call_rows(result.plan, result.price, model)]
     await acreate_table_artifact(rows, key="plan-calls", description="What each call takes and needs.")
     groups = steady_bars(result.plan, result.price)[:SHOWN_GROUPS]
@@ -72,11 +75,29 @@ async def show_price(result: SearchResult, model: CostModel) -> None:
     labels = {number: format_devices(group.devices) for number, group in enumerate(groups)}
     title = f"one iteration on {model.classes}, by devices"
     await acreate_markdown_artifact(
-        f"# {proof_sentence(result)}\n\n{result.proof_class}\n\n"
+        f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}.\n\n"
+        f"{''.join(f'> **Warning:** {warning}' + chr(10) * 2 for warning in warnings)}"
         f"{picture(timeline(spans, title, labels), title)}\n",
         key="plan-timeline",
         description="Predicted seconds per iteration, the proof, and who works when.",
     )
+
+
+async def show_alternatives(rejected: Sequence[Alternative]) -> None:
+    """Each call's best other place, and why it loses, or that it does not."""
+    if rejected:
+        rows = [row._asdict() for row in alternative_rows(rejected)]
+        about = f"Rejected alternatives: {ALTERNATIVES}."
+        await acreate_table_artifact(rows, key="plan-alternatives", description=about)
+
+
+async def show_comparison(
+    found: Mapping[str, SearchResult | str], limits_s: Mapping[str, float], iterations: int
+) -> None:
+    """The hours that some iterations take under each mode's plan. limits_s: seconds that modes had to search."""
+    rows = [row._asdict() for row in mode_rows(found, iterations)]
+    about = f"{iterations} iterations under the plan of each mode; {told_limits(limits_s)}."
+    await acreate_table_artifact(rows, key="plan-modes", description=about)
 
 
 async def show_curves(metrics: Sequence[Mapping[str, float | None]]) -> None:

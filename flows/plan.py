@@ -4,12 +4,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from blocks.plan import ExecutionPlan
 from flows import artifacts
-from flows.planning import hardware_of, plan_for, problem_of
+from flows.planning import compare, hardware_of, limits_of, plan_for, problem_of
+from planner.alternatives import rejected_alternatives
+from planner.provenance import extrapolation
 from planner.report import plan_document, result_document
 from planner.search import SearchResult
 from rlhf_tasks.config import RunConfig, resolve_paths
@@ -24,28 +26,44 @@ def _run_name() -> str:
 async def plan(
     config: RunConfig,
     cluster: str | None = None,
+    profile: str | None = None,
     mode: str = "search",
     time_limit_s: float | None = None,
     block: str | None = None,
+    comparison: bool = True,
 ) -> dict[str, Any]:
     """Plan a run without running it. Needs no GPU, no cluster and no weights.
 
     config        the run's configuration; models may be inline Hugging Face configurations
     cluster       a YAML file with n_hosts, devices_per_host and device; default: what the configuration says
+    profile       a file of `prefect-rlhf profile --out` with profiles measured on a cluster like this one; default:
+                  those in <output_dir>/profiles/
     mode          search, mcmc, heuristic, symmetric or disjoint
     time_limit_s  seconds that a search may take; default: planning.time_limit_s
     block         name of the block that keeps the plan; default: the configuration's name, or its type
+    comparison    whether to find the plans of the other modes too, and why each call is not elsewhere
     Returns the figures that `prefect-rlhf plan --json` writes.
     """
     settings = resolve_paths(config, Path.cwd())
     hardware = hardware_of(settings, Path(cluster) if cluster else None)
-    problem = problem_of(settings, hardware)
+    for warning in hardware.warnings:
+        get_run_logger().warning(warning)
+    problem = problem_of(settings, hardware, Path(profile) if profile else None)
     limit_s = time_limit_s or settings.planning.time_limit_s
     result = await asyncio.to_thread(plan_for, problem, mode, limit_s, settings.seed)
     await artifacts.show_plan(result.plan)
-    await artifacts.show_price(result, problem.model)
+    stretched = extrapolation(result.plan, problem.model)
+    if stretched is not None:
+        get_run_logger().warning(stretched)
+    warnings = [*hardware.warnings, *filter(None, [stretched])]
+    await artifacts.show_price(result, problem.model, warnings)
     name = (block or settings.name or settings.type).lower().replace("_", "-").replace(".", "-")
     await _as_block(result).asave(name, overwrite=True)
+    if comparison:
+        await artifacts.show_alternatives(await asyncio.to_thread(rejected_alternatives, result))
+        limits_s = limits_of(mode, limit_s)
+        found = await asyncio.to_thread(compare, problem, result, limits_s, settings.seed)
+        await artifacts.show_comparison(found, limits_s, getattr(settings, "total_iterations", 1))
     return result_document(result)
 
 

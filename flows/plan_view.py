@@ -12,8 +12,15 @@ from planner.cost import CostModel
 from planner.price import PlanPrice
 from planner.problem import Problem
 from planner.provenance import figures_source
-from planner.render import format_devices
-from planner.report import ALTERNATIVES, call_rows, corrections, mode_rows, proof_sentence, told_limits
+from planner.report import (
+    ALTERNATIVES,
+    alternative_rows,
+    call_rows,
+    corrections,
+    mode_rows,
+    proof_sentence,
+    told_limits,
+)
 from planner.search import SearchResult
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
@@ -103,12 +110,9 @@ def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None
     table = Table(
         "call", "best other place", "dp", "tp", "pp", "s per iteration", "beside the plan", box=None
     )
-    for other in rejected:
-        placement = other.assignment.placement
-        s = placement.strategy
-        devices = format_devices(placement.devices)
-        time_s = f"{other.time_s:.4g}"
-        table.add_row(other.call, devices, str(s.dp), str(s.tp), str(s.pp), time_s, other.reason)
+    for row in alternative_rows(rejected):
+        place = (str(degree) for degree in (row.dp, row.tp, row.pp))
+        table.add_row(row.call, row.devices, *place, f"{row.time_s:.4g}", row.beside_the_plan)
     if rejected:
         console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
         console.print(table)

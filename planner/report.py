@@ -1,8 +1,9 @@
 """A priced plan as data: the JSON of `prefect-rlhf plan`, and the YAML that a run's `plan:` accepts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from planner.alternatives import Alternative
 from planner.cost import CostModel
 from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice
@@ -103,6 +104,28 @@ def proof_sentence(result: SearchResult) -> str:
         f"{result.iteration_time_s:.4g} s per iteration, lower bound {result.lower_bound_s:.4g} s: {certain} "
         f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s{compiled})."
     )
+
+
+class AlternativeRow(NamedTuple):
+    """A call's best other place, seconds per iteration of the plan with it, and how that is beside the plan."""
+
+    call: str
+    devices: str
+    dp: int
+    tp: int
+    pp: int
+    time_s: float
+    beside_the_plan: str
+
+
+def alternative_rows(rejected: Sequence[Alternative]) -> list[AlternativeRow]:
+    """A row for each call that has an alternative."""
+    rows = []
+    for other in rejected:
+        placement = other.assignment.placement
+        devices, s = format_devices(placement.devices), placement.strategy
+        rows.append(AlternativeRow(other.call, devices, s.dp, s.tp, s.pp, other.time_s, other.reason))
+    return rows
 
 
 class ModeRow(NamedTuple):

@@ -1,15 +1,19 @@
 """The flow `plan`: its figures, its artifacts and its block, on a real Prefect server."""
 
 import asyncio
+import json
 
 import pytest
+import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.objects import Artifact
 
 from blocks import ExecutionPlan
 from flows.plan import plan
+from planner.profile_cache import write_profiles
 from rlhf_tasks.config import PPOConfig, make_config, manual_assignments
-from tests.flows.test_plan_command import CALLS, KEYS, ppo
+from tests.flows.test_plan_command import CALLS, KEYS, measured, ppo
 
 pytestmark = [
     pytest.mark.cluster,
@@ -17,21 +21,30 @@ pytestmark = [
 ]
 
 
-async def artifacts_by_key() -> dict[str, str]:
+ARTIFACTS = ["execution-plan", "plan-calls", "plan-timeline", "plan-alternatives", "plan-modes"]
+
+
+async def artifacts_by_key() -> dict[str, Artifact]:
     """The newest artifact of each key that the flow makes; other flows use some of these keys too."""
-    made = ArtifactFilter(key=ArtifactFilterKey(any_=["plan-calls", "execution-plan", "plan-timeline"]))
+    made = ArtifactFilter(key=ArtifactFilterKey(any_=ARTIFACTS))
     async with get_client() as client:
         found = await client.read_artifacts(artifact_filter=made)
     found.sort(key=lambda artifact: artifact.created)
-    return {artifact.key: str(artifact.data) for artifact in found if artifact.key}
+    return {artifact.key: artifact for artifact in found if artifact.key}
 
 
 @pytest.fixture(scope="module")
-def planned(prefect):
-    """(figures, artifact texts by key, the configuration that was planned)."""
-    config = make_config(ppo(name="My_Plan.1"))
+def planned(prefect, tmp_path_factory):
+    """(figures, artifacts by key, the configuration that was planned), with a profile and a doubtful cluster file."""
+    config = make_config(ppo(name="My_Plan.1", batch_size=1024))
     assert isinstance(config, PPOConfig)
-    figures = asyncio.run(plan(config, mode="heuristic"))
+    folder = tmp_path_factory.mktemp("planned")
+    write_profiles([measured()], folder / "measured.json")
+    slow = {"between_hosts": {"bytes_per_s": 25}}
+    cluster = {"n_hosts": 1, "devices_per_host": 2, "device": "cpu-slot", **slow}
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    files = {"cluster": str(folder / "cluster.yaml"), "profile": str(folder / "measured.json")}
+    figures = asyncio.run(plan(config, mode="heuristic", time_limit_s=0.5, **files))
     return figures, asyncio.run(artifacts_by_key()), config
 
 
@@ -43,10 +56,49 @@ def test_the_figures_are_those_of_the_command_line(planned):
 
 def test_table_graph_and_timeline_are_artifacts(planned):
     _, artifacts, _ = planned
-    assert all(name in artifacts["plan-calls"] for name in CALLS)
-    assert "```mermaid" in artifacts["execution-plan"]
-    assert "data:image/png;base64," in artifacts["plan-timeline"]
-    assert "lower bound" in artifacts["plan-timeline"]
+    assert all(name in artifacts["plan-calls"].data for name in CALLS)
+    assert "```mermaid" in artifacts["execution-plan"].data
+    assert "data:image/png;base64," in artifacts["plan-timeline"].data
+    assert "lower bound" in artifacts["plan-timeline"].data
+
+
+def test_the_profile_that_was_given_is_gone_by_and_named(planned):
+    figures, artifacts, _ = planned
+    assert figures["source"] == "measured profile of cpu-slot"
+    assert "Priced by: measured profile of cpu-slot." in artifacts["plan-timeline"].data
+
+
+def test_warnings_of_cluster_and_profile_are_shown(planned):
+    _, artifacts, _ = planned
+    told = [line for line in artifacts["plan-timeline"].data.splitlines() if line.startswith("> ")]
+    assert len(told) == 2
+    assert "between_hosts.bytes_per_s=25 is hardly true" in told[0]
+    assert "The measured profile of cpu-slot ends at " in told[1]
+
+
+def test_each_call_has_its_alternative_and_what_is_to_be_said_of_it(planned):
+    figures, artifacts, _ = planned
+    rows = json.loads(artifacts["plan-alternatives"].data)
+    assert {row["call"] for row in rows} == CALLS
+    for row in rows:
+        assert row["dp"] * row["tp"] * row["pp"] == (1 if row["devices"] in ("0", "1") else 2)
+        faster = row["time_s"] < figures["iteration_time_s"] * (1 - 1e-9)
+        assert ("the plan is not the best" in row["beside_the_plan"]) == faster
+    assert "the other calls may have moved too" in artifacts["plan-alternatives"].description
+
+
+def test_the_hours_under_each_mode_are_an_artifact(planned):
+    figures, artifacts, config = planned
+    assert config.total_iterations == 100
+    rows = {row["mode"]: row for row in json.loads(artifacts["plan-modes"].data)}
+    assert list(rows) == ["search", "mcmc", "heuristic", "symmetric", "disjoint"]
+    assert rows["heuristic"]["time_s"] == figures["iteration_time_s"]
+    for mode in ("search", "mcmc", "heuristic", "symmetric"):
+        assert rows[mode]["hours"] == pytest.approx(rows[mode]["time_s"] / 36)
+    assert rows["disjoint"]["hours"] is None
+    assert "devices of their own" in rows["disjoint"]["remark"]
+    about = artifacts["plan-modes"].description
+    assert about == "100 iterations under the plan of each mode; time limits: search 0.5 s, mcmc 0.5 s."
 
 
 def test_the_block_holds_a_plan_that_a_run_accepts(planned):
