@@ -10,10 +10,7 @@ from planner.workload import Workload
 from rlhf_tasks.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall
 
-STRETCH = (
-    2.0  # times what was measured; up to it the grid's last slope is near, for its points are powers of two
-)
-
+STRETCH = 2.0  # times what was measured; points are powers of two, so the last slope is near up to it
 
 ROWS_OR_TOKENS = {
     "layer/forward": "tokens of a micro-batch",
@@ -48,11 +45,8 @@ def _stated(device: DeviceProfile) -> str:
     known = PRESETS.get(device.name)
     if known is None:
         return "stated figures"
-    return (
-        "preset"
-        if device.model_copy(update={"memory_bytes": known.memory_bytes}) == known
-        else "changed preset"
-    )
+    same = device.model_copy(update={"memory_bytes": known.memory_bytes}) == known
+    return "preset" if same else "changed preset"
 
 
 class Asked(NamedTuple):
