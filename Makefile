@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# The suite starts many processes: without cached bytecode each of them would compile the project anew.
+export PYTHONDONTWRITEBYTECODE :=
 DEFAULT := not slow and not gpu
 # The environment is rebuilt when one of these changes.
 STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)

@@ -31,7 +31,7 @@ from flows.demo_data import write_jsonl
 from flows.ppo import rlhf_ppo
 from flows.rollout import rollout
 from flows.sft import sft
-from rlhf_tasks.algorithms.rollout import read_samples
+from rlhf_tasks.samples_folder import read_samples
 
 SAMPLES_PER_PROMPT = 2
 

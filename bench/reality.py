@@ -6,8 +6,8 @@ Each rank has a core of its own and one thread. First the profile is measured (a
 by the same executor), from layers and collectives alone: no plan is run for it. Then random feasible plans, an
 equal number for each of three settings of batch and lengths, are priced and run: after WARM_UP iterations, the
 mean of the next ones. Every response has all its tokens, so that prediction and run do the same work. At last
-the search's plan and the heuristic's are run for each setting. --out keeps every figure, node by node; --again
-prices the plans in such a file anew and runs nothing. Wants a machine that does nothing else.
+the search's plan and the heuristic's are run for each setting, in turn, three times each. --out keeps every figure,
+node by node; --again prices the plans in such a file anew and runs nothing. Wants a machine that does nothing else.
 """
 
 import argparse
@@ -46,6 +46,8 @@ from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 WARM_UP = 2
 MICRO_BATCHES = (1, 2, 4)
 SEARCH_S = 10.0
+COMPARED = ("heuristic", "search")
+ROUNDS = 3  # in which both are run
 TARGETS = {"worst": 0.28, "median": 0.10, "spearman": 0.8, "memory": 0.20}
 
 
@@ -221,11 +223,21 @@ def report(
         alike = [row for row, outcome in zip(random, outcomes, strict=False) if outcome.setting == setting]
         within = spearman([p for _, p, _, _ in alike], [m for _, _, m, _ in alike])
         print(f"spearman among the plans of {setting}: {within:.3f}")
-    by_label = {(outcome.label, outcome.setting): outcome.measured_s for outcome in outcomes}
     for setting in configs:
-        if ("search", setting) in by_label:
-            found, rule = by_label["search", setting], by_label["heuristic", setting]
-            print(f"{setting}: search's plan {found:.3f} s, the heuristic's {rule:.3f} s")
+        rule, found = (
+            [
+                outcome.measured_s
+                for outcome in outcomes
+                if (outcome.label, outcome.setting) == (mode, setting)
+            ]
+            for mode in COMPARED
+        )
+        if found:
+            ratios = [a / b for a, b in zip(found, rule, strict=True)]
+            print(
+                f"{setting}: search's plan {median(found):.3f} s, the heuristic's {median(rule):.3f} s, ratio "
+                f"{median(found) / median(rule):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            )
     return figures
 
 
@@ -262,8 +274,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[MeasuredProfil
             print(f"random {number}: {outcomes[-1].measured_s:.3f} s", flush=True)
         for setting in settings if arguments.search else ():
             problem = Problem(graph_of(configs[setting]), cost_model(profile, setting, configs[setting]))
-            for mode in ("heuristic", "search"):
-                plan = find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
+            plans = {
+                mode: find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
+                for mode in COMPARED
+            }
+            for mode, plan in [*plans.items()] * ROUNDS:
                 outcomes.append(reality.run(mode, setting, plan, arguments.iterations))
                 print(f"{mode}: {outcomes[-1].measured_s:.3f} s", flush=True)
         return profile, outcomes, configs

@@ -31,8 +31,8 @@ from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.server import prefect_server
 from flows.sft import sft
-from rlhf_tasks.algorithms.rollout import read_samples
 from rlhf_tasks.config import AnyConfig, ConfigError, PPOConfig, make_config, resolve_paths
+from rlhf_tasks.samples_folder import read_samples
 
 RANKS = 4
 

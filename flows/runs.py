@@ -30,13 +30,13 @@ from flows.server import prefect_server
 from flows.summary import read_jsonl, rows_by_plan, run_figures
 from flows.this_machine import gpus_here
 from flows.training import RunControl, run_training
-from rlhf_tasks.algorithms.rollout import FOLDER as SAMPLES
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError
 from rlhf_tasks.durable import replace_file
 from rlhf_tasks.journals import LINEAGE, METRICS, MetricsLines, lineage_lines
 from rlhf_tasks.plan_log import PLAN
 from rlhf_tasks.protocol.scheduled_plans import plan_at
+from rlhf_tasks.samples_folder import SAMPLES
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed, PlanChanged, PlanKept
 

@@ -1,7 +1,7 @@
 """Measured profiles: what ranks found for one model on one kind of device, and the timing read from it.
 
 Seconds between measured points are linear in tokens and in context, as work is; beyond the last point they go on
-with the last slope, below the first one they stay, for there overhead is all.
+with the last slope, below the first one they stay, for there overhead is all. They never fall with tokens.
 """
 
 from bisect import bisect_right
@@ -138,7 +138,7 @@ class Table:
             rows[row].append((column, seconds))
         self.rows = sorted(rows)
         self._columns = [[column for column, _ in sorted(rows[row])] for row in self.rows]
-        self._seconds = [[seconds for _, seconds in sorted(rows[row])] for row in self.rows]
+        self._seconds = [rising([seconds for _, seconds in sorted(rows[row])]) for row in self.rows]
 
     def at(self, row: float, column: float) -> float:
         """Seconds at a point."""
@@ -154,6 +154,19 @@ class Table:
             return seconds[0]
         i, share = _between(columns, column)
         return seconds[i] + share * (seconds[i + 1] - seconds[i])
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The values that never fall and lie closest to some given ones by least squares (Ayer et al. 1955): where these
+    fall, their mean. More work never takes less time, so what says otherwise is noise."""
+    pools: list[tuple[float, int]] = []  # mean and number of values
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, more = pools.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def _between(grid: Sequence[float], value: float) -> tuple[int, float]:

@@ -3,19 +3,21 @@
 A layer's time is the difference between models of two depths, taken on the engine's own calls (`inference`,
 `train_step`, `generate`), so that what a call costs besides its tensors is in the figures too: it stays with the
 ends. All ranks call these functions together; tensor-parallel groups of neighbours measure beside each other, as
-they work beside each other in a run.
+they work beside each other in a run. Everything of one kind is timed in rounds, each of which gives every work its
+turn: what slows the machine for some seconds then meets one of a work's times, and the median leaves it out.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedConfig
 
 from rlhf_tasks.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
@@ -36,13 +38,13 @@ from rlhf_tasks.parallel.weights import initialise
 from rlhf_tasks.spec import DataSide
 
 Clock = Callable[[], float]
+Work = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 
 SHALLOW, DEEP = 1, 4  # layers of the two models whose difference is a layer's time
-FEW_STEPS, MORE_STEPS = (
-    12,
-    44,
-)  # decoding steps of the two generations whose difference is a step's time; with fewer,
-# generation would not pack its weights (generation.py)
+FEW_STEPS, MORE_STEPS = 12, 44
+"""Decoding steps of the two generations whose difference is a step's time; with fewer, generation would not pack its
+weights (generation.py)."""
 REPEATS = 5
 LEARNING_RATE = 1e-6
 SAMPLES = 32  # of a redistribution
@@ -62,9 +64,9 @@ class Bench:
     groups: ProcessGroups
     clock: Clock
 
-    def median_s(self, work: Callable[..., object], *arguments: Any) -> float:
-        """Median seconds of some work after one run to warm up."""
-        return _median_s(partial(work, *arguments), self.groups, self.clock)
+    def medians_s(self, works: Mapping[Name, Work]) -> dict[Name, float]:
+        """Median seconds of some works."""
+        return _medians_s(works, self.groups, self.clock)
 
     def engine(self, layers: int, head: Head, tp: int) -> Engine:
         """A trainable model of this shape with another number of layers, on the tp neighbours of this rank."""
@@ -87,16 +89,19 @@ class Bench:
         return Engine(stage, stage.layout, self.groups, OptimizerSettings())
 
 
-def _median_s(work: Callable[[], object], groups: ProcessGroups, clock: Clock) -> float:
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        _finish(groups)
-        started = clock()
+def _medians_s(works: Mapping[Name, Work], groups: ProcessGroups, clock: Clock) -> dict[Name, float]:
+    """Median seconds of some works over rounds in which each has its turn, after one to warm up."""
+    for work in works.values():
         work()
-        _finish(groups)
-        seconds.append(clock() - started)
-    return statistics.median(seconds)
+    seconds: dict[Name, list[float]] = {name: [] for name in works}
+    for _ in range(REPEATS):
+        for name, work in works.items():
+            _finish(groups)
+            started = clock()
+            work()
+            _finish(groups)
+            seconds[name].append(clock() - started)
+    return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 def _finish(groups: ProcessGroups) -> None:
@@ -128,46 +133,58 @@ def _forward_and_backward(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
         "deep": bench.engine(DEEP, "lm", tp),
         "scalar": bench.engine(SHALLOW, "scalar", tp),
     }
-    update = {name: bench.median_s(_update, engine) for name, engine in models.items()}
-    for length in grid.lengths:
-        for tokens in grid.tokens:
-            batch = _sequences(tokens, length, bench.shape.vocab)
-            forward = {name: bench.median_s(_infer, engine, batch) for name, engine in models.items()}
-            step = {name: bench.median_s(_train, engine, batch) for name, engine in models.items()}
-            backward = {name: step[name] - update[name] - forward[name] for name in models}
-            for kind, seconds in (("forward", forward), ("backward", backward)):
-                layer = max((seconds["deep"] - seconds["shallow"]) / (DEEP - SHALLOW), 0.0)
-                for part, whole in (("lm", "shallow"), ("scalar", "scalar")):
-                    rest = max(seconds[whole] - SHALLOW * layer, 0.0)
-                    yield _timed(f"{part}/{kind}", tp, tokens, length, rest)
-                yield _timed(f"layer/{kind}", tp, tokens, length, layer)
+    sizes = [(length, tokens) for length in grid.lengths for tokens in grid.tokens]
+    works: dict[tuple, Work] = {("update", name): partial(_update, engine) for name, engine in models.items()}
+    for size in sizes:
+        batch = _sequences(size[1], size[0], bench.shape.vocab)
+        works |= {("forward", name, size): partial(_infer, engine, batch) for name, engine in models.items()}
+        works |= {("step", name, size): partial(_train, engine, batch) for name, engine in models.items()}
+    found = bench.medians_s(works)
+    for size in sizes:
+        length, tokens = size
+        forward = {name: found["forward", name, size] for name in models}
+        backward = {
+            name: found["step", name, size] - found["update", name] - forward[name] for name in models
+        }
+        for kind, seconds in (("forward", forward), ("backward", backward)):
+            layer = max((seconds["deep"] - seconds["shallow"]) / (DEEP - SHALLOW), 0.0)
+            for part, whole in (("lm", "shallow"), ("scalar", "scalar")):
+                rest = max(seconds[whole] - SHALLOW * layer, 0.0)
+                yield _timed(f"{part}/{kind}", tp, tokens, length, rest)
+            yield _timed(f"layer/{kind}", tp, tokens, length, layer)
 
 
 def _embedding(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
     """The vocabulary-parallel embedding alone; the heads' figures contain it too, and the cost model knows."""
     embed = bench.engine(SHALLOW, "lm", tp).stage.model.embed_tokens
+    works: dict[tuple[str, int], Work] = {}
     for tokens in grid.tokens:
         ids = _sequences(tokens, tokens, bench.shape.vocab)["input_ids"].values.to(bench.groups.device)
-
-        def both(ids: Tensor = ids) -> None:
-            embed(ids).sum().backward()
-
-        def forward(ids: Tensor = ids) -> None:
-            with torch.no_grad():
-                embed(ids)
-
-        forward_s = bench.median_s(forward)
+        works["forward", tokens] = partial(_embed, embed, ids)
+        works["both", tokens] = partial(_embed_and_back, embed, ids)
+    found = bench.medians_s(works)
+    for tokens in grid.tokens:
+        forward_s = found["forward", tokens]
         yield _timed("embedding/forward", tp, tokens, 0, forward_s)
-        yield _timed("embedding/backward", tp, tokens, 0, max(bench.median_s(both) - forward_s, 0.0))
+        yield _timed("embedding/backward", tp, tokens, 0, max(found["both", tokens] - forward_s, 0.0))
 
 
 def _generation(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
     """layer and lm: prefill (by tokens of the prompts), and a decoding step (by sequences and KV length)."""
     models = [bench.engine(layers, "lm", tp) for layers in (SHALLOW, DEEP)]
+    found = bench.medians_s(
+        {
+            (prompt, rows, steps, model): partial(_generate, engine, rows, prompt, steps)
+            for prompt in grid.contexts
+            for rows in grid.rows
+            for steps in (FEW_STEPS, MORE_STEPS)
+            for model, engine in enumerate(models)
+        }
+    )
     for prompt in grid.contexts:
         for rows in grid.rows:
             few, more = (
-                [bench.median_s(_generate, engine, rows, prompt, steps) for engine in models]
+                [found[prompt, rows, steps, model] for model in range(len(models))]
                 for steps in (FEW_STEPS, MORE_STEPS)
             )
             step = [(b - a) / (MORE_STEPS - FEW_STEPS) for a, b in zip(few, more, strict=True)]
@@ -185,10 +202,11 @@ def _generation(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
 
 def _optimizer(bench: Bench, tp: int) -> Iterator[Timed]:
     """The update alone, of models of several sizes."""
-    for layers in (SHALLOW, DEEP):
-        engine = bench.engine(layers, "lm", tp)
+    engines = [bench.engine(layers, "lm", tp) for layers in (SHALLOW, DEEP)]
+    found = bench.medians_s({number: partial(_update, engine) for number, engine in enumerate(engines)})
+    for number, engine in enumerate(engines):
         parameters = sum(p.numel() for p in engine.stage.parameters())
-        yield _timed("optimizer", tp, parameters, 0, bench.median_s(_update, engine))
+        yield _timed("optimizer", tp, parameters, 0, found[number])
 
 
 # The work that is timed
@@ -215,6 +233,15 @@ def _train(engine: Engine, batch: SampleBatch) -> None:
 def _update(engine: Engine) -> None:
     assert engine.optimizer is not None
     engine.optimizer.apply(LEARNING_RATE)
+
+
+def _embed(embed: Module, ids: Tensor) -> None:
+    with torch.no_grad():
+        embed(ids)
+
+
+def _embed_and_back(embed: Module, ids: Tensor) -> None:
+    embed(ids).sum().backward()
 
 
 def _generate(engine: Engine, rows: int, prompt: int, steps: int) -> None:
@@ -260,10 +287,16 @@ def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock
         if groups.rank not in devices:
             continue
         crosses = len({device // devices_per_host for device in devices}) > 1
-        for kind, size_bytes, work in _exchanges(groups, devices):
-            seconds = _median_s(work, groups, clock) / (2 if kind == "send" else 1)
+        works: dict[tuple[Exchange, int], Work] = {
+            (kind, size_bytes): work for kind, size_bytes, work in _exchanges(groups, devices)
+        }
+        for (kind, size_bytes), seconds in _medians_s(works, groups, clock).items():
             yield TimedExchange(
-                kind=kind, ranks=len(devices), crosses_hosts=crosses, size_bytes=size_bytes, seconds=seconds
+                kind=kind,
+                ranks=len(devices),
+                crosses_hosts=crosses,
+                size_bytes=size_bytes,
+                seconds=seconds / (2 if kind == "send" else 1),
             )
 
 

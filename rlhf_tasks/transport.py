@@ -218,7 +218,7 @@ class Enterable(Frozen):
 
 
 class NotEntered(Frozen):
-    """The iteration was not entered after all: a fault, or the end of the run, came first."""
+    """The iteration was not entered after all: a fault, a change of the plan, or the end of the run came first."""
 
     kind: Literal["not_entered"] = "not_entered"
     iteration: int

@@ -2,17 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.scoring import Scored, reward_metrics, score, scores_batch
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.samples import SampleBatch
-
-FOLDER = "samples"
-
+from rlhf_tasks.samples_folder import SAMPLES
 
 EXAMPLES = 8
 """Samples per iteration that PPO writes."""
@@ -35,7 +31,7 @@ def _scored(engine: Engine, batch: SampleBatch, context: CallContext, written: i
         return CallOutput(None, metrics)
     if written:
         part = f"{context.iteration:08d}-{engine.coordinate.dp:04d}.jsonl"
-        write_samples(context.run_folder / FOLDER / part, batch, scored, written)
+        write_samples(context.run_folder / SAMPLES / part, batch, scored, written)
     return CallOutput(scores_batch(batch, scored, engine), metrics)
 
 
@@ -61,16 +57,3 @@ def write_samples(path: Path, batch: SampleBatch, scored: Scored, count: int) ->
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     os.replace(path.with_suffix(".tmp"), path)
-
-
-def read_samples(run_folder: Path, n_samples: int) -> Iterator[dict[str, Any]]:
-    """The samples of a finished rollout in the order of their ids.
-
-    n_samples  rows times num_generations; the last iteration may have begun the data again, which is left out
-    """
-    samples = [
-        json.loads(line)
-        for path in sorted((run_folder / FOLDER).glob("*.jsonl"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
-    return (sample for sample in sorted(samples, key=lambda s: s["id"]) if sample["id"] < n_samples)

@@ -288,7 +288,8 @@ class Ledger:
         if self.phase is Phase.STOPPED:
             return "the attempt has ended."
         if generation != self.generation:
-            return f"generation {generation} has ended ({self.fault}); this is generation {self.generation}."
+            why = self.fault or "the plan has changed"
+            return f"generation {generation} has ended ({why}); this is generation {self.generation}."
         if self.phase is not Phase.RUNNING:
             return f"the ranks are not ready: {self.phase.value}."
         if iteration != self.account.next_iteration:
@@ -318,6 +319,7 @@ class Ledger:
             self._move(Phase.RUNNING)
             instructions.append(Ready(self.generation, self.account.next_iteration))
         elif self.phase is Phase.RUNNING and self._plan_is_due:
+            self.fault = None
             instructions += self._start_rebuild(self.generation + 1, (), now)
         return instructions
 

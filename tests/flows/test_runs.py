@@ -30,8 +30,8 @@ from flows.rollout import rollout
 from flows.runs import RunView, cluster_of
 from flows.summary import read_jsonl
 from flows.this_machine import device_here
-from rlhf_tasks.algorithms.rollout import read_samples
 from rlhf_tasks.config import make_config
+from rlhf_tasks.samples_folder import read_samples
 from rlhf_tasks.spec import NodeKey, NodeResult
 from rlhf_tasks.tokenizer import Tokenizer
 from rlhf_tasks.transport import Committed

@@ -168,7 +168,7 @@ def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_pa
     (change,) = (item for item in heard if isinstance(item, PlanChanged))
     assert [item for item in heard if isinstance(item, int)] == list(range(8))
     first = change.planned.iteration
-    assert 2 <= first <= 4
+    assert 2 <= first < 8
     assert change.planned.plan == swapped_plan()
     assert change.planned.predicted_s == {"generate": 3.0}
     (logged,) = logged_changes(tmp_path / "changed")
@@ -176,8 +176,11 @@ def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_pa
     train(cluster, tmp_path / "plain", **options)
     last = [json.loads((tmp_path / run / "step-8.json").read_text()) for run in ("changed", "plain")]
     assert last[0] == last[1]
-    names = set(asyncio.run(read_runs(parent)))
-    assert names == {f"it-{t:05d}" + ("-r1" if t >= first else "") for t in range(8)}
+    runs = asyncio.run(read_runs(parent))
+    expected = {f"it-{t:05d}" + ("-r1" if t >= first else "") for t in range(8)}
+    assert {name for name, (run, _) in runs.items() if run.state_name == "Completed"} == expected
+    refused = {name: run.state_name for name, (run, _) in runs.items() if name not in expected}
+    assert refused in ({}, {f"it-{first:05d}": "Cancelled"})  # entering it and changing the plan can cross
 
 
 def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_before(cluster, tmp_path):

@@ -1,11 +1,13 @@
 """Measured profiles: interpolation, refusals, the same consumer as analytic ones."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.cost import CostModel
-from planner.measured import MeasuredProfile, ProfileError, Table, Tables
+from planner.measured import MeasuredProfile, ProfileError, Table, Tables, rising
 from planner.mesh import Cluster
 from planner.price import price_plan
 from planner.profile import preset
@@ -35,6 +37,21 @@ def test_beyond_its_points_a_table_goes_on_straight_and_below_them_it_stays():
     assert table.at(0, 400) == pytest.approx(2.5)
     assert table.at(0, 1) == 1.0
     assert table.at(99, 150) == pytest.approx(1.25)
+
+
+def test_seconds_that_fall_with_more_tokens_are_taken_for_noise():
+    table = Table([(0, 1, 1.0), (0, 2, 4.0), (0, 4, 2.0), (0, 8, 5.0)])
+    assert [table.at(0, n) for n in (1, 2, 4, 8)] == [1.0, 3.0, 3.0, 5.0]
+
+
+@given(st.lists(st.floats(0, 100), max_size=12))
+def test_rising_values_are_the_nearest_that_never_fall(values):
+    found = rising(values)
+    assert all(a <= b for a, b in pairwise(found))
+    # Least squares over a cone: the residuals weigh nothing against the values, and never favour a rise
+    assert sum((v - f) * f for v, f in zip(values, found, strict=True)) == pytest.approx(0, abs=1e-7)
+    for i in range(len(values)):
+        assert sum(v - f for v, f in zip(values[i:], found[i:], strict=True)) <= 1e-9 * (1 + sum(values))
 
 
 def test_the_grid_encloses_the_work_in_powers_of_two():

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from flows.prepare import prepare
-from rlhf_tasks.algorithms.rollout import read_samples
 from rlhf_tasks.executor import Executor
 from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.samples_folder import read_samples
 from rlhf_tasks.transport import Done, GenerationSpec, SavedPart
 from tests.tiny_runs import ppo_config
 

@@ -1,0 +1,22 @@
+"""The samples that reward calls write into a run folder, as a flow reads them: without torch."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SAMPLES = "samples"
+"""The folder's name in the run folder; one JSONL file per iteration and dp rank."""
+
+
+def read_samples(run_folder: Path, n_samples: int) -> Iterator[dict[str, Any]]:
+    """The samples of a finished rollout in the order of their ids.
+
+    n_samples  rows times num_generations; the last iteration may have begun the data again, which is left out
+    """
+    samples = [
+        json.loads(line)
+        for path in sorted((run_folder / SAMPLES).glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    return (sample for sample in sorted(samples, key=lambda s: s["id"]) if sample["id"] < n_samples)
