@@ -7,14 +7,16 @@ import pytest
 
 from flows import prepare
 from flows.demo_data import write_model_folder
+from flows.planning import profile_folder
 from flows.prepare import make_plan
 from planner.plan import PlanError
 from planner.profile import preset
+from planner.profile_cache import store
 from planner.search import find_plan
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config
 from rlhf_tasks.parallel.topology import ParallelStrategy
 from rlhf_tasks.plan_log import PLAN
-from tests.flows.test_plan_command import CALLS, ppo
+from tests.flows.test_plan_command import CALLS, measured, ppo
 
 
 def auto(**changes) -> AnyConfig:
@@ -40,6 +42,21 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
     plan = make_plan(config)
     assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
     assert {node.name for node in plan.nodes if node.kind == "call"} == CALLS
+
+
+def test_auto_goes_by_a_cached_profile(tmp_path):
+    """By a CPU slot's figures the calls are best on two; measured were links so slow that all stay on one."""
+    planning = {"prompt_tokens": 16, "time_limit_s": 60, "device": "cpu-slot"}
+    config = make_config(ppo(plan="auto", planning=planning, output_dir=str(tmp_path)))
+
+    def devices() -> set[int]:
+        return {d for node in make_plan(config).nodes if node.kind == "call" for d in node.devices}
+
+    assert devices() == {0, 1}
+    found = measured()
+    slow = tuple(e.model_copy(update={"seconds": 300 * e.seconds}) for e in found.exchanges)
+    store(found.model_copy(update={"exchanges": slow}), profile_folder(config))
+    assert len(devices()) == 1
 
 
 LAYER_OF_70B = {  # as in Llama 2 70B, which has 80 such layers

@@ -148,9 +148,13 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
     """PPO, or some of its calls, with 0.05 billion parameters per model and few options, on A100s."""
 
     def make(
-        cluster: Cluster, calls: Sequence[str] | None = None, max_tp: int | None = None, memory: float = 80e9
+        cluster: Cluster,
+        calls: Sequence[str] | None = None,
+        max_tp: int | None = None,
+        memory: float = 80e9,
+        n_seqs: int = 4,
     ) -> Problem:
-        graph = make_graph(n_seqs=4, mini_batches=2)
+        graph = make_graph(n_seqs=n_seqs, mini_batches=2)
         if calls is not None:
             kept = [graph.call(name) for name in calls]
             made = {*graph.dataset_keys, *(key for call in kept for key in call.outputs)}

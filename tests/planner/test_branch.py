@@ -67,6 +67,33 @@ def test_equals_enumeration(small_problem, cluster, calls, max_tp, memory):
     assert lower_bound_s == pytest.approx(best, rel=2e-9)
 
 
+@pytest.mark.parametrize("memory", [80e9, 0.79e9])
+def test_equals_enumeration_on_all_six_calls_of_ppo(small_problem, memory):
+    """Two sequences on two devices; with little memory frozen models may be offloaded, and the best is slower."""
+    tables = Tables(small_problem(Cluster(1, 2), None, 1, memory, n_seqs=2))
+    assert len(tables.calls) == 6
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+
+
+@pytest.mark.parametrize("memory", [80e9, 0.7e9, 0.6e9])
+def test_equals_enumeration_of_options_that_none_was_pruned_of(small_problem, monkeypatch, memory):
+    """Options that another one matches in time and memory are left out of the search: no plan gets worse."""
+    problem = small_problem(
+        Cluster(1, 2), ("actor_generate", "ref_inference", "actor_train"), 2, memory, n_seqs=64
+    )
+    tables = Tables(problem)
+    state, _ = proved(tables)
+    monkeypatch.setattr("planner.options._pareto", list)
+    every = Tables(problem)
+    assert sum(map(len, every.options)) > sum(map(len, tables.options))
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(enumerated(every), rel=1e-9)
+
+
 def test_more_memory_and_more_options_are_never_worse(small_problem):
     calls = ("actor_generate", "ref_inference", "actor_train")
     times = [
