@@ -161,7 +161,8 @@ def _over_best(runs: list[dict[str, Any]], limit: str, best: float) -> str:
     costs = [one["cost_after_s"][limit] for one in runs]
     if None in costs:
         return f"{limit} s: {costs.count(None)} of {len(costs)} without a plan;"
-    return f"{limit} s: +{100 * (mean(costs) / best - 1):.2f}% (worst +{100 * (max(costs) / best - 1):.2f}%);"
+    usual, worst = (max(100 * (cost / best - 1), 0.0) for cost in (mean(costs), max(costs)))
+    return f"{limit} s: +{usual:.2f}% (worst +{worst:.2f}%);"
 
 
 def _range(runs: list[dict[str, Any]]) -> str:
