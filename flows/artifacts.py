@@ -136,14 +136,16 @@ async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:
     rows = [
         _planned_row("iteration, s", figures["iteration"]),
         *(_planned_row(f"{name}, s", pair) for name, pair in figures["calls"].items()),
-        *(
-            _planned_row(f"memory of device {rank}, MB", {key: value / 1e6 for key, value in pair.items()})
-            for rank, pair in figures["peak_memory_bytes"].items()
-        ),
+        *(_memory_row(f"memory in {name}", pair) for name, pair in figures["call_memory_bytes"].items()),
+        *(_memory_row(f"memory of device {n}", pair) for n, pair in figures["peak_memory_bytes"].items()),
     ]
     await acreate_table_artifact(
         rows, key="planned-and-measured", description=f"Planned by a {figures['source']}."
     )
+
+
+def _memory_row(what: str, pair: Mapping[str, float]) -> dict[str, Any]:
+    return _planned_row(f"{what}, MB", {key: value / 1e6 for key, value in pair.items()})
 
 
 def _planned_row(what: str, pair: Mapping[str, float]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def text_of(console: Console) -> str:
 
 
 def limits(plan, *cycle: str) -> str:
-    return limiting(plan, PlanPrice({}, {}, SteadyState(3.0, cycle, {}), {}))
+    return limiting(plan, PlanPrice({}, {}, SteadyState(3.0, cycle, {}), {}, {}))
 
 
 def test_what_limits_a_plan_names_calls_first_and_six_nodes_at_most():
