@@ -9,8 +9,8 @@ per iteration after 1, 10 and 60 s of search and of MCMC (each of them one run p
 lower bound, the gap, choices priced per second, the time to the final plan. Compilation is done before the
 clock starts. Every reported plan is replayed (planner/replay.py shares no code with the simulator) and compared.
 At last come one search on 1,024 GPUs (60 s) and one on 16,384 (5 minutes). All of it, with ten seeds, takes an
-hour and a half; `--seeds 1 --limits 1 10 --large` takes five minutes. A limit is wall-clock time: on a busy machine less is done in it,
-so CPU seconds are told beside it.
+hour and a half; `--seeds 1 --limits 1 10 --large` takes five minutes. A limit is wall-clock time: on a busy machine
+less is done in it, so CPU seconds are told beside it.
 """
 
 import argparse

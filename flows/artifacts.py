@@ -74,10 +74,10 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
     ]
     labels = {number: format_devices(group.devices) for number, group in enumerate(groups)}
     title = f"one iteration on {model.classes}, by devices"
+    warned = "".join(f"> **Warning:** {warning}\n\n" for warning in warnings)
     await acreate_markdown_artifact(
         f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}.\n\n"
-        f"{''.join(f'> **Warning:** {warning}' + chr(10) * 2 for warning in warnings)}"
-        f"{picture(timeline(spans, title, labels), title)}\n",
+        f"{warned}{picture(timeline(spans, title, labels), title)}\n",
         key="plan-timeline",
         description="Predicted seconds per iteration, the proof, and who works when.",
     )
