@@ -89,8 +89,15 @@ class Bench:
         return Engine(stage, stage.layout, self.groups, OptimizerSettings())
 
 
-def _medians_s(works: Mapping[Name, Work], groups: ProcessGroups, clock: Clock) -> dict[Name, float]:
-    """Median seconds of some works over rounds in which each has its turn, after one to warm up."""
+def _medians_s(
+    works: Mapping[Name, Work], devices: Sequence[int], groups: ProcessGroups, clock: Clock
+) -> dict[Name, float]:
+    """Median seconds of some works over rounds in which each has its turn, after one to warm up.
+
+    The devices begin each work together: who is done early must not wait for the others in the next one.
+    """
+    together = groups[tuple(devices)] if len(devices) > 1 else None
+    one = torch.zeros(1, device=groups.device)
     for work in works.values():
         work()
     seconds: dict[Name, list[float]] = {name: [] for name in works}
