@@ -116,32 +116,31 @@ def run_plan(
     iterations: int,
 ) -> PlanRun:
     """Run a plan's iterations as the runtime would deliver them: in plan order, at most two in flight."""
-    import torch
     import torch.distributed as dist
 
     from rlhf_tasks.executor import Executor
-    from rlhf_tasks.memory import give_back, peak_bytes, reset_peak
+    from rlhf_tasks.memory import give_back
     from rlhf_tasks.protocol.sequencer import Sequencer
 
     host, port, prefix = store
     plan = ExecutionPlan.model_validate_json(plan_json)
     executor = Executor(rank, lambda part: None)
     give_back()
-    reset_peak(torch.device("cpu"))
     executor.load(generation_spec(rank, store, plan, config, folder))
     ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))
-    sequencer, times = Sequencer(plan, prefix, 0), []
+    sequencer, times, peak = Sequencer(plan, prefix, 0), [], 0
     for iteration in range(iterations):
         if iteration >= 2:
             ended.wait([f"{iteration - 2}/{other}" for other in range(plan.n_devices)])
         for request in sequencer.requests(iteration).get(rank, ()):
             started_s, cpu_s = time.monotonic(), time.process_time()
-            executor.execute(request, plan.node(request.key.node))
+            result = executor.execute(request, plan.node(request.key.node))
             used_s = time.process_time() - cpu_s
+            peak = max(peak, result.peak_bytes)
             times.append(NodeTime(iteration, request.key.node, started_s, time.monotonic(), used_s))
         ended.set(f"{iteration}/{rank}", "")
     executor.close()
-    return PlanRun(times, peak_bytes(torch.device("cpu")))
+    return PlanRun(times, peak)
 
 
 def measure_pieces(

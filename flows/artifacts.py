@@ -74,10 +74,10 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
     ]
     labels = {number: format_devices(group.devices) for number, group in enumerate(groups)}
     title = f"one iteration on {model.classes}, by devices"
+    warned = "".join(f"> **Warning:** {warning}\n\n" for warning in warnings)
     await acreate_markdown_artifact(
         f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}.\n\n"
-        f"{''.join(f'> **Warning:** {warning}' + chr(10) * 2 for warning in warnings)}"
-        f"{picture(timeline(spans, title, labels), title)}\n",
+        f"{warned}{picture(timeline(spans, title, labels), title)}\n",
         key="plan-timeline",
         description="Predicted seconds per iteration, the proof, and who works when.",
     )
@@ -136,14 +136,16 @@ async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:
     rows = [
         _planned_row("iteration, s", figures["iteration"]),
         *(_planned_row(f"{name}, s", pair) for name, pair in figures["calls"].items()),
-        *(
-            _planned_row(f"memory of device {rank}, MB", {key: value / 1e6 for key, value in pair.items()})
-            for rank, pair in figures["peak_memory_bytes"].items()
-        ),
+        *(_memory_row(f"memory in {name}", pair) for name, pair in figures["call_memory_bytes"].items()),
+        *(_memory_row(f"memory of device {n}", pair) for n, pair in figures["peak_memory_bytes"].items()),
     ]
     await acreate_table_artifact(
         rows, key="planned-and-measured", description=f"Planned by a {figures['source']}."
     )
+
+
+def _memory_row(what: str, pair: Mapping[str, float]) -> dict[str, Any]:
+    return _planned_row(f"{what}, MB", {key: value / 1e6 for key, value in pair.items()})
 
 
 def _planned_row(what: str, pair: Mapping[str, float]) -> dict[str, Any]:

@@ -73,8 +73,9 @@ def _peak_flops_per_s(config: AnyConfig, classes: DeviceClasses) -> float | None
 
 
 def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequence[Row]) -> dict[str, Any]:
-    """{source, iterations, drifted, iteration, calls, peak_memory_bytes}; times and memory as pairs {planned,
-    measured}, in seconds and bytes.
+    """{source, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory as
+    pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds most,
+    and at most, by device.
 
     lineage  of the iterations that went by the plan
     drifted  which calls, and `iteration`, are off by more than the planner's limit (planner/ran.py)
@@ -86,6 +87,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     spans: dict[tuple[str, int], float] = {}
     ends: dict[int, float] = defaultdict(float)
     peaks: dict[str, int] = defaultdict(int)
+    held: dict[str, int] = defaultdict(int)
     generations = {row["iteration"]: generation_of(row) for row in lineage}
     for row in lineage:  # an iteration that an older version ran tells no memory
         clocks = row["clocks"].values()
@@ -93,6 +95,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         ends[row["iteration"]] = max(ends[row["iteration"]], row["ended_s"])
         for rank, size_bytes in row.get("peak_bytes", {}).items():
             peaks[rank] = max(peaks[rank], size_bytes)
+            held[row["node"]] = max(held[row["node"]], size_bytes)
     price, first = expected.price, min(ends)
     kept = [t for t in sorted(ends) if t > first] or [first]
     starts = min(row["started_s"] for row in lineage)
@@ -107,6 +110,11 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         rank: (price.peaks[int(rank)].total_bytes + expected.process_bytes, peak)
         for rank, peak in sorted(peaks.items())
     }
+    call_memory = {
+        name: (size_bytes + expected.process_bytes, held[name])
+        for name, size_bytes in price.call_bytes.items()
+        if name in held
+    }
     iteration = (price.iteration_time_s, median(between))
     return {
         "source": expected.source,
@@ -114,6 +122,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         "drifted": [name for name, pair in [*calls.items(), ("iteration", iteration)] if drifted(*pair)],
         "iteration": _pair(*iteration),
         "calls": {name: _pair(*pair) for name, pair in calls.items()},
+        "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
         "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
     }
 

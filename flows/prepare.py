@@ -10,7 +10,7 @@ from flows.planning import hardware_of, problem_of, shapes_of
 from planner.baselines import check_strategies, heuristic_plan
 from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
-from planner.price import lack_of_memory, memory_peaks
+from planner.price import lack_of_memory, plan_memory
 from planner.problem import Problem, ProblemError
 from planner.search import find_plan
 from rlhf_tasks.config import (
@@ -114,7 +114,7 @@ def make_plan(config: AnyConfig, folder: Path | None = None) -> ExecutionPlan:
         plan = build_plan(problem.graph, manual, problem.cluster)
     else:
         return _made_plan(config, problem)
-    missing = lack_of_memory(memory_peaks(plan, problem.model), problem.model)
+    missing = lack_of_memory(plan_memory(plan, problem.model).peaks, problem.model)
     if missing is not None:
         raise PlanError(missing + _devices_assumed(config, problem))
     return plan

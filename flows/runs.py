@@ -64,6 +64,8 @@ async def carry_out(
             f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
         )
     prepared = prepare(config, folder)
+    for warning in prepared.warnings:
+        get_run_logger().warning(warning)
     expected = {p.iteration: planned(config, p.plan) for p in prepared.plans}
     with (
         run_folder_of(config, folder) as folder,

@@ -13,7 +13,7 @@ from planner.price import (
     MemoryPeak,
     PlanPrice,
     lack_of_memory,
-    memory_peaks,
+    plan_memory,
     price_plan,
     scarcest_device,
     shortfall,
@@ -114,7 +114,7 @@ def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
     while True:
         found = {name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in found.items()}
         plan = _plan(graph, model, found)
-        peaks = memory_peaks(plan, model)
+        peaks = plan_memory(plan, model).peaks
         missing = lack_of_memory(peaks, model)
         if missing is None:
             return Priced(plan, price_plan(plan, model))

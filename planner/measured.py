@@ -1,10 +1,11 @@
 """Measured profiles: what ranks found for one model on one kind of device, and the timing read from it.
 
 Seconds between measured points are linear in tokens and in context, as work is; beyond the last point they go on
-with the last slope, below the first one they stay, for there overhead is all. They never fall with tokens.
+with the last slope, below the first one they stay, for there overhead is all. More
+tokens, bytes or parameters never take less: what was measured so is noise (`rising`).
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -152,6 +153,12 @@ class Table:
         columns, seconds = self._columns[place], self._seconds[place]
         if len(columns) == 1:
             return seconds[0]
+        if (
+            column > columns[-1]
+        ):  # by the last slope that is none of noise, which leaves the last values alike
+            i = max(bisect_left(seconds, seconds[-1]) - 1, 0)
+            share = (column - columns[i]) / (columns[-1] - columns[i])
+            return seconds[i] + share * (seconds[-1] - seconds[i])
         i, share = _between(columns, column)
         return seconds[i] + share * (seconds[i + 1] - seconds[i])
 

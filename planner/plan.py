@@ -139,7 +139,7 @@ def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
         batch = "batch" if call.mini_batches == 1 else "mini-batch"
         raise PlanError(
             f"Call {call.name!r}: micro_batches={given.micro_batches}, but under dp={dp} a dp rank has {most} of a "
-            f"{batch}'s sequences at most, and a micro-batch holds at least one. "
+            f"{batch}'s sequences where they are dealt evenly, and a micro-batch holds at least one. "
             f"Choose at most {most} micro-batches, a smaller dp or a larger batch."
         )
 

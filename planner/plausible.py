@@ -62,9 +62,13 @@ def implausible(device: DeviceProfile, where: str) -> Iterator[str]:
             f"{where}: {name}={value:g} is hardly true: it is in {known.unit}, "
             f"of which devices have {known.low:g} to {known.high:g}"
         )
-        likely = next((unit for unit, size in known.others.items() if known.holds(value * size)), None)
-        if likely is not None:
-            sentence += f"; if it is in {likely}, write {value * known.others[likely]:.6g}"
+        likely = [
+            f"in {unit}, write {value * size:.6g}"
+            for unit, size in known.others.items()
+            if known.holds(value * size)
+        ]
+        if likely:
+            sentence += f"; if it is {', if '.join(likely[:2])}"
         yield f"{sentence}."
 
 

@@ -6,6 +6,7 @@ Transfers are priced from the very lists that the executors run (rlhf_tasks/para
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,12 +60,14 @@ class PlanPrice:
     copy_s       onload -> seconds of the copy that it starts
     moved_bytes  bytes that transfers and reallocations send between devices
     peaks        device -> its peak of memory, for the devices that the plan uses
+    call_bytes   call -> the most that a device holds while it runs
     """
 
     duration_s: dict[str, float]
     moved_bytes: dict[str, float]
     steady: SteadyState
     peaks: dict[int, MemoryPeak]
+    call_bytes: dict[str, float]
     copy_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -82,7 +85,7 @@ def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
         if isinstance(node, OnloadNode):
             copy_s[node.name] = model.onload_s(node.role, node.placement)
     steady = steady_state(plan, duration_s, copy_s)
-    return PlanPrice(duration_s, moved_bytes, steady, memory_peaks(plan, model), copy_s)
+    return PlanPrice(duration_s, moved_bytes, steady, *plan_memory(plan, model), copy_s)
 
 
 def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
@@ -152,8 +155,15 @@ def send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
     return max(busy.values(), default=0.0), total
 
 
-def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]:
-    """Device -> its peak of memory.
+class PlanMemory(NamedTuple):
+    """Memory under a plan: `PlanPrice.peaks` and `PlanPrice.call_bytes`."""
+
+    peaks: dict[int, MemoryPeak]
+    call_bytes: dict[str, float]
+
+
+def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
+    """What devices hold at most, in all and while each call runs.
 
     Resident all the time: a trained role's parameters, gradients and optimizer on its training placement, a
     frozen role's parameters on each of its placements where they are not offloaded. Copies live from their
@@ -171,6 +181,7 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
             for device, size_bytes in _by_device(stages[placement], held(role, placement)):
                 live[device][part] = live[device].get(part, 0.0) + size_bytes
     peaks: dict[int, MemoryPeak] = {}
+    call_bytes: dict[str, float] = {}
 
     def note(device: int, node: str, parts: dict[str, float]) -> None:
         if device not in peaks or sum(parts.values()) > peaks[device].total_bytes:
@@ -200,10 +211,13 @@ def memory_peaks(plan: ExecutionPlan, model: CostModel) -> dict[int, MemoryPeak]
             case CallNode():
                 active = model.call(node.call, node.assignment).active_bytes
                 for device, size_bytes in _by_device(stages[node.placement], active):
-                    note(device, node.name, {**live[device], f"{node.name}: activations": size_bytes})
+                    parts = {**live[device], f"{node.name}: activations": size_bytes}
+                    note(device, node.name, parts)
+                    call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
             case FetchNode() | TransferNode() | SaveNode():
                 pass
-    return {device: peak for first, peak in peaks.items() for device in groups[first]}
+    by_device = {device: peak for first, peak in peaks.items() for device in groups[first]}
+    return PlanMemory(by_device, call_bytes)
 
 
 _Stages = list[tuple[int, int]]  # (device, stage)

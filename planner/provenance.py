@@ -99,6 +99,10 @@ def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
         for asked in asked_of(node.call, node.assignment, model.workload):
             tokens, context = _ends(profile, asked.operation, tp)
             what = ROWS_OR_TOKENS[asked.operation]
+            if tokens >= (MOST_ROWS if asked.operation == "layer/decode" else MOST_TOKENS):
+                tokens = max(
+                    tokens, asked.tokens
+                )  # no profile has more: devices are busy, seconds grow linearly
             for value, most, unit in (
                 (asked.tokens, tokens, what),
                 (asked.context, context, "tokens of a sequence"),

@@ -35,12 +35,12 @@ class Executor:
         store = dist.PrefixStore(spec.store_prefix, server)
         join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
         self._run = RankRun(spec, device, self._on_saved)
-        reset_peak(device)
         self._run.start()
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
         """Run one node and describe what it did. Whatever a node raises is the run's fault."""
         assert self._run is not None, "a node arrived before its generation was loaded"
+        reset_peak(self._run.device)
         started_s = time.time()
         outcome = self._run.perform(node, request)
         return NodeResult(

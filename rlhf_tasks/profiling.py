@@ -65,8 +65,8 @@ class Bench:
     clock: Clock
 
     def medians_s(self, works: Mapping[Name, Work]) -> dict[Name, float]:
-        """Median seconds of some works."""
-        return _medians_s(works, self.groups, self.clock)
+        """Median seconds of some works of all ranks."""
+        return _medians_s(works, tuple(range(dist.get_world_size())), self.groups, self.clock)
 
     def engine(self, layers: int, head: Head, tp: int) -> Engine:
         """A trainable model of this shape with another number of layers, on the tp neighbours of this rank."""
@@ -89,13 +89,21 @@ class Bench:
         return Engine(stage, stage.layout, self.groups, OptimizerSettings())
 
 
-def _medians_s(works: Mapping[Name, Work], groups: ProcessGroups, clock: Clock) -> dict[Name, float]:
-    """Median seconds of some works over rounds in which each has its turn, after one to warm up."""
+def _medians_s(
+    works: Mapping[Name, Work], devices: Sequence[int], groups: ProcessGroups, clock: Clock
+) -> dict[Name, float]:
+    """Median seconds of some works over rounds in which each has its turn, after one to warm up.
+
+    The devices begin each work together: who is done early must not wait for the others in the next one.
+    """
+    together = groups[tuple(devices)] if len(devices) > 1 else None
+    one = torch.zeros(1, device=groups.device)
     for work in works.values():
         work()
     seconds: dict[Name, list[float]] = {name: [] for name in works}
     for _ in range(REPEATS):
         for name, work in works.items():
+            all_reduce(one, together)
             _finish(groups)
             started = clock()
             work()
@@ -290,7 +298,7 @@ def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock
         works: dict[tuple[Exchange, int], Work] = {
             (kind, size_bytes): work for kind, size_bytes, work in _exchanges(groups, devices)
         }
-        for (kind, size_bytes), seconds in _medians_s(works, groups, clock).items():
+        for (kind, size_bytes), seconds in _medians_s(works, devices, groups, clock).items():
             yield TimedExchange(
                 kind=kind,
                 ranks=len(devices),

@@ -279,7 +279,7 @@ class NodeResult(Frozen):
     metrics             global values, equal on all ranks of the mesh
     bytes_sent          bytes this rank sent to others for a transfer or reallocation
     flops               work of the model that this rank's replica did for a call; on its head, else 0
-    peak_bytes          the most memory that this rank has held since the generation was loaded
+    peak_bytes          the most memory that this rank held while the node ran
     """
 
     key: NodeKey

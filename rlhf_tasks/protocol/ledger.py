@@ -46,7 +46,7 @@ class Ledger:
     max_rebuilds        rebuilds without a commit in between, after which a fault ends the attempt
 
     account             the iterations, for watchers
-    fault               the cause of the last fault
+    fault               the cause of the last fault; None after a change of the plan
     """
 
     def __init__(

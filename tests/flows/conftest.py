@@ -37,7 +37,7 @@ def expected(tmp_path):
     seconds = dict.fromkeys((node.name for node in plan.nodes), 1.0)
     peaks = {device: MemoryPeak("generate", {"parameters": 10.0}) for device in (0, 1)}
     return Planned(
-        PlanPrice(seconds, {}, SteadyState(3.0, (), {}), peaks),
+        PlanPrice(seconds, {}, SteadyState(3.0, (), {}), peaks, {"generate": 10.0, "actor_train": 8.0}),
         5,
         1e9,
         "preset of cpu-slot",

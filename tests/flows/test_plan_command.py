@@ -22,7 +22,7 @@ from rlhf_tasks.measurements import Measurements, Timed, TimedExchange
 from rlhf_tasks.parallel.shape import ModelShape
 from tests.planner.sampled import EXCHANGES, sampled_operations
 
-pytestmark = pytest.mark.timeout(600)  # the first to evaluate plans compiles that
+pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
 
 LLAMA = {
     "model_type": "llama",

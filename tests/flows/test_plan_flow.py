@@ -17,7 +17,7 @@ from tests.flows.test_plan_command import CALLS, KEYS, measured, ppo
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
 ]
 
 

@@ -25,7 +25,7 @@ def text_of(console: Console) -> str:
 
 
 def limits(plan, *cycle: str) -> str:
-    return limiting(plan, PlanPrice({}, {}, SteadyState(3.0, cycle, {}), {}))
+    return limiting(plan, PlanPrice({}, {}, SteadyState(3.0, cycle, {}), {}, {}))
 
 
 def test_what_limits_a_plan_names_calls_first_and_six_nodes_at_most():
@@ -35,9 +35,9 @@ def test_what_limits_a_plan_names_calls_first_and_six_nodes_at_most():
     calls = [f"call_{i}" for i in range(8)]
     eight = plan_of(tuple(call(name, "actor", "inference", on(0)) for name in calls), {"actor": on(0)}, 1)
     assert limits(eight, *calls) == f"{' → '.join(calls[:6])} and 2 more"
-    four = [node.name for node in small_plan().nodes]
-    assert all(not isinstance(small_plan().node(name), CallNode) for name in four if name.startswith("save"))
-    assert limits(small_plan(), *four) == "generate → actor_train → critic_train, save_actor, save_critic"
+    names = [node.name for node in small_plan().nodes]
+    assert all(not isinstance(small_plan().node(name), CallNode) for name in names if name.startswith("save"))
+    assert limits(small_plan(), *names) == "generate → actor_train → critic_train, save_actor, save_critic"
 
 
 def rejected(*rows: tuple[str, float, bool]) -> list[Alternative]:

@@ -52,6 +52,10 @@ def test_planned_and_measured_by_hand(expected):
     assert found["calls"]["generate"] == {"planned": 1.0, "measured": 0.5}
     assert found["calls"]["actor_train"]["measured"] == 2.0  # without the first iteration
     assert (found["iterations"], found["drifted"]) == (4, ["generate", "actor_train", "iteration"])
+    assert found["call_memory_bytes"] == {
+        "generate": {"planned": 15.0, "measured": 103},
+        "actor_train": {"planned": 13.0, "measured": 70},
+    }
     assert found["peak_memory_bytes"] == {
         "0": {"planned": 15.0, "measured": 103},
         "1": {"planned": 15.0, "measured": 90},

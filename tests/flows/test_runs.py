@@ -99,6 +99,8 @@ def test_the_summary_tells_what_each_call_did(finished):
     told = summary["planned_and_measured"]
     assert told["calls"].keys() == summary["calls"].keys()
     assert told["iteration"]["planned"] > 0 < told["iteration"]["measured"]
+    assert told["call_memory_bytes"].keys() == summary["calls"].keys()
+    assert all(pair["measured"] > 100e6 < pair["planned"] for pair in told["call_memory_bytes"].values())
     assert told["peak_memory_bytes"].keys() == {"0", "1", "2", "3"}
     assert all(pair["measured"] > 100e6 for pair in told["peak_memory_bytes"].values())
     metrics = read_jsonl(folder / "metrics.jsonl")

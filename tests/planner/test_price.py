@@ -5,7 +5,7 @@ import pytest
 from planner.heuristic import symmetric
 from planner.mesh import Cluster
 from planner.plan import build_plan
-from planner.price import memory_peaks, price_plan, reallocation_messages, shortfall
+from planner.price import plan_memory, price_plan, reallocation_messages, shortfall
 from planner.profile import preset
 from planner.replay import replay
 from planner.workload import Lengths
@@ -72,12 +72,18 @@ def test_memory_of_a_symmetric_plan(make_graph, ppo_cost):
     graph, cluster = make_graph(n_seqs=512, mini_batches=4), Cluster(1, 8)
     model = ppo_cost(cluster)
     plan = build_plan(graph, symmetric(graph, cluster), cluster)
-    peak = memory_peaks(plan, model)[3]
+    peak = plan_memory(plan, model).peaks[3]
     calls = [node for node in plan.nodes if node.kind == "call"]
     largest = max(calls, key=lambda node: model.call(node.call, node.assignment).active_bytes[0])
     assert peak.node == largest.name == "actor_generate"
     assert sum("optimizer" in part for part in peak.parts) == 2
     assert sum("frozen" in part for part in peak.parts) == 2
+    held = plan_memory(plan, model).call_bytes
+    assert max(held.values()) == held[peak.node] == peak.total_bytes
+    resident = peak.total_bytes - peak.parts["actor_generate: activations"]
+    for node in calls:
+        active = max(model.call(node.call, node.assignment).active_bytes)
+        assert held[node.name] == pytest.approx(resident + active)
     assert peak.total_bytes == pytest.approx(2 * 6.67e9 * 7.5 + 2 * 13.3e9 + 9.67e9, rel=0.02)
 
 
@@ -85,7 +91,7 @@ def test_a_copy_counts_until_its_release(make_graph, assign, ppo_cost):
     graph, cluster = make_graph(), Cluster(1, 4)
     places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
     places["actor_generate"] = assign([2, 3], tp=2)
-    peaks = memory_peaks(build_plan(graph, places, cluster), ppo_cost(cluster))
+    peaks = plan_memory(build_plan(graph, places, cluster), ppo_cost(cluster)).peaks
     assert peaks[2].node == "actor_generate"
     assert set(peaks[2].parts) == {"actor: copy", "actor_generate: activations"}
     assert not any("copy" in part for part in peaks[0].parts)
@@ -128,8 +134,8 @@ def test_a_slow_host_link_shows(make_graph, assign, ppo_cost):
 def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, ppo_cost):
     """At the peak, in generation of long responses, they are away."""
     model = ppo_cost(Cluster(1, 2), new_tokens=Lengths.fixed(1024))
-    resident = memory_peaks(offloaded_plan(make_graph, assign, False), model)[0]
-    offloaded = memory_peaks(offloaded_plan(make_graph, assign, True), model)[0]
+    resident = plan_memory(offloaded_plan(make_graph, assign, False), model).peaks[0]
+    offloaded = plan_memory(offloaded_plan(make_graph, assign, True), model).peaks[0]
     assert resident.node == offloaded.node == "actor_generate"
     saved = max(
         model.parameter_bytes("ref", offloaded_plan(make_graph, assign, True).roles["ref"].placements[0])
@@ -137,7 +143,7 @@ def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, p
     assert offloaded.total_bytes == pytest.approx(resident.total_bytes - saved)
     alone = {c.name: assign([0]) for c in make_graph().calls}
     alone["ref_inference"] = assign([1], offload=True)
-    peak = memory_peaks(build_plan(make_graph(), alone, Cluster(1, 2)), model)[1]
+    peak = plan_memory(build_plan(make_graph(), alone, Cluster(1, 2)), model).peaks[1]
     assert peak.node == "ref_inference"
     assert set(peak.parts) == {"ref: onloaded parameters", "ref_inference: activations"}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from distributed.core import connect, rpc
 
-from rlhf_tasks import worker_process
 from rlhf_tasks.transport import EVENT, Enter, Enterable, Finished, GaveUp, RunSpec
 
 
@@ -59,7 +58,7 @@ async def _let_go(cluster, spec: RunSpec) -> None:
             await asyncio.sleep(0.05)
 
 
-def _serves(run: str, attempt: int) -> bool:
-    """On the controller: whether it is this attempt that it serves."""
-    served = worker_process.process._attempt
+def _serves(run: str, attempt: int, dask_worker) -> bool:
+    """On the controller: whether it is this attempt that it serves. (Members may share a process with others.)"""
+    served = dask_worker.handlers["rlhf_lease"].__self__._attempt
     return served is not None and (served.spec.run, served.spec.attempt) == (run, attempt)

@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flows.prepare import prepare
 from rlhf_tasks.executor import Executor
 from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rank_run import Outcome
 from rlhf_tasks.samples_folder import read_samples
+from rlhf_tasks.spec import NodeKey, NodeRequest
 from rlhf_tasks.transport import Done, GenerationSpec, SavedPart
 from tests.tiny_runs import ppo_config
 
@@ -47,6 +51,20 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     tokens = sum(len(row["completion"]) for row in read_samples(run_folder, config.batch_size))
     assert len(parts) == 4  # actor and critic, before and after the iteration
     return max(len(message.model_dump_json()) for message in [*results, *parts]), tokens
+
+
+def test_a_nodes_peak_of_memory_is_its_own():
+    def perform(node, request):
+        if node is not None:
+            torch.ones(256 * 2**20, dtype=torch.uint8)
+        return Outcome()
+
+    executor = Executor(0, lambda part: None)
+    executor._run = SimpleNamespace(device=torch.device("cpu"), perform=perform, versions=dict)  # type: ignore[assignment]
+    key = NodeKey(run="test", attempt=1, generation=0, iteration=0, node="call")
+    request = NodeRequest.model_construct(key=key)
+    large, small = (executor.execute(request, node).peak_bytes for node in (object(), None))
+    assert large > small + 200e6
 
 
 @pytest.mark.timeout(600)

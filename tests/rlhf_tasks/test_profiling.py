@@ -1,9 +1,12 @@
 """What ranks measure: every operation and exchange, on the engine's own modules, for any family and tp."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from planner.measured import MeasuredProfile, Tables
@@ -12,7 +15,7 @@ from rlhf_tasks.measurements import Grid, Measurements
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.profile_executor import ProfileExecutor
 from rlhf_tasks.profile_spec import ProfileSpec, pieces_of, profile_plan
-from rlhf_tasks.profiling import exchange_sets
+from rlhf_tasks.profiling import REPEATS, _medians_s, exchange_sets
 from rlhf_tasks.transport import GenerationSpec
 from tests.tiny_models import tiny_config
 
@@ -78,6 +81,21 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
                 assert tables.exchange_s(kind, 2, 1000, False) == 1.0
     lm = Tables(profile, "lm", 2, crosses=False)
     assert all(lm.layer_s(kind, 2, 4) >= 0 and lm.head_s(kind, 2, 4) >= 0 for kind in ("prefill", "decode"))
+
+
+def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once():
+    clock, done = SimpleNamespace(now=0.0), []
+
+    def work(name: str, seconds: float) -> None:
+        done.append(name)
+        slow = 4 < len(done) <= 6  # the second round of two
+        clock.now += seconds * (100 if slow else 1)
+
+    works = {name: partial(work, name, seconds) for name, seconds in (("short", 1.0), ("long", 5.0))}
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    found = _medians_s(works, (0,), groups, lambda: clock.now)
+    assert done == ["short", "long"] * (1 + REPEATS)
+    assert found == {"short": 1.0, "long": 5.0}
 
 
 def test_a_plan_of_pieces_has_tp_degrees_that_divide_the_hosts():

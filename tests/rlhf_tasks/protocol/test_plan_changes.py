@@ -89,6 +89,22 @@ def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ra
     assert (commit.step, commit.plan, commit.parts) == (3, single_plan(), {"save": {1: "b"}})
 
 
+def test_an_entry_under_the_generation_of_the_old_plan_is_refused_as_such():
+    books = running()
+    books.enter(0, 0, 0)
+    books.rank_failed(failure(0, "train"), 0)
+    books.tick(100)
+    rebuilt(books, 100)
+    books.enter(0, 1, 100)
+    (refused,) = books.enter(0, 0, 100)
+    assert "generation 0 has ended (rank 0, call train, iteration 0: broke)" in refused.reason
+    books.change_plan(single_plan(), {}, 100)
+    finish(books, 0)
+    books.plan_logged(0)
+    (refused,) = books.enter(1, 1, 0)
+    assert "generation 1 has ended (the plan has changed)" in refused.reason
+
+
 def test_a_plan_may_change_before_anything_is_in_flight_again():
     books = running()
     books.enter(0, 0, 0)
