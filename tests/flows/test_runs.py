@@ -169,6 +169,7 @@ def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, pr
     assert told == [
         "iteration, s",
         *(f"{name}, s" for name in summary["calls"]),
+        *(f"memory in {name}, MB" for name in summary["calls"]),
         *(f"memory of device {rank}, MB" for rank in range(4)),
     ]
 
