@@ -15,16 +15,8 @@ from rlhf_tasks.spec import ReallocateNode, TransferNode
 
 
 @pytest.fixture
-def tiny_cost(ppo_cost, llama):
-    shape = llama(
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
-        vocab_size=260,
-    )
-    return ppo_cost(Cluster(1, 4), shape, preset("cpu-slot"), itemsize=4, prompt_tokens=40)
+def tiny_cost(ppo_cost, tiny):
+    return ppo_cost(Cluster(1, 4), tiny, preset("cpu-slot"), itemsize=4, prompt_tokens=40)
 
 
 def test_every_node_has_a_price_and_the_replay_agrees(demo_plan, tiny_cost):
