@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 STEPS = 20_000  # proposals of a round
 ROUNDS = 24  # at most
-AGREE = 4  # rounds that have met the best plan: then no other is looked for
+AGREE = 3  # rounds that have met the best plan: then no other is looked for
 SAME = 1e-9  # relative; plans so close in time count as one
 HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
 CALM = 0.004  # the same at the beginning of a round that polishes a plan
