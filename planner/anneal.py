@@ -24,7 +24,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 STEPS = 20_000  # proposals of a round
-ROUNDS = 6
+ROUNDS = 24  # at most
+AGREE = 3  # rounds that have met the best plan: then no other is looked for
+SAME = 1e-9  # relative; plans so close in time count as one
 HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
 CALM = 0.004  # the same at the beginning of a round that polishes a plan
 PAIRS = 0.4  # share of the proposals that change two calls
@@ -101,12 +103,13 @@ def annealing(
 ) -> Iterator[tuple[State, int]]:
     """After each part of a round: the best state so far, and the number of choices that the part priced.
 
-    starts   choices to begin with; the rounds take them in turn, and the best state after them
+    starts   choices to begin with, which the rounds take in turn: a round settles early on how large the meshes are,
+             so rounds of their own find more than rounds that go on from the best state
     purpose  of the random numbers
     """
-    best: State | None = None
+    best, agreeing = start_state(tables, starts[0]), 0
     for number in range(ROUNDS):
-        state = start_state(tables, starts[number]) if number < len(starts) or best is None else best
+        state = met = start_state(tables, starts[number % len(starts)])
         draws = uniforms(seed, purpose, number, STEPS)
         heat = state.time_s * HOT * (COLD / HOT) ** (np.arange(STEPS + 1) / STEPS)
         for step in range(0, STEPS, CHUNK):
@@ -114,8 +117,18 @@ def annealing(
             found, state, n_priced = anneal(
                 tables.arrays, near, cycles, state, draws[step : step + CHUNK], hot, cold, True
             )
-            best = found if best is None else better(best, found)
-            yield best, n_priced
+            met = better(met, found)
+            yield better(best, met), n_priced
+        agreeing = 0 if _beats(met, best) else agreeing
+        best = better(best, met)
+        agreeing += not _beats(best, met)
+        if agreeing == AGREE:
+            return
+
+
+def _beats(a: State, b: State) -> bool:
+    """Whether a state is better than another by more than rounding."""
+    return (a.excess_bytes, a.time_s * (1 + SAME)) < (b.excess_bytes, b.time_s)
 
 
 def polished(

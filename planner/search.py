@@ -25,10 +25,12 @@ from planner.walk import new_walk, walk_on
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
+ANNEALING = 0.75  # share of the time limit after which annealing gives way to proofs
 
 
 class TracePoint(NamedTuple):
-    """The best plan's seconds per iteration and the lower bound, `seconds` after the search began."""
+    """The best plan's seconds per iteration and the lower bound (0 before there is one), `seconds` after the search
+    began."""
 
     seconds: float
     time_s: float
@@ -75,10 +77,19 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Rules:
+    """The plans by rule that fit memory, and the points of a trace at which they stood: before the tables do."""
+
+    plans: tuple[Priced, ...] = ()
+    trace: tuple[TracePoint, ...] = ()
+
+
+@dataclass(frozen=True)
 class Request:
     """What a mode is asked. `started` is time.monotonic() at the beginning, later by what compilation took."""
 
     problem: Problem
+    rules: Rules
     tables: Tables
     lower_bound_s: float
     time_limit_s: float
@@ -92,23 +103,20 @@ class Request:
 
 
 class Progress:
-    """The best plan so far and how it came about.
+    """The best plan so far and how it came about. It begins with the plans by rule and ends with none worse."""
 
-    rules  plans by rule: the search begins with them and never ends with a worse plan
-    """
-
-    def __init__(self, request: Request, rules: Sequence[Priced]) -> None:
-        self._request, self._rules = request, rules
-        self.starts = [nearest_choice(request.tables, assignments_of(rule.plan)) for rule in rules]
+    def __init__(self, request: Request) -> None:
+        self._request, self._rules = request, request.rules.plans
+        self.starts = [nearest_choice(request.tables, assignments_of(rule.plan)) for rule in self._rules]
         self.starts.append(greedy_choice(request.tables))
         self.state = start_state(request.tables, self.starts[0])
         self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
-        self._trace: list[TracePoint] = []
-        self._trace_up_to(min((rule.price.iteration_time_s for rule in rules), default=float("inf")))
+        self._trace = list(request.rules.trace)
+        self._trace_up_to(float("inf"))
 
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() > self._request.deadline
+    def is_past(self, share: float = 1.0) -> bool:
+        """Whether more than this share of the time limit is over."""
+        return time.monotonic() > self._request.started + share * self._request.time_limit_s
 
     def note(self, state: State, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
@@ -158,10 +166,11 @@ def find_plan(
     if not time_limit_s > 0:
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
+    rules = _by_rule(problem, started) if mode == "search" else Rules()
     tables = Tables(problem)
     compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
     started += compile_s
-    request = Request(problem, tables, bound_of(tables), time_limit_s, seed, evaluate, started)
+    request = Request(problem, rules, tables, bound_of(tables), time_limit_s, seed, evaluate, started)
     found = MODES[mode](request)
     time_s = found.priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
@@ -273,7 +282,7 @@ def _manual(request: Request) -> Found:
 
 def _search(request: Request) -> Found:
     """The bound that takes little time, annealing from the rules' plans, then branch and bound."""
-    progress = Progress(request, _by_rule(request))
+    progress = Progress(request)
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
     with suppress(KeyboardInterrupt):
         found = proofs(request.tables, cycles)
@@ -283,8 +292,8 @@ def _search(request: Request) -> Found:
             progress.note(progress.state, 0, lower_bound_s)
         for state, n_priced in annealing(request.tables, near, cycles, progress.starts, request.seed):
             progress.note(state, n_priced)
-            if progress.is_late:
-                return progress.found()
+            if progress.is_past(ANNEALING):
+                break
         for state, lower_bound_s, n_priced in branching(
             request.tables,
             near,
@@ -300,23 +309,25 @@ def _search(request: Request) -> Found:
 
 
 def _mcmc(request: Request) -> Found:
-    progress = Progress(request, ())
+    progress = Progress(request)
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
     with suppress(KeyboardInterrupt):
         for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
             progress.note(state, n_priced)
-            if progress.is_late:
+            if progress.is_past():
                 break
     return progress.found()
 
 
-def _by_rule(request: Request) -> list[Priced]:
-    """The plans by rule that fit memory."""
-    found = []
+def _by_rule(problem: Problem, started: float) -> Rules:
+    """The plans by rule. started: time.monotonic() when the search began"""
+    plans, trace = list[Priced](), list[TracePoint]()
     for rule in (heuristic_plan, symmetric_plan):
         with suppress(PlanError):
-            found.append(rule(request.problem.graph, request.problem.model))
-    return found
+            plans.append(rule(problem.graph, problem.model))
+            best = min(plan.price.iteration_time_s for plan in plans)
+            trace.append(TracePoint(time.monotonic() - started, best, 0.0))
+    return Rules(tuple(plans), tuple(trace))
 
 
 MODES: dict[str, Callable[[Request], Found]] = {

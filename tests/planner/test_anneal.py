@@ -1,7 +1,19 @@
 import numpy as np
 import pytest
 
-from planner.anneal import DRAWS, anneal, annealing, better, neighbours, polished, start_state, uniforms
+from planner.anneal import (
+    AGREE,
+    CHUNK,
+    DRAWS,
+    STEPS,
+    anneal,
+    annealing,
+    better,
+    neighbours,
+    polished,
+    start_state,
+    uniforms,
+)
 from planner.bound import call_cycles
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
@@ -46,6 +58,14 @@ def test_rounds_only_get_better_and_states_are_priced_right(small_problem):
     assert tables.evaluate(states[-1].choice)[:2] == (times[-1], 0)
     final, _ = polished(tables, near, cycles, states[-1], 0, 0)
     assert final.time_s <= times[-1]
+
+
+def test_annealing_ends_when_enough_rounds_have_met_the_best_plan(small_problem):
+    """Few options: every round meets the same best plan."""
+    tables = Tables(small_problem(Cluster(1, 2), ("actor_generate", "actor_train"), 1))
+    cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
+    states = [state for state, _ in annealing(tables, near, cycles, [greedy_choice(tables)], seed=0)]
+    assert len(states) == AGREE * STEPS // CHUNK
 
 
 def test_a_cold_round_never_gets_worse(small_problem):

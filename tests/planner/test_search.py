@@ -107,6 +107,21 @@ def test_search_proves_its_plan_optimal_and_equal_seeds_find_equal_plans(problem
     assert bounds == sorted(bounds)
 
 
+def test_a_plan_by_rule_stands_before_the_tables_are_made(problem, monkeypatch):
+    """Tables that take a minute: the trace begins earlier, with the first rule's plan and no bound."""
+    now = [0.0]
+
+    def slow_tables(problem):
+        now[0] += 60
+        return Tables(problem)
+
+    monkeypatch.setattr(search, "Tables", slow_tables)
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    first = find_plan(problem, "search", 1e-9).trace[0]
+    assert (first.seconds, first.lower_bound_s) == (0.0, 0.0)
+    assert first.time_s == find_plan(problem, "heuristic").iteration_time_s
+
+
 def test_no_mode_beats_a_proven_search(problem):
     best = find_plan(problem, "search", TO_THE_END_S).iteration_time_s
     for mode in ("heuristic", "symmetric", "mcmc"):
