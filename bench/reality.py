@@ -1,13 +1,16 @@
 """Against reality: random plans for the demo's models, predicted from a measured profile and then run.
 
-    python -m bench.reality [--plans 27] [--iterations 5] [--ranks 2] [--seed 0] [--out FILE] [--again FILE]
+    python -m bench.reality [--plans 27] [--passes 3] [--iterations 5] [--ranks 2] [--seed 0] [--out FILE]
+                            [--again FILE]
 
 Each rank has a core of its own and one thread. First the profile is measured (as `prefect-rlhf profile` does,
 by the same executor), from layers and collectives alone: no plan is run for it. Then random feasible plans, an
-equal number for each of three settings of batch and lengths, are priced and run: after WARM_UP iterations, the
-mean of the next ones. Every response has all its tokens, so that prediction and run do the same work. At last
-the search's plan and the heuristic's are run for each setting, in turn, three times each. --out keeps every figure,
-node by node; --again prices the plans in such a file anew and runs nothing. Wants a machine that does nothing else.
+equal number for each of three settings of batch and lengths, and the search's and the heuristic's plan of each,
+are priced and run: after WARM_UP iterations, the mean of the next ones. Every plan is run once in each pass over
+all of them, and the mean of its passes counts: a shared machine has phases of seconds to minutes in which it is a
+third slower, which would else meet some plans and not others. Every response has all its tokens, so that
+prediction and run do the same work. --out keeps every figure, node by node; --again prices the plans in such a
+file anew and runs nothing. Wants a machine that does nothing else.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from bench.demo_models import ppo_of, write_models
@@ -47,7 +50,6 @@ WARM_UP = 2
 MICRO_BATCHES = (1, 2, 4)
 SEARCH_S = 10.0
 COMPARED = ("heuristic", "search")
-ROUNDS = 3  # in which both are run
 TARGETS = {"worst": 0.28, "median": 0.10, "spearman": 0.8, "memory": 0.20}
 
 
@@ -62,15 +64,43 @@ class Setting(NamedTuple):
 SETTINGS = (Setting(32, 16, 32), Setting(64, 32, 64), Setting(128, 16, 48))
 
 
-class Outcome(NamedTuple):
-    """One plan in numbers. *_nodes_s: node -> seconds."""
+class Candidate(NamedTuple):
+    """A plan to run."""
 
     label: str
     setting: Setting
     plan: ExecutionPlan
-    measured_s: float
-    measured_nodes_s: dict[str, float]
-    measured_peak_bytes: list[int]
+
+
+class PassTime(NamedTuple):
+    """One plan in one pass: seconds per iteration and of each node, and each rank's peak of memory."""
+
+    seconds: float
+    nodes_s: dict[str, float]
+    peak_bytes: list[int]
+
+
+class Outcome(NamedTuple):
+    """One plan in numbers."""
+
+    label: str
+    setting: Setting
+    plan: ExecutionPlan
+    passes: list[PassTime]
+
+    @property
+    def measured_s(self) -> float:
+        return fmean(one.seconds for one in self.passes)
+
+    @property
+    def measured_nodes_s(self) -> dict[str, float]:
+        """Node -> seconds."""
+        return {node: fmean(one.nodes_s[node] for one in self.passes) for node in self.passes[0].nodes_s}
+
+    @property
+    def measured_peak_bytes(self) -> list[int]:
+        """Rank -> bytes, the mean of all passes."""
+        return [round(fmean(peaks)) for peaks in zip(*(one.peak_bytes for one in self.passes), strict=True)]
 
 
 def graph_of(config: PPOConfig) -> DataflowGraph:
@@ -116,19 +146,22 @@ def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> 
 
 
 class Reality:
-    """The models, the ranks and the settings of one bench."""
+    """The models, the cluster and the settings of one bench.
 
-    def __init__(self, pool: RankPool, folder: Path) -> None:
-        self._pool, self._folder, self._runs = pool, folder, 0
-        self.cluster = Cluster(1, pool.n_ranks)
+    The profile and each pass want a pool of their own, for the ranks of a run have done nothing before it either.
+    """
+
+    def __init__(self, n_ranks: int, folder: Path) -> None:
+        self._folder, self._runs = folder, 0
+        self.cluster = Cluster(1, n_ranks)
         write_models(folder)
 
     def config(self, setting: Setting) -> PPOConfig:
-        return ppo_of(self._folder, self._pool.n_ranks, *setting)
+        return ppo_of(self._folder, self.cluster.n_devices, *setting)
 
-    def profile(self) -> MeasuredProfile:
+    def profile(self, pool: RankPool) -> MeasuredProfile:
         """Measure layers and collectives on the ranks."""
-        n_ranks, actor = self._pool.n_ranks, str(self._folder / "actor")
+        n_ranks, actor = pool.n_ranks, str(self._folder / "actor")
         shape = ModelShape.from_folder(actor)
         grid = Grid.around(
             max(s.batch_size for s in SETTINGS),
@@ -139,28 +172,21 @@ class Reality:
         pieces = pieces_of({actor: grid}, n_ranks, n_ranks)
         spec = ProfileSpec(dtype="float32", devices_per_host=n_ranks, pieces=pieces)
         plan = profile_plan(pieces, n_ranks, n_ranks)
-        per_rank = self._pool.run(
+        per_rank = pool.run(
             measure_pieces, plan.model_dump_json(), spec.model_dump(mode="json"), str(self._folder)
         )
         measured = [piece for pieces, _ in per_rank for piece in pieces]
         dispatch_s = max(seconds for _, seconds in per_rank)
         return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured, dispatch_s)
 
-    def run(self, label: str, setting: Setting, plan: ExecutionPlan, iterations: int) -> Outcome:
+    def run(self, pool: RankPool, candidate: Candidate, iterations: int) -> PassTime:
         """Run a plan; its seconds per iteration after the warm-up."""
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
         folder.mkdir()
-        document = self.config(setting).model_dump(mode="json")
-        runs = self._pool.run(run_plan, plan.model_dump_json(), document, str(folder), WARM_UP + iterations)
-        return Outcome(
-            label,
-            setting,
-            plan,
-            seconds_per_iteration(runs),
-            node_seconds(runs),
-            [run.peak_bytes for run in runs],
-        )
+        document, plan = self.config(candidate.setting).model_dump(mode="json"), candidate.plan
+        runs = pool.run(run_plan, plan.model_dump_json(), document, str(folder), WARM_UP + iterations)
+        return PassTime(seconds_per_iteration(runs), node_seconds(runs), [run.peak_bytes for run in runs])
 
 
 def seconds_per_iteration(runs: Sequence[PlanRun]) -> float:
@@ -189,7 +215,15 @@ def report(
 ) -> dict:
     """Print every plan's prediction beside its measurement, then the summary, which is returned."""
     rows, memory = [], []
-    print(f"{'plan':26}{'setting':>14}{'predicted s':>13}{'measured s':>12}{'difference':>12}{'memory':>9}")
+    columns = {
+        "setting": 14,
+        "predicted s": 13,
+        "measured s": 12,
+        "passes": 16,
+        "difference": 12,
+        "memory": 9,
+    }
+    print(f"{'plan':26}" + "".join(f"{name:>{width}}" for name, width in columns.items()))
     for outcome in outcomes:
         model = cost_model(profile, outcome.setting, configs[outcome.setting])
         price = price_plan(outcome.plan, model)
@@ -206,7 +240,7 @@ def report(
         memory.append(abs(off_memory))
         print(
             f"{outcome.label:26}{'x'.join(map(str, outcome.setting)):>14}{price.iteration_time_s:13.3f}"
-            f"{outcome.measured_s:12.3f}{off:12.1%}{off_memory:9.1%}"
+            f"{outcome.measured_s:12.3f}{pass_range(outcome):>16}{off:12.1%}{off_memory:9.1%}"
         )
     random = [row for row in rows if row[0].startswith("random")]
     figures = {
@@ -224,21 +258,24 @@ def report(
         within = spearman([p for _, p, _, _ in alike], [m for _, _, m, _ in alike])
         print(f"spearman among the plans of {setting}: {within:.3f}")
     for setting in configs:
-        rule, found = (
-            [
-                outcome.measured_s
-                for outcome in outcomes
-                if (outcome.label, outcome.setting) == (mode, setting)
-            ]
-            for mode in COMPARED
-        )
-        if found:
+        of_mode = {o.label: o.passes for o in outcomes if o.setting == setting and o.label in COMPARED}
+        if of_mode:
+            rule, found = ([one.seconds for one in of_mode[mode]] for mode in COMPARED)
             ratios = [a / b for a, b in zip(found, rule, strict=True)]
             print(
                 f"{setting}: search's plan {median(found):.3f} s, the heuristic's {median(rule):.3f} s, ratio "
                 f"{median(found) / median(rule):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
             )
+    spreads = [stdev(one.seconds for one in o.passes) / o.measured_s for o in outcomes if len(o.passes) > 1]
+    if spreads:
+        print(f"standard deviation of a plan's passes, median over the plans: {median(spreads):.1%}")
     return figures
+
+
+def pass_range(outcome: Outcome) -> str:
+    """The quickest and the slowest pass."""
+    seconds = [one.seconds for one in outcome.passes]
+    return f"{min(seconds):.3f} to {max(seconds):.3f}"
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -255,33 +292,45 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return 1 - 6 * squares / (n * (n * n - 1))
 
 
+def candidates(
+    arguments: argparse.Namespace,
+    profile: MeasuredProfile,
+    configs: Mapping[Setting, PPOConfig],
+    cluster: Cluster,
+) -> list[Candidate]:
+    """The random plans, and the compared ones of each setting."""
+    found, settings = [], list(configs)
+    for number in range(arguments.plans):
+        setting = settings[number % len(settings)]
+        graph = graph_of(configs[setting])
+        draw = Random(f"reality/{arguments.seed}/{number}")
+        plan = build_plan(graph, random_assignments(graph, cluster, draw), cluster)
+        found.append(Candidate(f"random {number}", setting, plan))
+    for setting in settings if arguments.search else ():
+        problem = Problem(graph_of(configs[setting]), cost_model(profile, setting, configs[setting]))
+        for mode in COMPARED:
+            plan = find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
+            found.append(Candidate(mode, setting, plan))
+    return found
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> tuple[MeasuredProfile, list[Outcome], dict]:
     """Measure the profile and run all plans."""
-    settings = SETTINGS[: arguments.plans]
+    reality = Reality(arguments.ranks, folder)
+    configs = {setting: reality.config(setting) for setting in SETTINGS[: arguments.plans]}
+    started = time.monotonic()
     with RankPool(arguments.ranks) as pool:
-        reality = Reality(pool, folder)
-        configs = {setting: reality.config(setting) for setting in settings}
-        started = time.monotonic()
-        profile = reality.profile()
-        print(f"profile measured in {time.monotonic() - started:.0f} s", flush=True)
-        outcomes = []
-        for number in range(arguments.plans):
-            setting = settings[number % len(settings)]
-            graph = graph_of(configs[setting])
-            draw = Random(f"reality/{arguments.seed}/{number}")
-            plan = build_plan(graph, random_assignments(graph, reality.cluster, draw), reality.cluster)
-            outcomes.append(reality.run(f"random {number}", setting, plan, arguments.iterations))
-            print(f"random {number}: {outcomes[-1].measured_s:.3f} s", flush=True)
-        for setting in settings if arguments.search else ():
-            problem = Problem(graph_of(configs[setting]), cost_model(profile, setting, configs[setting]))
-            plans = {
-                mode: find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
-                for mode in COMPARED
-            }
-            for mode, plan in [*plans.items()] * ROUNDS:
-                outcomes.append(reality.run(mode, setting, plan, arguments.iterations))
-                print(f"{mode}: {outcomes[-1].measured_s:.3f} s", flush=True)
-        return profile, outcomes, configs
+        profile = reality.profile(pool)
+    print(f"profile measured in {time.monotonic() - started:.0f} s", flush=True)
+    outcomes = [
+        Outcome(*candidate, []) for candidate in candidates(arguments, profile, configs, reality.cluster)
+    ]
+    for number in range(arguments.passes):
+        with RankPool(arguments.ranks) as pool:
+            for outcome in outcomes:
+                outcome.passes.append(reality.run(pool, Candidate(*outcome[:3]), arguments.iterations))
+        print(f"pass {number + 1} ended after {time.monotonic() - started:.0f} s", flush=True)
+    return profile, outcomes, configs
 
 
 def main() -> None:
@@ -289,7 +338,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plans", type=int, default=27, help="random plans")
-    parser.add_argument("--iterations", type=int, default=5, help="that are timed for each plan")
+    parser.add_argument("--passes", type=int, default=3, help="in each of which every plan is run once")
+    parser.add_argument("--iterations", type=int, default=5, help="that are timed for each plan in each pass")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-search", dest="search", action="store_false", help="random plans only")
@@ -316,7 +366,12 @@ def written(
         "profile": profile.model_dump(mode="json"),
         "configs": [[setting, config.model_dump(mode="json")] for setting, config in configs.items()],
         "outcomes": [
-            {**outcome._asdict(), "plan": outcome.plan.model_dump(mode="json")} for outcome in outcomes
+            {
+                **outcome._asdict(),
+                "plan": outcome.plan.model_dump(mode="json"),
+                "passes": [one._asdict() for one in outcome.passes],
+            }
+            for outcome in outcomes
         ],
     }
 
@@ -329,6 +384,7 @@ def read(document: Mapping[str, Any]) -> tuple[MeasuredProfile, list[Outcome], d
                 **outcome,
                 "setting": Setting(*outcome["setting"]),
                 "plan": ExecutionPlan.model_validate(outcome["plan"]),
+                "passes": [PassTime(**one) for one in outcome["passes"]],
             }
         )
         for outcome in document["outcomes"]
