@@ -1,40 +1,49 @@
 """Against reality: random plans for the demo's models, predicted from a measured profile and then run.
 
-    python -m bench.reality [--plans 27] [--iterations 5] [--ranks 2] [--seed 0] [--out FILE] [--again FILE]
+    python -m bench.reality [--plans 27] [--passes 3] [--iterations 5] [--ranks 2] [--seed 0] [--out FILE]
+                            [--again FILE | --compare FILE]
 
 Each rank has a core of its own and one thread. First the profile is measured (as `prefect-rlhf profile` does,
 by the same executor), from layers and collectives alone: no plan is run for it. Then random feasible plans, an
-equal number for each of three settings of batch and lengths, are priced and run: after WARM_UP iterations, the
-mean of the next ones. Every response has all its tokens, so that prediction and run do the same work. At last
-the search's plan and the heuristic's are run for each setting, in turn, three times each. --out keeps every figure,
-node by node; --again prices the plans in such a file anew and runs nothing. Wants a machine that does nothing else.
+equal number for each of three settings of batch and lengths, and the search's and the heuristic's plan of each,
+are priced and run: after WARM_UP iterations, the mean of the next ones. Every plan is run once in each pass over
+all of them, and the mean of its passes counts: a shared machine has phases of seconds to minutes in which it is a
+third slower, which would else meet some plans and not others. Every response has all its tokens, so that
+prediction and run do the same work. --out keeps every figure, node by node; --again prices the plans in such a
+file anew and runs nothing; --compare runs its search's and heuristic's plans alone again, whose difference may be
+less than what one plan's passes differ by. Wants a machine that does nothing else.
 """
 
 import argparse
 import json
-import platform
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import NamedTuple
 
 from bench.demo_models import ppo_of, write_models
 from bench.rank_pool import PlanRun, RankPool, measure_pieces, run_plan
-from planner.calibrate import recalibrated
-from planner.cost import CostModel
+from bench.reality_report import (
+    COMPARED,
+    Outcome,
+    PassTime,
+    Setting,
+    compare,
+    cost_model,
+    read,
+    report,
+    written,
+)
 from planner.graph import DataflowGraph
 from planner.measured import MeasuredProfile
 from planner.mesh import Cluster, meshes
 from planner.plan import build_plan
-from planner.price import price_plan
 from planner.problem import Problem
-from planner.profile import preset
 from planner.search import find_plan
-from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import PPOConfig
 from rlhf_tasks.measurements import Grid
@@ -46,53 +55,23 @@ from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 WARM_UP = 2
 MICRO_BATCHES = (1, 2, 4)
 SEARCH_S = 10.0
-COMPARED = ("heuristic", "search")
-ROUNDS = 3  # in which both are run
-TARGETS = {"worst": 0.28, "median": 0.10, "spearman": 0.8, "memory": 0.20}
-
-
-class Setting(NamedTuple):
-    """Sequences of an iteration, tokens of each prompt, and of each response."""
-
-    batch_size: int
-    prompt_tokens: int
-    new_tokens: int
 
 
 SETTINGS = (Setting(32, 16, 32), Setting(64, 32, 64), Setting(128, 16, 48))
 
 
-class Outcome(NamedTuple):
-    """One plan in numbers. *_nodes_s: node -> seconds."""
+class Candidate(NamedTuple):
+    """A plan to run."""
 
     label: str
     setting: Setting
     plan: ExecutionPlan
-    measured_s: float
-    measured_nodes_s: dict[str, float]
-    measured_peak_bytes: list[int]
 
 
 def graph_of(config: PPOConfig) -> DataflowGraph:
     """PPO's dataflow graph."""
     registered = GRAPHS["ppo"]
     return DataflowGraph(registered.calls(config), registered.dataset_keys, name="ppo")
-
-
-def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) -> CostModel:
-    """What the planner knows: the measured profile, and the preset's constants where it fits them."""
-    models = {role: RoleModel(shape=profile.model, head=parts.head) for role, parts in config.roles().items()}
-    workload = Workload(
-        prompt_tokens=setting.prompt_tokens,
-        new_tokens=Lengths.fixed(setting.new_tokens),
-        max_new_tokens=setting.new_tokens,
-        epochs=config.num_ppo_epochs,
-        itemsize=profile.itemsize,
-        recompute=False,
-    )
-    device = recalibrated(preset("cpu-slot"), profile)
-    cluster = Cluster(profile.n_hosts, profile.devices_per_host)
-    return CostModel(cluster, device, models, workload, [profile])
 
 
 def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> dict[str, CallAssignment]:
@@ -116,19 +95,22 @@ def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> 
 
 
 class Reality:
-    """The models, the ranks and the settings of one bench."""
+    """The models, the cluster and the settings of one bench.
 
-    def __init__(self, pool: RankPool, folder: Path) -> None:
-        self._pool, self._folder, self._runs = pool, folder, 0
-        self.cluster = Cluster(1, pool.n_ranks)
+    The profile and each pass want a pool of their own, for the ranks of a run have done nothing before it either.
+    """
+
+    def __init__(self, n_ranks: int, folder: Path) -> None:
+        self._folder, self._runs = folder, 0
+        self.cluster = Cluster(1, n_ranks)
         write_models(folder)
 
     def config(self, setting: Setting) -> PPOConfig:
-        return ppo_of(self._folder, self._pool.n_ranks, *setting)
+        return ppo_of(self._folder, self.cluster.n_devices, *setting)
 
-    def profile(self) -> MeasuredProfile:
+    def profile(self, pool: RankPool) -> MeasuredProfile:
         """Measure layers and collectives on the ranks."""
-        n_ranks, actor = self._pool.n_ranks, str(self._folder / "actor")
+        n_ranks, actor = pool.n_ranks, str(self._folder / "actor")
         shape = ModelShape.from_folder(actor)
         grid = Grid.around(
             max(s.batch_size for s in SETTINGS),
@@ -139,28 +121,21 @@ class Reality:
         pieces = pieces_of({actor: grid}, n_ranks, n_ranks)
         spec = ProfileSpec(dtype="float32", devices_per_host=n_ranks, pieces=pieces)
         plan = profile_plan(pieces, n_ranks, n_ranks)
-        per_rank = self._pool.run(
+        per_rank = pool.run(
             measure_pieces, plan.model_dump_json(), spec.model_dump(mode="json"), str(self._folder)
         )
         measured = [piece for pieces, _ in per_rank for piece in pieces]
         dispatch_s = max(seconds for _, seconds in per_rank)
         return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured, dispatch_s)
 
-    def run(self, label: str, setting: Setting, plan: ExecutionPlan, iterations: int) -> Outcome:
+    def run(self, pool: RankPool, candidate: Candidate, iterations: int) -> PassTime:
         """Run a plan; its seconds per iteration after the warm-up."""
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
         folder.mkdir()
-        document = self.config(setting).model_dump(mode="json")
-        runs = self._pool.run(run_plan, plan.model_dump_json(), document, str(folder), WARM_UP + iterations)
-        return Outcome(
-            label,
-            setting,
-            plan,
-            seconds_per_iteration(runs),
-            node_seconds(runs),
-            [run.peak_bytes for run in runs],
-        )
+        document, plan = self.config(candidate.setting).model_dump(mode="json"), candidate.plan
+        runs = pool.run(run_plan, plan.model_dump_json(), document, str(folder), WARM_UP + iterations)
+        return PassTime(seconds_per_iteration(runs), node_seconds(runs), [run.peak_bytes for run in runs])
 
 
 def seconds_per_iteration(runs: Sequence[PlanRun]) -> float:
@@ -184,104 +159,50 @@ def node_seconds(runs: Sequence[PlanRun]) -> dict[str, float]:
     return {node: fmean(values) for node, values in seconds.items()}
 
 
-def report(
-    profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig]
-) -> dict:
-    """Print every plan's prediction beside its measurement, then the summary, which is returned."""
-    rows, memory = [], []
-    print(f"{'plan':26}{'setting':>14}{'predicted s':>13}{'measured s':>12}{'difference':>12}{'memory':>9}")
-    for outcome in outcomes:
-        model = cost_model(profile, outcome.setting, configs[outcome.setting])
-        price = price_plan(outcome.plan, model)
-        peaks = [
-            (price.peaks[rank].total_bytes if rank in price.peaks else 0.0)
-            + model.classes.profile(rank).process_bytes
-            for rank in range(outcome.plan.n_devices)
-        ]
-        off = price.iteration_time_s / outcome.measured_s - 1
-        off_memory = max(
-            (p / m - 1 for p, m in zip(peaks, outcome.measured_peak_bytes, strict=True)), key=abs
-        )
-        rows.append((outcome.label, price.iteration_time_s, outcome.measured_s, off))
-        memory.append(abs(off_memory))
-        print(
-            f"{outcome.label:26}{'x'.join(map(str, outcome.setting)):>14}{price.iteration_time_s:13.3f}"
-            f"{outcome.measured_s:12.3f}{off:12.1%}{off_memory:9.1%}"
-        )
-    random = [row for row in rows if row[0].startswith("random")]
-    figures = {
-        "worst": max(abs(off) for *_, off in random),
-        "median": median(abs(off) for *_, off in random),
-        "spearman": spearman([p for _, p, _, _ in random], [m for _, _, m, _ in random]),
-        "memory": max(memory),
-    }
-    for name, value in figures.items():
-        print(
-            f"{name:10}{value:8.3f}   target {'at least' if name == 'spearman' else 'at most'} {TARGETS[name]}"
-        )
-    for setting in configs:  # settings differ in their work, which ranks plans across them by itself
-        alike = [row for row, outcome in zip(random, outcomes, strict=False) if outcome.setting == setting]
-        within = spearman([p for _, p, _, _ in alike], [m for _, _, m, _ in alike])
-        print(f"spearman among the plans of {setting}: {within:.3f}")
-    for setting in configs:
-        rule, found = (
-            [
-                outcome.measured_s
-                for outcome in outcomes
-                if (outcome.label, outcome.setting) == (mode, setting)
-            ]
-            for mode in COMPARED
-        )
-        if found:
-            ratios = [a / b for a, b in zip(found, rule, strict=True)]
-            print(
-                f"{setting}: search's plan {median(found):.3f} s, the heuristic's {median(rule):.3f} s, ratio "
-                f"{median(found) / median(rule):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-            )
-    return figures
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; 1 for the same order. No ties are expected; with fewer than 3 values it says nothing."""
-
-    def ranks(values: Sequence[float]) -> list[int]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [order.index(i) for i in range(len(values))]
-
-    n = len(a)
-    if n < 3:
-        return float("nan")
-    squares = sum((x - y) ** 2 for x, y in zip(ranks(a), ranks(b), strict=True))
-    return 1 - 6 * squares / (n * (n * n - 1))
+def candidates(
+    arguments: argparse.Namespace,
+    profile: MeasuredProfile,
+    configs: Mapping[Setting, PPOConfig],
+    cluster: Cluster,
+) -> list[Candidate]:
+    """The random plans, and the compared ones of each setting."""
+    found, settings = [], list(configs)
+    for number in range(arguments.plans):
+        setting = settings[number % len(settings)]
+        graph = graph_of(configs[setting])
+        draw = Random(f"reality/{arguments.seed}/{number}")
+        plan = build_plan(graph, random_assignments(graph, cluster, draw), cluster)
+        found.append(Candidate(f"random {number}", setting, plan))
+    for setting in settings if arguments.search else ():
+        problem = Problem(graph_of(configs[setting]), cost_model(profile, setting, configs[setting]))
+        for mode in COMPARED:
+            plan = find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
+            found.append(Candidate(mode, setting, plan))
+    return found
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> tuple[MeasuredProfile, list[Outcome], dict]:
     """Measure the profile and run all plans."""
-    settings = SETTINGS[: arguments.plans]
+    reality = Reality(arguments.ranks, folder)
+    configs = {setting: reality.config(setting) for setting in SETTINGS[: arguments.plans]}
+    started = time.monotonic()
     with RankPool(arguments.ranks) as pool:
-        reality = Reality(pool, folder)
-        configs = {setting: reality.config(setting) for setting in settings}
-        started = time.monotonic()
-        profile = reality.profile()
-        print(f"profile measured in {time.monotonic() - started:.0f} s", flush=True)
-        outcomes = []
-        for number in range(arguments.plans):
-            setting = settings[number % len(settings)]
-            graph = graph_of(configs[setting])
-            draw = Random(f"reality/{arguments.seed}/{number}")
-            plan = build_plan(graph, random_assignments(graph, reality.cluster, draw), reality.cluster)
-            outcomes.append(reality.run(f"random {number}", setting, plan, arguments.iterations))
-            print(f"random {number}: {outcomes[-1].measured_s:.3f} s", flush=True)
-        for setting in settings if arguments.search else ():
-            problem = Problem(graph_of(configs[setting]), cost_model(profile, setting, configs[setting]))
-            plans = {
-                mode: find_plan(problem, mode=mode, time_limit_s=SEARCH_S, seed=arguments.seed).plan
-                for mode in COMPARED
-            }
-            for mode, plan in [*plans.items()] * ROUNDS:
-                outcomes.append(reality.run(mode, setting, plan, arguments.iterations))
-                print(f"{mode}: {outcomes[-1].measured_s:.3f} s", flush=True)
-        return profile, outcomes, configs
+        profile = reality.profile(pool)
+    print(f"profile measured in {time.monotonic() - started:.0f} s", flush=True)
+    outcomes = [
+        Outcome(*candidate, []) for candidate in candidates(arguments, profile, configs, reality.cluster)
+    ]
+    run_in_passes(reality, outcomes, arguments)
+    return profile, outcomes, configs
+
+
+def run_in_passes(reality: Reality, outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> None:
+    """Run every plan once in each pass, and add what was found to its outcome."""
+    for number in range(arguments.passes):
+        with RankPool(arguments.ranks) as pool:
+            for outcome in outcomes:
+                outcome.passes.append(reality.run(pool, Candidate(*outcome[:3]), arguments.iterations))
+        print(f"pass {number + 1} of {arguments.passes} has ended", flush=True)
 
 
 def main() -> None:
@@ -289,52 +210,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plans", type=int, default=27, help="random plans")
-    parser.add_argument("--iterations", type=int, default=5, help="that are timed for each plan")
+    parser.add_argument("--passes", type=int, default=3, help="in each of which every plan is run once")
+    parser.add_argument("--iterations", type=int, default=5, help="that are timed for each plan in each pass")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-search", dest="search", action="store_false", help="random plans only")
     parser.add_argument("--out", type=Path, help="keep all figures in a JSON file")
     parser.add_argument("--again", type=Path, help="price the plans of such a file anew")
+    parser.add_argument("--compare", type=Path, help="run the compared plans of such a file again, in turn")
     arguments = parser.parse_args()
     if arguments.again is not None:
         report(*read(json.loads(arguments.again.read_text())))
+        return
+    if arguments.compare is not None:
+        _, outcomes, _ = read(json.loads(arguments.compare.read_text()))
+        outcomes = [outcome._replace(passes=[]) for outcome in outcomes if outcome.label in COMPARED]
+        with tempfile.TemporaryDirectory() as folder:
+            run_in_passes(Reality(arguments.ranks, Path(folder)), outcomes, arguments)
+        compare(outcomes)
         return
     with tempfile.TemporaryDirectory() as folder:
         profile, outcomes, configs = measure(arguments, Path(folder))
     figures = report(profile, outcomes, configs)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(written(profile, outcomes, configs, figures)))
-
-
-def written(
-    profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig], figures: dict
-) -> dict[str, Any]:
-    """All figures as a JSON document; `read` is its inverse."""
-    return {
-        "machine": {"platform": platform.platform(), "date": time.strftime("%F")},
-        "figures": figures,
-        "profile": profile.model_dump(mode="json"),
-        "configs": [[setting, config.model_dump(mode="json")] for setting, config in configs.items()],
-        "outcomes": [
-            {**outcome._asdict(), "plan": outcome.plan.model_dump(mode="json")} for outcome in outcomes
-        ],
-    }
-
-
-def read(document: Mapping[str, Any]) -> tuple[MeasuredProfile, list[Outcome], dict[Setting, PPOConfig]]:
-    """Profile, outcomes and configurations of a document that `written` made."""
-    outcomes = [
-        Outcome(
-            **{
-                **outcome,
-                "setting": Setting(*outcome["setting"]),
-                "plan": ExecutionPlan.model_validate(outcome["plan"]),
-            }
-        )
-        for outcome in document["outcomes"]
-    ]
-    configs = {Setting(*setting): PPOConfig.model_validate(config) for setting, config in document["configs"]}
-    return MeasuredProfile.model_validate(document["profile"]), outcomes, configs
 
 
 if __name__ == "__main__":

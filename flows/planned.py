@@ -29,6 +29,7 @@ class Planned:
     """What a plan was expected to cost.
 
     price          of every node, of an iteration, and the peaks of tensors' memory
+    active_bytes   call -> memory beyond parameters on its fullest device
     process_bytes  memory of a rank's process besides; of several classes the largest
     peak_flops_per_s  of all devices of the cluster together; None where this machine's GPUs are of no preset
     source         where the figures come from: a measured profile or a preset, and measured figures of runs
@@ -36,6 +37,7 @@ class Planned:
     """
 
     price: PlanPrice
+    active_bytes: dict[str, float]
     process_bytes: int
     peak_flops_per_s: float | None
     source: str
@@ -56,13 +58,18 @@ def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
     model = problem.model
     try:
         price = price_plan(plan, model)
+        active_bytes = {
+            node.name: max(model.call(node.call, node.assignment).active_bytes)
+            for node in plan.nodes
+            if isinstance(node, CallNode)
+        }
     except ValueError as error:
         raise ConfigError(str(error)) from error
     classes = model.classes
     process_bytes = max(profile.process_bytes for profile in classes.profiles)
     peak_flops_per_s = _peak_flops_per_s(config, model.classes)
     figures = figures_of(config, problem)
-    return Planned(price, process_bytes, peak_flops_per_s, figures_source(model), figures)
+    return Planned(price, active_bytes, process_bytes, peak_flops_per_s, figures_source(model), figures)
 
 
 def _peak_flops_per_s(config: AnyConfig, classes: DeviceClasses) -> float | None:
@@ -78,7 +85,8 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     and at most, by device.
 
     lineage  of the iterations that went by the plan
-    drifted  which calls, and `iteration`, are off by more than the planner's limit (planner/ran.py)
+    drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit
+             (planner/ran.py)
 
     A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end:
     what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
@@ -116,10 +124,13 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         if name in held
     }
     iteration = (price.iteration_time_s, median(between))
+    judged = {**calls, "iteration": iteration} | {
+        _memory_in(name): pair for name, pair in call_memory.items()
+    }
     return {
         "source": expected.source,
         "iterations": len(ends),
-        "drifted": [name for name, pair in [*calls.items(), ("iteration", iteration)] if drifted(*pair)],
+        "drifted": [name for name, pair in judged.items() if drifted(*pair)],
         "iteration": _pair(*iteration),
         "calls": {name: _pair(*pair) for name, pair in calls.items()},
         "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
@@ -136,12 +147,30 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
         return False
     measured = found["calls"]
     ran = [
-        RanCall(call=node.name, assignment=node.assignment, seconds=measured[node.name]["measured"])
+        RanCall(
+            call=node.name,
+            assignment=node.assignment,
+            seconds=measured[node.name]["measured"],
+            active_bytes=_active_bytes(node.name, expected, found),
+        )
         for node in plan.nodes
         if isinstance(node, CallNode) and measured[node.name]["measured"] > 0
     ]
     keep_figures(expected.figures, ran)
     return True
+
+
+def _active_bytes(call: str, expected: Planned, found: Mapping[str, Any]) -> float | None:
+    """What a call took beyond parameters; these are known, so all that is off is its own. None where nothing is."""
+    if _memory_in(call) not in found["drifted"]:
+        return None
+    memory = found["call_memory_bytes"][call]
+    return max(expected.active_bytes[call] + memory["measured"] - memory["planned"], 0.0)
+
+
+def _memory_in(call: str) -> str:
+    """How a call's memory is called among what drifted."""
+    return f"memory in {call}"
 
 
 def _pair(expected: float, found: float) -> dict[str, float]:

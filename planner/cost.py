@@ -15,7 +15,7 @@ from planner.device_classes import DeviceClasses
 from planner.measured import MeasuredProfile, ProfileError, Tables
 from planner.mesh import Cluster
 from planner.profile import DeviceProfile
-from planner.ran import RanCall, mean_factor
+from planner.ran import Factor, RanCall, factor_elsewhere, factor_of
 from planner.sizes import Sizes, sizes, stage_kinds
 from planner.timing import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.workload import RoleModel, Workload, fullest_share
@@ -38,6 +38,9 @@ class CallCost:
 
     seconds: float
     active_bytes: tuple[float, ...]
+
+    def times(self, factor: Factor) -> "CallCost":
+        return CallCost(self.seconds * factor.seconds, tuple(n * factor.memory for n in self.active_bytes))
 
 
 class Crossings(NamedTuple):
@@ -65,7 +68,7 @@ class CostModel:
     measured  profiles of some of the models on such devices; other models, and tp degrees that were not measured,
               are priced by `device`
     ran       what earlier runs of the same calls found: a call costs what it did under the assignment that ran, and
-              under any other one its price times the mean factor by which those that ran were off
+              under any other one its price times a factor by which those that ran were off (planner/ran.py)
     Raises ValueError for a profile of a model that no role has or of a device that the cluster has not, and when
     a strategy has more tp ranks than heads or more stages than layers.
     """
@@ -93,7 +96,7 @@ class CostModel:
         self._timings: dict[tuple, Timing] = {}
         self._costs: dict[tuple, CallCost] = {}
         self.ran = tuple(ran)
-        self._factors: dict[str, dict[tuple, float]] = {}
+        self._factors: dict[str, dict[tuple, Factor]] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
         """Seconds and memory of a call. They depend on the mesh by its strategy, crossings and classes alone."""
@@ -108,25 +111,25 @@ class CostModel:
         factors = self._factors_of(call) if self.ran else {}
         if not factors:
             return found
-        mean = self.correction(call)
-        by_count = [factors.get((where, count), mean) for count in micro_batches]
+        elsewhere = self.correction(call)
         return [
-            CallCost(c.seconds * factor, c.active_bytes) for c, factor in zip(found, by_count, strict=True)
+            cost.times(factors.get((where, count), elsewhere))
+            for cost, count in zip(found, micro_batches, strict=True)
         ]
 
-    def correction(self, call: ModelFunctionCall) -> float:
-        """By which a call's price is multiplied under assignments that have not run; 1 when it has never run."""
-        factors = self._factors_of(call)
-        return mean_factor(factors.values()) if factors else 1.0
+    def correction(self, call: ModelFunctionCall) -> Factor:
+        """By which a call's price is multiplied under assignments that have not run."""
+        return factor_elsewhere(self._factors_of(call).values())
 
-    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple, float]:
-        """(place, micro-batches) -> measured seconds of a call there, as a factor of the profiles' price."""
+    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple, Factor]:
+        """(place, micro-batches) -> what a call took there, as factors of the profiles' price."""
         if call.name not in self._factors:
             found = self._factors[call.name] = {}
             for ran in self.ran:
                 if ran.call == call.name:
                     where, count = self._where(ran.assignment.placement), ran.assignment.micro_batches
-                    found[where, count] = ran.seconds / self._profiled(call, where, count).seconds
+                    priced = self._profiled(call, where, count)
+                    found[where, count] = factor_of(ran, priced.seconds, max(priced.active_bytes))
         return self._factors[call.name]
 
     def _where(self, placement: Placement) -> _Where:

@@ -6,11 +6,12 @@ the run's figures are kept, and the cost model goes by them (docs/adr/0006-measu
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -19,7 +20,7 @@ from planner.workload import RoleModel, Workload
 from rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
 
 LIMIT = 0.25
-"""A measured time that is further from the planned one than this share of it has drifted."""
+"""Measured seconds or bytes that are further from the planned ones than this share of them have drifted."""
 
 
 class FiguresError(ValueError):
@@ -27,18 +28,27 @@ class FiguresError(ValueError):
 
 
 class RanCall(Frozen):
-    """A call as it ran: under which assignment, and its median seconds."""
+    """A call as it ran: under which assignment, its median seconds, and, where its memory drifted, the bytes beyond
+    parameters that it took on the fullest device."""
 
     call: str
     assignment: CallAssignment
     seconds: float = Field(gt=0)
+    active_bytes: float | None = Field(default=None, ge=0)
+
+
+class Factor(NamedTuple):
+    """What a price is multiplied by: a call's seconds, and its memory beyond parameters."""
+
+    seconds: float = 1.0
+    memory: float = 1.0
 
 
 _FIGURES = TypeAdapter(tuple[RanCall, ...])
 
 
 def drifted(planned: float, measured: float) -> bool:
-    """Whether a measured time is off the planned one by more than LIMIT."""
+    """Whether measured seconds or bytes are off the planned ones by more than LIMIT."""
     return abs(measured - planned) > LIMIT * planned
 
 
@@ -81,6 +91,20 @@ def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
     partial.replace(path)
 
 
-def mean_factor(factors: Iterable[float]) -> float:
-    """The geometric mean: twice too slow and twice too fast are no error on the whole."""
-    return exp(fmean(map(log, factors)))
+def factor_of(ran: RanCall, seconds: float, active_bytes: float) -> Factor:
+    """What a run says of a call that was priced at so many seconds and bytes (of the fullest device)."""
+    if ran.active_bytes is None or active_bytes == 0:
+        return Factor(ran.seconds / seconds)
+    return Factor(ran.seconds / seconds, ran.active_bytes / active_bytes)
+
+
+def factor_elsewhere(factors: Collection[Factor]) -> Factor:
+    """The factor of assignments that have not run, from those that have.
+
+    Of times the geometric mean: twice too slow and twice too fast are no error on the whole. Of memory the largest,
+    and never less than planned: too little of it ends a run, too much only makes a plan slower.
+    """
+    if not factors:
+        return Factor()
+    seconds = exp(fmean(log(factor.seconds) for factor in factors))
+    return Factor(seconds, max(1.0, *(factor.memory for factor in factors)))

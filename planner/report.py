@@ -48,7 +48,9 @@ def result_document(result: SearchResult) -> dict[str, Any]:
 def corrections(problem: Problem) -> dict[str, float]:
     """Call -> the factor that measured figures of earlier runs put on its price; calls without such are left out."""
     ran = {found.call for found in problem.model.ran}
-    return {call.name: problem.model.correction(call) for call in problem.graph.calls if call.name in ran}
+    return {
+        call.name: problem.model.correction(call).seconds for call in problem.graph.calls if call.name in ran
+    }
 
 
 class CallRow(NamedTuple):

@@ -3,15 +3,15 @@
 A layer's time is the difference between models of two depths, taken on the engine's own calls (`inference`,
 `train_step`, `generate`), so that what a call costs besides its tensors is in the figures too: it stays with the
 ends. All ranks call these functions together; tensor-parallel groups of neighbours measure beside each other, as
-they work beside each other in a run. Everything of one kind is timed in rounds, each of which gives every work its
-turn: what slows the machine for some seconds then meets one of a work's times, and the median leaves it out.
+they work beside each other in a run. All works of a model are timed in rounds, each of which gives every work its
+turn: what slows the machine for some seconds then slows a few works in one round, and not one work in all of them.
 """
 
-import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -45,7 +45,7 @@ SHALLOW, DEEP = 1, 4  # layers of the two models whose difference is a layer's t
 FEW_STEPS, MORE_STEPS = 12, 44
 """Decoding steps of the two generations whose difference is a step's time; with fewer, generation would not pack its
 weights (generation.py)."""
-REPEATS = 5
+ROUNDS = 5
 LEARNING_RATE = 1e-6
 SAMPLES = 32  # of a redistribution
 
@@ -63,10 +63,6 @@ class Bench:
     dtype: torch.dtype
     groups: ProcessGroups
     clock: Clock
-
-    def medians_s(self, works: Mapping[Name, Work]) -> dict[Name, float]:
-        """Median seconds of some works of all ranks."""
-        return _medians_s(works, tuple(range(dist.get_world_size())), self.groups, self.clock)
 
     def engine(self, layers: int, head: Head, tp: int) -> Engine:
         """A trainable model of this shape with another number of layers, on the tp neighbours of this rank."""
@@ -89,11 +85,13 @@ class Bench:
         return Engine(stage, stage.layout, self.groups, OptimizerSettings())
 
 
-def _medians_s(
+def _means_s(
     works: Mapping[Name, Work], devices: Sequence[int], groups: ProcessGroups, clock: Clock
 ) -> dict[Name, float]:
-    """Median seconds of some works over rounds in which each has its turn, after one to warm up.
+    """Mean seconds of some works over rounds in which each has its turn, after one to warm up.
 
+    Each work's quickest and slowest times are left out. The mean of the others holds the share of slow phases that
+    runs meet too, which a median would not.
     The devices begin each work together: who is done early must not wait for the others in the next one.
     """
     together = groups[tuple(devices)] if len(devices) > 1 else None
@@ -101,7 +99,7 @@ def _medians_s(
     for work in works.values():
         work()
     seconds: dict[Name, list[float]] = {name: [] for name in works}
-    for _ in range(REPEATS):
+    for _ in range(ROUNDS):
         for name, work in works.items():
             all_reduce(one, together)
             _finish(groups)
@@ -109,7 +107,7 @@ def _medians_s(
             work()
             _finish(groups)
             seconds[name].append(clock() - started)
-    return {name: statistics.median(found) for name, found in seconds.items()}
+    return {name: fmean(sorted(found)[1:-1] or found) for name, found in seconds.items()}
 
 
 def _finish(groups: ProcessGroups) -> None:
@@ -125,74 +123,82 @@ def tp_sets(n_ranks: int, tps: Sequence[int]) -> list[tuple[int, ...]]:
 
 def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
     """Every operation of a model under tensor parallelism of degree tp, which divides the number of ranks."""
-    rows = [
-        *_forward_and_backward(bench, tp, grid),
-        *_embedding(bench, tp, grid),
-        *_generation(bench, tp, grid),
-        *_optimizer(bench, tp),
-    ]
-    return Measurements(operations=tuple(rows))
-
-
-def _forward_and_backward(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
-    """layer, lm and scalar: forward, and what a training step without its update adds."""
     models = {
         "shallow": bench.engine(SHALLOW, "lm", tp),
         "deep": bench.engine(DEEP, "lm", tp),
         "scalar": bench.engine(SHALLOW, "scalar", tp),
     }
-    sizes = [(length, tokens) for length in grid.lengths for tokens in grid.tokens]
-    works: dict[tuple, Work] = {("update", name): partial(_update, engine) for name, engine in models.items()}
-    for size in sizes:
-        batch = _sequences(size[1], size[0], bench.shape.vocab)
-        works |= {("forward", name, size): partial(_infer, engine, batch) for name, engine in models.items()}
-        works |= {("step", name, size): partial(_train, engine, batch) for name, engine in models.items()}
-    found = bench.medians_s(works)
-    for size in sizes:
-        length, tokens = size
-        forward = {name: found["forward", name, size] for name in models}
-        backward = {
-            name: found["step", name, size] - found["update", name] - forward[name] for name in models
-        }
-        for kind, seconds in (("forward", forward), ("backward", backward)):
-            layer = max((seconds["deep"] - seconds["shallow"]) / (DEEP - SHALLOW), 0.0)
-            for part, whole in (("lm", "shallow"), ("scalar", "scalar")):
-                rest = max(seconds[whole] - SHALLOW * layer, 0.0)
-                yield _timed(f"{part}/{kind}", tp, tokens, length, rest)
-            yield _timed(f"layer/{kind}", tp, tokens, length, layer)
+    works = _works(models, bench.shape.vocab, grid)
+    found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock)
+    rows = [
+        *_forward_and_backward(found, tp, grid),
+        *_embedding(found, tp, grid),
+        *_generation(found, tp, grid),
+        *_optimizer(found, tp, models),
+    ]
+    return Measurements(operations=tuple(rows))
 
 
-def _embedding(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
+def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, Work]:
+    """What is timed of a model: (kind, model where there are several, sizes) -> work."""
+    works: dict[tuple, Work] = {}
+    for name, engine in models.items():
+        works["update", name] = partial(_update, engine)
+        for length in grid.lengths:
+            for tokens in grid.tokens:
+                batch = _sequences(tokens, length, vocab)
+                works["forward", name, length, tokens] = partial(_infer, engine, batch)
+                works["step", name, length, tokens] = partial(_train, engine, batch)
+    shallow = models["shallow"]
+    for tokens in grid.tokens:
+        ids = _sequences(tokens, tokens, vocab)["input_ids"].values.to(shallow.device)
+        works["embed", tokens] = partial(_embed, shallow.stage.model.embed_tokens, ids)
+        works["embed and back", tokens] = partial(_embed_and_back, shallow.stage.model.embed_tokens, ids)
+    for name in ("shallow", "deep"):
+        for prompt in grid.contexts:
+            for rows in grid.rows:
+                for steps in (FEW_STEPS, MORE_STEPS):
+                    work = partial(_generate, models[name], rows, prompt, steps)
+                    works["generate", name, prompt, rows, steps] = work
+    return works
+
+
+Means = Mapping[tuple, float]
+"""Seconds of the works of `_works`."""
+
+
+def _forward_and_backward(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
+    """layer, lm and scalar: forward, and what a training step without its update adds."""
+    models = ("shallow", "deep", "scalar")
+    for length in grid.lengths:
+        for tokens in grid.tokens:
+            forward = {name: found["forward", name, length, tokens] for name in models}
+            backward = {
+                name: found["step", name, length, tokens] - found["update", name] - forward[name]
+                for name in models
+            }
+            for kind, seconds in (("forward", forward), ("backward", backward)):
+                layer = max((seconds["deep"] - seconds["shallow"]) / (DEEP - SHALLOW), 0.0)
+                for part, whole in (("lm", "shallow"), ("scalar", "scalar")):
+                    rest = max(seconds[whole] - SHALLOW * layer, 0.0)
+                    yield _timed(f"{part}/{kind}", tp, tokens, length, rest)
+                yield _timed(f"layer/{kind}", tp, tokens, length, layer)
+
+
+def _embedding(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
     """The vocabulary-parallel embedding alone; the heads' figures contain it too, and the cost model knows."""
-    embed = bench.engine(SHALLOW, "lm", tp).stage.model.embed_tokens
-    works: dict[tuple[str, int], Work] = {}
     for tokens in grid.tokens:
-        ids = _sequences(tokens, tokens, bench.shape.vocab)["input_ids"].values.to(bench.groups.device)
-        works["forward", tokens] = partial(_embed, embed, ids)
-        works["both", tokens] = partial(_embed_and_back, embed, ids)
-    found = bench.medians_s(works)
-    for tokens in grid.tokens:
-        forward_s = found["forward", tokens]
+        forward_s, both_s = found["embed", tokens], found["embed and back", tokens]
         yield _timed("embedding/forward", tp, tokens, 0, forward_s)
-        yield _timed("embedding/backward", tp, tokens, 0, max(found["both", tokens] - forward_s, 0.0))
+        yield _timed("embedding/backward", tp, tokens, 0, max(both_s - forward_s, 0.0))
 
 
-def _generation(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
+def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
     """layer and lm: prefill (by tokens of the prompts), and a decoding step (by sequences and KV length)."""
-    models = [bench.engine(layers, "lm", tp) for layers in (SHALLOW, DEEP)]
-    found = bench.medians_s(
-        {
-            (prompt, rows, steps, model): partial(_generate, engine, rows, prompt, steps)
-            for prompt in grid.contexts
-            for rows in grid.rows
-            for steps in (FEW_STEPS, MORE_STEPS)
-            for model, engine in enumerate(models)
-        }
-    )
     for prompt in grid.contexts:
         for rows in grid.rows:
             few, more = (
-                [found[prompt, rows, steps, model] for model in range(len(models))]
+                [found["generate", name, prompt, rows, steps] for name in ("shallow", "deep")]
                 for steps in (FEW_STEPS, MORE_STEPS)
             )
             step = [(b - a) / (MORE_STEPS - FEW_STEPS) for a, b in zip(few, more, strict=True)]
@@ -208,13 +214,11 @@ def _generation(bench: Bench, tp: int, grid: Grid) -> Iterator[Timed]:
                 yield _timed(f"lm/{kind}", tp, tokens, length, max(shallow - SHALLOW * layer, 0.0))
 
 
-def _optimizer(bench: Bench, tp: int) -> Iterator[Timed]:
+def _optimizer(found: Means, tp: int, models: Mapping[str, Engine]) -> Iterator[Timed]:
     """The update alone, of models of several sizes."""
-    engines = [bench.engine(layers, "lm", tp) for layers in (SHALLOW, DEEP)]
-    found = bench.medians_s({number: partial(_update, engine) for number, engine in enumerate(engines)})
-    for number, engine in enumerate(engines):
-        parameters = sum(p.numel() for p in engine.stage.parameters())
-        yield _timed("optimizer", tp, parameters, 0, found[number])
+    for name in ("shallow", "deep"):
+        parameters = sum(p.numel() for p in models[name].stage.parameters())
+        yield _timed("optimizer", tp, parameters, 0, found["update", name])
 
 
 # The work that is timed
@@ -298,7 +302,7 @@ def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock
         works: dict[tuple[Exchange, int], Work] = {
             (kind, size_bytes): work for kind, size_bytes, work in _exchanges(groups, devices)
         }
-        for (kind, size_bytes), seconds in _medians_s(works, devices, groups, clock).items():
+        for (kind, size_bytes), seconds in _means_s(works, devices, groups, clock).items():
             yield TimedExchange(
                 kind=kind,
                 ranks=len(devices),

@@ -38,6 +38,7 @@ def expected(tmp_path):
     peaks = {device: MemoryPeak("generate", {"parameters": 10.0}) for device in (0, 1)}
     return Planned(
         PlanPrice(seconds, {}, SteadyState(3.0, (), {}), peaks, {"generate": 10.0, "actor_train": 8.0}),
+        {"generate": 4.0, "actor_train": 2.0, "critic_train": 2.0},
         5,
         1e9,
         "preset of cpu-slot",

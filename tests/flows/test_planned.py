@@ -51,7 +51,9 @@ def test_planned_and_measured_by_hand(expected):
     }  # ends at 10, 23, 29, 31: 13, 6 and 2 apart
     assert found["calls"]["generate"] == {"planned": 1.0, "measured": 0.5}
     assert found["calls"]["actor_train"]["measured"] == 2.0  # without the first iteration
-    assert (found["iterations"], found["drifted"]) == (4, ["generate", "actor_train", "iteration"])
+    assert found["iterations"] == 4
+    memory = ["memory in generate", "memory in actor_train"]
+    assert found["drifted"] == ["generate", "actor_train", "iteration", *memory]
     assert found["call_memory_bytes"] == {
         "generate": {"planned": 15.0, "measured": 103},
         "actor_train": {"planned": 13.0, "measured": 70},
@@ -82,6 +84,22 @@ def test_what_a_run_found_is_kept_where_it_drifted(expected, iterations, kept):
     )
     if kept:
         assert ran[0].assignment == plan.node("generate").assignment
+
+
+def test_memory_is_kept_where_it_drifted_as_what_the_call_took_beyond_parameters(expected):
+    """Planned are 15 and 13 bytes, 5 of them the process's, 4 and 2 the calls' own."""
+    plan, names = small_plan(), ("generate", "actor_train", "critic_train")
+    taken = {"generate": {"rank0": 35}, "actor_train": {"rank0": 13, "rank1": 14}, "critic_train": {}}
+    lineage = [
+        row(name, t, {"0": (float(t), t + 1.0), "1": (float(t), t + 1.0)}, **taken[name])
+        for t in range(3)
+        for name in names
+    ]
+    found = planned_and_measured(plan, expected, lineage)
+    assert [name for name in found["drifted"] if "memory" in name] == ["memory in generate"]
+    assert keep_drift(plan, expected, found)
+    ran = {one.call: one.active_bytes for one in read_figures(expected.figures)}
+    assert ran == {"generate": 4 + 20, "actor_train": None, "critic_train": None}
 
 
 def test_what_came_as_planned_is_not_kept(expected):

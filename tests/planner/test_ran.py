@@ -9,7 +9,16 @@ from planner.plan import build_plan
 from planner.price import price_plan
 from planner.problem import Problem
 from planner.profile import preset
-from planner.ran import FiguresError, RanCall, drifted, figures_file, keep_figures, mean_factor, read_figures
+from planner.ran import (
+    Factor,
+    FiguresError,
+    RanCall,
+    drifted,
+    factor_elsewhere,
+    figures_file,
+    keep_figures,
+    read_figures,
+)
 from planner.tables import Tables
 
 
@@ -85,7 +94,7 @@ def test_a_call_costs_what_it_did_where_it_ran_and_elsewhere_as_much_more(small_
     assert model.call(call, both).seconds == pytest.approx(3 * plain["both"])
     assert model.call(other, alone) == problem.model.call(other, alone)
     assert model.call(call, alone).active_bytes == problem.model.call(call, alone).active_bytes
-    assert (model.correction(call), model.correction(other)) == (pytest.approx(3), 1)
+    assert (model.correction(call), model.correction(other)) == (pytest.approx((3, 1)), (1, 1))
 
 
 def test_a_call_that_ran_in_two_ways_keeps_both_figures_and_their_mean_elsewhere(small_problem, assign):
@@ -100,8 +109,27 @@ def test_a_call_that_ran_in_two_ways_keeps_both_figures_and_their_mean_elsewhere
     ]
 
 
-def test_the_mean_of_twice_and_half_is_none():
-    assert mean_factor([2.0, 0.5]) == pytest.approx(1)
+def test_elsewhere_times_go_by_the_mean_and_memory_by_the_most():
+    assert factor_elsewhere([Factor(2.0, 0.5), Factor(0.5, 3.0)]) == pytest.approx((1, 3))
+    assert factor_elsewhere([Factor(1.0, 0.5)]) == (1, 1)
+    assert factor_elsewhere([]) == (1, 1)
+
+
+def test_memory_that_drifted_is_the_calls_own_where_it_ran_and_never_less_than_planned_elsewhere(
+    small_problem, assign
+):
+    problem = small_problem(Cluster(1, 2))
+    call, alone, both = problem.graph.call("actor_train"), assign([0]), assign([0, 1], pp=2)
+    seconds = problem.model.call(call, alone).seconds
+    for factor in (3.0, 0.5):
+        active_bytes = factor * max(problem.model.call(call, alone).active_bytes)
+        ran = RanCall(call=call.name, assignment=alone, seconds=seconds, active_bytes=active_bytes)
+        model = corrected(problem, ran)
+        assert max(model.call(call, alone).active_bytes) == pytest.approx(active_bytes)
+        assert model.call(call, both).active_bytes == pytest.approx(
+            [max(factor, 1) * size for size in problem.model.call(call, both).active_bytes]
+        )
+        assert model.call(call, both).seconds == problem.model.call(call, both).seconds
 
 
 def test_options_and_plans_go_by_the_figures(small_problem, assign):

@@ -15,7 +15,7 @@ from rlhf_tasks.measurements import Grid, Measurements
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.profile_executor import ProfileExecutor
 from rlhf_tasks.profile_spec import ProfileSpec, pieces_of, profile_plan
-from rlhf_tasks.profiling import REPEATS, _medians_s, exchange_sets
+from rlhf_tasks.profiling import ROUNDS, _means_s, exchange_sets
 from rlhf_tasks.transport import GenerationSpec
 from tests.tiny_models import tiny_config
 
@@ -48,7 +48,7 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
             timeout_s=240.0,
         )
     )
-    with patch.object(profiling, "REPEATS", 1):
+    with patch.object(profiling, "ROUNDS", 1):
         found = [executor.measure(spec.pieces[node.name]).model_dump(mode="json") for node in plan.nodes]
     executor.close()
     return found
@@ -93,8 +93,8 @@ def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once(
 
     works = {name: partial(work, name, seconds) for name, seconds in (("short", 1.0), ("long", 5.0))}
     groups = SimpleNamespace(device=torch.device("cpu"))
-    found = _medians_s(works, (0,), groups, lambda: clock.now)
-    assert done == ["short", "long"] * (1 + REPEATS)
+    found = _means_s(works, (0,), groups, lambda: clock.now)
+    assert done == ["short", "long"] * (1 + ROUNDS)
     assert found == {"short": 1.0, "long": 5.0}
 
 

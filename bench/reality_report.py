@@ -1,0 +1,199 @@
+"""What `bench.reality` reports: predictions beside measurements, and the file that keeps them."""
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+from planner.calibrate import recalibrated
+from planner.cost import CostModel
+from planner.measured import MeasuredProfile
+from planner.mesh import Cluster
+from planner.price import price_plan
+from planner.profile import preset
+from planner.workload import Lengths, RoleModel, Workload
+from rlhf_tasks.config import PPOConfig
+from rlhf_tasks.spec import ExecutionPlan
+
+COMPARED = ("heuristic", "search")
+TARGETS = {"worst": 0.28, "median": 0.10, "spearman": 0.8, "memory": 0.20}
+
+
+class Setting(NamedTuple):
+    """Sequences of an iteration, tokens of each prompt, and of each response."""
+
+    batch_size: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+class PassTime(NamedTuple):
+    """One plan in one pass: seconds per iteration and of each node, and each rank's peak of memory."""
+
+    seconds: float
+    nodes_s: dict[str, float]
+    peak_bytes: list[int]
+
+
+class Outcome(NamedTuple):
+    """One plan in numbers."""
+
+    label: str
+    setting: Setting
+    plan: ExecutionPlan
+    passes: list[PassTime]
+
+    @property
+    def measured_s(self) -> float:
+        return fmean(one.seconds for one in self.passes)
+
+    @property
+    def measured_nodes_s(self) -> dict[str, float]:
+        """Node -> seconds."""
+        return {node: fmean(one.nodes_s[node] for one in self.passes) for node in self.passes[0].nodes_s}
+
+    @property
+    def measured_peak_bytes(self) -> list[int]:
+        """Rank -> bytes, the mean of all passes."""
+        return [round(fmean(peaks)) for peaks in zip(*(one.peak_bytes for one in self.passes), strict=True)]
+
+
+def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) -> CostModel:
+    """What the planner knows: the measured profile, and the preset's constants where it fits them."""
+    models = {role: RoleModel(shape=profile.model, head=parts.head) for role, parts in config.roles().items()}
+    workload = Workload(
+        prompt_tokens=setting.prompt_tokens,
+        new_tokens=Lengths.fixed(setting.new_tokens),
+        max_new_tokens=setting.new_tokens,
+        epochs=config.num_ppo_epochs,
+        itemsize=profile.itemsize,
+        recompute=False,
+    )
+    device = recalibrated(preset("cpu-slot"), profile)
+    cluster = Cluster(profile.n_hosts, profile.devices_per_host)
+    return CostModel(cluster, device, models, workload, [profile])
+
+
+def report(
+    profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig]
+) -> dict:
+    """Print every plan's prediction beside its measurement, then the summary, which is returned."""
+    rows, memory = [], []
+    columns = {
+        "setting": 14,
+        "predicted s": 13,
+        "measured s": 12,
+        "passes": 16,
+        "difference": 12,
+        "memory": 9,
+    }
+    print(f"{'plan':26}" + "".join(f"{name:>{width}}" for name, width in columns.items()))
+    for outcome in outcomes:
+        model = cost_model(profile, outcome.setting, configs[outcome.setting])
+        price = price_plan(outcome.plan, model)
+        peaks = [
+            (price.peaks[rank].total_bytes if rank in price.peaks else 0.0)
+            + model.classes.profile(rank).process_bytes
+            for rank in range(outcome.plan.n_devices)
+        ]
+        off = price.iteration_time_s / outcome.measured_s - 1
+        off_memory = max(
+            (p / m - 1 for p, m in zip(peaks, outcome.measured_peak_bytes, strict=True)), key=abs
+        )
+        rows.append((outcome.label, price.iteration_time_s, outcome.measured_s, off))
+        memory.append(abs(off_memory))
+        print(
+            f"{outcome.label:26}{'x'.join(map(str, outcome.setting)):>14}{price.iteration_time_s:13.3f}"
+            f"{outcome.measured_s:12.3f}{pass_range(outcome):>16}{off:12.1%}{off_memory:9.1%}"
+        )
+    random = [row for row in rows if row[0].startswith("random")]
+    figures = {
+        "worst": max(abs(off) for *_, off in random),
+        "median": median(abs(off) for *_, off in random),
+        "spearman": spearman([p for _, p, _, _ in random], [m for _, _, m, _ in random]),
+        "memory": max(memory),
+    }
+    for name, value in figures.items():
+        print(
+            f"{name:10}{value:8.3f}   target {'at least' if name == 'spearman' else 'at most'} {TARGETS[name]}"
+        )
+    for setting in configs:  # settings differ in their work, which ranks plans across them by itself
+        alike = [row for row, outcome in zip(random, outcomes, strict=False) if outcome.setting == setting]
+        within = spearman([p for _, p, _, _ in alike], [m for _, _, m, _ in alike])
+        print(f"spearman among the plans of {setting}: {within:.3f}")
+    compare(outcomes)
+    return figures
+
+
+def compare(outcomes: Sequence[Outcome]) -> None:
+    """Print the search's plans beside the heuristic's, and how far apart the passes are."""
+    for setting in dict.fromkeys(outcome.setting for outcome in outcomes):
+        of_mode = {o.label: o.passes for o in outcomes if o.setting == setting and o.label in COMPARED}
+        if of_mode:
+            rule, found = ([one.seconds for one in of_mode[mode]] for mode in COMPARED)
+            ratios = [a / b for a, b in zip(found, rule, strict=True)]
+            print(
+                f"{setting}: search's plan {fmean(found):.3f} s, the heuristic's {fmean(rule):.3f} s; ratios of the "
+                f"passes: {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            )
+    spreads = [stdev(one.seconds for one in o.passes) / o.measured_s for o in outcomes if len(o.passes) > 1]
+    if spreads:
+        print(f"standard deviation of a plan's passes, median over the plans: {median(spreads):.1%}")
+
+
+def pass_range(outcome: Outcome) -> str:
+    """The quickest and the slowest pass."""
+    seconds = [one.seconds for one in outcome.passes]
+    return f"{min(seconds):.3f} to {max(seconds):.3f}"
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation; 1 for the same order. No ties are expected; with fewer than 3 values it says nothing."""
+
+    def ranks(values: Sequence[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [order.index(i) for i in range(len(values))]
+
+    n = len(a)
+    if n < 3:
+        return float("nan")
+    squares = sum((x - y) ** 2 for x, y in zip(ranks(a), ranks(b), strict=True))
+    return 1 - 6 * squares / (n * (n * n - 1))
+
+
+def written(
+    profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig], figures: dict
+) -> dict[str, Any]:
+    """All figures as a JSON document; `read` is its inverse."""
+    return {
+        "machine": {"platform": platform.platform(), "date": time.strftime("%F")},
+        "figures": figures,
+        "profile": profile.model_dump(mode="json"),
+        "configs": [[setting, config.model_dump(mode="json")] for setting, config in configs.items()],
+        "outcomes": [
+            {
+                **outcome._asdict(),
+                "plan": outcome.plan.model_dump(mode="json"),
+                "passes": [one._asdict() for one in outcome.passes],
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+def read(document: Mapping[str, Any]) -> tuple[MeasuredProfile, list[Outcome], dict[Setting, PPOConfig]]:
+    """Profile, outcomes and configurations of a document that `written` made."""
+    outcomes = [
+        Outcome(
+            **{
+                **outcome,
+                "setting": Setting(*outcome["setting"]),
+                "plan": ExecutionPlan.model_validate(outcome["plan"]),
+                "passes": [PassTime(**one) for one in outcome["passes"]],
+            }
+        )
+        for outcome in document["outcomes"]
+    ]
+    configs = {Setting(*setting): PPOConfig.model_validate(config) for setting, config in document["configs"]}
+    return MeasuredProfile.model_validate(document["profile"]), outcomes, configs
