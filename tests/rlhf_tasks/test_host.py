@@ -3,6 +3,7 @@
 import asyncio
 import random
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
@@ -140,7 +141,7 @@ def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):
                 status = await rank.rlhf_status()
             await send(others[busy], Reset(run="other", attempt=1, generation=0, rank=busy))
             refused = await read(others[busy])
-            old = requests[busy][0].model_copy(update={"key": requests[busy][0].key._replace(generation=7)})
+            old = replace(requests[busy][0], key=requests[busy][0].key._replace(generation=7))
             await send(comms[busy], Deliver(requests=(old,)))
             stale = await read(comms[busy])
             answered.touch()
