@@ -7,15 +7,18 @@ import pytest
 
 from flows import prepare
 from flows.demo_data import write_model_folder
-from flows.planning import profile_folder
+from flows.planning import hardware_of, problem_of, profile_folder
 from flows.prepare import make_plan
 from planner.plan import PlanError
 from planner.profile import preset
 from planner.profile_cache import store
 from planner.search import find_plan
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config
+from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy
 from rlhf_tasks.plan_log import PLAN
+from rlhf_tasks.spec import ExecutionPlan
+from tests.flows.test_cli import LLAMA, model_folder
 from tests.flows.test_plan_command import CALLS, measured, ppo
 
 
@@ -23,10 +26,14 @@ def auto(**changes) -> AnyConfig:
     return make_config(ppo(plan="auto", planning={"prompt_tokens": 16, "time_limit_s": 2}, **changes))
 
 
+def plan_of(config: AnyConfig, folder: Path | None = None) -> ExecutionPlan:
+    return make_plan(config, problem_of(config, hardware_of(config)), folder)
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A run folder with its plan."""
-    (tmp_path / PLAN).write_text(make_plan(make_config(ppo())).model_dump_json())
+    (tmp_path / PLAN).write_text(plan_of(make_config(ppo())).model_dump_json())
     return tmp_path
 
 
@@ -39,7 +46,7 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
 
     monkeypatch.setattr(prepare, "find_plan", find)
     config = auto(seed=7)
-    plan = make_plan(config)
+    plan = plan_of(config)
     assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
     assert {node.name for node in plan.nodes if node.kind == "call"} == CALLS
 
@@ -50,13 +57,31 @@ def test_auto_goes_by_a_cached_profile(tmp_path):
     config = make_config(ppo(plan="auto", planning=planning, output_dir=str(tmp_path)))
 
     def devices() -> set[int]:
-        return {d for node in make_plan(config).nodes if node.kind == "call" for d in node.devices}
+        return {d for node in plan_of(config).nodes if node.kind == "call" for d in node.devices}
 
     assert devices() == {0, 1}
     found = measured()
     slow = tuple(e.model_copy(update={"seconds": 300 * e.seconds}) for e in found.exchanges)
     store(found.model_copy(update={"exchanges": slow}), profile_folder(config))
     assert len(devices()) == 1
+
+
+def test_a_run_priced_far_beyond_its_profile_is_warned_about(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
+    document = ppo(
+        models={"actor": str(folder), "reward": str(folder)},
+        data={"train": str(tmp_path / "prompts.jsonl")},
+        output_dir=str(tmp_path),
+        planning={"prompt_tokens": 16, "device": "cpu-slot"},
+    )
+    few, many = make_config(document), make_config({**document, "batch_size": 1024})
+    assert prepare.prepare(many).warnings == (), "nothing is measured"
+    store(measured(ModelShape.from_config(LLAMA)), profile_folder(many))
+    assert prepare.prepare(few).warnings == ()
+    (warning,) = prepare.prepare(many).warnings
+    assert warning.startswith("The measured profile of cpu-slot ends at ")
+    assert "rows that decode together; actor_generate is priced at " in warning
 
 
 LAYER_OF_70B = {  # as in Llama 2 70B, which has 80 such layers
@@ -89,7 +114,7 @@ def large(layers: int, **changes) -> AnyConfig:
 def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, strategy):
     """tp grows inside a host; what does not fit a host is cut in stages over hosts."""
     calls = {
-        node.name: node.placement.strategy for node in make_plan(large(layers)).nodes if node.kind == "call"
+        node.name: node.placement.strategy for node in plan_of(large(layers)).nodes if node.kind == "call"
     }
     assert calls["actor_train"] == ParallelStrategy(*strategy)
     assert calls["reward_inference"] == ParallelStrategy(16, 1, 1)
@@ -98,7 +123,7 @@ def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, 
 @pytest.mark.parametrize("plan", ["heuristic", {name: {"hosts": [0], "dp": 2, "tp": 4} for name in CALLS}])
 def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
     with pytest.raises(PlanError) as refused:
-        make_plan(large(140, plan=plan))
+        plan_of(large(140, plan=plan))
     for part in ("Device 0 (", ") lacks ", " bytes", "actor: parameters", "would lower it"):
         assert part in str(refused.value)
     assert "planning.device" not in str(refused.value)
@@ -113,13 +138,13 @@ def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, m
     with pytest.raises(
         PlanError, match=r"lacks .* for this machine's, cpu-slot: planning\.device names others"
     ):
-        make_plan(make_config(ppo(plan=plan)))
+        plan_of(make_config(ppo(plan=plan)))
 
 
 def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
     config = large(4, plan={name: {"hosts": [0, 1], "pp": 16} for name in CALLS})
     with pytest.raises(PlanError, match=r"Call 'actor_generate': pp=16 exceeds the model's 4 layers"):
-        make_plan(config)
+        plan_of(config)
 
 
 def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
@@ -128,13 +153,13 @@ def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
 
     monkeypatch.setattr(prepare, "find_plan", find)
     config = auto()
-    plan = make_plan(config, kept)
+    plan = plan_of(config, kept)
     assert json.loads(plan.model_dump_json()) == json.loads((kept / PLAN).read_text())
 
 
 def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
     config = make_config(ppo(plan={name: {"devices": [1]} for name in CALLS}))
-    plan = make_plan(config, kept)
+    plan = plan_of(config, kept)
     assert all(node.devices == (1,) for node in plan.nodes)
 
 
@@ -149,7 +174,7 @@ def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
 def test_a_kept_plan_of_another_run_is_refused(kept, change, parts):
     config = auto(**change)
     with pytest.raises(ConfigError) as refused:
-        make_plan(config, kept)
+        plan_of(config, kept)
     for part in parts:
         assert part in str(refused.value)
 
@@ -158,7 +183,7 @@ def test_a_kept_plan_that_cannot_be_read_is_refused(kept):
     (kept / PLAN).write_text("{")
     config = auto()
     with pytest.raises(ConfigError, match="is no execution plan"):
-        make_plan(config, kept)
+        plan_of(config, kept)
 
 
 @pytest.mark.parametrize(
