@@ -1,6 +1,7 @@
-"""What is decided before a run: `plan: auto` is searched once in a run's life and kept in its folder."""
+"""What is checked and decided before a run: models, data, plan."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy
 from rlhf_tasks.plan_log import PLAN
 from rlhf_tasks.spec import ExecutionPlan
-from tests.flows.test_cli import LLAMA, model_folder
-from tests.flows.test_plan_command import CALLS, measured, ppo
+from tests.flows.checked_files import LLAMA, model_folder, refused, without
+from tests.flows.plan_documents import CALLS, measured, ppo
 
 
 def auto(**changes) -> AnyConfig:
@@ -220,3 +221,85 @@ def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index,
         prepare.prepare(make_config(document))
     drawn = make_config({**document, "random_init": True})
     assert prepare.prepare(drawn).iterations == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"model_type": "bert"}, ("model", "bert")),
+        ({"model_type": "gpt2"}, ("gpt2", "c_attn", "cannot be split")),
+        ({"auto_map": {"AutoModel": "mine.Model"}}, ("auto_map",)),
+        ({"model_type": "new"}, ("'new'", "tensor-parallel plan", "llama")),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_type 'dynamic'", "yarn")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantised weights", "Save it unquantised")),
+        ({"vocab_size": 100}, ("257 tokens", "100")),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(call, document, tmp_path, config, parts):
+    document["models"] = {"actor": str(model_folder(tmp_path / "other", **config))}
+    refused(call, *parts)
+
+
+def test_a_model_folder_that_is_not_there_is_refused(call, document, tmp_path):
+    document["models"] = {"actor": str(tmp_path / "nowhere")}
+    refused(call, "role 'actor'", str(tmp_path / "nowhere"), "is not there")
+    (tmp_path / "nowhere").mkdir()
+    refused(call, str(tmp_path / "nowhere"), "config.json")
+
+
+def test_a_reward_model_without_its_head_is_refused(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward"))
+    assert call("config", "validate", "FILE")[0] == 0
+    without(tmp_path / "reward", "score.weight")
+    refused(call, "/reward' has no score.weight", "trained reward model")
+    del document["models"]["reward"]
+    without(tmp_path / "model", "score.weight")
+    status, _, err = call("config", "validate", "FILE")
+    assert status == 0, f"a critic may begin as a language model: {err}"
+
+
+def test_weights_that_are_not_the_models_are_refused(call, document, tmp_path):
+    weights = tmp_path / "model" / "model.safetensors"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
+    refused(call, "mlp.gate_proj.weight has shape [24, 16]; config.json says [32, 16]")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    os.truncate(weights, weights.stat().st_size - 4)
+    refused(call, "model.safetensors is cut off")
+    without_norm = model_folder(tmp_path / "other")
+    without(without_norm, "model.norm.weight")
+    document["models"]["actor"] = str(without_norm)
+    refused(call, "/other' lacks model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ("", ("prompts.jsonl: has no rows",)),
+        ('{"prompt": "a"}\nnonsense\n', ("prompts.jsonl:2: not valid JSON",)),
+        ('{"prompt": "a"}\n\n{"question": "a"}\n', ("prompts.jsonl:3: has no column 'prompt'", "question")),
+        (
+            '{"prompt": "%s"}\n' % ("a" * 41),
+            ("prompts.jsonl:1: has 41 tokens and an answer up to 8", "holds 48"),
+        ),
+    ],
+)
+def test_faulty_data_is_refused_with_file_and_line(call, tmp_path, rows, parts):
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    refused(call, *parts)
+
+
+def test_the_shortest_context_of_all_models_counts(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward", max_position_embeddings=24))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "%s"}\n' % ("a" * 17))
+    refused(call, "prompts.jsonl:2: has 17 tokens and an answer up to 8", "/reward) holds 24")
+
+
+def test_a_prompt_that_just_fits_is_accepted(call, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "%s"}\n' % ("a" * 40))
+    assert call("config", "validate", "FILE")[0] == 0
+
+
+def test_a_missing_data_file_is_refused(call, tmp_path):
+    (tmp_path / "prompts.jsonl").unlink()
+    refused(call, "prompts.jsonl: no such file")
