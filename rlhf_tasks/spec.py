@@ -22,7 +22,7 @@ skipped step have some, and pydantic's null could not be read back."""
 class Frozen(BaseModel):
     """Base of all specifications: immutable and STRICT."""
 
-    model_config = ConfigDict(frozen=True, **STRICT)
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
 class ModelFunctionCall(Frozen):

@@ -86,12 +86,11 @@ def plan(
     problem = problem_of(settings, hardware, profile)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     seed = settings.seed if seed is None else seed
-    iterations = iterations or getattr(settings, "total_iterations", 1)
     result = _found(problem, mode, evaluate, limit_s, seed)
     _write(result, json_file, out)
     _show(result, problem)
     if comparison:
-        _compare(result, problem, limit_s, seed, iterations)
+        _compare(result, problem, limit_s, seed, iterations or getattr(settings, "total_iterations", 1))
 
 
 def show_warnings(found: Iterable[str]) -> None:
