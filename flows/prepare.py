@@ -12,6 +12,7 @@ from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
 from planner.price import lack_of_memory, plan_memory
 from planner.problem import Problem, ProblemError
+from planner.provenance import extrapolation
 from planner.search import find_plan
 from rlhf_tasks.config import (
     AnyConfig,
@@ -37,7 +38,7 @@ class Prepared:
     plan         that the run begins by; changes: the later ones that are decided
     data_digest  of the rows' content; a resumed run must find the same
     n_rows       rows of the data set
-    warnings     figures of planning.device that are hardly true, a sentence each
+    warnings     a sentence for each figure of planning.device that is hardly true, one for prices by extrapolation
     """
 
     config: AnyConfig
@@ -86,24 +87,28 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
             f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
             "All models of a run must share the actor's tokenizer."
         )
+    hardware = hardware_of(config)
+    problem = problem_of(config, hardware)
+    plan = make_plan(config, problem, folder)
+    stretched = extrapolation(plan, problem.model)
     return Prepared(
         config=config,
-        plan=make_plan(config, folder),
+        plan=plan,
         iterations=iterations_of(config, len(rows)),
         data_digest=rows.digest,
         n_rows=len(rows),
         changes=() if folder is None else logged_changes(folder),
-        warnings=hardware_of(config).warnings,
+        warnings=(*hardware.warnings, *filter(None, [stretched])),
     )
 
 
-def make_plan(config: AnyConfig, folder: Path | None = None) -> ExecutionPlan:
+def make_plan(config: AnyConfig, problem: Problem, folder: Path | None = None) -> ExecutionPlan:
     """The execution plan of a configuration: by hand where it names assignments, searched, or by the heuristic.
 
+    problem  what the configuration asks of the planner
     A search is made once in a run's life: where `folder` has its plan, that is it.
     Raises PlanError or ProblemError, with device, bytes and remedy, where the plan does not fit memory.
     """
-    problem = problem_of(config, hardware_of(config))
     manual, kept = manual_assignments(config), None if folder is None else folder / PLAN
     if config.plan == "auto" and kept is not None and kept.exists():
         plan = _kept_plan(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from planner.cost import CostModel
 from planner.measured import MeasuredProfile
 from planner.profile import PRESETS, DeviceProfile
-from planner.workload import Workload
+from planner.workload import Workload, fullest_share
 from rlhf_tasks.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall
 
@@ -118,20 +118,15 @@ def _ends(profile: MeasuredProfile, operation: str, tp: int) -> tuple[int, int]:
 
 def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload) -> list[Asked]:
     """The largest passes of a layer that planner/cost.py prices a call by."""
-    s, length = given.placement.strategy, workload.mean_tokens
-
-    def share(n_seqs: float) -> int:
-        return -(-int(n_seqs) // s.dp)
-
     if not call.runs_model:
         return []
-    if call.kind == "inference":
-        return [Asked("layer/forward", share(call.n_seqs) * length / given.micro_batches, length)]
-    if call.kind == "train_step":
-        tokens = share(call.n_seqs / call.mini_batches) * length / given.micro_batches
-        return [Asked("layer/forward", tokens, length), Asked("layer/backward", tokens, length)]
-    prompt, groups = workload.prompt_tokens, min(s.pp, share(call.n_seqs))
-    rows = share(call.n_seqs) / groups
+    s, length = given.placement.strategy, workload.mean_tokens
+    share = fullest_share(call, s.dp)
+    if call.kind != "generate":
+        tokens = share * length / given.micro_batches
+        passes = ["layer/forward"] if call.kind == "inference" else ["layer/forward", "layer/backward"]
+        return [Asked(operation, tokens, length) for operation in passes]
+    prompt, rows = workload.prompt_tokens, share / min(s.pp, share)
     first, last, _ = workload.new_tokens.spans()[-1]
     return [
         Asked("layer/prefill", rows * prompt, prompt),

@@ -22,11 +22,12 @@ from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
+from rlhf_tasks.protocol.progress import NodeSummary
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.rank_link import RankLink
 from rlhf_tasks.rendezvous import Rendezvous
-from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult, SaveNode
+from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, SaveNode
 from rlhf_tasks.transport import (
     HOST,
     Aborted,
@@ -183,8 +184,9 @@ class Attempt:
         """Go by another plan from the first iteration on that is not yet delivered."""
         self._feed(self.ledger.change_plan, plan, predicted_s)
 
-    async def wait_node(self, iteration: int, generation: int, node: str) -> dict[int, NodeResult]:
-        """Wait until a node is done; rank -> result. Raises NodeAborted with the cause."""
+    async def wait_node(self, iteration: int, generation: int, node: str) -> NodeSummary | None:
+        """Wait until a node is done, for what it has cost; None where that is forgotten. Raises NodeAborted with the
+        cause."""
         while not self._closed:
             account = self.ledger.account
             state = account.node_state(iteration, generation, node)
@@ -193,7 +195,7 @@ class Attempt:
                 why = f"{cause}\n{cause.traceback}" if cause else f"generation {generation} has ended."
                 raise NodeAborted(f"iteration {iteration} was aborted: {why}")
             if state is State.DONE:
-                return account.results(iteration, node)
+                return account.summary(iteration, node)
             await self._watched[iteration, node].wait()
         raise NodeAborted("the attempt has ended.")
 
@@ -321,7 +323,7 @@ class Attempt:
         self._links[instruction.rank].send(Restore(spec=generation_spec))
 
     def _committed(self, instruction: do.IterationCommitted) -> None:
-        found = self.ledger.account.all_results(instruction.iteration)
+        found = self.ledger.account.results(instruction.iteration)
         results = {node: tuple(ranks.values()) for node, ranks in found.items()}
         self._tell(Committed(iteration=instruction.iteration, results=results))
 
@@ -344,7 +346,7 @@ class Attempt:
 
     async def _commit(self, order: do.WriteCommit) -> None:
         account = self.ledger.account
-        results = {iteration: account.all_results(iteration) for iteration in order.iterations}
+        results = {iteration: account.results(iteration) for iteration in order.iterations}
         assert self._snapshots is not None
         try:
             loop = asyncio.get_running_loop()

@@ -15,8 +15,8 @@ from distributed.core import Status
 
 from rlhf_tasks.attempt import Attempt
 from rlhf_tasks.manifest import CheckpointError
+from rlhf_tasks.protocol.progress import NodeSummary
 from rlhf_tasks.rank_link import RankMissing
-from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import FLOW_MESSAGE, ChangePlan, Enter, GaveUp, RunSpec, Writer
 from rlhf_tasks.worker_process import report_to
 
@@ -85,9 +85,8 @@ class Controller:
         if self._attempt is not None:
             await self._attempt.close()
 
-    def deliver_and_wait(self, run: str, iteration: int, generation: int, node: str) -> dict[int, NodeResult]:
-        """For a task's thread: make sure that an iteration is delivered, and wait for one node; rank ->
-        result.
+    def deliver_and_wait(self, run: str, iteration: int, generation: int, node: str) -> NodeSummary | None:
+        """For a task's thread: make sure that an iteration is delivered, and wait for one node (`Attempt.wait_node`).
 
         Raises NodeAborted when its iteration was aborted, LookupError when this controller does not serve
         the run.
@@ -98,7 +97,7 @@ class Controller:
 
     async def _deliver_and_wait(
         self, run: str, iteration: int, generation: int, node: str
-    ) -> dict[int, NodeResult]:
+    ) -> NodeSummary | None:
         attempt = self._attempt
         if attempt is None or attempt.spec.run != run:
             raise LookupError(f"this controller does not serve run {run!r} (any more).")

@@ -24,7 +24,7 @@ from distributed.core import Status
 from pydantic import BaseModel
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.inbox import Inbox, InboxPhase
+from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.instructions import SETUP
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.transport import (
@@ -117,7 +117,8 @@ class EngineHost:
         self._inbox = Inbox(0)
         self._holder: Writer | None = None  # the link of the controller that holds the lease
         self._executor: Executor | None = None
-        self._made_by: ExecutorFactory | None = None
+        self._made_for: tuple[int, ExecutorFactory] | None = None  # rank and factory of the executor
+        self._wanted: tuple[int, ExecutorFactory] | None = None  # of the last accepted reset
         self._spec: GenerationSpec | None = None
         self._nodes: dict[str, PlanNode] = {}
         self._job: tuple[str, float] = ("", 0.0)  # what the engine thread does, and since when (time.time())
@@ -188,14 +189,14 @@ class EngineHost:
     ) -> None:
         now = time.monotonic()
         if isinstance(request, Reset):
-            self._take(request.rank, make_executor)
             names = (request.run, request.attempt, request.generation)
             instructions = self._inbox.reset(*names, client, now)
             for instruction in instructions:
                 if isinstance(instruction, do.Refuse):
                     self._refuse(instruction, writer)
                     return
-            self._holder = writer
+            self._holder, self._inbox.rank = writer, request.rank
+            self._wanted = (request.rank, make_executor)
         elif isinstance(request, Restore):
             spec = request.spec
             names = (spec.run, spec.attempt, spec.generation)
@@ -210,20 +211,25 @@ class EngineHost:
         for instruction in instructions:
             self._act[type(instruction)](instruction)
 
-    def _take(self, rank: int, make_executor: ExecutorFactory) -> None:
-        """A free rank takes the number that it is given, and an executor of its own for it."""
-        known = self._executor is not None and (self._inbox.rank, self._made_by) == (rank, make_executor)
-        if self._inbox.phase is InboxPhase.FREE and not known:
-            self._inbox = Inbox(rank)
-            self._executor, self._made_by = make_executor(rank, self._on_saved), make_executor
-
     def _clear(self, instruction: do.Clear) -> None:
+        executor = self._executor
+
+        def close() -> None:
+            if executor is not None:
+                executor.close()
+
         def ended(_: Any, now: float) -> list[Any]:
+            self._renew_executor()
             return self._inbox.cleared(instruction.key, now)
 
-        executor = self._executor
-        assert executor is not None
-        self._submit(instruction.key, executor.close, ended)
+        self._submit(instruction.key, close, ended)
+
+    def _renew_executor(self) -> None:
+        """A rank that is clean gets the executor of the number and factory of its last reset. They differ where
+        another run has taken it over, perhaps while the engine thread was still at a job of the run before."""
+        if self._wanted is not None and self._wanted != self._made_for:
+            rank, make_executor = self._made_for = self._wanted
+            self._executor = make_executor(rank, self._on_saved)
 
     def _load(self, instruction: do.Load) -> None:
         spec, executor = self._spec, self._executor

@@ -3,23 +3,26 @@
 Torch-free, Prefect-free, Dask-free. A plan is data: whoever reads it needs no planner.
 """
 
+import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from rlhf_tasks.parallel.topology import Placement
 
 CallKind = Literal["generate", "inference", "train_step"]
 
 
+STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+"""An unknown field is an error. In JSON a number that is not finite stands as NaN or Infinity: the metrics of a
+skipped step have some, and pydantic's null could not be read back."""
+
+
 class Frozen(BaseModel):
-    """Base of all specifications: immutable, and an unknown field is an error.
+    """Base of all specifications: immutable and STRICT."""
 
-    In JSON a number that is not finite stands as NaN or Infinity: the metrics of a skipped step have some, and
-    pydantic's null could not be read back.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
 class ModelFunctionCall(Frozen):
@@ -256,14 +259,20 @@ class NodeKey(NamedTuple):
     node: str
 
 
-class NodeRequest(Frozen):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
     """What one rank is asked to run: a plan node of one iteration, at a dense place in the rank's order.
 
     number        0, 1, 2, ... on each rank in each generation
     first_sample  global id of the iteration's first sample (the data cursor before this iteration's fetch)
     versions      role -> parameter version that must be found, asserted by the engine
     deadline_s    seconds from the moment the node's last rank has entered it
+
+    Like a result it is no pydantic model, but a dataclass: there is one for each rank and node of an iteration, and
+    a model is three objects for the garbage collector to visit.
     """
+
+    __pydantic_config__ = STRICT
 
     key: NodeKey
     number: int
@@ -272,7 +281,8 @@ class NodeRequest(Frozen):
     deadline_s: float
 
 
-class NodeResult(Frozen):
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class NodeResult:
     """What a rank answers: metadata only.
 
     started_s, ended_s  time.time() of the rank
@@ -286,13 +296,13 @@ class NodeResult(Frozen):
     rank: int
     started_s: float
     ended_s: float
-    metrics: dict[str, float] = Field(default_factory=dict)
-    versions: dict[str, int] = Field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    versions: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes_sent: int = 0
     flops: float = 0.0
     peak_bytes: int = 0
     digest: str = ""
-    details: dict[str, Any] = Field(default_factory=dict)
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class NodeFailure(Frozen):

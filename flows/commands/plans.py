@@ -85,36 +85,27 @@ def plan(
     show_warnings(hardware.warnings)
     problem = problem_of(settings, hardware, profile)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
-    chosen_seed = settings.seed if seed is None else seed
-    if evaluate is None:
-        searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
-        with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
-            result = plan_for(problem, mode, limit_s, chosen_seed)
-    else:
-        result = _evaluated(problem, evaluate, limit_s, chosen_seed)
+    seed = settings.seed if seed is None else seed
+    result = _found(problem, mode, evaluate, limit_s, seed)
     _write(result, json_file, out)
-    stretched = extrapolation(result.plan, problem.model)
-    if stretched is not None:
-        show_warnings([stretched])
-    show_calls(console, result.plan, result.price, problem.model)
-    show_source(console, problem.model)
-    show_corrections(console, problem)
-    show_timeline(console, result.plan, result.price)
-    show_proof(console, result)
+    _show(result, problem)
     if comparison:
-        with console.status(f"alternatives; {COMPILING} ..."):
-            rejected = rejected_alternatives(result)
-        show_alternatives(console, rejected)
-        limits_s = limits_of(result.mode, limit_s)
-        with console.status(f"the other modes, {told_limits(limits_s)}; {COMPILING} ..."):
-            found = compare(problem, result, limits_s, chosen_seed)
-        show_comparison(console, found, limits_s, iterations or getattr(settings, "total_iterations", 1))
+        _compare(result, problem, limit_s, seed, iterations or getattr(settings, "total_iterations", 1))
 
 
 def show_warnings(found: Iterable[str]) -> None:
     """Say on standard error what is hardly as it should be, a line each."""
     for warning in found:
         warnings.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+
+
+def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, seed: int) -> SearchResult:
+    """The plan in the file to evaluate, else the one that a mode finds."""
+    if evaluate is not None:
+        return _evaluated(problem, evaluate, limit_s, seed)
+    searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
+    with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
+        return plan_for(problem, mode, limit_s, seed)
 
 
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:
@@ -126,6 +117,29 @@ def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> Searc
         show_calls(console, priced.plan, priced.price, problem.model)
         raise ConfigError(f"{path} does not fit. {missing}")
     return plan_for(problem, "manual", limit_s, seed, manual)
+
+
+def _show(result: SearchResult, problem: Problem) -> None:
+    """A plan, where its figures come from, its timeline and its proof."""
+    stretched = extrapolation(result.plan, problem.model)
+    if stretched is not None:
+        show_warnings([stretched])
+    show_calls(console, result.plan, result.price, problem.model)
+    show_source(console, problem.model)
+    show_corrections(console, problem)
+    show_timeline(console, result.plan, result.price)
+    show_proof(console, result)
+
+
+def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, iterations: int) -> None:
+    """Why each call of a plan is not elsewhere, and what the other modes find."""
+    with console.status(f"alternatives; {COMPILING} ..."):
+        rejected = rejected_alternatives(result)
+    show_alternatives(console, rejected)
+    limits_s = limits_of(result.mode, limit_s)
+    with console.status(f"the other modes, {told_limits(limits_s)}; {COMPILING} ..."):
+        found = compare(problem, result, limits_s, seed)
+    show_comparison(console, found, limits_s, iterations)
 
 
 def _write(result: SearchResult, json_file: Path | None, out: Path | None) -> None:

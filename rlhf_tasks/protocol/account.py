@@ -19,13 +19,13 @@ from rlhf_tasks.protocol.instructions import (
     WriteCommit,
 )
 from rlhf_tasks.protocol.phases import State, Timeouts
-from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, Occupancy
+from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, NodeSummary, Occupancy
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult
 
 REMEMBERED = 8
-"""Committed iterations whose results stay, for watchers that lag (Prefect backs off for seconds)."""
+"""Committed iterations whose summaries stay, for watchers that lag (Prefect backs off for seconds)."""
 
 
 class Account:
@@ -78,15 +78,16 @@ class Account:
             return State.DONE
         return State.WAITING if progress.nodes[node].deadline is None else State.RUNNING
 
-    def results(self, iteration: int, node: str) -> dict[int, NodeResult]:
-        """Rank -> result of a node, as far as they are in. Empty once it is forgotten."""
+    def summary(self, iteration: int, node: str) -> NodeSummary | None:
+        """What a node that is done has cost; None once that is forgotten."""
         progress = self._iterations.get(iteration)
-        return {} if progress is None else dict(progress.nodes[node].results)
+        return None if progress is None else progress.nodes[node].summary
 
-    def all_results(self, iteration: int) -> dict[str, dict[int, NodeResult]]:
-        """Node -> rank -> result of the plan that the iteration went by. Empty once it is forgotten."""
-        progress = self._iterations.get(iteration)
-        return {} if progress is None else {name: dict(node.results) for name, node in progress.nodes.items()}
+    def results(self, iteration: int) -> dict[str, dict[int, NodeResult]]:
+        """Node -> rank -> result, as far as they are in. Forgotten at the commit after the iteration's own: the
+        garbage collector would visit them all, again and again."""
+        progress = self._iterations[iteration]
+        return {name: dict(node.results) for name, node in progress.nodes.items()}
 
     def abort_cause(self, iteration: int, generation: int) -> Cause | None:
         """Why an iteration was aborted; None when it was not, or not delivered under that generation."""
@@ -176,7 +177,7 @@ class Account:
     def next_commit(self, *, initialised: bool) -> WriteCommit | None:
         """The commit to write now, if any. initialised: every rank has a state, as step 0 needs."""
         for iteration, progress in self._iterations.items():
-            if progress.complete and not progress.committed and (initialised or iteration != SETUP):
+            if not progress.committed and progress.complete and (initialised or iteration != SETUP):
                 self.commits.complete(iteration)
         step = self.commits.start_next()
         if step is None:
@@ -191,7 +192,11 @@ class Account:
         )
 
     def committed(self, step: int) -> list[LedgerInstruction]:
-        """A commit is written. What is REMEMBERED iterations older than what it covers is forgotten."""
+        """A commit is written. What is REMEMBERED iterations older than what it covers is forgotten, and of what was
+        committed before every rank's results."""
+        for progress in self._iterations.values():
+            if progress.committed:
+                progress.forget_results()
         covered = self.commits.written(step)
         for iteration in covered:
             self._iterations[iteration].committed = True

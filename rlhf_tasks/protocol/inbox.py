@@ -6,7 +6,6 @@ docs/protocol-states.md has the table.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from rlhf_tasks.protocol.instructions import (
@@ -55,14 +54,6 @@ TRANSITIONS: dict[InboxPhase, frozenset[InboxPhase]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """The answer to a number, kept for repeats."""
-
-    iteration: int
-    answer: Answer
-
-
 class Inbox:
     """The queue of one rank.
 
@@ -84,7 +75,7 @@ class Inbox:
         """Drop everything that belongs to the generation."""
         self._next_number = 0
         self._held: dict[int, NodeRequest] = {}
-        self._stored: dict[int, _Stored] = {}
+        self._stored: dict[int, Answer] = {}  # by number, for repeats
         self._failure: NodeFailure | None = None
         self._newest_iteration = SETUP
         self._gap_since: float | None = None
@@ -146,7 +137,8 @@ class Inbox:
         for request in requests:
             instructions += self._accept(request)
         self._newest_iteration = max(self._newest_iteration, first.iteration)
-        self._stored = {n: s for n, s in self._stored.items() if s.iteration > self._newest_iteration - 2}
+        oldest = self._newest_iteration - 1
+        self._stored = {n: a for n, a in self._stored.items() if a.result.key.iteration >= oldest}
         return instructions + self._advance(now)
 
     def client_lost(self, client: str, now: float) -> list[RankInstruction]:
@@ -189,7 +181,7 @@ class Inbox:
         if self.phase is InboxPhase.DRAINING:
             return self._start_clearing()
         answer = Answer(result)
-        self._stored[self._next_number - 1] = _Stored(result.key.iteration, answer)
+        self._stored[self._next_number - 1] = answer
         return [answer, *self._advance(now)]
 
     def failed(self, failure: NodeFailure, now: float) -> list[RankInstruction]:
@@ -260,7 +252,7 @@ class Inbox:
         if self._failure is not None and self._failure.key == request.key:
             return self._repeat_failure()
         stored = self._stored.get(request.number)  # not there: it runs, or no one can need it any more
-        return [] if stored is None else [stored.answer]
+        return [] if stored is None else [stored]
 
     def _advance(self, now: float) -> list[RankInstruction]:
         """Run the next number if it is here and nothing runs."""

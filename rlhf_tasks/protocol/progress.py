@@ -1,26 +1,46 @@
 """What is known of the iterations in flight: who entered, who answered, what is on the disk, what is late."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_tasks.protocol.instructions import Cause
 from rlhf_tasks.spec import NodeRequest, NodeResult
 
 
+@dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """What a node has cost, all ranks together.
+
+    started_s, ended_s  time.time(), first rank in, last rank out
+    bytes_sent          sum over ranks
+    metrics             global values
+    """
+
+    ranks: tuple[int, ...]
+    started_s: float
+    ended_s: float
+    bytes_sent: int
+    metrics: Mapping[str, float]
+
+
 class NodeProgress:
     """One node of one iteration.
 
     unfinished  the ranks that have not answered
+    results     rank -> answer, until they are forgotten
+    summary     of all answers; None until the last one
     deadline    when it is overdue; None until its last rank has entered
     """
 
-    __slots__ = ("_outside", "deadline", "deadline_s", "results", "unfinished")
+    __slots__ = ("_outside", "deadline", "deadline_s", "results", "summary", "unfinished")
 
     def __init__(self, ranks: Iterable[int], deadline_s: float) -> None:
         self.unfinished = set(ranks)
         self._outside = set(self.unfinished)
         self.deadline_s = deadline_s
         self.results: dict[int, NodeResult] = {}
+        self.summary: NodeSummary | None = None
         self.deadline: float | None = None
 
     @property
@@ -40,6 +60,19 @@ class NodeProgress:
         self.enter(rank, now)
         self.unfinished.remove(rank)
         self.results[rank] = result
+        if self.done:
+            self.summary = _summary(self.results)
+
+
+def _summary(results: Mapping[int, NodeResult]) -> NodeSummary:
+    ranks = tuple(sorted(results))
+    return NodeSummary(
+        ranks,
+        started_s=min(result.started_s for result in results.values()),
+        ended_s=max(result.ended_s for result in results.values()),
+        bytes_sent=sum(result.bytes_sent for result in results.values()),
+        metrics=results[ranks[0]].metrics,
+    )
 
 
 class IterationProgress:
@@ -63,11 +96,12 @@ class IterationProgress:
         self.part_deadlines: dict[tuple[str, int], float] = {}
         self.committed = False
         self._nodes_left = sum(not node.done for node in nodes.values())
+        self._parts_left = sum(len(ranks) for ranks in self.saves.values())
 
     def done(self, rank: int, node: str, result: NodeResult, now: float) -> bool:
         """A rank has answered. Returns True when this made the node done; False for repeats."""
         progress = self.nodes[node]
-        if rank in progress.results:
+        if progress.done or rank in progress.results:
             return False
         progress.answer(rank, result, now)
         self._nodes_left -= progress.done
@@ -78,7 +112,9 @@ class IterationProgress:
         assert rank in self.saves[node], (
             f"rank {rank} saved for {node}, which runs on {sorted(self.saves[node])}"
         )
-        self.parts[node].setdefault(rank, parts)
+        if rank not in self.parts[node]:
+            self.parts[node][rank] = parts
+            self._parts_left -= 1
         self.part_deadlines.pop((node, rank), None)
 
     def expect_part(self, rank: int, node: str, deadline: float) -> None:
@@ -94,9 +130,12 @@ class IterationProgress:
     @property
     def complete(self) -> bool:
         """True when every node is done and every part durable: the iteration can be committed."""
-        return self.nodes_done and all(
-            len(self.parts[name]) == len(ranks) for name, ranks in self.saves.items()
-        )
+        return self._nodes_left == self._parts_left == 0
+
+    def forget_results(self) -> None:
+        """Keep of every rank's answers the summaries alone."""
+        for node in self.nodes.values():
+            node.results = {}
 
     def overdue(self, now: float) -> Cause | None:
         """The first node or part that outlived its deadline, in plan order."""

@@ -13,7 +13,7 @@ from blocks import ExecutionPlan
 from flows.plan import plan
 from planner.profile_cache import write_profiles
 from rlhf_tasks.config import PPOConfig, make_config, manual_assignments
-from tests.flows.test_plan_command import CALLS, KEYS, measured, ppo
+from tests.flows.plan_documents import CALLS, KEYS, measured, ppo
 
 pytestmark = [
     pytest.mark.cluster,

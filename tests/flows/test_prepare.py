@@ -1,32 +1,40 @@
-"""What is decided before a run: `plan: auto` is searched once in a run's life and kept in its folder."""
+"""What is checked and decided before a run: models, data, plan."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from flows import prepare
 from flows.demo_data import write_model_folder
-from flows.planning import profile_folder
+from flows.planning import hardware_of, problem_of, profile_folder
 from flows.prepare import make_plan
 from planner.plan import PlanError
 from planner.profile import preset
 from planner.profile_cache import store
 from planner.search import find_plan
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config
+from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy
 from rlhf_tasks.plan_log import PLAN
-from tests.flows.test_plan_command import CALLS, measured, ppo
+from rlhf_tasks.spec import ExecutionPlan
+from tests.flows.checked_files import LLAMA, model_folder, refused, without
+from tests.flows.plan_documents import CALLS, measured, ppo
 
 
 def auto(**changes) -> AnyConfig:
     return make_config(ppo(plan="auto", planning={"prompt_tokens": 16, "time_limit_s": 2}, **changes))
 
 
+def plan_of(config: AnyConfig, folder: Path | None = None) -> ExecutionPlan:
+    return make_plan(config, problem_of(config, hardware_of(config)), folder)
+
+
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A run folder with its plan."""
-    (tmp_path / PLAN).write_text(make_plan(make_config(ppo())).model_dump_json())
+    (tmp_path / PLAN).write_text(plan_of(make_config(ppo())).model_dump_json())
     return tmp_path
 
 
@@ -39,7 +47,7 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
 
     monkeypatch.setattr(prepare, "find_plan", find)
     config = auto(seed=7)
-    plan = make_plan(config)
+    plan = plan_of(config)
     assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
     assert {node.name for node in plan.nodes if node.kind == "call"} == CALLS
 
@@ -50,13 +58,31 @@ def test_auto_goes_by_a_cached_profile(tmp_path):
     config = make_config(ppo(plan="auto", planning=planning, output_dir=str(tmp_path)))
 
     def devices() -> set[int]:
-        return {d for node in make_plan(config).nodes if node.kind == "call" for d in node.devices}
+        return {d for node in plan_of(config).nodes if node.kind == "call" for d in node.devices}
 
     assert devices() == {0, 1}
     found = measured()
     slow = tuple(e.model_copy(update={"seconds": 300 * e.seconds}) for e in found.exchanges)
     store(found.model_copy(update={"exchanges": slow}), profile_folder(config))
     assert len(devices()) == 1
+
+
+def test_a_run_priced_far_beyond_its_profile_is_warned_about(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
+    document = ppo(
+        models={"actor": str(folder), "reward": str(folder)},
+        data={"train": str(tmp_path / "prompts.jsonl")},
+        output_dir=str(tmp_path),
+        planning={"prompt_tokens": 16, "device": "cpu-slot"},
+    )
+    few, many = make_config(document), make_config({**document, "batch_size": 1024})
+    assert prepare.prepare(many).warnings == (), "nothing is measured"
+    store(measured(ModelShape.from_config(LLAMA)), profile_folder(many))
+    assert prepare.prepare(few).warnings == ()
+    (warning,) = prepare.prepare(many).warnings
+    assert warning.startswith("The measured profile of cpu-slot ends at ")
+    assert "rows that decode together; actor_generate is priced at " in warning
 
 
 LAYER_OF_70B = {  # as in Llama 2 70B, which has 80 such layers
@@ -89,7 +115,7 @@ def large(layers: int, **changes) -> AnyConfig:
 def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, strategy):
     """tp grows inside a host; what does not fit a host is cut in stages over hosts."""
     calls = {
-        node.name: node.placement.strategy for node in make_plan(large(layers)).nodes if node.kind == "call"
+        node.name: node.placement.strategy for node in plan_of(large(layers)).nodes if node.kind == "call"
     }
     assert calls["actor_train"] == ParallelStrategy(*strategy)
     assert calls["reward_inference"] == ParallelStrategy(16, 1, 1)
@@ -98,7 +124,7 @@ def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, 
 @pytest.mark.parametrize("plan", ["heuristic", {name: {"hosts": [0], "dp": 2, "tp": 4} for name in CALLS}])
 def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
     with pytest.raises(PlanError) as refused:
-        make_plan(large(140, plan=plan))
+        plan_of(large(140, plan=plan))
     for part in ("Device 0 (", ") lacks ", " bytes", "actor: parameters", "would lower it"):
         assert part in str(refused.value)
     assert "planning.device" not in str(refused.value)
@@ -113,13 +139,13 @@ def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, m
     with pytest.raises(
         PlanError, match=r"lacks .* for this machine's, cpu-slot: planning\.device names others"
     ):
-        make_plan(make_config(ppo(plan=plan)))
+        plan_of(make_config(ppo(plan=plan)))
 
 
 def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
     config = large(4, plan={name: {"hosts": [0, 1], "pp": 16} for name in CALLS})
     with pytest.raises(PlanError, match=r"Call 'actor_generate': pp=16 exceeds the model's 4 layers"):
-        make_plan(config)
+        plan_of(config)
 
 
 def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
@@ -128,13 +154,13 @@ def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
 
     monkeypatch.setattr(prepare, "find_plan", find)
     config = auto()
-    plan = make_plan(config, kept)
+    plan = plan_of(config, kept)
     assert json.loads(plan.model_dump_json()) == json.loads((kept / PLAN).read_text())
 
 
 def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
     config = make_config(ppo(plan={name: {"devices": [1]} for name in CALLS}))
-    plan = make_plan(config, kept)
+    plan = plan_of(config, kept)
     assert all(node.devices == (1,) for node in plan.nodes)
 
 
@@ -149,7 +175,7 @@ def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
 def test_a_kept_plan_of_another_run_is_refused(kept, change, parts):
     config = auto(**change)
     with pytest.raises(ConfigError) as refused:
-        make_plan(config, kept)
+        plan_of(config, kept)
     for part in parts:
         assert part in str(refused.value)
 
@@ -158,7 +184,7 @@ def test_a_kept_plan_that_cannot_be_read_is_refused(kept):
     (kept / PLAN).write_text("{")
     config = auto()
     with pytest.raises(ConfigError, match="is no execution plan"):
-        make_plan(config, kept)
+        plan_of(config, kept)
 
 
 @pytest.mark.parametrize(
@@ -195,3 +221,85 @@ def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index,
         prepare.prepare(make_config(document))
     drawn = make_config({**document, "random_init": True})
     assert prepare.prepare(drawn).iterations == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"model_type": "bert"}, ("model", "bert")),
+        ({"model_type": "gpt2"}, ("gpt2", "c_attn", "cannot be split")),
+        ({"auto_map": {"AutoModel": "mine.Model"}}, ("auto_map",)),
+        ({"model_type": "new"}, ("'new'", "tensor-parallel plan", "llama")),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_type 'dynamic'", "yarn")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantised weights", "Save it unquantised")),
+        ({"vocab_size": 100}, ("257 tokens", "100")),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(call, document, tmp_path, config, parts):
+    document["models"] = {"actor": str(model_folder(tmp_path / "other", **config))}
+    refused(call, *parts)
+
+
+def test_a_model_folder_that_is_not_there_is_refused(call, document, tmp_path):
+    document["models"] = {"actor": str(tmp_path / "nowhere")}
+    refused(call, "role 'actor'", str(tmp_path / "nowhere"), "is not there")
+    (tmp_path / "nowhere").mkdir()
+    refused(call, str(tmp_path / "nowhere"), "config.json")
+
+
+def test_a_reward_model_without_its_head_is_refused(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward"))
+    assert call("config", "validate", "FILE")[0] == 0
+    without(tmp_path / "reward", "score.weight")
+    refused(call, "/reward' has no score.weight", "trained reward model")
+    del document["models"]["reward"]
+    without(tmp_path / "model", "score.weight")
+    status, _, err = call("config", "validate", "FILE")
+    assert status == 0, f"a critic may begin as a language model: {err}"
+
+
+def test_weights_that_are_not_the_models_are_refused(call, document, tmp_path):
+    weights = tmp_path / "model" / "model.safetensors"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
+    refused(call, "mlp.gate_proj.weight has shape [24, 16]; config.json says [32, 16]")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    os.truncate(weights, weights.stat().st_size - 4)
+    refused(call, "model.safetensors is cut off")
+    without_norm = model_folder(tmp_path / "other")
+    without(without_norm, "model.norm.weight")
+    document["models"]["actor"] = str(without_norm)
+    refused(call, "/other' lacks model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ("", ("prompts.jsonl: has no rows",)),
+        ('{"prompt": "a"}\nnonsense\n', ("prompts.jsonl:2: not valid JSON",)),
+        ('{"prompt": "a"}\n\n{"question": "a"}\n', ("prompts.jsonl:3: has no column 'prompt'", "question")),
+        (
+            '{"prompt": "%s"}\n' % ("a" * 41),
+            ("prompts.jsonl:1: has 41 tokens and an answer up to 8", "holds 48"),
+        ),
+    ],
+)
+def test_faulty_data_is_refused_with_file_and_line(call, tmp_path, rows, parts):
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    refused(call, *parts)
+
+
+def test_the_shortest_context_of_all_models_counts(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward", max_position_embeddings=24))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "%s"}\n' % ("a" * 17))
+    refused(call, "prompts.jsonl:2: has 17 tokens and an answer up to 8", "/reward) holds 24")
+
+
+def test_a_prompt_that_just_fits_is_accepted(call, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "%s"}\n' % ("a" * 40))
+    assert call("config", "validate", "FILE")[0] == 0
+
+
+def test_a_missing_data_file_is_refused(call, tmp_path):
+    (tmp_path / "prompts.jsonl").unlink()
+    refused(call, "prompts.jsonl: no such file")

@@ -46,9 +46,10 @@ def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkey
     }  # fmt: skip
     assert profile.dispatch_s > 0
     assert profile.process_bytes > 50e6
-    measured = problem_of(config, hardware_of(config)).model
+    problem = problem_of(config, hardware_of(config))
+    measured = problem.model
     assert measured.classes.dispatch_s == profile.dispatch_s
-    plan = make_plan(config)
+    plan = make_plan(config, problem)
     prices = [price_plan(plan, model).iteration_time_s for model in (analytic, measured)]
     assert prices[0] != prices[1] > 0
     assert isinstance(measured, CostModel)

@@ -227,7 +227,7 @@ def test_who_watches_a_node_is_woken_by_its_end_alone(tmp_path, monkeypatch):
         for rank in (0, 1):
             key = account.sequencer.key(0, "generate")
             watched._feed(ledger.rank_done, NodeResult(key=key, rank=rank, started_s=0.0, ended_s=1.0))
-        assert set(await waiting["generate"]) == {0, 1}
+        assert (await waiting["generate"]).ranks == (0, 1)
         await asyncio.sleep(0)
         assert looks == {"generate": 2, "critic_train": 1}
         watched._feed(ledger.rank_lost, 1, "killed")

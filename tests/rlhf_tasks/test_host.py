@@ -3,6 +3,7 @@
 import asyncio
 import random
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
@@ -56,8 +57,9 @@ async def load(comms, plan, folder, store, config, generation=0):
     prefix = uuid4().hex
     for rank, comm in enumerate(comms):
         await send(comm, Reset(run="fake", attempt=1, generation=generation, rank=rank))
-    for comm in comms:
-        assert (await read(comm)).kind == "reset"
+    for rank, comm in enumerate(comms):
+        news = await read(comm)
+        assert (news.kind, news.rank) == ("reset", rank)
     for rank, comm in enumerate(comms):
         spec = GenerationSpec(
             run="fake",
@@ -140,7 +142,7 @@ def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):
                 status = await rank.rlhf_status()
             await send(others[busy], Reset(run="other", attempt=1, generation=0, rank=busy))
             refused = await read(others[busy])
-            old = requests[busy][0].model_copy(update={"key": requests[busy][0].key._replace(generation=7)})
+            old = replace(requests[busy][0], key=requests[busy][0].key._replace(generation=7))
             await send(comms[busy], Deliver(requests=(old,)))
             stale = await read(comms[busy])
             answered.touch()
@@ -155,3 +157,43 @@ def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):
     assert stale.kind == "refused"
     assert "generation 0" in stale.reason
     assert isinstance(done, Done)
+
+
+async def lease_of(member):
+    async with rpc(member.address) as rank:
+        return (await rank.rlhf_status())["lease"]
+
+
+def test_a_rank_taken_over_before_its_last_job_has_ended_goes_by_its_new_number(cluster, tmp_path):
+    """Its controller has left in the middle of a node, and the next one counts the ranks from the other end."""
+    plan = random_plan(0, n_nodes=1)
+    requests = Sequencer(plan, "fake", 1).requests(0)
+    busy = min(requests)
+    member = cluster.ranks[busy]
+    answered = tmp_path / "answered"
+
+    async def run():
+        store = Rendezvous("127.0.0.1")
+        async with links(cluster) as comms:
+            await load(comms, plan, tmp_path, store, {"held": str(answered)})
+            await send(comms[busy], Deliver(requests=requests[busy]))
+            await read(comms[busy])
+        while await lease_of(member):
+            await asyncio.sleep(0.01)
+        async with links(cluster) as comms:
+            loading = asyncio.create_task(load(comms[::-1], plan, tmp_path, store, {}))
+            while not await lease_of(member):
+                await asyncio.sleep(0.01)
+            answered.touch()
+            await loading
+            results = []
+            for rank, mine in requests.items():
+                await send(comms[N_RANKS - 1 - rank], Deliver(requests=mine))
+            for rank in requests:
+                news = await read(comms[N_RANKS - 1 - rank])
+                results.append(await read(comms[N_RANKS - 1 - rank]) if isinstance(news, Told) else news)
+            return results
+
+    for rank, done in zip(requests, asyncio.run(run()), strict=True):
+        assert isinstance(done, Done), done
+        assert done.result.rank == rank

@@ -295,8 +295,8 @@ class Controller(Process):
     def do_WriteCommit(self, i: do.WriteCommit) -> None:
         digests = {
             t: {
-                node.name: {r: a.digest for r, a in self.ledger.account.results(t, node.name).items()}
-                for node in self.world.plan(t).nodes
+                node: {rank: answer.digest for rank, answer in results.items()}
+                for node, results in self.ledger.account.results(t).items()
             }
             for t in i.iterations
         }

@@ -4,6 +4,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from rlhf_tasks.protocol import instructions as do
@@ -169,9 +170,7 @@ class World:
         order = self.orders.setdefault((key.attempt, key.generation, rank), [])
         assert request.number == len(order), f"rank {rank} ran number {request.number} as number {len(order)}"
         order.append((key.iteration, key.node))
-        plain = request.model_copy(
-            update={"key": key._replace(attempt=0, generation=0), "number": 0},
-        )
+        plain = replace(request, key=key._replace(attempt=0, generation=0), number=0)
         assert self.requests.setdefault((rank, key.iteration, key.node), plain) == plain
 
     def commit(self, commit: do.WriteCommit, digests: dict[int, dict[str, dict[int, str]]]) -> None:

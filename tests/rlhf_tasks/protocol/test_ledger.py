@@ -154,7 +154,7 @@ def test_the_results_of_all_that_a_commit_makes_final_are_there_when_it_is_writt
     do_parts(books, 19)
     final = [i.iteration for i in books.commit_done(20, 0) if isinstance(i, do.IterationCommitted)]
     assert final == list(range(20))
-    assert all(len(books.account.results(iteration, "train")) == 2 for iteration in final)
+    assert all(len(books.account.results(iteration)["train"]) == 2 for iteration in final)
 
 
 # --- watchers -------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_what_a_watcher_sees():
     assert (account.iteration_state(0, 0), account.node_state(0, 0, "train")) == (State.RUNNING,) * 2
     do_nodes(books, 0)
     assert (account.iteration_state(0, 0), account.node_state(0, 0, "train")) == (State.DONE,) * 2
-    assert account.results(0, "train") == {0: result(0, "train"), 1: result(1, "train")}
+    assert account.results(0)["train"] == {0: result(0, "train"), 1: result(1, "train")}
     do_parts(books, 0)
     books.commit_done(1, 0)
     assert account.iteration_state(0, 0) is State.COMMITTED
@@ -191,8 +191,11 @@ def test_memory_stays_bounded_over_many_iterations():
         do_parts(books, iteration)
         books.commit_done(iteration + 1, 0)
         assert len(books.account._iterations) <= 11
-    assert books.account.node_state(3, 0, "train") is State.DONE
-    assert books.account.results(3, "train") == {}
+    account = books.account
+    assert account.node_state(3, 0, "train") is State.DONE
+    assert account.summary(3, "train") is None
+    assert account.summary(98, "train") == account.summary(99, "train")
+    assert [len(account.results(t)["train"]) for t in (97, 98, 99)] == [0, 0, 2]
 
 
 # --- deadlines ------------------------------------------------------------------------------------------

@@ -32,5 +32,18 @@ def test_building_and_running_1024_ranks_costs_eight_times_what_128_cost():
     assert python_calls(1024, 4096, 2) <= 8.2 * python_calls(128, 4096, 2)
 
 
+def test_what_is_kept_of_a_rank_and_node_is_a_handful_of_objects():
+    """The garbage collector visits each of them, the more often the more there are: kept results of every rank cost
+    more than the state machines, and made 1,024 ranks dearer than eight times 128."""
+    plan = ppo_plan(64, 64)
+    drive = Drive(plan, 12)
+    gc.collect()
+    before = len(gc.get_objects())
+    drive.run()
+    gc.collect()
+    kept = len(gc.get_objects()) - before
+    assert kept <= 8 * sum(len(node.devices) for node in plan.nodes)
+
+
 def test_the_number_of_sequences_costs_nothing():
     assert python_calls(16, 64, 2) == python_calls(16, 64_000, 2)
