@@ -131,11 +131,11 @@ PRESETS: dict[str, DeviceProfile] = {
             decode_overhead_s=5e-4,
             optimizer_overhead_s=2e-3,
             dispatch_s=5e-3,
-            process_bytes=450_000_000,
+            process_bytes=370_000_000,
             sources=(
                 "flops_per_s: half of 342 GFLOP/s fp32 measured on two threads",
                 "latency: an all-reduce of one hidden state over two gloo ranks took 0.6 ms",
-                "process_bytes: Python with torch and transformers, RssAnon",
+                "process_bytes: RssAnon of ranks with torch and transformers, 336 to 370 MB",
                 "all other figures: estimates",
             ),
         ),
