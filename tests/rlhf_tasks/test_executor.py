@@ -62,7 +62,7 @@ def test_a_nodes_peak_of_memory_is_its_own():
     executor = Executor(0, lambda part: None)
     executor._run = SimpleNamespace(device=torch.device("cpu"), perform=perform, versions=dict)  # type: ignore[assignment]
     key = NodeKey(run="test", attempt=1, generation=0, iteration=0, node="call")
-    request = NodeRequest.model_construct(key=key)
+    request = NodeRequest(key=key, number=0, first_sample=0, versions={}, deadline_s=60.0)
     large, small = (executor.execute(request, node).peak_bytes for node in (object(), None))
     assert large > small + 200e6
 
