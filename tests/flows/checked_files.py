@@ -23,14 +23,6 @@ LLAMA = {
 PLACE = {
     "devices": [0],
 }
-CALLS = (
-    "actor_generate",
-    "reward_inference",
-    "ref_inference",
-    "critic_inference",
-    "actor_train",
-    "critic_train",
-)
 
 
 def model_folder(folder: Path, **config: Any) -> Path:

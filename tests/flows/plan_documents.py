@@ -20,14 +20,6 @@ LLAMA = {
     "vocab_size": 256,
     "max_position_embeddings": 256,
 }
-CALLS = {
-    "actor_generate",
-    "reward_inference",
-    "ref_inference",
-    "critic_inference",
-    "actor_train",
-    "critic_train",
-}
 KEYS = {
     "iteration_time_s",
     "lower_bound_s",

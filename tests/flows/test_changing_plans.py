@@ -21,6 +21,7 @@ from rlhf_tasks.manifest import read_manifest
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.plan_log import PLAN, logged_changes, plan_digest
 from rlhf_tasks.spec import CallAssignment
+from tests.ppo_calls import PPO_CALLS
 from tests.tiny_runs import ppo_config
 
 pytestmark = [
@@ -35,14 +36,7 @@ ITERATIONS = 11
 ONE, OTHER = ((0,), (1, 1, 1)), ((1,), (1, 1, 1))
 SPLIT, SHARED = ((0, 1), (1, 2, 1)), ((0, 1), (2, 1, 1))
 FIRST = dict.fromkeys(
-    (
-        "actor_generate",
-        "reward_inference",
-        "ref_inference",
-        "critic_inference",
-        "actor_train",
-        "critic_train",
-    ),
+    PPO_CALLS,
     ONE,
 )
 LATER = FIRST | {

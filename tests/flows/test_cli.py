@@ -11,13 +11,14 @@ import yaml
 
 from flows.cli import run_command
 from flows.demo_data import DATA, write_model_folder
-from tests.flows.checked_files import CALLS, PLACE, refused
+from tests.flows.checked_files import PLACE, refused
+from tests.ppo_calls import PPO_CALLS
 
 
 def test_a_sound_configuration_is_validated_and_its_plan_printed(call, tmp_path):
     status, out, err = call("config", "validate", "FILE")
     assert status == 0, err
-    assert all(name in out for name in CALLS)
+    assert all(name in out for name in PPO_CALLS)
     assert "sound. 2 rows, 2 iterations." in out
     assert not (tmp_path / "runs").exists()
 
@@ -56,7 +57,7 @@ def test_every_type_has_a_schema_and_a_graph(call, kind):
             ("plan.actor_train.devices", "[2]", "0 to 1"),
         ),
         (
-            {"batch_size": 2, "plan": {name: {"devices": [0, 1], "dp": 2} for name in CALLS}},
+            {"batch_size": 2, "plan": {name: {"devices": [0, 1], "dp": 2} for name in PPO_CALLS}},
             ("2 ", "2 mini-batches"),
         ),
         ({"plan": {"actor_train": PLACE}}, ("actor_generate",)),
@@ -80,7 +81,7 @@ def test_a_faulty_configuration_is_refused(call, document, change, parts):
     ],
 )
 def test_a_faulty_plan_file_is_refused(call, document, tmp_path, place, parts):
-    plan = {**dict.fromkeys(CALLS, PLACE), "actor_train": place}
+    plan = {**dict.fromkeys(PPO_CALLS, PLACE), "actor_train": place}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     refused(call, *parts, command=("run", "ppo", "--config", "FILE", f"plan={tmp_path / 'plan.yaml'}"))
 

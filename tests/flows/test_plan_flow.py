@@ -13,7 +13,8 @@ from blocks import ExecutionPlan
 from flows.plan import plan
 from planner.profile_cache import write_profiles
 from rlhf_tasks.config import PPOConfig, make_config, manual_assignments
-from tests.flows.plan_documents import CALLS, KEYS, measured, ppo
+from tests.flows.plan_documents import KEYS, measured, ppo
+from tests.ppo_calls import PPO_CALLS
 
 pytestmark = [
     pytest.mark.cluster,
@@ -51,12 +52,12 @@ def planned(prefect, tmp_path_factory):
 def test_the_figures_are_those_of_the_command_line(planned):
     figures, _, _ = planned
     assert set(figures) == KEYS
-    assert set(figures["assignments"]) == CALLS
+    assert set(figures["assignments"]) == set(PPO_CALLS)
 
 
 def test_table_graph_and_timeline_are_artifacts(planned):
     _, artifacts, _ = planned
-    assert all(name in artifacts["plan-calls"].data for name in CALLS)
+    assert all(name in artifacts["plan-calls"].data for name in PPO_CALLS)
     assert "```mermaid" in artifacts["execution-plan"].data
     assert "data:image/png;base64," in artifacts["plan-timeline"].data
     assert "lower bound" in artifacts["plan-timeline"].data
@@ -79,7 +80,7 @@ def test_warnings_of_cluster_and_profile_are_shown(planned):
 def test_each_call_has_its_alternative_and_what_is_to_be_said_of_it(planned):
     figures, artifacts, _ = planned
     rows = json.loads(artifacts["plan-alternatives"].data)
-    assert {row["call"] for row in rows} == CALLS
+    assert {row["call"] for row in rows} == set(PPO_CALLS)
     for row in rows:
         assert row["dp"] * row["tp"] * row["pp"] == (1 if row["devices"] in ("0", "1") else 2)
         faster = row["time_s"] < figures["iteration_time_s"] * (1 - 1e-9)

@@ -20,7 +20,8 @@ from rlhf_tasks.parallel.topology import ParallelStrategy
 from rlhf_tasks.plan_log import PLAN
 from rlhf_tasks.spec import ExecutionPlan
 from tests.flows.checked_files import LLAMA, model_folder, refused, without
-from tests.flows.plan_documents import CALLS, measured, ppo
+from tests.flows.plan_documents import measured, ppo
+from tests.ppo_calls import PPO_CALLS
 
 
 def auto(**changes) -> AnyConfig:
@@ -49,7 +50,7 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
     config = auto(seed=7)
     plan = plan_of(config)
     assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
-    assert {node.name for node in plan.nodes if node.kind == "call"} == CALLS
+    assert {node.name for node in plan.nodes if node.kind == "call"} == set(PPO_CALLS)
 
 
 def test_auto_goes_by_a_cached_profile(tmp_path):
@@ -121,7 +122,9 @@ def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, 
     assert calls["reward_inference"] == ParallelStrategy(16, 1, 1)
 
 
-@pytest.mark.parametrize("plan", ["heuristic", {name: {"hosts": [0], "dp": 2, "tp": 4} for name in CALLS}])
+@pytest.mark.parametrize(
+    "plan", ["heuristic", {name: {"hosts": [0], "dp": 2, "tp": 4} for name in PPO_CALLS}]
+)
 def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
     with pytest.raises(PlanError) as refused:
         plan_of(large(140, plan=plan))
@@ -130,7 +133,7 @@ def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
     assert "planning.device" not in str(refused.value)
 
 
-@pytest.mark.parametrize("plan", ["heuristic", {name: {"devices": [0]} for name in CALLS}])
+@pytest.mark.parametrize("plan", ["heuristic", {name: {"devices": [0]} for name in PPO_CALLS}])
 def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, monkeypatch):
     monkeypatch.setattr(
         "flows.planning.device_here",
@@ -143,7 +146,7 @@ def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, m
 
 
 def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
-    config = large(4, plan={name: {"hosts": [0, 1], "pp": 16} for name in CALLS})
+    config = large(4, plan={name: {"hosts": [0, 1], "pp": 16} for name in PPO_CALLS})
     with pytest.raises(PlanError, match=r"Call 'actor_generate': pp=16 exceeds the model's 4 layers"):
         plan_of(config)
 
@@ -159,7 +162,7 @@ def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
 
 
 def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
-    config = make_config(ppo(plan={name: {"devices": [1]} for name in CALLS}))
+    config = make_config(ppo(plan={name: {"devices": [1]} for name in PPO_CALLS}))
     plan = plan_of(config, kept)
     assert all(node.devices == (1,) for node in plan.nodes)
 

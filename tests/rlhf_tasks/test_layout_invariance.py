@@ -14,19 +14,12 @@ from rlhf_tasks.executor import Executor
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.transport import GenerationSpec
+from tests.ppo_calls import PPO_CALLS
 from tests.tiny_runs import ppo_config
 
 ALONE = {"devices": [0]}
-CALLS = (
-    "actor_generate",
-    "reward_inference",
-    "ref_inference",
-    "critic_inference",
-    "actor_train",
-    "critic_train",
-)
 PLANS = {
-    "one rank": (1, dict.fromkeys(CALLS, ALONE)),
+    "one rank": (1, dict.fromkeys(PPO_CALLS, ALONE)),
     "calls on meshes and strategies of their own": (
         4,
         {
@@ -40,7 +33,7 @@ PLANS = {
     ),
     "one mesh, dealt by prompts to generate and by whole sequences to learn": (
         2,
-        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in CALLS},
+        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in PPO_CALLS},
     ),
     "overlapping meshes, balanced by tokens": (
         4,

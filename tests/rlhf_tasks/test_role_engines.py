@@ -9,22 +9,14 @@ from flows.prepare import prepare
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.rank_run import plan_device_sets
 from rlhf_tasks.role_engines import RoleEngines
+from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.tiny_runs import ppo_config
-
-CALLS = (
-    "actor_generate",
-    "reward_inference",
-    "ref_inference",
-    "critic_inference",
-    "actor_train",
-    "critic_train",
-)
 
 
 def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: Path):
     config = ppo_config(
-        tmp_path, plan={key: {"devices": [0]} for key in CALLS}, cluster={"devices_per_host": 1}
+        tmp_path, plan={key: {"devices": [0]} for key in PPO_CALLS}, cluster={"devices_per_host": 1}
     )
     plan = prepare(config).plan
     with world_of_one():
