@@ -6,7 +6,7 @@ The other calls may have other places in it too. Where the chosen plan is not th
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from planner.anneal import neighbours, polished, start_state
+from planner.anneal import neighbours, polishing, start_state
 from planner.bound import call_cycles
 from planner.choices import assignments_of, nearest_choice
 from planner.price import PlanPrice, price_plan, shortfall
@@ -61,7 +61,7 @@ def _forced_otherwise(tables: Tables, start: Sequence[int], call: int) -> list[i
     states = [start_state(tables, choice) for choice in moved]
     state = min(states, key=lambda state: (state.excess_bytes, state.time_s))
     near = neighbours(tables, (call, given.first, given.size))
-    found, _ = polished(tables, near, call_cycles(tables.problem.graph), state, 0, call)
+    *_, (found, _) = polishing(tables, near, call_cycles(tables.problem.graph), state, 0, call)
     return found.choice.tolist()
 
 

@@ -30,7 +30,7 @@ SAME = 1e-9  # relative; plans so close in time count as one
 HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
 CALM = 0.004  # the same at the beginning of a round that polishes a plan
 PAIRS = 0.4  # share of the proposals that change two calls
-CHUNK = 2_500  # proposals between two looks at the clock
+CHUNK = 500  # proposals between two looks at the clock
 ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
 DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
 SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
@@ -109,15 +109,10 @@ def annealing(
     """
     best, agreeing = start_state(tables, starts[0]), 0
     for number in range(ROUNDS):
-        state = met = start_state(tables, starts[number % len(starts)])
+        start = met = start_state(tables, starts[number % len(starts)])
         draws = uniforms(seed, purpose, number, STEPS)
-        heat = state.time_s * HOT * (COLD / HOT) ** (np.arange(STEPS + 1) / STEPS)
-        for step in range(0, STEPS, CHUNK):
-            hot, cold = heat[step], heat[step + CHUNK]
-            found, state, n_priced = anneal(
-                tables.arrays, near, cycles, state, draws[step : step + CHUNK], hot, cold, True
-            )
-            met = better(met, found)
+        for found, n_priced in _parts(tables, near, cycles, start, draws, HOT):
+            met = found
             yield better(best, met), n_priced
         agreeing = 0 if _beats(met, best) else agreeing
         best = better(best, met)
@@ -131,15 +126,32 @@ def _beats(a: State, b: State) -> bool:
     return (a.excess_bytes, a.time_s * (1 + SAME)) < (b.excess_bytes, b.time_s)
 
 
-def polished(
+def polishing(
     tables: Tables, near: Neighbours, cycles: Cycles, state: State, seed: int, number: int
-) -> tuple[State, int]:
-    """The best state met near a state, and the number of choices priced. number: of the polishing, from 0."""
+) -> Iterator[tuple[State, int]]:
+    """After each part of a round: the best state met near a state, and the number of choices that the part priced.
+    number: of the polishing, from 0."""
     draws = uniforms(seed, "polishing", number, STEPS // 4)
-    found, _, n_priced = anneal(
-        tables.arrays, near, cycles, state, draws, CALM * state.time_s, COLD * state.time_s, True
-    )
-    return found, n_priced
+    yield from _parts(tables, near, cycles, state, draws, CALM)
+
+
+def _parts(
+    tables: Tables, near: Neighbours, cycles: Cycles, start: State, draws: Floats, hot: float
+) -> Iterator[tuple[State, int]]:
+    """After each CHUNK of a round's proposals: the best state met, and the number of choices that the part priced.
+
+    draws  [steps, DRAWS] random numbers, steps a multiple of CHUNK
+    hot    temperature at the beginning, as a share of the start's energy
+    """
+    best = state = start
+    heat = start.time_s * hot * (COLD / hot) ** (np.arange(len(draws) + 1) / len(draws))
+    for step in range(0, len(draws), CHUNK):
+        part = draws[step : step + CHUNK]
+        found, state, n_priced = anneal(
+            tables.arrays, near, cycles, state, part, heat[step], heat[step + CHUNK], True
+        )
+        best = better(best, found)
+        yield best, n_priced
 
 
 def better(a: State, b: State) -> State:

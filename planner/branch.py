@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.anneal import Neighbours, State, annealing, better, polished
+from planner.anneal import Neighbours, State, annealing, better, polishing
 from planner.bound import Cycles
 from planner.relaxation import Relaxation, relaxation
 from planner.tables import Tables
@@ -20,7 +20,8 @@ from planner.walk import DONE, FOUND, GROUP, MESH, OPTION, PAUSED, Walk, new_wal
 
 Ints = NDArray[np.int64]
 
-NODES = 20_000  # options tried between two looks at the clock
+NODES = 1_000  # options tried before the first look at the clock
+LOOK_S = 0.1  # seconds between two later ones, about
 ANYTHING = 4  # times the slowest options of all calls: a plan that takes longer is not looked for
 PROVED = 5e-10  # relative; nearer to the best plan than this no threshold is set
 LAST_STEP = 5e-3  # relative; from here on the threshold is the best plan's time itself
@@ -101,18 +102,16 @@ def branching(
         elif code == FOUND:
             found = State(walk.choice - tables.arrays.start[:-1], time_s, 0.0)
             _look_again(p.relaxation, walk)
-            state, more = polished(tables, near, cycles, better(state, found), seed, polishings)
+            state = better(state, found)
+            near_it = polishing(tables, near, cycles, state, seed, polishings)
+            state, more = _until(deadline, state, near_it)
             n_priced, polishings = n_priced + more, polishings + 1
         else:
             tedious, walk = threshold, None
-            again = annealing(
-                tables, near, cycles, [state.choice.tolist()], seed, f"annealing again {restarts}"
-            )
-            for found, more in again:
-                state, n_priced = better(state, found), n_priced + more
-                if monotonic() > deadline:
-                    break
-            restarts += 1
+            purpose = f"annealing again {restarts}"
+            again = annealing(tables, near, cycles, [state.choice.tolist()], seed, purpose)
+            state, more = _until(deadline, state, again)
+            n_priced, restarts = n_priced + more, restarts + 1
         yield state, lower_bound_s, n_priced
 
 
@@ -124,10 +123,24 @@ def _look_again(r: Relaxation, walk: Walk) -> None:
     walk.place[walk.depth[0]] -= 1
 
 
+def _until(deadline: float, state: State, parts: Iterator[tuple[State, int]]) -> tuple[State, int]:
+    """The better of a state and the best of an annealing that ends with the part in which the deadline passes; and
+    the choices priced."""
+    n_priced = 0
+    for found, more in parts:
+        state, n_priced = better(state, found), n_priced + more
+        if monotonic() > deadline:
+            break
+    return state, n_priced
+
+
 def _walked(p: Proofs, walk: Walk, threshold: float, deadline: float) -> tuple[int, float]:
     """`walk_on` until the walk ends or has taken its share of the time that is left."""
-    now = monotonic()
+    looked, nodes = monotonic(), NODES
+    until = looked + PATIENCE * (deadline - looked)
     while True:
-        code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, NODES)
-        if code != PAUSED or monotonic() > now + PATIENCE * (deadline - now):
+        code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, nodes)
+        now = monotonic()
+        if code != PAUSED or now > until:
             return code, time_s
+        nodes, looked = int(nodes * min(2.0, LOOK_S / max(now - looked, 1e-9))) + 1, now

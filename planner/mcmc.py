@@ -5,8 +5,9 @@ accepts with probability min(1, exp(-(change of time) / temperature)).
 """
 
 from collections.abc import Iterator
+from itertools import count
 
-from planner.anneal import Neighbours, State, anneal, better, start_state, uniforms
+from planner.anneal import CHUNK, Neighbours, State, anneal, better, start_state, uniforms
 from planner.bound import Cycles
 from planner.tables import Tables
 
@@ -20,13 +21,13 @@ def greedy_choice(tables: Tables) -> list[int]:
 
 
 def metropolis(tables: Tables, near: Neighbours, cycles: Cycles, seed: int) -> Iterator[tuple[State, int]]:
-    """After each round, without end: the best state so far, and the number of choices that the round priced."""
+    """After each part of a round, without end: the best state so far, and the choices that the part priced."""
     best = state = start_state(tables, greedy_choice(tables))
-    number = 0
-    while True:
+    for number in count():
         heat = TEMPERATURE * best.time_s
         draws = uniforms(seed, "mcmc", number, STEPS)
-        found, state, n_priced = anneal(tables.arrays, near, cycles, state, draws, heat, heat, False)
-        best = better(best, found)
-        number += 1
-        yield best, n_priced
+        for step in range(0, STEPS, CHUNK):
+            part = draws[step : step + CHUNK]
+            found, state, n_priced = anneal(tables.arrays, near, cycles, state, part, heat, heat, False)
+            best = better(best, found)
+            yield best, n_priced

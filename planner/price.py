@@ -3,8 +3,10 @@
 Transfers are priced from the very lists that the executors run (rlhf_tasks/parallel/transfers.py).
 """
 
+import gc
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,6 +77,20 @@ class PlanPrice:
         return self.steady.iteration_time_s
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without looking for cycles of objects: lists of a million messages have none, and looking through them again
+    and again takes as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collection()
 def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
     """Price every node of a plan. Raises ValueError when a strategy does not suit its model."""
     duration_s, moved_bytes, copy_s = {}, {}, {}

@@ -66,13 +66,14 @@ def plan_reallocation(
     loads: dict[int, int] = defaultdict(int)
     messages: dict[tuple[int, int], list[tuple[Slices, int]]] = defaultdict(list)
     for need in sorted(needs, key=lambda n: -n.size_bytes):  # largest first balances best
+        part = (need.slices, need.size_bytes)  # one object in all messages: there may be millions
         queue = [(loads[holder], holder) for holder in need.holders]
         heapq.heapify(queue)
         for wanter in need.wanters:
             load, holder = queue[0]
             heapq.heapreplace(queue, (load + need.size_bytes, holder))
             loads[holder] = load + need.size_bytes
-            messages[holder, wanter].append((need.slices, need.size_bytes))
+            messages[holder, wanter].append(part)
     return tuple(
         SliceTransfer(*pair, tuple(slices for slices, _ in parts), sum(size_bytes for _, size_bytes in parts))
         for pair, parts in sorted(messages.items())
@@ -113,7 +114,7 @@ def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host:
         alike[source.stages(spec), destination.stages(spec), split_as].append(spec)
     ours, theirs = _Holders(source), _Holders(destination)
     for (stages, their_stages, split_as), specs in alike.items():
-        names = tuple(spec.name for spec in specs)
+        names, row_bytes = tuple(spec.name for spec in specs), sum(spec.row_size for spec in specs) * itemsize
         slices, their_slices = ours.slices(specs[0]), theirs.slices(specs[0])
         for rows in (Interval(*pair) for pair in pairwise(sorted({*chain(*slices, *their_slices)}))):
             holders = ours.devices(stages, slices, rows)
@@ -127,8 +128,7 @@ def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host:
                 parts = min(rows.size, _parts(len(near), len(lacking)))
                 for part in (split(rows.size, parts, index) for index in range(parts)):
                     piece = Interval(rows.start + part.start, rows.start + part.stop)
-                    size_bytes = sum(spec.row_size for spec in specs) * piece.size * itemsize
-                    yield _Need(Slices(names, piece), size_bytes, near, lacking)
+                    yield _Need(Slices(names, piece), row_bytes * piece.size, near, lacking)
 
 
 class _Holders:
@@ -261,8 +261,10 @@ def plan_redistribution(
             if sample not in holders:
                 raise LookupError(f"no head holds sample {sample}, which the head on device {device} needs")
             host = device // devices_per_host
-            near = [h for h in holders[sample] if h // devices_per_host == host] or holders[sample]
-            source = min(near, key=lambda h: (loads[h], h))
+            near = holders[sample]
+            if len(near) > 1:
+                near = [h for h in near if h // devices_per_host == host] or near
+            source = min(near, key=lambda h: (loads[h], h)) if len(near) > 1 else near[0]
             loads[source] += 1
             messages[source, device].append(sample)
     return [SampleTransfer(*pair, tuple(ids)) for pair, ids in sorted(messages.items())]

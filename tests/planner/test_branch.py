@@ -6,9 +6,10 @@ from time import monotonic
 import numpy as np
 import pytest
 
+from planner import branch
 from planner.anneal import neighbours, start_state
 from planner.bound import call_cycles
-from planner.branch import bounds_by_groups, branching, proofs
+from planner.branch import LOOK_S, NODES, bounds_by_groups, branching, proofs
 from planner.exceeds import exceeds
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
@@ -16,6 +17,7 @@ from planner.problem import Problem
 from planner.relaxation import OPEN, lacks, move_s, moves_s, relaxation
 from planner.search import bound_of
 from planner.tables import Tables
+from planner.walk import PAUSED
 from rlhf_tasks.spec import OnloadNode
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
@@ -92,6 +94,29 @@ def test_equals_enumeration_of_options_that_none_was_pruned_of(small_problem, mo
     assert sum(map(len, every.options)) > sum(map(len, tables.options))
     assert state.excess_bytes == 0
     assert state.time_s == pytest.approx(enumerated(every), rel=1e-9)
+
+
+@pytest.mark.parametrize("option_s", [1e-6, 1e-4, 1e-2])
+def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_problem, monkeypatch, option_s):
+    """A walk without end, by a clock on which each option takes so long: it ends soon after its share of the time
+    (it has more than its first look's worth of it), without a look at the clock every few options."""
+    now, looks = [0.0], [0]
+
+    def walk_on(relaxation, tree, walk, threshold, nodes):
+        now[0] += nodes * option_s
+        return PAUSED, np.inf
+
+    def monotonic():
+        looks[0] += 1
+        return now[0]
+
+    monkeypatch.setattr(branch, "walk_on", walk_on)
+    monkeypatch.setattr(branch, "monotonic", monotonic)
+    tables = Tables(small_problem(Cluster(1, 2)))
+    found = proofs(tables, call_cycles(tables.problem.graph))
+    assert list(bounds_by_groups(found, 1.0, 2.0, deadline=100.0)) == []
+    assert 90 < now[0] < 100 + NODES * option_s
+    assert looks[0] < 2 * now[0] / LOOK_S
 
 
 def test_more_memory_and_more_options_are_never_worse(small_problem):

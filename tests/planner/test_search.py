@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner import search
+from planner import anneal, branch, mcmc, search
 from planner.anneal import annealing
 from planner.call_order import call_orders
 from planner.choices import assignments_of, nearest_choice
@@ -13,8 +13,9 @@ from planner.plan import PlanError
 from planner.price import price_plan
 from planner.problem import Problem
 from planner.profile import preset
-from planner.search import MODES, find_plan, proof_class
+from planner.search import MODES, find_plan, priced_choice, proof_class
 from planner.tables import Tables
+from planner.walk import FOUND, PAUSED
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.spec import ModelFunctionCall
 
@@ -178,6 +179,37 @@ def test_without_time_a_search_gives_no_worse_than_the_rules(problem):
     result = find_plan(problem, "search", time_limit_s=1e-9)
     assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
     assert result.lower_bound_s < result.iteration_time_s
+
+
+@pytest.mark.parametrize("limit_s", [30.0, 100.0])
+@pytest.mark.parametrize(("mode", "code"), [("search", PAUSED), ("search", FOUND), ("mcmc", PAUSED)])
+def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mode, code, limit_s):
+    """By a clock on which a proposal takes .5 ms, an option of a walk as long, and a plan's price from its lists 4 s,
+    as on ten thousand devices. Walks prove nothing; they end in the same choice again and again, or not at all."""
+    now = [0.0]
+
+    def taking(function, seconds):
+        def slow(*arguments):
+            now[0] += seconds(*arguments)
+            return function(*arguments)
+
+        return slow
+
+    def walk_on(relaxation, tree, walk, threshold, nodes):
+        if code == FOUND:
+            walk.choice[:] = relaxation.arrays.start[:-1]
+        return code, threshold * (1 - 1e-6)
+
+    slow_anneal = taking(anneal.anneal, lambda *arguments: 5e-4 * len(arguments[4]))
+    for module in (anneal, mcmc):
+        monkeypatch.setattr(module, "anneal", slow_anneal)
+    monkeypatch.setattr(branch, "walk_on", taking(walk_on, lambda *arguments: 5e-4 * arguments[4]))
+    monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 4.0))
+    monkeypatch.setattr(branch, "monotonic", lambda: now[0])
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    result = find_plan(problem, mode, limit_s)
+    assert 0.8 * limit_s < result.seconds <= limit_s
+    assert result.evaluations > 0
 
 
 def test_an_interrupt_gives_the_best_plan_so_far_with_its_gap(problem, monkeypatch):
