@@ -49,7 +49,7 @@ async def plan(
     for warning in hardware.warnings:
         get_run_logger().warning(warning)
     problem = problem_of(settings, hardware, Path(profile) if profile else None)
-    limit_s = time_limit_s or settings.planning.time_limit_s
+    limit_s = settings.planning.time_limit_s if time_limit_s is None else time_limit_s
     result = await asyncio.to_thread(plan_for, problem, mode, limit_s, settings.seed)
     await artifacts.show_plan(result.plan)
     stretched = extrapolation(result.plan, problem.model)

@@ -37,6 +37,15 @@ class _Disjoint:
                 kept.append(size)
         return kept
 
+    def smallest(self) -> Sizes:
+        """The smallest meshes with room side by side: of each role the first that has as many devices as some size.
+        (On large clusters small meshes begin at few hosts: planner/options.py.)"""
+        tried = [
+            tuple(next((size for size in own if size >= least), own[-1]) for own in self.sizes)
+            for least in sorted({size for own in self.sizes for size in own})
+        ]
+        return next((sizes for sizes in tried if self.rank(sizes)[0] < float("inf")), tried[0])
+
     def rank(self, sizes: Sizes) -> Rank:
         """How good the best choice on meshes of these sizes is; infinite when they have no room."""
         if sizes not in self.best:
@@ -113,8 +122,7 @@ def disjoint_choice(tables: Tables) -> tuple[list[int], int]:
     Raises PlanError when the cluster has fewer devices than roles need, or memory does not suffice.
     """
     search = _Disjoint(tables)
-    sizes: Sizes = tuple(sizes[0] for sizes in search.sizes)
-    best = sizes
+    best = sizes = search.smallest()
     while fitting := [grown for grown in search.grown(sizes) if search.rank(grown)[0] < float("inf")]:
         sizes = min(fitting, key=search.rank)
         best = min(best, sizes, key=search.rank)

@@ -25,7 +25,7 @@ from operator import sub
 
 from planner.device_classes import DeviceClasses
 from planner.mesh import Cluster, DeviceMesh, meshes
-from planner.price import remedy
+from planner.price import active_part, remedy
 from planner.problem import Problem, ProblemError
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
@@ -259,7 +259,8 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
     )
     name = classes.profile(device).name
     held = max(max(option.resident), max(option.copy))
-    largest = f"{call.name}: activations" if option.active_bytes > held else f"{call.role}: optimizer"
+    parameters = f"{call.role}: {'optimizer' if call.kind == 'train_step' else 'copy'}"
+    largest = active_part(call) if option.active_bytes > held else parameters
     return (
         f"Call {call.name!r} fits no mesh of a cluster of {problem.cluster}: at best, on {option.size} devices with "
         f"{option.strategy} and {option.micro_batches} micro-batches, device {device} ({name}) lacks {missing:.0f} "

@@ -22,6 +22,7 @@ from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
     FetchNode,
+    ModelFunctionCall,
     OffloadNode,
     OnloadNode,
     PlanNode,
@@ -227,7 +228,7 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
             case CallNode():
                 active = model.call(node.call, node.assignment).active_bytes
                 for device, size_bytes in _by_device(stages[node.placement], active):
-                    parts = {**live[device], f"{node.name}: activations": size_bytes}
+                    parts = {**live[device], active_part(node.call): size_bytes}
                     note(device, node.name, parts)
                     call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
             case FetchNode() | TransferNode() | SaveNode():
@@ -290,8 +291,15 @@ def scarcest_device(peaks: Mapping[int, MemoryPeak], model: CostModel) -> int:
     )
 
 
+def active_part(call: ModelFunctionCall) -> str:
+    """The name of the memory that a call needs while it runs."""
+    return f"{call.name}: {'KV cache' if call.kind == 'generate' else 'activations'}"
+
+
 def remedy(part: str) -> str:
     """Which fields would lower a part."""
+    if part.endswith("KV cache"):
+        return "A larger dp, tp or pp, a smaller batch_size or fewer new tokens would lower it."
     if part.endswith("activations"):
         return "More micro_batches, a larger dp or a smaller batch_size would lower it."
     if part.endswith("optimizer"):

@@ -80,6 +80,8 @@ def plan(
     comparison
         Whether to find the plans of the other modes too, and why each call is not elsewhere.
     """
+    if iterations is not None and iterations < 1:
+        raise ConfigError(f"--iterations {iterations}: the hours are of at least one iteration.")
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
     show_warnings(hardware.warnings)

@@ -193,6 +193,10 @@ def test_a_time_limit_of_nothing_is_refused(run_plan):
     refused(run_plan(ppo(), "--time-limit", "0"), "0")
 
 
+def test_hours_of_no_iterations_are_refused(run_plan):
+    refused(run_plan(ppo(), "--mode", "heuristic", "--iterations", "-5"), "--iterations -5", "at least one")
+
+
 def test_an_output_that_cannot_be_written_is_refused(run_plan, tmp_path):
     refused(
         run_plan(ppo(), "--mode", "heuristic", "--json", str(tmp_path / "no" / "figures.json")),

@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import Artifact
 from blocks import ExecutionPlan
 from flows.plan import plan
 from planner.profile_cache import write_profiles
-from rlhf_tasks.config import PPOConfig, make_config, manual_assignments
+from rlhf_tasks.config import ConfigError, PPOConfig, make_config, manual_assignments
 from tests.flows.plan_documents import KEYS, measured, ppo
 from tests.ppo_calls import PPO_CALLS
 
@@ -53,6 +53,11 @@ def test_the_figures_are_those_of_the_command_line(planned):
     figures, _, _ = planned
     assert set(figures) == KEYS
     assert set(figures["assignments"]) == set(PPO_CALLS)
+
+
+def test_a_time_limit_of_nothing_is_refused(planned):
+    with pytest.raises(ConfigError, match="A time limit of 0 s leaves no time"):
+        asyncio.run(plan(planned[2], mode="heuristic", time_limit_s=0))
 
 
 def test_table_graph_and_timeline_are_artifacts(planned):

@@ -13,9 +13,9 @@ ONE_HOST = Cluster(1, 8)
 
 @pytest.fixture
 def problem(make_graph, ppo_cost):
-    def make(cluster: Cluster = ONE_HOST, max_tp=None, **device) -> Problem:
+    def make(cluster: Cluster = ONE_HOST, max_tp=None, n_seqs=64, **device) -> Problem:
         changed = preset("a100-80g-sxm").model_copy(update=device)
-        return Problem(make_graph(n_seqs=64), ppo_cost(cluster, device=changed), max_tp)
+        return Problem(make_graph(n_seqs=n_seqs), ppo_cost(cluster, device=changed), max_tp)
 
     return make
 
@@ -90,10 +90,26 @@ def test_what_is_left_out_is_matched_in_time_and_memory(problem):
                 assert matched or not fits
 
 
-def test_no_option_fits(problem):
-    asked = problem(memory_bytes=10**9)
-    with pytest.raises(ProblemError, match=r"'actor_generate' fits no mesh of a cluster of 1x8: .* lacks"):
-        call_options(asked, asked.graph.call("actor_generate"))
+@pytest.mark.parametrize(
+    ("name", "cluster", "memory_bytes", "remedy"),
+    [
+        ("ref_inference", ONE_HOST, 10**9, "A larger tp or pp would"),
+        (
+            "actor_generate",
+            Cluster(1, 1),
+            20 * 10**9,
+            "A larger dp, tp or pp, a smaller batch_size or fewer new",
+        ),
+        ("actor_train", ONE_HOST, 10**9, r"A larger tp, pp or dp \(ZeRO-1 shards the optimizer\)"),
+    ],
+)
+def test_no_option_fits(problem, name, cluster, memory_bytes, remedy):
+    """The sentence names what would lower the largest part: of a copy tp and pp alone, of a KV cache dp as well."""
+    asked = problem(cluster, n_seqs=512, memory_bytes=memory_bytes)
+    with pytest.raises(
+        ProblemError, match=f"'{name}' fits no mesh of a cluster of .* lacks .* bytes. {remedy}"
+    ):
+        call_options(asked, asked.graph.call(name))
 
 
 def test_a_problem_without_a_model_or_with_a_bad_limit(problem, make_graph, ppo_cost):

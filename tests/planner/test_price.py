@@ -72,7 +72,7 @@ def test_memory_of_a_symmetric_plan(make_graph, ppo_cost):
     assert sum("frozen" in part for part in peak.parts) == 2
     held = plan_memory(plan, model).call_bytes
     assert max(held.values()) == held[peak.node] == peak.total_bytes
-    resident = peak.total_bytes - peak.parts["actor_generate: activations"]
+    resident = peak.total_bytes - peak.parts["actor_generate: KV cache"]
     for node in calls:
         active = max(model.call(node.call, node.assignment).active_bytes)
         assert held[node.name] == pytest.approx(resident + active)
@@ -85,7 +85,7 @@ def test_a_copy_counts_until_its_release(make_graph, assign, ppo_cost):
     places["actor_generate"] = assign([2, 3], tp=2)
     peaks = plan_memory(build_plan(graph, places, cluster), ppo_cost(cluster)).peaks
     assert peaks[2].node == "actor_generate"
-    assert set(peaks[2].parts) == {"actor: copy", "actor_generate: activations"}
+    assert set(peaks[2].parts) == {"actor: copy", "actor_generate: KV cache"}
     assert not any("copy" in part for part in peaks[0].parts)
 
 

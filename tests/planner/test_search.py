@@ -38,9 +38,11 @@ def test_the_price_is_that_of_the_transfer_lists_and_above_the_bound(problem, mo
     assert result.trace[-1].time_s == pytest.approx(result.iteration_time_s)
 
 
-def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama):
+@pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(32, 2)])
+def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama, cluster):
+    """Of 32 hosts small meshes begin at few: four of the smallest have no room side by side, larger ones have."""
     shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
-    problem = Problem(make_graph(n_seqs=64), ppo_cost(Cluster(1, 4), shape))
+    problem = Problem(make_graph(n_seqs=64), ppo_cost(cluster, shape))
     found = assignments_of(find_plan(problem, "disjoint").plan)
     devices = {
         role: {
@@ -48,7 +50,7 @@ def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama):
         }
         for role in problem.graph.roles
     }
-    assert sum(map(len, devices.values())) == len(set.union(*devices.values())) == 4
+    assert sum(map(len, devices.values())) == len(set.union(*devices.values())) <= cluster.n_devices
 
 
 def test_disjoint_needs_a_device_per_role(problem):
