@@ -1,9 +1,10 @@
 """The total order of a plan's nodes: which node comes first where two share a device.
 
 Any topological order is legal (protocol.md). This one is chosen with rough durations: a list schedule by
-critical path, then moves of single nodes as long as they shorten the steady-state iteration, on average over
-the given durations and over each long call taking twice its time. So neither the next iteration's generation
-nor a disjoint call waits for training that it does not need, also where durations are not as expected.
+critical path, then moves of nodes, alone or with what they wait for, as long as they shorten the steady-state
+iteration, on average over the given durations and over each long call taking twice its time. So neither the next
+iteration's generation nor a disjoint call waits for training that it does not need, also where durations are not as
+expected.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +71,8 @@ def _list_schedule(problem: OrderProblem) -> list[str]:
 
 
 def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
-    """Orders that differ by one node moved ahead of an earlier one, or one of `late` behind a later one."""
+    """Orders that differ by one node moved ahead of an earlier one, or one of `late` behind a later one; then those
+    with a node moved ahead together with what it waits for on the way."""
     groups = problem.work.groups
     for i, node in enumerate(order):
         for j in range(i - 1, -1, -1):
@@ -84,6 +86,23 @@ def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
                     break
                 if groups[order[j]] & groups[node]:
                     yield [*order[:i], *order[i + 1 : j + 1], node, *order[j + 1 :]]
+    for i in range(len(order)):
+        yield from _moves_together(problem, order, i)
+
+
+def _moves_together(problem: OrderProblem, order: Sequence[str], i: int) -> Iterator[list[str]]:
+    """Orders with the node at place i, and those that it waits for, directly or not, ahead of an earlier one."""
+    groups = problem.work.groups
+    moved, left, needed, shared = [order[i]], list[str](), set(problem.after[order[i]]), groups[order[i]]
+    for j in range(i - 1, -1, -1):
+        if order[j] in needed:
+            moved.insert(0, order[j])
+            needed |= problem.after[order[j]]
+            shared = shared | groups[order[j]]
+            continue
+        left.insert(0, order[j])
+        if len(moved) > 1 and groups[order[j]] & shared:
+            yield [*order[:j], *moved, *left, *order[i + 1 :]]
 
 
 def _objective(

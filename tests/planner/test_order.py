@@ -48,6 +48,22 @@ def test_a_small_node_that_feeds_others_goes_before_a_long_one_on_its_device():
     assert order.index("send") < order.index("long")
 
 
+def test_a_node_goes_ahead_with_all_that_it_waits_for():
+    """Two sends (devices 0, 1) feed `other` on device 1; either of them behind `long` serialises the two, so that
+    moving one alone gains nothing."""
+    after = {"make": (), "long": ("make",), "send": ("make",), "tell": ("make",), "other": ("send", "tell")}
+    devices = {"make": {0}, "long": {0}, "send": {0, 1}, "tell": {0, 1}, "other": {1}}
+    across = {**dict.fromkeys(after, ()), "make": ("long", "other")}
+    sending = OrderProblem(
+        after={node: frozenset(before) for node, before in after.items()},
+        across={node: frozenset(before) for node, before in across.items()},
+        devices={node: frozenset(mesh) for node, mesh in devices.items()},
+        duration_s={"make": 1.0, "long": 6.0, "send": 0.1, "tell": 0.1, "other": 5.0},
+    )
+    order = total_order(sending)
+    assert max(order.index("send"), order.index("tell")) < order.index("long")
+
+
 def test_late_nodes_wait_when_that_costs_nothing():
     copying = OrderProblem(
         after={"copy": frozenset(), "work": frozenset(), "use": frozenset({"copy", "work"})},
