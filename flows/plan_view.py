@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from planner.alternatives import Alternative
@@ -42,14 +42,16 @@ STYLES = {
 
 
 def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> None:
-    """A row for each call: where, how, how long, and the fullest of its devices."""
-    heads = ("call", "devices", "class", "dp", "tp", "pp", "micro-batches", "offload", "seconds", "memory GB")
-    table = Table(*heads, box=None)
-    for column in table.columns[3:]:
-        column.justify = "right"
+    """A row for each call: where, how, how long, and the fullest of its devices. The names are never cut."""
+    several = len(model.classes.profiles) > 1
+    table = Table(Column("call", no_wrap=True), "devices", *(["class"] if several else []), box=None)
+    for head in ("dp", "tp", "pp", "micro-batches", "offload", "seconds", "memory GB"):
+        table.add_column(head, justify="right")
     for row in call_rows(plan, price, model):
         memory = f"{row.memory_bytes / 1e9:.3g}" + (" [red]too much[/]" if row.missing_bytes else "")
-        table.add_row(*map(str, row[:7]), "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
+        where = (row.call, row.devices, *([row.device_class] if several else []))
+        how = map(str, (row.dp, row.tp, row.pp, row.micro_batches))
+        table.add_row(*where, *how, "yes" if row.offload else "", f"{row.time_s:.3g}", memory)
     console.print(f"[bold]Calls[/] on {model.classes}; memory: peak of the fullest device")
     console.print(table)
     moves = {name: price.duration_s[name] for name in price.moved_bytes}
@@ -107,9 +109,8 @@ def show_proof(console: Console, result: SearchResult) -> None:
 
 def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
     """For each call the best plan that was found with it elsewhere, and why it loses, or that it does not."""
-    table = Table(
-        "call", "best other place", "dp", "tp", "pp", "s per iteration", "beside the plan", box=None
-    )
+    others = ("best other place", "dp", "tp", "pp", "s per iteration", "beside the plan")
+    table = Table(Column("call", no_wrap=True), *others, box=None)
     for row in alternative_rows(rejected):
         place = (str(degree) for degree in (row.dp, row.tp, row.pp))
         table.add_row(row.call, row.devices, *place, f"{row.time_s:.4g}", row.beside_the_plan)

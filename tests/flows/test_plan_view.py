@@ -6,11 +6,16 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from flows.plan_view import limiting, show_alternatives, show_comparison
+from flows.plan_view import limiting, show_alternatives, show_calls, show_comparison
+from flows.planning import hardware_of, problem_of
 from planner.alternatives import Alternative
 from planner.price import PlanPrice
+from planner.search import find_plan
 from planner.simulate import SteadyState
+from rlhf_tasks.config import make_config
 from rlhf_tasks.spec import CallAssignment, CallNode
+from tests.flows.plan_documents import ppo
+from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan
 
 
@@ -67,3 +72,15 @@ def test_the_hours_tell_how_long_modes_were_given(console):
         ["mcmc", "2", "2"],
         ["disjoint", "-", "-", "Too", "small."],
     ]
+
+
+def test_names_of_calls_are_whole_on_a_narrow_terminal():
+    """80 columns; the class of the devices stands above the table where there is but one."""
+    config, console = make_config(ppo()), Console(width=80, file=StringIO())
+    problem = problem_of(config, hardware_of(config))
+    result = find_plan(problem, "heuristic")
+    show_calls(console, result.plan, result.price, problem.model)
+    shown = text_of(console)
+    assert all(name in shown for name in PPO_CALLS)
+    heads = next(line for line in shown.splitlines() if "devices" in line and "dp" in line)
+    assert "class" not in heads
