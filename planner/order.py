@@ -41,6 +41,17 @@ class OrderProblem:
         """Nodes and copies: what waits for what, and groups of devices."""
         return work_of(self.after, self.devices, self.copy_s)
 
+    @cached_property
+    def taken_s(self) -> dict[str, float]:
+        """The time of nodes and copies."""
+        return {**self.duration_s, **{copy_of(name): seconds for name, seconds in self.copy_s.items()}}
+
+    @cached_property
+    def long(self) -> tuple[str, ...]:
+        """The nodes and copies that take more than 1% of the time of all."""
+        total = sum(self.taken_s.values())
+        return tuple(name for name, seconds in self.taken_s.items() if seconds > total / 100)
+
 
 def total_order(problem: OrderProblem) -> list[str]:
     """A topological order of the nodes with a short steady-state iteration. Deterministic."""
@@ -72,7 +83,7 @@ def _list_schedule(problem: OrderProblem) -> list[str]:
 
 def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
     """Orders that differ by one node moved ahead of an earlier one, or one of `late` behind a later one; then those
-    with a node moved ahead together with what it waits for on the way."""
+    with a long node moved ahead of another together with what it waits for on the way."""
     groups = problem.work.groups
     for i, node in enumerate(order):
         for j in range(i - 1, -1, -1):
@@ -86,12 +97,13 @@ def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
                     break
                 if groups[order[j]] & groups[node]:
                     yield [*order[:i], *order[i + 1 : j + 1], node, *order[j + 1 :]]
-    for i in range(len(order)):
-        yield from _moves_together(problem, order, i)
+    for i, node in enumerate(order):
+        if node in problem.long:
+            yield from _moves_together(problem, order, i)
 
 
 def _moves_together(problem: OrderProblem, order: Sequence[str], i: int) -> Iterator[list[str]]:
-    """Orders with the node at place i, and those that it waits for, directly or not, ahead of an earlier one."""
+    """Orders with the node at place i, and those that it waits for, directly or not, ahead of an earlier long one."""
     groups = problem.work.groups
     moved, left, needed, shared = [order[i]], list[str](), set(problem.after[order[i]]), groups[order[i]]
     for j in range(i - 1, -1, -1):
@@ -101,7 +113,7 @@ def _moves_together(problem: OrderProblem, order: Sequence[str], i: int) -> Iter
             shared = shared | groups[order[j]]
             continue
         left.insert(0, order[j])
-        if len(moved) > 1 and groups[order[j]] & shared:
+        if len(moved) > 1 and order[j] in problem.long and groups[order[j]] & shared:
             yield [*order[:j], *moved, *left, *order[i + 1 :]]
 
 
@@ -117,7 +129,6 @@ def _objective(
 
 
 def _scenarios(problem: OrderProblem) -> list[Mapping[str, float]]:
-    """The given durations, and each of the long ones (above 1% of their sum) doubled."""
-    given = {**problem.duration_s, **{copy_of(name): seconds for name, seconds in problem.copy_s.items()}}
-    total = sum(given.values())
-    return [given, *({**given, node: 2 * s} for node, s in given.items() if s > total / 100)]
+    """The given durations, and each of the long ones doubled."""
+    given = problem.taken_s
+    return [given, *({**given, node: 2 * given[node]} for node in problem.long)]
