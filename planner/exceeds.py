@@ -1,14 +1,15 @@
 """A compiled lower bound on the period of every plan that completes a partial choice of options.
 
-A partial choice gives some calls an option, others a mesh alone, and leaves the rest open. Every plan that completes
+A partial choice gives some calls an option, others a row that stands for many (planner/relaxation.py), says of some
+meshes whether they share devices, and leaves the rest open. Every plan that completes
 it has the steady state of a graph with more nodes and edges than the one here, so a cycle here whose seconds exceed
 its delay times T proves that the plan's period exceeds T. The graph has
 
-- the calls, an open one with the seconds of its fastest option and without devices;
+- the calls, an open one with the seconds of its fastest option;
 - the reallocation of each copy that the choice makes necessary, on the devices of both sides;
 - edges for data, for versions and for two iterations in flight, as planner/bound.py has them, and the dispatch
   of a transfer where data change ranks;
-- for each pair of placed nodes that share a device, the order of the calls and its repetition in the next
+- for each pair of nodes that surely share a device, the order of the calls and its repetition in the next
   iteration. Calls that the graph leaves unordered are tried in every order of planner/call_order.py, and T is
   exceeded only if every order exceeds it.
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.compiled import compiled, inner
-from planner.relaxation import ALONE, BOTH, OPEN, READER, TRAINER, Relaxation, overlap, save_s
+from planner.relaxation import ALONE, APART, BOTH, MEET, OPEN, READER, TRAINER, Relaxation, save_s
 from planner.simulate import IN_FLIGHT
 
 Floats = NDArray[np.float64]
@@ -37,32 +38,30 @@ TOLERANCE = 1e-9  # relative; a cycle that exceeds a period by less is rounding
 
 
 @compiled
-def exceeds(
-    r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, period: float, allowed: Floats
-) -> bool:
+def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: float, allowed: Floats) -> bool:
     """Whether every plan that completes a choice has a longer period.
 
-    choice   [calls] rows of options, or OPEN
-    least_s  [calls] seconds at least of calls that are open
+    choice   [calls] rows, or OPEN
+    meet     [calls, calls] whether their meshes share a device: UNKNOWN, APART, MEET
     moves    [moves, 4] seconds of each reallocation (Relaxation.moves_s)
     allowed  [calls] out, if not: the most seconds that each call without an option may take in such a plan of this
              period
     """
-    free = _free_edges(r, choice, least_s, moves, period)
+    free = _free_edges(r, choice, meet, moves, period)
     weight = free.copy()
     if _has_gain(weight, period):
         return True
-    related = _shared_devices(r, choice, moves)
+    related = _shared_devices(r, meet, moves)
     allowed[:] = -np.inf
     before = -1
     for order in range(len(r.position)):
         if before >= 0 and _same_order(r, related, r.position[before], r.position[order]):
             continue
         before = order
-        weight = _with_devices(r, free, related, choice, least_s, moves, r.position[order], period)
+        weight = _with_devices(r, free, related, choice, moves, r.position[order], period)
         if not _has_gain(weight, period):
             for call in range(len(choice)):
-                spare = _seconds(r, choice, least_s, call) - weight[call, call]
+                spare = _seconds(r, choice, call) - weight[call, call]
                 allowed[call] = max(allowed[call], spare + _joined_s(r, moves, call))
     return allowed[0] == -np.inf
 
@@ -97,24 +96,24 @@ def _place(r: Relaxation, position: Ints, node: int) -> int:
 
 
 @inner
-def _free_edges(r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, period: float) -> Floats:
+def _free_edges(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: float) -> Floats:
     """[nodes, nodes] seconds less delays of the edges that hold in every order; nodes are calls, then moves."""
     n, n_moves = len(choice), len(moves)
     weight = np.full((n + n_moves, n + n_moves), -np.inf)
     for a in range(n):
-        seconds = _seconds(r, choice, least_s, a)
+        seconds = _seconds(r, choice, a)
         for b in range(n):
             if r.data[a, b]:
                 weight[a, b] = seconds
-                if choice[a] != OPEN and choice[b] != OPEN and _sends(r, choice[a], choice[b]):
+                if _sends(r, choice, meet, a, b):
                     weight[a, b] += r.arrays.dispatch_s
             if r.ends[a] and r.begins[b]:
                 behind = 0.0 if choice[a] == OPEN else save_s(r, a, choice[a])
                 weight[a, b] = max(weight[a, b], seconds + behind - IN_FLIGHT * period)
-        weight[a, a] = max(weight[a, a], _load(r, choice, least_s, moves, a) - period)
+        weight[a, a] = max(weight[a, a], _load(r, choice, moves, a) - period)
     for k in range(n_moves):
         trainer, reader = r.trainer[k], r.reader[k]
-        before = _seconds(r, choice, least_s, trainer) - r.delay[k] * period
+        before = _seconds(r, choice, trainer) - r.delay[k] * period
         weight[trainer, n + k] = before
         weight[n + k, reader] = moves[k, READER]
         weight[trainer, reader] = max(weight[trainer, reader], before + moves[k, BOTH])
@@ -124,21 +123,23 @@ def _free_edges(r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, per
 
 
 @inner
-def _sends(r: Relaxation, a: int, b: int) -> bool:
-    """Whether data between two rows surely change ranks."""
-    where, other = r.options[a].where, r.options[b].where
-    return not overlap(r.options, a, b) or (where != OPEN and other != OPEN and where != other)
+def _sends(r: Relaxation, choice: Ints, meet: Ints, a: int, b: int) -> bool:
+    """Whether data between two calls surely change ranks."""
+    if choice[a] == OPEN or choice[b] == OPEN:
+        return False
+    where, other = r.arrays.options[choice[a]].where, r.arrays.options[choice[b]].where
+    return meet[a, b] == APART or (where != OPEN and other != OPEN and where != other)
 
 
 @inner
-def _seconds(r: Relaxation, choice: Ints, least_s: Floats, call: int) -> float:
-    return least_s[call] if choice[call] == OPEN else r.options[choice[call]].seconds
+def _seconds(r: Relaxation, choice: Ints, call: int) -> float:
+    return r.fastest[call] if choice[call] == OPEN else r.arrays.options[choice[call]].seconds
 
 
 @inner
-def _load(r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, call: int) -> float:
+def _load(r: Relaxation, choice: Ints, moves: Floats, call: int) -> float:
     """Seconds of a call on its devices, with the fetch, save or release that stands beside it."""
-    seconds = _seconds(r, choice, least_s, call) + _behind(r, choice, moves, call)
+    seconds = _seconds(r, choice, call) + _behind(r, choice, moves, call)
     return seconds + r.arrays.dispatch_s if call == r.source else seconds
 
 
@@ -155,33 +156,24 @@ def _behind(r: Relaxation, choice: Ints, moves: Floats, call: int) -> float:
 
 
 @inner
-def _shared_devices(r: Relaxation, choice: Ints, moves: Floats) -> Bools:
-    """[nodes, nodes] whether two placed nodes share a device."""
-    n, n_moves = len(choice), len(moves)
+def _shared_devices(r: Relaxation, meet: Ints, moves: Floats) -> Bools:
+    """[nodes, nodes] whether two nodes surely share a device."""
+    n, n_moves = len(meet), len(moves)
     related = np.zeros((n + n_moves, n + n_moves), np.bool_)
     for a in range(n):
         for b in range(a):
-            if choice[a] != OPEN and choice[b] != OPEN and overlap(r.options, choice[a], choice[b]):
-                related[a, b] = related[b, a] = True
+            related[a, b] = related[b, a] = meet[a, b] == MEET
     for k in range(n_moves):
         if moves[k, ALONE] <= 0 or not r.alone[k]:
             continue
-        source, target = choice[r.trainer[k]], choice[r.reader[k]]
+        trainer, reader = r.trainer[k], r.reader[k]
         for a in range(n):
-            if choice[a] != OPEN and (
-                overlap(r.options, source, choice[a]) or overlap(r.options, target, choice[a])
-            ):
-                related[n + k, a] = related[a, n + k] = True
+            related[n + k, a] = related[a, n + k] = meet[trainer, a] == MEET or meet[reader, a] == MEET
         for j in range(k):
             if moves[j, ALONE] > 0 and r.alone[j]:
-                other_source, other_target = choice[r.trainer[j]], choice[r.reader[j]]
-                if (
-                    overlap(r.options, source, other_source)
-                    or overlap(r.options, source, other_target)
-                    or overlap(r.options, target, other_source)
-                    or overlap(r.options, target, other_target)
-                ):
-                    related[n + k, n + j] = related[n + j, n + k] = True
+                a, b = r.trainer[j], r.reader[j]
+                shares = related[n + k, a] or related[n + k, b]
+                related[n + k, n + j] = related[n + j, n + k] = shares
     return related
 
 
@@ -191,7 +183,6 @@ def _with_devices(
     free: Floats,
     related: Bools,
     choice: Ints,
-    least_s: Floats,
     moves: Floats,
     position: Ints,
     period: float,
@@ -200,9 +191,7 @@ def _with_devices(
     n = len(choice)
     weight = free.copy()
     for a in range(len(related)):
-        seconds = (
-            moves[a - n, ALONE] if a >= n else _seconds(r, choice, least_s, a) + _behind(r, choice, moves, a)
-        )
+        seconds = moves[a - n, ALONE] if a >= n else _seconds(r, choice, a) + _behind(r, choice, moves, a)
         for b in range(len(related)):
             if related[a, b]:
                 if a >= n and b == r.reader[a - n]:
