@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from planner.anneal import Neighbours, State, annealing, better, polishing
 from planner.bound import Cycles
-from planner.relaxation import RUNGS, Relaxation, relaxation
+from planner.relaxation import Relaxation, relaxation
 from planner.tables import Tables
 from planner.tree import Tree, tree
 from planner.walk import BELOW, DONE, FOUND, GROUP, PAIR, PAUSED, Walk, new_walk, walk_on
@@ -49,7 +49,8 @@ def proofs(tables: Tables, cycles: Cycles) -> Proofs:
     pairs = [(PAIR, a, b) for i, a in enumerate(t.order) for b in t.order[:i]]
     moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})  # so moves are soon known
     below = [(BELOW, call, call) for call in moved]
-    return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + len(RUNGS) * below))
+    placing = [step for step in below for _ in range(2)]  # a strategy and a place
+    return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + placing + below))
 
 
 def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: float) -> Iterator[float]:

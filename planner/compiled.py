@@ -16,6 +16,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 LINKED = (
     *(
         "anneal",
+        "arrangement",
         "arrays",
         "bound",
         "compiled",

@@ -26,8 +26,9 @@ devices of transfers; so the bound of a complete choice may lie some dispatches 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrays import Rows
 from planner.compiled import compiled, inner
-from planner.relaxation import ALONE, APART, BOTH, MEET, OPEN, READER, TRAINER, Relaxation, save_s
+from planner.relaxation import ALONE, APART, BOTH, MEET, OPEN, READER, TRAINER, Relaxation, seconds_of
 from planner.simulate import IN_FLIGHT
 
 Floats = NDArray[np.float64]
@@ -35,6 +36,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 TOLERANCE = 1e-9  # relative; a cycle that exceeds a period by less is rounding
+MOST_BITS, NO_PATTERN = 62, -1
 
 
 @compiled
@@ -47,73 +49,91 @@ def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: floa
     allowed  [calls] out, if not: the most seconds that each call without an option may take in such a plan of this
              period
     """
-    free = _free_edges(r, choice, meet, moves, period)
+    seconds, saves, n = seconds_of(r, choice), np.zeros(len(choice)), len(choice)
+    for call in range(n):
+        if choice[call] != OPEN and r.arrays.trainer[call] == call:
+            saves[call] = r.arrays.options[choice[call]].save_s
+    occupied, before, joined = seconds + saves, np.zeros(n + len(moves)), np.zeros(n)
+    for k in range(len(moves)):
+        if r.alone[k]:
+            before[r.reader[k]] += moves[k, READER]
+            occupied[r.reader[k]] += r.arrays.dispatch_s if moves[k, ALONE] > 0 else 0.0
+        joined[r.trainer[k]] += moves[k, BOTH] - moves[k, ALONE]
+        joined[r.reader[k]] += moves[k, BOTH] - moves[k, ALONE]
+    free = _free_edges(r, choice, meet, moves, seconds, saves, occupied, period)
     weight = free.copy()
     if _has_gain(weight, period):
         return True
     related = _shared_devices(r, meet, moves)
+    ahead, behind = _device_edges(r, related, moves, occupied, before, period)
+    known = np.empty(len(r.position), np.int64)
+    place, n_known = np.empty(len(weight), np.int64), 0
     allowed[:] = -np.inf
-    before = -1
     for order in range(len(r.position)):
-        if before >= 0 and _same_order(r, related, r.position[before], r.position[order]):
+        _places(r, r.position[order], place)
+        known[n_known] = _pattern(related, place)
+        if known[n_known] in known[:n_known]:
             continue
-        before = order
-        weight = _with_devices(r, free, related, choice, moves, r.position[order], period)
+        n_known += known[n_known] != NO_PATTERN
+        for a in range(len(weight)):
+            for b in range(len(weight)):
+                weight[a, b] = max(free[a, b], ahead[a, b] if place[a] < place[b] else behind[a, b])
         if not _has_gain(weight, period):
             for call in range(len(choice)):
-                spare = _seconds(r, choice, call) - weight[call, call]
-                allowed[call] = max(allowed[call], spare + _joined_s(r, moves, call))
+                spare = seconds[call] + joined[call] - weight[call, call]
+                allowed[call] = max(allowed[call], spare)
     return allowed[0] == -np.inf
 
 
 @inner
-def _joined_s(r: Relaxation, moves: Floats, call: int) -> float:
-    """Seconds of the moves beside a call that a slower option of it may spare."""
-    spared = 0.0
-    for k in range(len(moves)):
-        if r.trainer[k] == call or r.reader[k] == call:
-            spared += moves[k, BOTH] - moves[k, ALONE]
-    return spared
-
-
-@inner
-def _same_order(r: Relaxation, related: Bools, before: Ints, now: Ints) -> bool:
-    """Whether nodes that share devices stand alike in two orders of the calls."""
+def _pattern(related: Bools, place: Ints) -> int:
+    """Which of each two nodes that share devices stands first, as bits; NO_PATTERN when there are too many."""
+    bits, bit = 0, 0
     for a in range(len(related)):
         for b in range(a):
-            if related[a, b] and (
-                (_place(r, before, a) < _place(r, before, b)) != (_place(r, now, a) < _place(r, now, b))
-            ):
-                return False
-    return True
+            if related[a, b]:
+                if place[a] < place[b]:
+                    bits |= 1 << bit
+                bit += 1
+    return bits if bit <= MOST_BITS else NO_PATTERN
 
 
 @inner
-def _place(r: Relaxation, position: Ints, node: int) -> int:
-    """The place of a node in an order of the calls: a move stands directly before its reader."""
+def _places(r: Relaxation, position: Ints, place: Ints) -> None:
+    """The places of all nodes in an order of the calls: a move stands directly before its reader."""
     n = len(position)
-    return 2 * position[node] if node < n else 2 * position[r.reader[node - n]] - 1
+    for call in range(n):
+        place[call] = 2 * position[call]
+    for k in range(len(r.reader)):
+        place[n + k] = 2 * position[r.reader[k]] - 1
 
 
 @inner
-def _free_edges(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: float) -> Floats:
+def _free_edges(
+    r: Relaxation,
+    choice: Ints,
+    meet: Ints,
+    moves: Floats,
+    seconds: Floats,
+    saves: Floats,
+    occupied: Floats,
+    period: float,
+) -> Floats:
     """[nodes, nodes] seconds less delays of the edges that hold in every order; nodes are calls, then moves."""
-    n, n_moves = len(choice), len(moves)
+    n, n_moves, dispatch_s = len(choice), len(moves), r.arrays.dispatch_s
     weight = np.full((n + n_moves, n + n_moves), -np.inf)
     for a in range(n):
-        seconds = _seconds(r, choice, a)
         for b in range(n):
             if r.data[a, b]:
-                weight[a, b] = seconds
-                if _sends(r, choice, meet, a, b):
-                    weight[a, b] += r.arrays.dispatch_s
+                sends = _sends(r.arrays.options, choice[a], choice[b], meet[a, b])
+                weight[a, b] = seconds[a] + (dispatch_s if sends else 0.0)
             if r.ends[a] and r.begins[b]:
-                behind = 0.0 if choice[a] == OPEN else save_s(r, a, choice[a])
-                weight[a, b] = max(weight[a, b], seconds + behind - IN_FLIGHT * period)
-        weight[a, a] = max(weight[a, a], _load(r, choice, moves, a) - period)
+                weight[a, b] = max(weight[a, b], seconds[a] + saves[a] - IN_FLIGHT * period)
+        load = occupied[a] + (dispatch_s if a == r.source else 0.0)
+        weight[a, a] = max(weight[a, a], load - period)
     for k in range(n_moves):
         trainer, reader = r.trainer[k], r.reader[k]
-        before = _seconds(r, choice, trainer) - r.delay[k] * period
+        before = seconds[trainer] - r.delay[k] * period
         weight[trainer, n + k] = before
         weight[n + k, reader] = moves[k, READER]
         weight[trainer, reader] = max(weight[trainer, reader], before + moves[k, BOTH])
@@ -123,36 +143,12 @@ def _free_edges(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: 
 
 
 @inner
-def _sends(r: Relaxation, choice: Ints, meet: Ints, a: int, b: int) -> bool:
-    """Whether data between two calls surely change ranks."""
-    if choice[a] == OPEN or choice[b] == OPEN:
+def _sends(options: Rows, a: int, b: int, related: int) -> bool:
+    """Whether data between two rows surely change ranks; related: what is known of their meshes."""
+    if a == OPEN or b == OPEN:
         return False
-    where, other = r.arrays.options[choice[a]].where, r.arrays.options[choice[b]].where
-    return meet[a, b] == APART or (where != OPEN and other != OPEN and where != other)
-
-
-@inner
-def _seconds(r: Relaxation, choice: Ints, call: int) -> float:
-    return r.fastest[call] if choice[call] == OPEN else r.arrays.options[choice[call]].seconds
-
-
-@inner
-def _load(r: Relaxation, choice: Ints, moves: Floats, call: int) -> float:
-    """Seconds of a call on its devices, with the fetch, save or release that stands beside it."""
-    seconds = _seconds(r, choice, call) + _behind(r, choice, moves, call)
-    return seconds + r.arrays.dispatch_s if call == r.source else seconds
-
-
-@inner
-def _behind(r: Relaxation, choice: Ints, moves: Floats, call: int) -> float:
-    """Seconds of the save or release that follows a call on its devices."""
-    if choice[call] == OPEN:
-        return 0.0
-    seconds = save_s(r, call, choice[call])
-    for k in range(len(moves)):
-        if r.reader[k] == call and r.alone[k] and moves[k, ALONE] > 0:
-            seconds += r.arrays.dispatch_s
-    return seconds
+    where, other = options[a].where, options[b].where
+    return related == APART or (where != OPEN and other != OPEN and where != other)
 
 
 @inner
@@ -178,44 +174,29 @@ def _shared_devices(r: Relaxation, meet: Ints, moves: Floats) -> Bools:
 
 
 @inner
-def _with_devices(
-    r: Relaxation,
-    free: Floats,
-    related: Bools,
-    choice: Ints,
-    moves: Floats,
-    position: Ints,
-    period: float,
-) -> Floats:
-    """The free edges and, between nodes that share a device, those of an order."""
-    n = len(choice)
-    weight = free.copy()
+def _device_edges(
+    r: Relaxation, related: Bools, moves: Floats, occupied: Floats, before: Floats, period: float
+) -> tuple[Floats, Floats]:
+    """[nodes, nodes] edges between nodes that share a device: where the first stands before the second, and where it
+    stands behind it and precedes it in the next iteration.
+
+    occupied  [calls] seconds, with the save or release that follows on the same devices
+    before    [nodes] seconds that a node takes beyond its least, with the move that may stand directly before it
+    """
+    n = len(occupied)
+    ahead, behind = np.full(related.shape, -np.inf), np.full(related.shape, -np.inf)
     for a in range(len(related)):
-        seconds = moves[a - n, ALONE] if a >= n else _seconds(r, choice, a) + _behind(r, choice, moves, a)
         for b in range(len(related)):
             if related[a, b]:
-                if a >= n and b == r.reader[a - n]:
-                    seconds = moves[a - n, READER]
-                elif a >= n:
-                    seconds = moves[a - n, TRAINER if b == r.trainer[a - n] else ALONE]
-                if _place(r, position, a) < _place(r, position, b):
-                    gain = seconds
-                else:
-                    gain = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)
                 if a < n:
-                    gain += _before_reader(r, moves, b)
-                weight[a, b] = max(weight[a, b], gain)
-    return weight
-
-
-@inner
-def _before_reader(r: Relaxation, moves: Floats, node: int) -> float:
-    """Seconds that a call takes on its devices beyond its least, with the move that may stand directly before it."""
-    seconds = 0.0
-    for k in range(len(moves)):
-        if r.reader[k] == node and r.alone[k]:
-            seconds += moves[k, READER]
-    return seconds
+                    seconds = occupied[a] + before[b]
+                elif b == r.reader[a - n]:
+                    seconds = moves[a - n, READER]
+                else:
+                    seconds = moves[a - n, TRAINER if b == r.trainer[a - n] else ALONE]
+                ahead[a, b] = seconds
+                behind[a, b] = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)
+    return ahead, behind
 
 
 @inner

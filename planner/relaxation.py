@@ -58,6 +58,8 @@ class Relaxation(NamedTuple):
     above: Ints
     begin: Ints
     below: Ints
+    spots: Ints
+    spot: Ints
     load: Floats
     least: Floats
     fastest: Floats
@@ -87,6 +89,8 @@ def relaxation(tables: Tables) -> Relaxation:
         above=ladder.above,
         begin=ladder.begin,
         below=ladder.below,
+        spots=(spots := _spots(ladder))[0],
+        spot=spots[1],
         load=ladder.least[:, 0].copy(),
         least=ladder.least[:, 1:].copy(),
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
@@ -152,6 +156,21 @@ def _ladder(arrays: Arrays) -> _Ladder:
     return _Ladder(options, above, np.concatenate(begin), np.concatenate(below), least)
 
 
+def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
+    """Of each group, where its meshes may begin."""
+    o, n = ladder.options, len(ladder.options) - len(ladder.begin) + 1
+    begin, found = [0], list[Ints]()
+    for row in range(n, len(o)):
+        if o.strategy[row] == OPEN:
+            kinds = ladder.below[ladder.begin[row - n] : ladder.begin[row - n + 1]]
+            places = np.concatenate([ladder.below[ladder.begin[k - n] : ladder.begin[k - n + 1]] for k in kinds])
+            found.append(np.unique(o.first[places]))
+        else:
+            found.append(np.zeros(0, np.int64))
+        begin.append(begin[-1] + len(found[-1]))
+    return np.array(begin), np.concatenate(found)
+
+
 def _least_stages(arrays: Arrays) -> Floats:
     """[options, 3] the smallest of resident, copy, active bytes over an option's stages."""
     begins, option = np.unique(arrays.options.stage, return_inverse=True)
@@ -177,27 +196,31 @@ def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, 
 
 
 @inner
-def placed(r: Relaxation, row: int) -> bool:
+def placed(options: Rows, row: int) -> bool:
     """Whether a row has a placement."""
-    return row != OPEN and r.arrays.options[row].first != OPEN
+    return row != OPEN and options[row].first != OPEN
 
 
 @compiled
-def relation(r: Relaxation, a: int, b: int) -> int:
+def relation(options: Rows, n_devices: int, a: int, b: int) -> int:
     """Whether the meshes of two rows share a device, as far as their sizes and placements say."""
     if a == OPEN or b == OPEN:
         return UNKNOWN
-    one, other = r.arrays.options[a], r.arrays.options[b]
+    one, other = options[a], options[b]
     if one.first == OPEN or other.first == OPEN:
-        return MEET if one.size + other.size > r.n_devices else UNKNOWN
+        return MEET if one.size + other.size > n_devices else UNKNOWN
     share = one.first < other.first + other.size and other.first < one.first + one.size
     return MEET if share else APART
 
 
 @inner
-def save_s(r: Relaxation, call: int, row: int) -> float:
-    """Seconds of the save behind a call; 0 where it trains nothing."""
-    return r.arrays.options[row].save_s if r.arrays.trainer[call] == call else 0.0
+def seconds_of(r: Relaxation, choice: Ints) -> Floats:
+    """[calls] seconds at least."""
+    seconds = r.fastest.copy()
+    for call in range(len(choice)):
+        if choice[call] != OPEN:
+            seconds[call] = r.arrays.options[choice[call]].seconds
+    return seconds
 
 
 @compiled
@@ -299,39 +322,37 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
     """Whether some device lacks memory for the decided calls already, by the stages that hold least, whether or not
     what may be offloaded is."""
     o, n = r.arrays.options, r.arrays.n_calls
-    for point in range(n):
-        if not placed(r, choice[point]):
-            continue
-        device = o[choice[point]].first
-        static, peak = 0.0, 0.0
-        for call in range(n):
-            row = choice[call]
-            if not placed(r, row) or not o[row].first <= device < o[row].first + o[row].size:
-                continue
-            needed = r.least[row, 2]
-            if may_offload(r.arrays, call):
-                needed += r.least[row, 1]
-            elif _counts(r, choice, call):
-                static += r.least[row, 0]
-            for k in range(len(r.reader)):
-                trainer = choice[r.trainer[k]]
-                if r.reader[k] == call and placed(r, trainer) and o[row].place != o[trainer].place:
-                    needed += r.least[row, 1]
-            peak = max(peak, needed)
-        if static + peak > memory_of(r.arrays, device):
-            return True
+    static, needed = np.zeros(n), np.zeros(n)
+    for call in range(n):
+        row = choice[call]
+        if placed(o, row):
+            needed[call] = r.least[row, 2]
+            if r.arrays.offloaded[call] < r.arrays.start[call + 1]:
+                needed[call] += r.least[row, 1]
+            elif r.arrays.trainer[call] >= 0 or not _stands_before(o, r.arrays.role, choice, call):
+                static[call] = r.least[row, 0]
+    for k in range(len(r.reader)):
+        reader, trainer = choice[r.reader[k]], choice[r.trainer[k]]
+        if placed(o, reader) and placed(o, trainer) and o[reader].place != o[trainer].place:
+            needed[r.reader[k]] += r.least[reader, 1]
+    for row in choice:
+        if placed(o, row):
+            device, held, peak = o[row].first, 0.0, 0.0
+            for call in range(n):
+                mesh = o[choice[call]]
+                if placed(o, choice[call]) and mesh.first <= device < mesh.first + mesh.size:
+                    held += static[call]
+                    peak = max(peak, needed[call])
+            if held + peak > memory_of(r.arrays, device):
+                return True
     return False
 
 
 @inner
-def _counts(r: Relaxation, choice: Ints, call: int) -> bool:
-    """Whether a call's resident bytes are surely its own: of a frozen role's calls at one placement the first has
-    them."""
-    if r.arrays.trainer[call] >= 0:
-        return True
-    place = r.arrays.options.place
+def _stands_before(options: Rows, role: Ints, choice: Ints, call: int) -> bool:
+    """Whether an earlier call of the same role has the same placement."""
     for other in range(call):
-        same = r.arrays.role[other] == r.arrays.role[call] and placed(r, choice[other])
-        if same and place[choice[other]] == place[choice[call]]:
-            return False
-    return True
+        same = role[other] == role[call] and placed(options, choice[other])
+        if same and options[choice[other]].place == options[choice[call]].place:
+            return True
+    return False

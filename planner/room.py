@@ -6,25 +6,16 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrays import Rows
 from planner.compiled import inner
 from planner.cover import Parts, cover_s
-from planner.relaxation import ALONE, BOTH, MEET, OPEN, Relaxation, may_offload, placed
+from planner.relaxation import ALONE, BOTH, MEET, OPEN, Relaxation, may_offload, placed, seconds_of
 from planner.tree import Tree
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 ROUNDING = 1 + 1e-9  # periods that exceed a threshold by less do not count
-
-
-@inner
-def seconds_of(r: Relaxation, choice: Ints) -> Floats:
-    """[calls] seconds at least."""
-    seconds = r.fastest.copy()
-    for call in range(len(choice)):
-        if choice[call] != OPEN:
-            seconds[call] = r.arrays.options[choice[call]].seconds
-    return seconds
 
 
 @inner
@@ -73,7 +64,7 @@ def covers(
     for call in range(n):
         meeting[call, call] = False
         if choice[call] == OPEN:
-            load[call] = t.lightest_bare[_last_within(r, t, call, allowed[call])]
+            load[call] = t.lightest_bare[_last_within(t.seconds, t.start[call], t.start[call + 1], allowed[call])]
         else:
             sizes[call] = o[choice[call]].size
             load[call] = seconds[call] * sizes[call]
@@ -86,28 +77,28 @@ def covers(
 
 
 @inner
-def least_load(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, but: int, threshold: float) -> float:
-    """The least load of all calls but one: of its row, or of the lightest group in the time that is left to an open
-    call by the cycles and by the emptiest device. Infinite when there is none."""
-    total, free = 0.0, threshold - _emptiest(r, choice)
-    for call in range(r.arrays.n_calls):
-        if call == but:
-            continue
-        row = choice[call]
-        limit = min(allowed[call], free)
-        if not placed(r, row) and (r.fastest[call] if row == OPEN else r.arrays.options[row].seconds) > limit:
+def least_load(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: float) -> float:
+    """The least load of all calls: of its row, or of the lightest group in the time that is left to an open call by
+    the cycles and by the emptiest device. Infinite when there is none."""
+    options, total = r.arrays.options, 0.0
+    free = threshold - _emptiest(options, r.load, r.n_devices, choice)
+    for call in range(len(choice)):
+        row, limit = choice[call], min(allowed[call], free)
+        if row == OPEN and r.fastest[call] <= limit:
+            total += t.lightest[_last_within(t.seconds, t.start[call], t.start[call + 1], limit)]
+        elif row != OPEN and (placed(options, row) or options[row].seconds <= limit):
+            total += r.load[row]
+        else:
             return np.inf
-        total += t.lightest[_last_within(r, t, call, limit)] if row == OPEN else r.load[row]
     return total
 
 
 @inner
-def _last_within(r: Relaxation, t: Tree, call: int, limit: float) -> int:
-    """The slowest group of a call whose fastest option keeps to a limit; its first one if none does."""
-    low, high = t.start[call], t.start[call + 1]
+def _last_within(seconds: Floats, low: int, high: int, limit: float) -> int:
+    """The slowest of a call's groups, low .. high - 1, that keeps to a limit; the first one if none does."""
     while high - low > 1:
         middle = (low + high) // 2
-        if r.arrays.options[t.group[middle]].seconds <= limit:
+        if seconds[middle] <= limit:
             low = middle
         else:
             high = middle
@@ -115,21 +106,23 @@ def _last_within(r: Relaxation, t: Tree, call: int, limit: float) -> int:
 
 
 @inner
-def _emptiest(r: Relaxation, choice: Ints) -> float:
+def _emptiest(options: Rows, load: Floats, n_devices: int, choice: Ints) -> float:
     """The least load of a device by the rows with a place. Loads change only where a mesh begins or ends."""
-    o, least = r.arrays.options, np.inf
+    least = np.inf
     for point in range(-1, 2 * len(choice)):
         device = 0
         if point >= 0:
             row = choice[point // 2]
-            if not placed(r, row):
+            if not placed(options, row):
                 continue
-            device = o[row].first + (o[row].size if point % 2 else 0)
-            if device >= r.n_devices:
+            device = options[row].first + (options[row].size if point % 2 else 0)
+            if device >= n_devices:
                 continue
-        load = 0.0
+        there = 0.0
         for row in choice:
-            if placed(r, row) and o[row].first <= device < o[row].first + o[row].size:
-                load += r.load[row] / o[row].size
-        least = min(least, load)
+            if placed(options, row):
+                mesh = options[row]
+                if mesh.first <= device < mesh.first + mesh.size:
+                    there += load[row] / mesh.size
+        least = min(least, there)
     return least

@@ -24,13 +24,14 @@ class Tree(NamedTuple):
 
     order     [calls] calls by the least load of their options, the heaviest first
     start     [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
-    group     [groups] rows
+    group     [groups] rows; seconds: of each
     lightest  [groups] the least load of the call's groups up to this one; lightest_bare: the same without saves
     """
 
     order: Ints
     start: Ints
     group: Ints
+    seconds: Floats
     lightest: Floats
     lightest_bare: Floats
     cycles: Cycles
@@ -53,4 +54,4 @@ def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
         for load in (r.load, o.seconds * o["size"])
     )
     heaviest = np.argsort([-lightest[b - 1] for b in start[1:]], kind="stable")
-    return Tree(heaviest, start, groups, lightest, bare, cycles, cover(tables.problem.graph))
+    return Tree(heaviest, start, groups, o.seconds[groups].copy(), lightest, bare, cycles, cover(tables.problem.graph))

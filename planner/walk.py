@@ -1,11 +1,12 @@
 """A walk through the tree of partial choices, compiled: it looks for a choice with a period below a threshold.
 
 First come the groups of all calls (the sizes of their meshes), then of each two meshes whether they share a device,
-then strategies, then places, then micro-batches (planner/relaxation.py). So a mesh is placed only where sizes,
-strategies and what is shared leave hope, not once for each of the many places that come to the same. A branch is cut
-as soon as its completions provably exceed the threshold (planner/cover.py, planner/exceeds.py) or lack memory.
-Complete choices that are left are priced exactly; one that is fast enough but may lack memory also with every set of
-its offloaded twins (planner/arrays.py): no twin is faster.
+then strategies and places, call by call, then micro-batches (planner/relaxation.py). So a mesh is placed only where
+sizes, strategies and what is shared leave hope, not once for each of the many places that come to the same. A branch
+is cut as soon as its meshes cannot be arranged (planner/arrangement.py), or its completions provably exceed the
+threshold (planner/cover.py, planner/exceeds.py) or lack memory. Complete choices that are left are priced exactly; one
+that is fast enough but may lack memory also with every set of its offloaded twins (planner/arrays.py): no twin is
+faster.
 
 Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) need not cost the same.
@@ -19,9 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrangement import can_be_arranged, lies_as_said
 from planner.bound import allowance
 from planner.compiled import compiled, inner
-from planner.evaluator import always_fits, priced
+from planner.evaluator import priced
 from planner.exceeds import exceeds
 from planner.relaxation import (
     ALONE,
@@ -35,8 +37,9 @@ from planner.relaxation import (
     moves_s,
     placed,
     relation,
+    seconds_of,
 )
-from planner.room import ROUNDING, covers, groups_fit, least_load, seconds_of
+from planner.room import ROUNDING, covers, groups_fit, least_load
 from planner.tree import Tree
 
 Floats = NDArray[np.float64]
@@ -94,42 +97,32 @@ def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) ->
     what the bounds let pass is FOUND without seconds (infinity).
     """
     depth, until = walk.depth[0], walk.counts[0] + nodes
-    while depth >= 0:
-        if walk.steps[depth, 0] == GROUP:
-            entered = _enter_group(r, t, walk, depth, threshold)
-        elif walk.steps[depth, 0] == PAIR:
-            entered = _enter_relation(r, t, walk, depth, threshold)
-        else:
-            entered = _enter_row(r, t, walk, depth, threshold)
-        if not entered:
+    while depth >= 0 and walk.counts[0] <= until:
+        found, time_s = False, np.inf
+        if not _give_next(r, t, walk, depth):
             depth -= 1
-        elif depth < len(walk.steps) - 1:
-            depth += 1
-            walk.place[depth] = -1
-        elif walk.steps[depth, 0] != BELOW:
-            return FOUND, np.inf
-        else:
-            time_s = _complete(r, walk, threshold)
-            if time_s < threshold:
-                walk.depth[0] = depth
-                return FOUND, time_s
+        elif _may_stay(r, t, walk, depth, threshold):
+            if depth < len(walk.steps) - 1:
+                depth += 1
+                walk.place[depth] = -1
+            elif walk.steps[depth, 0] == BELOW:
+                time_s = _complete(r, walk, threshold)
+                found = time_s < threshold
+            else:
+                found = True
         walk.depth[0] = depth
-        if walk.counts[0] > until:
-            return PAUSED, np.inf
-    return DONE, np.inf
+        if found:
+            return FOUND, time_s
+    return DONE if depth < 0 else PAUSED, np.inf
 
 
 @inner
 def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
     """The seconds of a complete choice, or of one with offloaded twins, that fits and takes less than the threshold:
     then walk.choice is that one. Infinite if there is none."""
-    a, n, resident = r.arrays, r.arrays.n_calls, walk.choice.copy()
-    walk.counts[1] += 1
-    time_s, _, _ = priced(a, resident - a.start[:n], threshold, True)  # no twin takes less
-    if time_s == np.inf or always_fits(a, resident - a.start[:n]):
-        return time_s
+    a, n = r.arrays, r.arrays.n_calls
     for twins in range(1 << n):
-        choice, exist = resident.copy(), True
+        choice, exist = walk.choice.copy(), True
         for call in range(n):
             if twins >> call & 1:
                 exist = exist and may_offload(a, call)
@@ -144,31 +137,40 @@ def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
 
 
 @inner
-def _enter_group(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
-    """Gives the call of a depth its next group that the bounds let pass; leaves it open when there is none."""
-    call = walk.steps[depth, 1]
+def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
+    """Gives what comes next at a depth; takes it back when there is nothing left that the cycles allow."""
+    kind, call = walk.steps[depth, 0], walk.steps[depth, 1]
     walk.place[depth] += 1
-    while t.start[call] + walk.place[depth] < t.start[call + 1]:
-        row = t.group[t.start[call] + walk.place[depth]]
-        walk.counts[0] += 1
-        if r.arrays.options[row].seconds > walk.allowed[depth, call]:
-            break
-        _give_group(r, walk, call, row)
-        if groups_fit(r, walk.choice) and _groups_may_stay(r, t, walk, depth, threshold):
-            return True
-        walk.place[depth] += 1
-    _give_group(r, walk, call, OPEN)
-    return False
+    walk.counts[0] += 1
+    if kind == PAIR:
+        return _relate_next(r, walk, call, walk.steps[depth, 2], walk.place[depth])
+    n_options = r.arrays.start[-1]
+    if kind == GROUP:
+        above, among, low, high = OPEN, t.group, t.start[call], t.start[call + 1]
+    else:
+        above = walk.choice[call] if walk.place[depth] == 0 else r.above[walk.choice[call]]
+        among, low, high = r.below, r.begin[above - n_options], r.begin[above - n_options + 1]
+    at = low + walk.place[depth]
+    left = at < high and r.arrays.options[among[at]].seconds <= walk.allowed[depth, call]
+    walk.choice[call] = among[at] if left else above
+    if kind == GROUP:
+        for other in range(len(walk.choice)):
+            if other != call:
+                _relate(walk, call, other, relation(r.arrays.options, r.n_devices, walk.choice[call], walk.choice[other]))
+    if kind == GROUP or not left:
+        _note_moves(r, walk, call, True)
+    return left
 
 
 @inner
-def _give_group(r: Relaxation, walk: Walk, call: int, row: int) -> None:
-    """Gives a call a group, or leaves it open, with what follows for relations and moves."""
-    walk.choice[call] = row
-    for other in range(len(walk.choice)):
-        if other != call:
-            _relate(walk, call, other, relation(r, row, walk.choice[other]))
-    _note_moves(r, walk, call, False)
+def _relate_next(r: Relaxation, walk: Walk, a: int, b: int, place: int) -> bool:
+    """Says of two calls that their meshes share a device, then that they do not, if sizes leave it open."""
+    if relation(r.arrays.options, r.n_devices, walk.choice[a], walk.choice[b]) == MEET:
+        return place == 0
+    _relate(walk, a, b, MEET if place == 0 else APART if place == 1 else UNKNOWN)
+    if place > 1:
+        _note_moves(r, walk, a, True)
+    return place <= 1
 
 
 @inner
@@ -177,83 +179,56 @@ def _relate(walk: Walk, a: int, b: int, related: int) -> None:
 
 
 @inner
-def _groups_may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
-    """Whether cycles and load may keep to the threshold with the chosen groups. If so, notes what is allowed next."""
-    allowed, least_s = walk.allowed[depth + 1], seconds_of(r, walk.choice)
+def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
+    """Whether some completion may keep to memory, threshold and the cluster's load. If so, notes what is allowed
+    next."""
+    kind, call = walk.steps[depth, 0], walk.steps[depth, 1]
+    allowed, choice = walk.allowed[depth + 1], walk.choice
+    allowed[:] = walk.allowed[depth]
+    if kind == PAIR and relation(r.arrays.options, r.n_devices, choice[call], choice[walk.steps[depth, 2]]) == MEET:
+        return True  # the sizes have said so
+    if kind == PAIR or (kind == BELOW and placed(r.arrays.options, choice[call])):
+        if not (lies_as_said(r, choice, walk.meet, call) and can_be_arranged(r, t.order, choice, walk.meet)):
+            return False
+    if kind == GROUP and not (groups_fit(r, choice) and _allow(r, t, choice, allowed, threshold)):
+        return False
+    if least_load(r, t, choice, allowed, threshold) > threshold * r.n_devices:
+        return False
+    if kind != GROUP and _is_exceeded(r, walk, depth, threshold):
+        return False
+    if kind == BELOW and placed(r.arrays.options, choice[call]) and lacks(r, choice):
+        return False
+    if kind != BELOW:
+        return covers(r, t, choice, walk.meet, walk.moves, allowed, threshold)
+    return _fast_enough(r, walk, threshold)
+
+
+@inner
+def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: float) -> bool:
+    """Notes what the cycles allow beside the least seconds of all calls; whether they allow these."""
+    least_s = seconds_of(r, choice)
     for call in range(len(allowed)):
         spare = allowance(call, least_s, t.cycles.members, t.cycles.delays, threshold) * ROUNDING
-        allowed[call] = min(walk.allowed[depth, call], spare)
+        allowed[call] = min(allowed[call], spare)
         if allowed[call] < least_s[call]:
             return False
-    if least_load(r, t, walk.choice, allowed, -1, threshold) > threshold * r.n_devices:
-        return False
-    return covers(r, t, walk.choice, walk.meet, walk.moves, allowed, threshold)
-
-
-@inner
-def _enter_relation(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
-    """Says of the calls of a depth that their meshes share a device, or do not, whichever comes next and passes the
-    bounds; leaves it unknown when neither does."""
-    a, b = walk.steps[depth, 1], walk.steps[depth, 2]
-    if relation(r, walk.choice[a], walk.choice[b]) == MEET:
-        walk.place[depth] += 1
-        walk.allowed[depth + 1] = walk.allowed[depth]
-        return walk.place[depth] == 0
-    while walk.place[depth] < 1:
-        walk.place[depth] += 1
-        walk.counts[0] += 1
-        _relate(walk, a, b, MEET if walk.place[depth] == 0 else APART)
-        if _side_by_side(r, walk, a, b) and _may_stay(r, t, walk, depth, threshold):
-            return True
-    _relate(walk, a, b, UNKNOWN)
-    _note_moves(r, walk, a, False)
-    return False
-
-
-@inner
-def _side_by_side(r: Relaxation, walk: Walk, a: int, b: int) -> bool:
-    """Whether two meshes and each third one have room beside each other where they share no device."""
-    o, meet = r.arrays.options, walk.meet
-    for c in range(len(walk.choice)):
-        apart = meet[a, b] == APART and meet[a, c] == APART and meet[b, c] == APART
-        if apart and o[walk.choice[a]].size + o[walk.choice[b]].size + o[walk.choice[c]].size > r.n_devices:
-            return False
     return True
 
 
 @inner
-def _enter_row(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
-    """Gives the call of a depth the next row below its own that the bounds let pass; gives it back its own when there
-    is none."""
-    n_options, call = r.arrays.start[-1], walk.steps[depth, 1]
-    above = walk.choice[call] if walk.place[depth] < 0 else r.above[walk.choice[call]]
-    low, high = r.begin[above - n_options], r.begin[above - n_options + 1]
-    room = threshold * r.n_devices - least_load(r, t, walk.choice, walk.allowed[depth], call, threshold)
-    while low + walk.place[depth] + 1 < high:
-        walk.place[depth] += 1
-        walk.counts[0] += 1
-        row = r.below[low + walk.place[depth]]
-        if r.arrays.options[row].seconds > walk.allowed[depth, call]:
+def _is_exceeded(r: Relaxation, walk: Walk, depth: int, threshold: float) -> bool:
+    """Whether all completions exceed the threshold (planner/exceeds.py). Prices the moves that the depth's call
+    decides, but only when the bound with their least seconds lets the choice pass. If not, notes what is allowed
+    next."""
+    allowed, call = walk.allowed[depth + 1], walk.steps[depth, 1]
+    for exact in (False, True):
+        if not _note_moves(r, walk, call, exact) and exact:
             break
-        walk.choice[call] = row
-        if r.load[row] > room or not _lies_as_said(r, walk, call):
-            continue
-        if _may_stay(r, t, walk, depth, threshold) and (row < n_options or _fast_enough(r, walk, threshold)):
+        if exceeds(r, walk.choice, walk.meet, walk.moves, threshold, allowed):
             return True
-    walk.choice[call] = above
-    _note_moves(r, walk, call, True)
+        for other in range(len(allowed)):
+            allowed[other] = min(allowed[other], walk.allowed[depth, other])
     return False
-
-
-@inner
-def _lies_as_said(r: Relaxation, walk: Walk, call: int) -> bool:
-    """Whether a call's mesh shares a device with those with which it should, if it has a place."""
-    if placed(r, walk.choice[call]):
-        for other in range(len(walk.choice)):
-            there = walk.choice[other]
-            if placed(r, there) and relation(r, walk.choice[call], there) != walk.meet[call, other]:
-                return False
-    return True
 
 
 @inner
@@ -262,33 +237,12 @@ def _fast_enough(r: Relaxation, walk: Walk, threshold: float) -> bool:
     a, n_options = r.arrays, r.arrays.start[-1]
     rows = walk.choice.copy()
     for call in range(len(rows)):
-        if not placed(r, rows[call]):
+        if not placed(r.arrays.options, rows[call]):
             return True
         if rows[call] >= n_options:
             rows[call] = r.below[r.begin[rows[call] - n_options]]
     walk.counts[1] += 1
     return priced(a, rows - a.start[: len(rows)], threshold, True)[0] < threshold
-
-
-@inner
-def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
-    """Whether some completion may keep to memory, threshold and the cluster's load. Prices the moves that the
-    depth's call decides, but only when the bound with their least seconds lets the choice pass."""
-    allowed, call = walk.allowed[depth + 1], walk.steps[depth, 1]
-    if lacks(r, walk.choice):
-        return False
-    for exact in (False, True):
-        if not _note_moves(r, walk, call, exact) and exact:
-            break
-        if exceeds(r, walk.choice, walk.meet, walk.moves, threshold, allowed):
-            return False
-        for other in range(len(allowed)):
-            allowed[other] = min(allowed[other], walk.allowed[depth, other])
-        if least_load(r, t, walk.choice, allowed, -1, threshold) > threshold * r.n_devices:
-            return False
-        if not covers(r, t, walk.choice, walk.meet, walk.moves, allowed, threshold):
-            return False
-    return True
 
 
 @inner
@@ -304,6 +258,6 @@ def _note_moves(r: Relaxation, walk: Walk, call: int, exact: bool) -> bool:
                 walk.moves[k] = 0.0
             else:
                 moves_s(r, k, trainer, reader, walk.meet[a, b], exact, walk.moves[k])
-                moves = placed(r, trainer) and placed(r, reader) and walk.moves[k, ALONE] > 0
+                moves = placed(r.arrays.options, trainer) and placed(r.arrays.options, reader) and walk.moves[k, ALONE] > 0
                 between_placements = between_placements or moves
     return between_placements
