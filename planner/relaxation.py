@@ -119,7 +119,7 @@ class _Ladder(NamedTuple):
     least: Floats
 
 
-RUNGS = (
+_RUNGS = (
     (("place",), ()),
     (("size", "strategy"), ("first", "where", "place")),
     (("size",), ("first", "where", "place", "strategy")),
@@ -135,7 +135,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
     load = (options.seconds + options.save_s * trains) * options["size"]
     least = np.concatenate([load[:, None], _least_stages(arrays)], axis=1)
     above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
-    for alike, opened in RUNGS:
+    for alike, opened in _RUNGS:
         keys = np.stack([call[members], *(options[name][members] for name in alike)])
         order = np.lexsort((options.seconds[members], *keys[::-1]))
         members, new = members[order], np.diff(keys[:, order]).any(axis=0)
@@ -163,7 +163,9 @@ def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
     for row in range(n, len(o)):
         if o.strategy[row] == OPEN:
             kinds = ladder.below[ladder.begin[row - n] : ladder.begin[row - n + 1]]
-            places = np.concatenate([ladder.below[ladder.begin[k - n] : ladder.begin[k - n + 1]] for k in kinds])
+            places = np.concatenate(
+                [ladder.below[ladder.begin[k - n] : ladder.begin[k - n + 1]] for k in kinds]
+            )
             found.append(np.unique(o.first[places]))
         else:
             found.append(np.zeros(0, np.int64))

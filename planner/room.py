@@ -64,7 +64,9 @@ def covers(
     for call in range(n):
         meeting[call, call] = False
         if choice[call] == OPEN:
-            load[call] = t.lightest_bare[_last_within(t.seconds, t.start[call], t.start[call + 1], allowed[call])]
+            load[call] = t.lightest_bare[
+                _last_within(t.seconds, t.start[call], t.start[call + 1], allowed[call])
+            ]
         else:
             sizes[call] = o[choice[call]].size
             load[call] = seconds[call] * sizes[call]

@@ -54,4 +54,6 @@ def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
         for load in (r.load, o.seconds * o["size"])
     )
     heaviest = np.argsort([-lightest[b - 1] for b in start[1:]], kind="stable")
-    return Tree(heaviest, start, groups, o.seconds[groups].copy(), lightest, bare, cycles, cover(tables.problem.graph))
+    return Tree(
+        heaviest, start, groups, o.seconds[groups].copy(), lightest, bare, cycles, cover(tables.problem.graph)
+    )

@@ -1,12 +1,11 @@
 """A walk through the tree of partial choices, compiled: it looks for a choice with a period below a threshold.
 
 First come the groups of all calls (the sizes of their meshes), then of each two meshes whether they share a device,
-then strategies and places, call by call, then micro-batches (planner/relaxation.py). So a mesh is placed only where
-sizes, strategies and what is shared leave hope, not once for each of the many places that come to the same. A branch
-is cut as soon as its meshes cannot be arranged (planner/arrangement.py), or its completions provably exceed the
-threshold (planner/cover.py, planner/exceeds.py) or lack memory. Complete choices that are left are priced exactly; one
-that is fast enough but may lack memory also with every set of its offloaded twins (planner/arrays.py): no twin is
-faster.
+then a strategy and a place for one call after another, then micro-batches (planner/relaxation.py). So a mesh is
+placed only where sizes, strategies and what is shared leave hope, not once for each of the many places that come to
+the same. A branch is cut as soon as its meshes cannot lie as they should (planner/arrangement.py), or its completions
+provably exceed the threshold (planner/cover.py, planner/exceeds.py) or lack memory. Complete choices that are left
+are priced exactly, with every set of their offloaded twins (planner/arrays.py) until one fits memory.
 
 Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) need not cost the same.
@@ -139,12 +138,11 @@ def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
 @inner
 def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
     """Gives what comes next at a depth; takes it back when there is nothing left that the cycles allow."""
-    kind, call = walk.steps[depth, 0], walk.steps[depth, 1]
+    kind, call, n_options = walk.steps[depth, 0], walk.steps[depth, 1], r.arrays.start[-1]
     walk.place[depth] += 1
     walk.counts[0] += 1
     if kind == PAIR:
         return _relate_next(r, walk, call, walk.steps[depth, 2], walk.place[depth])
-    n_options = r.arrays.start[-1]
     if kind == GROUP:
         above, among, low, high = OPEN, t.group, t.start[call], t.start[call + 1]
     else:
@@ -156,7 +154,8 @@ def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
     if kind == GROUP:
         for other in range(len(walk.choice)):
             if other != call:
-                _relate(walk, call, other, relation(r.arrays.options, r.n_devices, walk.choice[call], walk.choice[other]))
+                related = relation(r.arrays.options, r.n_devices, walk.choice[call], walk.choice[other])
+                walk.meet[call, other] = walk.meet[other, call] = related
     if kind == GROUP or not left:
         _note_moves(r, walk, call, True)
     return left
@@ -164,43 +163,38 @@ def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
 
 @inner
 def _relate_next(r: Relaxation, walk: Walk, a: int, b: int, place: int) -> bool:
-    """Says of two calls that their meshes share a device, then that they do not, if sizes leave it open."""
+    """Says of two calls that their meshes share a device, then that they do not, unless their sizes have said so."""
     if relation(r.arrays.options, r.n_devices, walk.choice[a], walk.choice[b]) == MEET:
         return place == 0
-    _relate(walk, a, b, MEET if place == 0 else APART if place == 1 else UNKNOWN)
+    walk.meet[a, b] = walk.meet[b, a] = MEET if place == 0 else APART if place == 1 else UNKNOWN
     if place > 1:
         _note_moves(r, walk, a, True)
     return place <= 1
 
 
 @inner
-def _relate(walk: Walk, a: int, b: int, related: int) -> None:
-    walk.meet[a, b] = walk.meet[b, a] = related
-
-
-@inner
 def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
     """Whether some completion may keep to memory, threshold and the cluster's load. If so, notes what is allowed
     next."""
-    kind, call = walk.steps[depth, 0], walk.steps[depth, 1]
-    allowed, choice = walk.allowed[depth + 1], walk.choice
+    kind, call, other = walk.steps[depth]
+    o, allowed, choice = r.arrays.options, walk.allowed[depth + 1], walk.choice
     allowed[:] = walk.allowed[depth]
-    if kind == PAIR and relation(r.arrays.options, r.n_devices, choice[call], choice[walk.steps[depth, 2]]) == MEET:
-        return True  # the sizes have said so
-    if kind == PAIR or (kind == BELOW and placed(r.arrays.options, choice[call])):
-        if not (lies_as_said(r, choice, walk.meet, call) and can_be_arranged(r, t.order, choice, walk.meet)):
-            return False
+    if kind == PAIR and relation(o, r.n_devices, choice[call], choice[other]) == MEET:
+        return True  # the sizes have said so, and all else is as it was
+    has_place = kind == BELOW and placed(o, choice[call])
+    if has_place and not lies_as_said(r, choice, walk.meet, call):
+        return False
+    if (kind == PAIR or has_place) and not can_be_arranged(r, t.order, choice, walk.meet):
+        return False
     if kind == GROUP and not (groups_fit(r, choice) and _allow(r, t, choice, allowed, threshold)):
         return False
     if least_load(r, t, choice, allowed, threshold) > threshold * r.n_devices:
         return False
     if kind != GROUP and _is_exceeded(r, walk, depth, threshold):
         return False
-    if kind == BELOW and placed(r.arrays.options, choice[call]) and lacks(r, choice):
-        return False
     if kind != BELOW:
         return covers(r, t, choice, walk.meet, walk.moves, allowed, threshold)
-    return _fast_enough(r, walk, threshold)
+    return not has_place or (not lacks(r, choice) and _fast_enough(r, walk, threshold))
 
 
 @inner
@@ -258,6 +252,6 @@ def _note_moves(r: Relaxation, walk: Walk, call: int, exact: bool) -> bool:
                 walk.moves[k] = 0.0
             else:
                 moves_s(r, k, trainer, reader, walk.meet[a, b], exact, walk.moves[k])
-                moves = placed(r.arrays.options, trainer) and placed(r.arrays.options, reader) and walk.moves[k, ALONE] > 0
-                between_placements = between_placements or moves
+                both = placed(r.arrays.options, trainer) and placed(r.arrays.options, reader)
+                between_placements = between_placements or (both and walk.moves[k, ALONE] > 0)
     return between_placements

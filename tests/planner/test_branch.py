@@ -171,10 +171,10 @@ def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem
             raises = random.integers(4, size=n) if rungs is None else np.full(n, rungs)
             rows = np.array([raised(r, *pair) for pair in zip(chosen, raises, strict=True)])
             rows[random.random(n) < without] = OPEN
-            meet = np.array([[relation(r, a, b) for b in rows] for a in rows])
+            meet = np.array([[relation(r.arrays.options, r.n_devices, a, b) for b in rows] for a in rows])
             for a, b in product(range(n), repeat=2):
                 if OPEN not in (rows[a], rows[b]) and (rungs is not None or random.random() < 0.3):
-                    meet[a, b] = meet[b, a] = relation(r, chosen[a], chosen[b])
+                    meet[a, b] = meet[b, a] = relation(r.arrays.options, r.n_devices, chosen[a], chosen[b])
             moves = np.zeros((len(r.trainer), 4))
             for k, (a, b) in enumerate(zip(r.trainer, r.reader, strict=True)):
                 if OPEN not in (rows[a], rows[b]):
@@ -211,7 +211,7 @@ def test_a_row_is_as_good_as_each_option_that_it_stands_for(small_problem, clust
     for _ in range(600):
         k = random.integers(len(r.trainer))
         ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
-        moved_s, related = move_s(r, k, *ends, True), relation(r, *ends)
+        moved_s, related = move_s(r, k, *ends, True), relation(r.arrays.options, r.n_devices, *ends)
         known = [raised(r, row, random.integers(4)) for row in ends]
         moves_s(r, k, *known, related, False, least)
         slower = [o.seconds[row] - o.seconds[other] for row, other in zip(ends, known, strict=True)]
