@@ -16,7 +16,7 @@ from planner.bound import Cycles
 from planner.relaxation import Relaxation, relaxation
 from planner.tables import Tables
 from planner.tree import Tree, tree
-from planner.walk import DONE, FOUND, GROUP, MESH, OPTION, PAUSED, Walk, new_walk, walk_on
+from planner.walk import BELOW, DONE, FOUND, GROUP, PAIR, PAUSED, Walk, new_walk, walk_on
 
 Ints = NDArray[np.int64]
 
@@ -45,8 +45,12 @@ def proofs(tables: Tables, cycles: Cycles) -> Proofs:
     """The proofs of a problem."""
     r = relaxation(tables)
     t = tree(tables, r, cycles)
-    by_size, meshes, options = ([(given, call) for call in t.order] for given in (GROUP, MESH, OPTION))
-    return Proofs(r, t, np.array(by_size), np.array(by_size + meshes + options))
+    by_size = [(GROUP, call, call) for call in t.order]
+    pairs = [(PAIR, a, b) for i, a in enumerate(t.order) for b in t.order[:i]]
+    moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})  # so moves are soon known
+    below = [(BELOW, call, call) for call in moved]
+    placing = [step for step in below for _ in range(2)]  # a strategy and a place
+    return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + placing + below))
 
 
 def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: float) -> Iterator[float]:
@@ -118,9 +122,12 @@ def branching(
 def _look_again(r: Relaxation, walk: Walk) -> None:
     """Lets a walk try the last option of what it found once more: other offloaded twins of the choice may be faster.
     A walk goes through resident options."""
-    first, offloaded = r.arrays.start[:-1], r.arrays.offloaded
+    first, offloaded, depth = r.arrays.start[:-1], r.arrays.offloaded, walk.depth[0]
     walk.choice[:] -= np.where(walk.choice >= offloaded, offloaded - first, 0)
-    walk.place[walk.depth[0]] -= 1
+    walk.place[depth] -= 1
+    if walk.place[depth] < 0:
+        last = walk.steps[depth, 1]
+        walk.choice[last] = r.above[walk.choice[last]]
 
 
 def _until(deadline: float, state: State, parts: Iterator[tuple[State, int]]) -> tuple[State, int]:

@@ -16,6 +16,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 LINKED = (
     *(
         "anneal",
+        "arrangement",
         "arrays",
         "bound",
         "compiled",
@@ -26,7 +27,7 @@ LINKED = (
         "moves",
         "peaks",
     ),
-    *("period", "pieces", "relaxation", "tree", "walk"),
+    *("period", "pieces", "relaxation", "room", "tree", "walk"),
     "simulate",  # whose IN_FLIGHT is a constant there
 )
 """The modules of this package whose functions and constants go into compiled code."""

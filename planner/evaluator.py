@@ -125,19 +125,6 @@ def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[f
 
 
 @inner
-def always_fits(arrays: Arrays, choice: Ints) -> bool:
-    """Whether a choice fits memory in every order."""
-    rows = arrays.start[: arrays.n_calls] + choice
-    made, masks = arrays.skeletons.of[pattern(arrays, rows)], np.empty(len(rows), np.int64)
-    n_masks = device_masks(arrays, rows, masks)
-    chains = np.zeros(arrays.skeletons.size[made], np.int64)
-    _chains(arrays, made, rows, masks, n_masks, chains)
-    if surely_fits(arrays, made, rows, chains, masks, n_masks):
-        return True
-    return excesses(arrays, made, rows, chains).max() <= 0
-
-
-@inner
 def _chains(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int, out: Ints) -> int:
     """Writes the chains that each slot is on (bit k: chain k) to out; returns their number.
 

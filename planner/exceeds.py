@@ -1,14 +1,15 @@
 """A compiled lower bound on the period of every plan that completes a partial choice of options.
 
-A partial choice gives some calls an option, others a mesh alone, and leaves the rest open. Every plan that completes
+A partial choice gives some calls an option, others a row that stands for many (planner/relaxation.py), says of some
+meshes whether they share devices, and leaves the rest open. Every plan that completes
 it has the steady state of a graph with more nodes and edges than the one here, so a cycle here whose seconds exceed
 its delay times T proves that the plan's period exceeds T. The graph has
 
-- the calls, an open one with the seconds of its fastest option and without devices;
+- the calls, an open one with the seconds of its fastest option;
 - the reallocation of each copy that the choice makes necessary, on the devices of both sides;
 - edges for data, for versions and for two iterations in flight, as planner/bound.py has them, and the dispatch
   of a transfer where data change ranks;
-- for each pair of placed nodes that share a device, the order of the calls and its repetition in the next
+- for each pair of nodes that surely share a device, the order of the calls and its repetition in the next
   iteration. Calls that the graph leaves unordered are tried in every order of planner/call_order.py, and T is
   exceeded only if every order exceeds it.
 
@@ -25,8 +26,9 @@ devices of transfers; so the bound of a complete choice may lie some dispatches 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.arrays import Rows
 from planner.compiled import compiled, inner
-from planner.relaxation import ALONE, BOTH, OPEN, READER, TRAINER, Relaxation, overlap, save_s
+from planner.relaxation import ALONE, APART, BOTH, MEET, OPEN, READER, TRAINER, Relaxation, seconds_of
 from planner.simulate import IN_FLIGHT
 
 Floats = NDArray[np.float64]
@@ -34,87 +36,104 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 TOLERANCE = 1e-9  # relative; a cycle that exceeds a period by less is rounding
+MOST_BITS, NO_PATTERN = 62, -1
 
 
 @compiled
-def exceeds(
-    r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, period: float, allowed: Floats
-) -> bool:
+def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: float, allowed: Floats) -> bool:
     """Whether every plan that completes a choice has a longer period.
 
-    choice   [calls] rows of options, or OPEN
-    least_s  [calls] seconds at least of calls that are open
+    choice   [calls] rows, or OPEN
+    meet     [calls, calls] whether their meshes share a device: UNKNOWN, APART, MEET
     moves    [moves, 4] seconds of each reallocation (Relaxation.moves_s)
     allowed  [calls] out, if not: the most seconds that each call without an option may take in such a plan of this
              period
     """
-    free = _free_edges(r, choice, least_s, moves, period)
+    seconds, saves, n = seconds_of(r, choice), np.zeros(len(choice)), len(choice)
+    for call in range(n):
+        if choice[call] != OPEN and r.arrays.trainer[call] == call:
+            saves[call] = r.arrays.options[choice[call]].save_s
+    occupied, before, joined = seconds + saves, np.zeros(n + len(moves)), np.zeros(n)
+    for k in range(len(moves)):
+        if r.alone[k]:
+            before[r.reader[k]] += moves[k, READER]
+            occupied[r.reader[k]] += r.arrays.dispatch_s if moves[k, ALONE] > 0 else 0.0
+        joined[r.trainer[k]] += moves[k, BOTH] - moves[k, ALONE]
+        joined[r.reader[k]] += moves[k, BOTH] - moves[k, ALONE]
+    free = _free_edges(r, choice, meet, moves, seconds, saves, occupied, period)
     weight = free.copy()
     if _has_gain(weight, period):
         return True
-    related = _shared_devices(r, choice, moves)
+    related = _shared_devices(r, meet, moves)
+    ahead, behind = _device_edges(r, related, moves, occupied, before, period)
+    known = np.empty(len(r.position), np.int64)
+    place, n_known = np.empty(len(weight), np.int64), 0
     allowed[:] = -np.inf
-    before = -1
     for order in range(len(r.position)):
-        if before >= 0 and _same_order(r, related, r.position[before], r.position[order]):
+        _places(r, r.position[order], place)
+        known[n_known] = _pattern(related, place)
+        if known[n_known] in known[:n_known]:
             continue
-        before = order
-        weight = _with_devices(r, free, related, choice, least_s, moves, r.position[order], period)
+        n_known += known[n_known] != NO_PATTERN
+        for a in range(len(weight)):
+            for b in range(len(weight)):
+                weight[a, b] = max(free[a, b], ahead[a, b] if place[a] < place[b] else behind[a, b])
         if not _has_gain(weight, period):
             for call in range(len(choice)):
-                spare = _seconds(r, choice, least_s, call) - weight[call, call]
-                allowed[call] = max(allowed[call], spare + _joined_s(r, moves, call))
+                spare = seconds[call] + joined[call] - weight[call, call]
+                allowed[call] = max(allowed[call], spare)
     return allowed[0] == -np.inf
 
 
 @inner
-def _joined_s(r: Relaxation, moves: Floats, call: int) -> float:
-    """Seconds of the moves beside a call that a slower option of it may spare."""
-    spared = 0.0
-    for k in range(len(moves)):
-        if r.trainer[k] == call or r.reader[k] == call:
-            spared += moves[k, BOTH] - moves[k, ALONE]
-    return spared
-
-
-@inner
-def _same_order(r: Relaxation, related: Bools, before: Ints, now: Ints) -> bool:
-    """Whether nodes that share devices stand alike in two orders of the calls."""
+def _pattern(related: Bools, place: Ints) -> int:
+    """Which of each two nodes that share devices stands first, as bits; NO_PATTERN when there are too many."""
+    bits, bit = 0, 0
     for a in range(len(related)):
         for b in range(a):
-            if related[a, b] and (
-                (_place(r, before, a) < _place(r, before, b)) != (_place(r, now, a) < _place(r, now, b))
-            ):
-                return False
-    return True
+            if related[a, b]:
+                if place[a] < place[b]:
+                    bits |= 1 << bit
+                bit += 1
+    return bits if bit <= MOST_BITS else NO_PATTERN
 
 
 @inner
-def _place(r: Relaxation, position: Ints, node: int) -> int:
-    """The place of a node in an order of the calls: a move stands directly before its reader."""
+def _places(r: Relaxation, position: Ints, place: Ints) -> None:
+    """The places of all nodes in an order of the calls: a move stands directly before its reader."""
     n = len(position)
-    return 2 * position[node] if node < n else 2 * position[r.reader[node - n]] - 1
+    for call in range(n):
+        place[call] = 2 * position[call]
+    for k in range(len(r.reader)):
+        place[n + k] = 2 * position[r.reader[k]] - 1
 
 
 @inner
-def _free_edges(r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, period: float) -> Floats:
+def _free_edges(
+    r: Relaxation,
+    choice: Ints,
+    meet: Ints,
+    moves: Floats,
+    seconds: Floats,
+    saves: Floats,
+    occupied: Floats,
+    period: float,
+) -> Floats:
     """[nodes, nodes] seconds less delays of the edges that hold in every order; nodes are calls, then moves."""
-    n, n_moves = len(choice), len(moves)
+    n, n_moves, dispatch_s = len(choice), len(moves), r.arrays.dispatch_s
     weight = np.full((n + n_moves, n + n_moves), -np.inf)
     for a in range(n):
-        seconds = _seconds(r, choice, least_s, a)
         for b in range(n):
             if r.data[a, b]:
-                weight[a, b] = seconds
-                if choice[a] != OPEN and choice[b] != OPEN and _sends(r, choice[a], choice[b]):
-                    weight[a, b] += r.arrays.dispatch_s
+                sends = _sends(r.arrays.options, choice[a], choice[b], meet[a, b])
+                weight[a, b] = seconds[a] + (dispatch_s if sends else 0.0)
             if r.ends[a] and r.begins[b]:
-                behind = 0.0 if choice[a] == OPEN else save_s(r, a, choice[a])
-                weight[a, b] = max(weight[a, b], seconds + behind - IN_FLIGHT * period)
-        weight[a, a] = max(weight[a, a], _load(r, choice, least_s, moves, a) - period)
+                weight[a, b] = max(weight[a, b], seconds[a] + saves[a] - IN_FLIGHT * period)
+        load = occupied[a] + (dispatch_s if a == r.source else 0.0)
+        weight[a, a] = max(weight[a, a], load - period)
     for k in range(n_moves):
         trainer, reader = r.trainer[k], r.reader[k]
-        before = _seconds(r, choice, least_s, trainer) - r.delay[k] * period
+        before = seconds[trainer] - r.delay[k] * period
         weight[trainer, n + k] = before
         weight[n + k, reader] = moves[k, READER]
         weight[trainer, reader] = max(weight[trainer, reader], before + moves[k, BOTH])
@@ -124,109 +143,60 @@ def _free_edges(r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, per
 
 
 @inner
-def _sends(r: Relaxation, a: int, b: int) -> bool:
-    """Whether data between two rows surely change ranks."""
-    where, other = r.options[a].where, r.options[b].where
-    return not overlap(r.options, a, b) or (where != OPEN and other != OPEN and where != other)
+def _sends(options: Rows, a: int, b: int, related: int) -> bool:
+    """Whether data between two rows surely change ranks; related: what is known of their meshes."""
+    if a == OPEN or b == OPEN:
+        return False
+    where, other = options[a].where, options[b].where
+    return related == APART or (where != OPEN and other != OPEN and where != other)
 
 
 @inner
-def _seconds(r: Relaxation, choice: Ints, least_s: Floats, call: int) -> float:
-    return least_s[call] if choice[call] == OPEN else r.options[choice[call]].seconds
-
-
-@inner
-def _load(r: Relaxation, choice: Ints, least_s: Floats, moves: Floats, call: int) -> float:
-    """Seconds of a call on its devices, with the fetch, save or release that stands beside it."""
-    seconds = _seconds(r, choice, least_s, call) + _behind(r, choice, moves, call)
-    return seconds + r.arrays.dispatch_s if call == r.source else seconds
-
-
-@inner
-def _behind(r: Relaxation, choice: Ints, moves: Floats, call: int) -> float:
-    """Seconds of the save or release that follows a call on its devices."""
-    if choice[call] == OPEN:
-        return 0.0
-    seconds = save_s(r, call, choice[call])
-    for k in range(len(moves)):
-        if r.reader[k] == call and r.alone[k] and moves[k, ALONE] > 0:
-            seconds += r.arrays.dispatch_s
-    return seconds
-
-
-@inner
-def _shared_devices(r: Relaxation, choice: Ints, moves: Floats) -> Bools:
-    """[nodes, nodes] whether two placed nodes share a device."""
-    n, n_moves = len(choice), len(moves)
+def _shared_devices(r: Relaxation, meet: Ints, moves: Floats) -> Bools:
+    """[nodes, nodes] whether two nodes surely share a device."""
+    n, n_moves = len(meet), len(moves)
     related = np.zeros((n + n_moves, n + n_moves), np.bool_)
     for a in range(n):
         for b in range(a):
-            if choice[a] != OPEN and choice[b] != OPEN and overlap(r.options, choice[a], choice[b]):
-                related[a, b] = related[b, a] = True
+            related[a, b] = related[b, a] = meet[a, b] == MEET
     for k in range(n_moves):
         if moves[k, ALONE] <= 0 or not r.alone[k]:
             continue
-        source, target = choice[r.trainer[k]], choice[r.reader[k]]
+        trainer, reader = r.trainer[k], r.reader[k]
         for a in range(n):
-            if choice[a] != OPEN and (
-                overlap(r.options, source, choice[a]) or overlap(r.options, target, choice[a])
-            ):
-                related[n + k, a] = related[a, n + k] = True
+            related[n + k, a] = related[a, n + k] = meet[trainer, a] == MEET or meet[reader, a] == MEET
         for j in range(k):
             if moves[j, ALONE] > 0 and r.alone[j]:
-                other_source, other_target = choice[r.trainer[j]], choice[r.reader[j]]
-                if (
-                    overlap(r.options, source, other_source)
-                    or overlap(r.options, source, other_target)
-                    or overlap(r.options, target, other_source)
-                    or overlap(r.options, target, other_target)
-                ):
-                    related[n + k, n + j] = related[n + j, n + k] = True
+                a, b = r.trainer[j], r.reader[j]
+                shares = related[n + k, a] or related[n + k, b]
+                related[n + k, n + j] = related[n + j, n + k] = shares
     return related
 
 
 @inner
-def _with_devices(
-    r: Relaxation,
-    free: Floats,
-    related: Bools,
-    choice: Ints,
-    least_s: Floats,
-    moves: Floats,
-    position: Ints,
-    period: float,
-) -> Floats:
-    """The free edges and, between nodes that share a device, those of an order."""
-    n = len(choice)
-    weight = free.copy()
+def _device_edges(
+    r: Relaxation, related: Bools, moves: Floats, occupied: Floats, before: Floats, period: float
+) -> tuple[Floats, Floats]:
+    """[nodes, nodes] edges between nodes that share a device: where the first stands before the second, and where it
+    stands behind it and precedes it in the next iteration.
+
+    occupied  [calls] seconds, with the save or release that follows on the same devices
+    before    [nodes] seconds that a node takes beyond its least, with the move that may stand directly before it
+    """
+    n = len(occupied)
+    ahead, behind = np.full(related.shape, -np.inf), np.full(related.shape, -np.inf)
     for a in range(len(related)):
-        seconds = (
-            moves[a - n, ALONE] if a >= n else _seconds(r, choice, least_s, a) + _behind(r, choice, moves, a)
-        )
         for b in range(len(related)):
             if related[a, b]:
-                if a >= n and b == r.reader[a - n]:
-                    seconds = moves[a - n, READER]
-                elif a >= n:
-                    seconds = moves[a - n, TRAINER if b == r.trainer[a - n] else ALONE]
-                if _place(r, position, a) < _place(r, position, b):
-                    gain = seconds
-                else:
-                    gain = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)
                 if a < n:
-                    gain += _before_reader(r, moves, b)
-                weight[a, b] = max(weight[a, b], gain)
-    return weight
-
-
-@inner
-def _before_reader(r: Relaxation, moves: Floats, node: int) -> float:
-    """Seconds that a call takes on its devices beyond its least, with the move that may stand directly before it."""
-    seconds = 0.0
-    for k in range(len(moves)):
-        if r.reader[k] == node and r.alone[k]:
-            seconds += moves[k, READER]
-    return seconds
+                    seconds = occupied[a] + before[b]
+                elif b == r.reader[a - n]:
+                    seconds = moves[a - n, READER]
+                else:
+                    seconds = moves[a - n, TRAINER if b == r.trainer[a - n] else ALONE]
+                ahead[a, b] = seconds
+                behind[a, b] = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)
+    return ahead, behind
 
 
 @inner

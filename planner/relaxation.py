@@ -1,7 +1,8 @@
-"""What the bounds on partial choices know of a problem: mesh rows, the seconds of moves, memory.
+"""What the bounds on partial choices know of a problem: rows that stand for many options, seconds of moves, memory.
 
-A mesh row stands for all options of a call on a mesh: in all that the bounds ask for it is as good as the best of
-them. So a call that has a mesh but no option yet is a row like others.
+Above the options stand rows for all of them at one placement (they differ in micro-batches), above these rows for all
+under one strategy on meshes of one size (a kind), above these rows for all on meshes of one size (a group). In all
+that the bounds ask for, such a row is as good as the best of those that it stands for.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from planner.arrays import Arrays, Rows
 from planner.bound import data_order
 from planner.compiled import compiled, inner
-from planner.moves import least_reallocation, reallocation
+from planner.moves import least_move_s, least_reallocation, reallocation
 from planner.peaks import memory_of
 from planner.tables import Tables
 
@@ -25,6 +26,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 OPEN = -1
+UNKNOWN, APART, MEET = range(3)
+"""Whether the meshes of two calls share a device."""
 ALONE, TRAINER, READER, BOTH = range(4)
 """Columns of a move's seconds: of the move itself, and what it and the trainer, the reader, or both take at least
 beyond the least seconds of these."""
@@ -34,12 +37,14 @@ KNOWN_MOVES = 1 << 18  # that are remembered; newer ones displace older ones
 class Relaxation(NamedTuple):
     """What the bounds need beside the arrays of a problem. Options are named by their row.
 
-    options       those of the arrays, then the mesh rows, whose where, place and strategy are OPEN
-    mesh_row      [options] row -> its mesh's; OPEN of offloaded options
-    kinds         the fastest row of every strategy on a mesh, mesh by mesh: mesh row m has kinds[kind[m]] ..
-                  kinds[kind[m + 1] - 1], where m counts mesh rows from 0
+    arrays        of the problem; behind its options are the rows of placements, kinds and groups, whose first, where
+                  and place are OPEN where they have no placement, and whose strategy is where they have none
+    above         [rows] the row next above; OPEN of groups and of offloaded options
+    begin, below  row i behind the options stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest
+                  first, where i counts from 0
+    load          [rows] seconds x devices, with the save of a train_step, at least
+    least         [rows, 3] the smallest of resident, copy, active bytes over the stages
     fastest       [calls] seconds of the fastest option
-    least         [options] the smallest of resident, copy, active bytes over the stages
     data          [calls, calls] whether data lead from one to the other
     ends, begins  [calls] whether the call is the last, the first of a path of data
     trainer, reader, delay  [moves] a copy of the role that `trainer` trains is made for `reader`, from the
@@ -50,12 +55,14 @@ class Relaxation(NamedTuple):
     """
 
     arrays: Arrays
-    options: Rows
-    mesh_row: Ints
-    kinds: Ints
-    kind: Ints
-    fastest: Floats
+    above: Ints
+    begin: Ints
+    below: Ints
+    spots: Ints
+    spot: Ints
+    load: Floats
     least: Floats
+    fastest: Floats
     data: Bools
     ends: Bools
     begins: Bools
@@ -76,18 +83,17 @@ def relaxation(tables: Tables) -> Relaxation:
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
     moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
-    meshes = _meshes(arrays)
-    options, mesh_row = _with_mesh_rows(arrays.options, meshes)
-    least = _least_stages(arrays)
-    kinds = [_kinds(arrays.options, own) for own in meshes]
+    ladder = _ladder(arrays)
     return Relaxation(
-        arrays=arrays,
-        options=options,
-        mesh_row=mesh_row,
-        kinds=np.concatenate(kinds),
-        kind=np.cumsum([0, *map(len, kinds)]),
+        arrays=arrays._replace(options=ladder.options),
+        above=ladder.above,
+        begin=ladder.begin,
+        below=ladder.below,
+        spots=(spots := _spots(ladder))[0],
+        spot=spots[1],
+        load=ladder.least[:, 0].copy(),
+        least=ladder.least[:, 1:].copy(),
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
-        least=np.concatenate([least, [least[own].min(axis=0) for own in meshes]]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
         begins=np.array([not ordered.in_degree(name) for name in names]),
@@ -103,30 +109,68 @@ def relaxation(tables: Tables) -> Relaxation:
     )
 
 
-def _meshes(arrays: Arrays) -> list[Ints]:
-    """The resident rows of each call on each of its meshes, fastest first."""
-    o, found = arrays.options, list[Ints]()
-    for a, b in zip(arrays.start[:-1], arrays.offloaded, strict=True):
-        rows = a + np.lexsort((o.seconds[a:b], o.first[a:b], o["size"][a:b]))
-        new = np.diff(o.first[rows]) | np.diff(o["size"][rows])
-        found += np.split(rows, 1 + np.flatnonzero(new))
-    return found
+class _Ladder(NamedTuple):
+    """All rows, and what is above and below them; least: [rows, 4] load, and resident, copy, active bytes."""
+
+    options: Rows
+    above: Ints
+    begin: Ints
+    below: Ints
+    least: Floats
 
 
-def _with_mesh_rows(options: Rows, meshes: list[Ints]) -> tuple[Rows, Ints]:
-    """The options and a row for each mesh, and each row's mesh row."""
-    mesh_row = np.concatenate([np.full(len(options), OPEN), len(options) + np.arange(len(meshes))])
-    rows = options[[own[0] for own in meshes]].copy()
-    for i, own in enumerate(meshes):
-        mesh_row[own] = len(options) + i
-        rows.save_s[i] = options.save_s[own].min()
-    rows.where[:] = rows.place[:] = rows.strategy[:] = OPEN
-    return np.concatenate([options, rows]).view(np.recarray), mesh_row
+_RUNGS = (
+    (("place",), ()),
+    (("size", "strategy"), ("first", "where", "place")),
+    (("size",), ("first", "where", "place", "strategy")),
+)
+"""Of placements, kinds and groups: what their rows agree in, and what is open."""
 
 
-def _kinds(options: Rows, own: Ints) -> Ints:
-    """The fastest of the rows of each strategy, given the fastest first."""
-    return own[np.sort(np.unique(options.strategy[own], return_index=True)[1])]
+def _ladder(arrays: Arrays) -> _Ladder:
+    options, n = arrays.options, len(arrays.options)
+    call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
+    members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
+    trains = arrays.trainer[call] == call
+    load = (options.seconds + options.save_s * trains) * options["size"]
+    least = np.concatenate([load[:, None], _least_stages(arrays)], axis=1)
+    above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
+    for alike, opened in _RUNGS:
+        keys = np.stack([call[members], *(options[name][members] for name in alike)])
+        order = np.lexsort((options.seconds[members], *keys[::-1]))
+        members, new = members[order], np.diff(keys[:, order]).any(axis=0)
+        starts = np.concatenate([[0], 1 + np.flatnonzero(new)])
+        rows = options[members[starts]].copy()
+        rows["save_s"] = np.minimum.reduceat(options.save_s[members], starts)
+        for name in opened:
+            rows[name] = OPEN
+        begin.append(begin[-1][-1] + np.append(starts[1:], len(members)))
+        below.append(members)
+        first = len(options)
+        above[members] = first + np.cumsum(np.concatenate([[0], new]))
+        above = np.concatenate([above, np.full(len(rows), OPEN)])
+        call = np.concatenate([call, call[members[starts]]])
+        least = np.concatenate([least, np.minimum.reduceat(least[members], starts)])
+        options = np.concatenate([options, rows]).view(np.recarray)
+        members = first + np.arange(len(rows))
+    return _Ladder(options, above, np.concatenate(begin), np.concatenate(below), least)
+
+
+def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
+    """Of each group, where its meshes may begin."""
+    o, n = ladder.options, len(ladder.options) - len(ladder.begin) + 1
+    begin, found = [0], list[Ints]()
+    for row in range(n, len(o)):
+        if o.strategy[row] == OPEN:
+            kinds = ladder.below[ladder.begin[row - n] : ladder.begin[row - n + 1]]
+            places = np.concatenate(
+                [ladder.below[ladder.begin[k - n] : ladder.begin[k - n + 1]] for k in kinds]
+            )
+            found.append(np.unique(o.first[places]))
+        else:
+            found.append(np.zeros(0, np.int64))
+        begin.append(begin[-1] + len(found[-1]))
+    return np.array(begin), np.concatenate(found)
 
 
 def _least_stages(arrays: Arrays) -> Floats:
@@ -154,20 +198,36 @@ def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, 
 
 
 @inner
-def overlap(o: Rows, a: int, b: int) -> bool:
-    """Whether the meshes of two options share a device."""
-    return o[a].first < o[b].first + o[b].size and o[b].first < o[a].first + o[a].size
+def placed(options: Rows, row: int) -> bool:
+    """Whether a row has a placement."""
+    return row != OPEN and options[row].first != OPEN
+
+
+@compiled
+def relation(options: Rows, n_devices: int, a: int, b: int) -> int:
+    """Whether the meshes of two rows share a device, as far as their sizes and placements say."""
+    if a == OPEN or b == OPEN:
+        return UNKNOWN
+    one, other = options[a], options[b]
+    if one.first == OPEN or other.first == OPEN:
+        return MEET if one.size + other.size > n_devices else UNKNOWN
+    share = one.first < other.first + other.size and other.first < one.first + one.size
+    return MEET if share else APART
 
 
 @inner
-def save_s(r: Relaxation, call: int, row: int) -> float:
-    """Seconds of the save behind a call; 0 where it trains nothing."""
-    return r.options[row].save_s if r.arrays.trainer[call] == call else 0.0
+def seconds_of(r: Relaxation, choice: Ints) -> Floats:
+    """[calls] seconds at least."""
+    seconds = r.fastest.copy()
+    for call in range(len(choice)):
+        if choice[call] != OPEN:
+            seconds[call] = r.arrays.options[choice[call]].seconds
+    return seconds
 
 
 @compiled
 def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> float:
-    """Seconds of a reallocation between two options, its dispatch included; 0 when none is needed.
+    """Seconds of a reallocation between two placements, by row, its dispatch included; 0 when none is needed.
 
     exact  else at least so many, at once"""
     place = r.arrays.options.place
@@ -180,38 +240,77 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> 
 
 
 @compiled
-def moves_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool, out: Floats) -> None:
-    """Seconds of a reallocation between two rows, of options or meshes, in all of its columns.
+def moves_s(
+    r: Relaxation, move: int, trainer: int, reader: int, related: int, exact: bool, out: Floats
+) -> None:
+    """Seconds of a reallocation between two rows in all of its columns.
 
-    exact  of two options: else at least so many, at once
+    related  of the two meshes; exact: between two placements: else at least so many, at once
     """
-    n = len(r.arrays.options)
-    if trainer < n and reader < n:
+    o = r.arrays.options
+    if o[trainer].first != OPEN and o[reader].first != OPEN:
         out[:] = move_s(r, move, trainer, reader, exact)
         return
-    key = (move * len(r.options) + trainer) * len(r.options) + reader
+    a = _unplaced(r, trainer)
+    b = _unplaced(r, reader)
+    key = ((move * len(o) + a) * len(o) + b) * 2 + (related == APART)
     slot = key % len(r.keys)
     if r.keys[slot] != key:
-        _least_moves(r, move, trainer, reader, r.known_s[slot])
+        _least_moves(r, move, a, b, related == APART, r.known_s[slot])
         r.keys[slot] = key
     out[:] = r.known_s[slot]
 
 
 @inner
-def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, out: Floats) -> None:
-    """`moves_s` of two rows, by the kinds of those that stand for meshes."""
-    n, o = len(r.arrays.options), r.options
+def _unplaced(r: Relaxation, row: int) -> int:
+    """The kind of a row that has a placement; else the row."""
+    while r.arrays.options[row].first != OPEN:
+        row = r.above[row]
+    return row
+
+
+@inner
+def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, apart: bool, out: Floats) -> None:
+    """`moves_s` of two rows without placement, by the kinds of groups."""
+    o = r.arrays.options
     out[:] = np.inf
-    for i in range(1 if trainer < n else r.kind[trainer - n + 1] - r.kind[trainer - n]):
-        a = trainer if trainer < n else r.kinds[r.kind[trainer - n] + i]
-        for j in range(1 if reader < n else r.kind[reader - n + 1] - r.kind[reader - n]):
-            b = reader if reader < n else r.kinds[r.kind[reader - n] + j]
-            taken = move_s(r, move, a, b, False)
+    for i in range(_n_kinds(r, trainer)):
+        a = _kind(r, trainer, i)
+        for j in range(_n_kinds(r, reader)):
+            b = _kind(r, reader, j)
+            taken = _least_move_s(r, move, a, b, apart)
             slower_a, slower_b = o[a].seconds - o[trainer].seconds, o[b].seconds - o[reader].seconds
             out[ALONE] = min(out[ALONE], taken)
             out[TRAINER] = min(out[TRAINER], taken + slower_a)
             out[READER] = min(out[READER], taken + slower_b)
             out[BOTH] = min(out[BOTH], taken + slower_a + slower_b)
+
+
+@inner
+def _n_kinds(r: Relaxation, row: int) -> int:
+    """The number of a group's kinds; 1 of a kind."""
+    i = row - r.arrays.start[-1]
+    return r.begin[i + 1] - r.begin[i] if r.arrays.options[row].strategy == OPEN else 1
+
+
+@inner
+def _kind(r: Relaxation, row: int, i: int) -> int:
+    """One of a group's kinds; a kind itself."""
+    return r.below[r.begin[row - r.arrays.start[-1]] + i] if r.arrays.options[row].strategy == OPEN else row
+
+
+@inner
+def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> float:
+    """Seconds that a move between options of two kinds takes at least, wherever their meshes lie."""
+    o, per_host = r.arrays.options, r.arrays.links.per_host
+    if o[a].strategy == o[b].strategy and not apart:
+        return 0.0
+    shared = 0 if apart else min(o[a].size, o[b].size)
+    near = min(max(o[a].size, per_host), o[b].size)
+    if apart and o[a].size + o[b].size > per_host:
+        near = 0  # a mesh that is no part of a host has its hosts for itself
+    role = r.arrays.role[r.trainer[move]]
+    return r.arrays.dispatch_s + least_move_s(r.arrays, role, a, b, shared, near)
 
 
 @inner
@@ -224,47 +323,38 @@ def may_offload(arrays: Arrays, call: int) -> bool:
 def lacks(r: Relaxation, choice: Ints) -> bool:
     """Whether some device lacks memory for the decided calls already, by the stages that hold least, whether or not
     what may be offloaded is."""
-    o, n = r.options, r.arrays.n_calls
-    for point in range(n):
-        if choice[point] == OPEN:
-            continue
-        device = o[choice[point]].first
-        static, peak = 0.0, 0.0
-        for call in range(n):
-            row = choice[call]
-            if row == OPEN or not o[row].first <= device < o[row].first + o[row].size:
-                continue
-            needed = r.least[row, 2]
-            if may_offload(r.arrays, call):
-                needed += r.least[row, 1]
-            elif _counts(r, choice, call):
-                static += r.least[row, 0]
-            for k in range(len(r.reader)):
-                trainer = choice[r.trainer[k]]
-                if r.reader[k] == call and trainer != OPEN and not _may_be_alike(o, row, trainer):
-                    needed += r.least[row, 1]
-            peak = max(peak, needed)
-        if static + peak > memory_of(r.arrays, device):
-            return True
+    o, n = r.arrays.options, r.arrays.n_calls
+    static, needed = np.zeros(n), np.zeros(n)
+    for call in range(n):
+        row = choice[call]
+        if placed(o, row):
+            needed[call] = r.least[row, 2]
+            if r.arrays.offloaded[call] < r.arrays.start[call + 1]:
+                needed[call] += r.least[row, 1]
+            elif r.arrays.trainer[call] >= 0 or not _stands_before(o, r.arrays.role, choice, call):
+                static[call] = r.least[row, 0]
+    for k in range(len(r.reader)):
+        reader, trainer = choice[r.reader[k]], choice[r.trainer[k]]
+        if placed(o, reader) and placed(o, trainer) and o[reader].place != o[trainer].place:
+            needed[r.reader[k]] += r.least[reader, 1]
+    for row in choice:
+        if placed(o, row):
+            device, held, peak = o[row].first, 0.0, 0.0
+            for call in range(n):
+                mesh = o[choice[call]]
+                if placed(o, choice[call]) and mesh.first <= device < mesh.first + mesh.size:
+                    held += static[call]
+                    peak = max(peak, needed[call])
+            if held + peak > memory_of(r.arrays, device):
+                return True
     return False
 
 
 @inner
-def _counts(r: Relaxation, choice: Ints, call: int) -> bool:
-    """Whether a call's resident bytes are surely its own: of a frozen role's calls at one placement the first has
-    them."""
-    if r.arrays.trainer[call] >= 0:
-        return True
+def _stands_before(options: Rows, role: Ints, choice: Ints, call: int) -> bool:
+    """Whether an earlier call of the same role has the same placement."""
     for other in range(call):
-        same = r.arrays.role[other] == r.arrays.role[call] and choice[other] != OPEN
-        if same and _may_be_alike(r.options, choice[other], choice[call]):
-            return False
-    return True
-
-
-@inner
-def _may_be_alike(o: Rows, a: int, b: int) -> bool:
-    """Whether two rows may have one placement."""
-    if o[a].place == OPEN or o[b].place == OPEN:
-        return o[a].first == o[b].first and o[a].size == o[b].size
-    return o[a].place == o[b].place
+        same = role[other] == role[call] and placed(options, choice[other])
+        if same and options[choice[other]].place == options[choice[call]].place:
+            return True
+    return False

@@ -14,7 +14,7 @@ from planner.exceeds import exceeds
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
 from planner.problem import Problem
-from planner.relaxation import OPEN, lacks, move_s, moves_s, relaxation
+from planner.relaxation import APART, OPEN, UNKNOWN, lacks, move_s, moves_s, relation, relaxation
 from planner.search import bound_of
 from planner.tables import Tables
 from planner.walk import PAUSED
@@ -146,63 +146,83 @@ def test_roles_are_offloaded_where_memory_lacks_and_only_there(small_problem, me
     assert state.time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
 
 
+def raised(r, row: int, rungs: int) -> int:
+    """The row so many rungs above an option."""
+    for _ in range(rungs):
+        row = r.above[row]
+    return row
+
+
 @pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
 def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem, cluster):
-    """Random choices, and the same with some calls open or on their meshes alone, on PPO."""
+    """Random choices of PPO; then some calls are open, others known by placement, strategy or size alone, and of some
+    pairs it is known whether their meshes share a device."""
     tables = Tables(small_problem(cluster, memory=1e9))
     assert any(option.offload for options in tables.options for option in options)
     r, random = relaxation(tables), np.random.default_rng(0)
-    starts = r.arrays.start[:-1]
-    allowed = np.zeros(r.arrays.n_calls)
-    tight = {0.0: 0, 0.5: 0, 1.0: 0}
+    starts, n = r.arrays.start[:-1], r.arrays.n_calls
+    allowed, tight, lacking = np.zeros(n), {0: 0, 1: 0, 2: 0, 3: 0}, 0
     for _ in range(200):
         choice = np.array([random.integers(len(found)) for found in tables.options])
         time_s, excess_bytes, _ = tables.evaluate(choice)
         chosen = choice + starts
-        offloaded = chosen >= r.arrays.offloaded
-        meshes = r.mesh_row[chosen - offloaded * (r.arrays.offloaded - starts)]
-        for without, placed in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.0, 1.0), (0.3, 0.4)):
-            rows = np.where(random.random(len(choice)) < placed, meshes, chosen)
-            rows[random.random(len(choice)) < without] = OPEN
+        chosen -= (chosen >= r.arrays.offloaded) * (r.arrays.offloaded - starts)
+        for without, rungs in ((0.0, 0), (0.5, 0), (0.0, 1), (0.0, 2), (0.0, 3), (0.2, None)):
+            raises = random.integers(4, size=n) if rungs is None else np.full(n, rungs)
+            rows = np.array([raised(r, *pair) for pair in zip(chosen, raises, strict=True)])
+            rows[random.random(n) < without] = OPEN
+            meet = np.array([[relation(r.arrays.options, r.n_devices, a, b) for b in rows] for a in rows])
+            for a, b in product(range(n), repeat=2):
+                if OPEN not in (rows[a], rows[b]) and (rungs is not None or random.random() < 0.3):
+                    meet[a, b] = meet[b, a] = relation(r.arrays.options, r.n_devices, chosen[a], chosen[b])
             moves = np.zeros((len(r.trainer), 4))
-            for k in range(len(moves)):
-                if rows[r.trainer[k]] != OPEN and rows[r.reader[k]] != OPEN:
-                    moves_s(r, k, rows[r.trainer[k]], rows[r.reader[k]], random.random() < 0.5, moves[k])
-            assert not exceeds(r, rows, r.fastest, moves, time_s * (1 + 1e-9), allowed)
-            seconds = r.arrays.options.seconds[chosen]
-            loose = (rows == OPEN) | (rows == meshes)
+            for k, (a, b) in enumerate(zip(r.trainer, r.reader, strict=True)):
+                if OPEN not in (rows[a], rows[b]):
+                    moves_s(r, k, rows[a], rows[b], meet[a, b], random.random() < 0.5, moves[k])
+            assert not exceeds(r, rows, meet, moves, time_s * (1 + 1e-9), allowed)
+            seconds, loose = r.arrays.options.seconds[chosen], rows != chosen
             assert all(seconds[loose] <= allowed[loose] * (1 + 1e-9))
             assert excess_bytes > 0 or not lacks(r, rows)
-            if not without:
-                tight[placed] += exceeds(r, rows, r.fastest, moves, 0.7 * time_s, allowed)
-    assert tight[0.0] > 150
-    assert tight[0.5] > 100
-    assert tight[1.0] > 50
+            if rungs is not None and not without:
+                tight[rungs] += exceeds(r, rows, meet, moves, 0.7 * time_s, allowed)
+                lacking += excess_bytes > 0 and lacks(r, rows)
+    assert tight[0] > 150
+    assert tight[1] > 150
+    assert tight[2] > 100
+    assert tight[3] > 50
+    assert lacking > 30
 
 
 @pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
-def test_a_mesh_row_is_as_good_as_each_option_on_the_mesh(small_problem, cluster):
-    """In seconds, save and bytes; and a move with those beside it takes no less than the least of it."""
+def test_a_row_is_as_good_as_each_option_that_it_stands_for(small_problem, cluster):
+    """In seconds, load, save and bytes; and a move with those beside it takes no less than the least of it."""
     r, random = relaxation(Tables(small_problem(cluster))), np.random.default_rng(1)
-    resident = np.flatnonzero(r.mesh_row[: len(r.arrays.options)] != OPEN)
-    meshes, o = r.mesh_row[resident], r.options
-    for field in ("first", "size"):
-        assert (o[field][meshes] == o[field][resident]).all()
-    for field in ("seconds", "save_s"):
-        assert (o[field][meshes] <= o[field][resident]).all()
-    assert (r.least[meshes] <= r.least[resident]).all()
-    least, joined = np.zeros(4), 0
-    for _ in range(300):
+    o, options = r.arrays.options, np.arange(r.arrays.start[-1])
+    options = options[r.above[options] != OPEN]
+    for rungs in (1, 2, 3):
+        above = np.array([raised(r, row, rungs) for row in options])
+        assert (o["size"][above] == o["size"][options]).all()
+        assert all((o.strategy[above] == o.strategy[options]) if rungs < 3 else o.strategy[above] == OPEN)
+        assert all((o.place[above] == o.place[options]) if rungs < 2 else o.place[above] == OPEN)
+        for figures in (o.seconds, o.save_s, r.load):
+            assert (figures[above] <= figures[options]).all()
+        assert (r.least[above] <= r.least[options]).all()
+    least, joined, apart = np.zeros(4), 0, 0
+    for _ in range(600):
         k = random.integers(len(r.trainer))
         ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
-        moved_s = move_s(r, k, *ends, True)
-        known = [r.mesh_row[row] if random.random() < 0.7 else row for row in ends]
-        moves_s(r, k, *known, False, least)
+        moved_s, related = move_s(r, k, *ends, True), relation(r.arrays.options, r.n_devices, *ends)
+        known = [raised(r, row, random.integers(4)) for row in ends]
+        moves_s(r, k, *known, related, False, least)
         slower = [o.seconds[row] - o.seconds[other] for row, other in zip(ends, known, strict=True)]
         taken = moved_s + np.array([0.0, slower[0], slower[1], sum(slower)])
         assert all(least <= taken + 1e-12)
+        moves_s(r, k, *known, UNKNOWN, False, least)
+        assert all(least <= taken + 1e-12)
         joined += least[3] > least[0]
+        apart += related == APART
     assert joined > 20
+    assert apart > 50
 
 
 def _of_call(r, call: int) -> np.ndarray:
