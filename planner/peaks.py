@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.arrays import CALL, OFFLOAD, ONLOAD, REALLOCATE, RELEASE, Arrays
+from planner.arrays import CALL, OFFLOAD, ONLOAD, REALLOCATE, RELEASE, Arrays, Rows
 from planner.compiled import inner
 
 Ints = NDArray[np.int64]
@@ -11,13 +11,12 @@ Floats = NDArray[np.float64]
 
 
 @inner
-def _counts(arrays: Arrays, rows: Ints, call: int) -> bool:
+def _counts(options: Rows, role: Ints, trainer: Ints, rows: Ints, call: int) -> bool:
     """Whether a call's resident bytes are its own: of a frozen role's calls at one placement the first has them."""
-    if arrays.trainer[call] >= 0:
+    if trainer[call] >= 0:
         return True
     for other in range(call):
-        alike = arrays.options[rows[other]].place == arrays.options[rows[call]].place
-        if alike and arrays.role[other] == arrays.role[call]:
+        if role[other] == role[call] and options[rows[other]].place == options[rows[call]].place:
             return False
     return True
 
@@ -29,7 +28,7 @@ def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints
         held, active = 0.0, 0.0
         for c in range(len(rows)):
             if masks[k] >> c & 1:
-                if _counts(arrays, rows, c):
+                if _counts(arrays.options, arrays.role, arrays.trainer, rows, c):
                     held += arrays.options[rows[c]].resident
                 active = max(active, arrays.options[rows[c]].active)
         for i in range(arrays.skeletons.size[made]):
@@ -97,7 +96,7 @@ def _stages_on(
         if option.first <= device < option.first + option.size:
             stage[c] = option.stage + (device - option.first) // (option.dp * option.tp)
             active = max(active, arrays.stages[stage[c]].active)
-            if _counts(arrays, rows, c):
+            if _counts(arrays.options, arrays.role, arrays.trainer, rows, c):
                 resident += arrays.stages[stage[c]].resident
     for i in range(arrays.skeletons.size[made]):
         slot = arrays.skeletons.slots[made, i]

@@ -22,6 +22,8 @@ def fastest_order(
     arrays: Arrays, made: int, seconds: Floats, chains: Ints, n_chains: int, excess: Floats, limit: float
 ) -> tuple[float, int]:
     """(seconds, order) of the fastest of the orders of least excess; infinite if none is below the limit."""
+    s = arrays.skeletons
+    orders, after, across = s.order[made, :, : len(seconds)], s.after[made], s.across[made]
     load = np.zeros(n_chains)
     for i in range(len(seconds)):
         for k in range(n_chains):
@@ -35,7 +37,7 @@ def fastest_order(
     for order in range(len(excess)):
         if excess[order] > least:
             continue
-        time_s = period(arrays, made, order, seconds, chains, n_chains, lower, min(found, limit))
+        time_s = _period(orders[order], after, across, seconds, chains, n_chains, lower, min(found, limit))
         if time_s < found:
             found, found_order = time_s, order
             if found <= lower * (1 + ROUNDING):
@@ -44,10 +46,10 @@ def fastest_order(
 
 
 @inner
-def period(
-    arrays: Arrays,
-    made: int,
-    order: int,
+def _period(
+    order: Ints,
+    after: Ints,
+    across: Ints,
     seconds: Floats,
     chains: Ints,
     n_chains: int,
@@ -57,6 +59,9 @@ def period(
     """The steady state of a skeleton in an order: its maximum cycle ratio (planner.simulate); infinity if that is
     not less than limit.
 
+    order            [slots] the slots in the total order
+    after, across    [slots, most] slots that must have finished, in the same iteration and in the one before, -1
+                     behind the last
     seconds, chains  of the slots; bit k of chains: the slot is on chain k
     lower            a lower bound of the result, e.g. the load of a device
     """
@@ -64,17 +69,17 @@ def period(
         target = limit * (1 - ROUNDING)
         if (
             target <= lower
-            or _settle(arrays, made, order, seconds, chains, n_chains, target, target) > target
+            or _settle(order, after, across, seconds, chains, n_chains, target, target) > target
         ):
             return np.inf
-    return _settle(arrays, made, order, seconds, chains, n_chains, lower, np.inf)
+    return _settle(order, after, across, seconds, chains, n_chains, lower, np.inf)
 
 
 @inner
 def _settle(
-    arrays: Arrays,
-    made: int,
-    order: int,
+    order: Ints,
+    after: Ints,
+    across: Ints,
     seconds: Floats,
     chains: Ints,
     n_chains: int,
@@ -86,9 +91,8 @@ def _settle(
     Longest paths of weight seconds - delay * period by repeated passes in the total order; a cycle among the
     slots that hold each other up has a larger ratio than the period, which then takes that ratio.
     """
-    s, n = arrays.skeletons, arrays.skeletons.size[made]
-    total = seconds.sum()
-    slack = ROUNDING * total
+    n = len(seconds)
+    slack = ROUNDING * seconds.sum()
     now = lower
     end = np.zeros(n)
     for i in range(n):
@@ -104,21 +108,20 @@ def _settle(
         wrapped = (1 << n_chains) - 1  # chains whose last slot is still of the iteration before
         final -= IN_FLIGHT * now
         following, following_slot = -np.inf, -1
-        for j in range(n):
-            i = s.order[made, order, j]
+        for i in order:
             if not chains[i]:
                 continue  # idle: it ends at 0 and holds nobody up
             start = end[i] - seconds[i]
             earliest = start + slack
             why, late = -1, 0
-            for e in range(s.after.shape[2]):
-                a = s.after[made, i, e]
+            for e in range(after.shape[1]):
+                a = after[i, e]
                 if a < 0:
                     break
                 if end[a] > earliest:
                     earliest, why, late = end[a], a, 0
-            for e in range(s.across.shape[2]):
-                a = s.across[made, i, e]
+            for e in range(across.shape[1]):
+                a = across[i, e]
                 if a < 0:
                     break
                 if end[a] - now > earliest:
