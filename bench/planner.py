@@ -1,6 +1,6 @@
 """How good and how fast the plan search is: one cost model, one process.
 
-    python -m bench.planner [--seeds 10] [--settings 7B+7B/1x8 ...] [--limits 1 10 60]
+    python -m bench.planner [--seeds 10] [--modes search mcmc] [--settings 7B+7B/1x8 ...] [--limits 1 10 60]
                             [--large 70B+70B/128x8 ...] [--json FILE]
 
 PPO with Llama-2 shapes on A100-80G nodes (NVLink 300 GB/s each way inside a node, 200 Gb/s between nodes): prompt
@@ -52,6 +52,8 @@ SETTINGS = {
     "7B+34B/4x8": ("7B", "34B", 4),
 }
 """actor and ref, critic and reward, hosts of eight GPUs."""
+
+MODES = ("search", "mcmc")
 
 LARGE = {"70B+70B/128x8": ("70B", "70B", 128, 60.0), "70B+70B/2048x8": ("70B", "70B", 2048, 300.0)}
 """The same with the time limit in seconds; the batch grows with the cluster."""
@@ -132,9 +134,9 @@ def run(given: Problem, mode: str, limits: list[float], seed: int) -> dict[str, 
     }
 
 
-def measure(name: str, given: Problem, seeds: int, limits: list[float]) -> dict[str, Any]:
-    """Search and MCMC on one setting, a run per seed."""
-    runs = {mode: [run(given, mode, limits, seed) for seed in range(seeds)] for mode in ("search", "mcmc")}
+def measure(name: str, given: Problem, modes: list[str], seeds: int, limits: list[float]) -> dict[str, Any]:
+    """Search and MCMC, as wanted, on one setting, a run per seed."""
+    runs = {mode: [run(given, mode, limits, seed) for seed in range(seeds)] for mode in modes}
     rules = _rules_s(given)
     best = min(one["iteration_time_s"] for of_mode in runs.values() for one in of_mode)
     for mode, found in runs.items():
@@ -194,19 +196,20 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--limits", type=float, nargs="+", default=[1.0, 10.0, 60.0])
     parser.add_argument("--large", nargs="*", default=list(LARGE), choices=list(LARGE))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     compiling = time.monotonic()
-    for mode in ("search", "mcmc"):
+    for mode in MODES:
         find_plan(problem("7B", "7B", 1), mode, 1.0)
     report: dict[str, Any] = {
         "platform": platform.platform(),
         "compile_or_load_s": time.monotonic() - compiling,
         "settings": {
-            name: measure(name, problem(*SETTINGS[name]), given.seeds, given.limits)
+            name: measure(name, problem(*SETTINGS[name]), given.modes, given.seeds, given.limits)
             for name in given.settings
         },
         "large": {name: measure_large(name, *LARGE[name]) for name in given.large},
