@@ -149,8 +149,10 @@ def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, 
 def _check_writable(*paths: Path | None) -> None:
     """Raises ConfigError for a file that surely cannot be written: a search would be lost."""
     for path in paths:
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise ConfigError(f"{path} cannot be written. Name a file in a folder that can be written to.")
+        if path is not None and (
+            path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
+        ):
+            raise ConfigError(f"{path} cannot be written. Name a file that can, in a folder that is there.")
 
 
 def _write(result: SearchResult, json_file: Path | None, out: Path | None) -> None:
