@@ -99,7 +99,12 @@ def report(
         ]
         off = price.iteration_time_s / outcome.measured_s - 1
         off_memory = max(
-            (p / m - 1 for p, m in zip(peaks, outcome.measured_peak_bytes, strict=True)), key=abs
+            (
+                p / m - 1
+                for p, m in zip(peaks, outcome.measured_peak_bytes, strict=True)
+                if m  # a rank that no call is on runs nothing
+            ),
+            key=abs,
         )
         rows.append((outcome.label, price.iteration_time_s, outcome.measured_s, off))
         memory.append(abs(off_memory))

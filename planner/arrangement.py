@@ -11,22 +11,24 @@ from planner.relaxation import APART, MEET, OPEN, Relaxation, placed, relation
 
 Ints = NDArray[np.int64]
 
+MOST_TRIES = 10_000  # places that are tried; a tenth of a millisecond
+
 
 @inner
 def lies_as_said(r: Relaxation, choice: Ints, meet: Ints, call: int) -> bool:
-    """Whether the mesh of a call shares a device with those of the others with places with which it should."""
+    """Whether the mesh of a call with a place shares a device with those of the others with which it should."""
     o = r.arrays.options
-    if placed(o, choice[call]):
-        for other in range(len(choice)):
-            there = choice[other]
-            if placed(o, there) and relation(o, r.n_devices, choice[call], there) != meet[call, other]:
-                return False
+    for other in range(len(choice)):
+        there = choice[other]
+        if placed(o, there) and relation(o, r.n_devices, choice[call], there) != meet[call, other]:
+            return False
     return True
 
 
 @compiled
 def can_be_arranged(r: Relaxation, order: Ints, choice: Ints, meet: Ints) -> bool:
-    """Whether the calls without a place have one each, so that all meshes lie to each other as they should.
+    """Whether the calls without a place have one each, so that all meshes lie to each other as they should; or
+    whether that has not been found out in MOST_TRIES.
 
     order   [calls] in which calls are given places; where one finds none, the call before it takes another
     choice  [calls] rows, none of them OPEN; meet  [calls, calls] UNKNOWN, APART or MEET
@@ -48,8 +50,9 @@ def can_be_arranged(r: Relaxation, order: Ints, choice: Ints, meet: Ints) -> boo
                     end[i] = r.spots[group + 1]
                 i += 1
         n_placed = i if with_place else n_placed
-    i = n_placed
-    while n_placed <= i < n:
+    i, tries = n_placed, 0
+    while n_placed <= i < n and tries < MOST_TRIES:
+        tries += 1
         if spot[i] == end[i]:
             spot[i] = begin[i]
             i -= 1
@@ -60,7 +63,7 @@ def can_be_arranged(r: Relaxation, order: Ints, choice: Ints, meet: Ints) -> boo
             i += 1
         else:
             spot[i] += 1
-    return i == n
+    return i >= n_placed
 
 
 @inner

@@ -13,8 +13,8 @@ its delay times T proves that the plan's period exceeds T. The graph has
   iteration. Calls that the graph leaves unordered are tried in every order of planner/call_order.py, and T is
   exceeded only if every order exceeds it.
 
-Where a reallocation is short only between slow options, it and the call beside it take longer together than the
-least of each: the edge between them has what is missing (planner/relaxation.py, moves).
+Where a reallocation is short only between slow options, it and the calls beside it take longer together than the
+least of each: the edges into the reader, and the trainer's own, have what is missing (planner/relaxation.py, moves).
 
 Left out are onloads, offloads and copies, so the bound is the same for an option and its offloaded twin, and the
 devices of transfers; so the bound of a complete choice may lie some dispatches below its period.
@@ -137,8 +137,13 @@ def _free_edges(
         weight[trainer, n + k] = before
         weight[n + k, reader] = moves[k, READER]
         weight[trainer, reader] = max(weight[trainer, reader], before + moves[k, BOTH])
-        if moves[k, ALONE] > 0 and r.delay[k]:
-            weight[n + k, trainer] = moves[k, TRAINER]
+        if moves[k, ALONE] > 0:
+            # The trainer's own devices send; its slower options count here, for else they could count twice: on the
+            # way into the trainer and, with the move of the next iteration, out of it
+            both = occupied[trainer] + moves[k, TRAINER]
+            weight[trainer, trainer] = max(weight[trainer, trainer], both - period)
+            if r.delay[k]:
+                weight[n + k, trainer] = moves[k, ALONE]
     return weight
 
 
@@ -193,7 +198,7 @@ def _device_edges(
                 elif b == r.reader[a - n]:
                     seconds = moves[a - n, READER]
                 else:
-                    seconds = moves[a - n, TRAINER if b == r.trainer[a - n] else ALONE]
+                    seconds = moves[a - n, ALONE]
                 ahead[a, b] = seconds
                 behind[a, b] = seconds - period + (r.arrays.dispatch_s if b == r.source else 0.0)
     return ahead, behind

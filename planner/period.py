@@ -94,13 +94,10 @@ def _settle(
     n = len(seconds)
     slack = ROUNDING * seconds.sum()
     now = lower
-    end = np.zeros(n)
-    for i in range(n):
-        end[i] = seconds[i]
+    end = seconds.copy()
     because, delay = np.full(n, -1), np.zeros(n, np.int64)
     last, last_slot = np.full(n_chains, -np.inf), np.full(n_chains, -1)
-    final = -np.inf
-    final_slot = -1
+    final, final_slot = -np.inf, -1
     while True:
         changed = False
         for k in range(n_chains):
@@ -111,21 +108,13 @@ def _settle(
         for i in order:
             if not chains[i]:
                 continue  # idle: it ends at 0 and holds nobody up
-            start = end[i] - seconds[i]
-            earliest = start + slack
-            why, late = -1, 0
-            for e in range(after.shape[1]):
-                a = after[i, e]
-                if a < 0:
-                    break
-                if end[a] > earliest:
-                    earliest, why, late = end[a], a, 0
-            for e in range(across.shape[1]):
-                a = across[i, e]
-                if a < 0:
-                    break
-                if end[a] - now > earliest:
-                    earliest, why, late = end[a] - now, a, 1
+            earliest, why, late = end[i] - seconds[i] + slack, -1, 0
+            for delayed in range(2):
+                for a in across[i] if delayed else after[i]:
+                    if a < 0:
+                        break
+                    if end[a] - delayed * now > earliest:
+                        earliest, why, late = end[a] - delayed * now, a, delayed
             for k in range(n_chains):
                 if chains[i] >> k & 1 and last[k] > earliest:
                     earliest, why, late = last[k], last_slot[k], wrapped >> k & 1
@@ -148,8 +137,7 @@ def _settle(
             if ratio > limit:
                 return np.inf
             now = ratio
-            for i in range(n):
-                because[i] = -1
+            because[:] = -1
 
 
 @inner

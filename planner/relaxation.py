@@ -42,6 +42,7 @@ class Relaxation(NamedTuple):
     above         [rows] the row next above; OPEN of groups and of offloaded options
     begin, below  row i behind the options stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest
                   first, where i counts from 0
+    spots, spot   a group's meshes begin at the devices spot[spots[i]] .. spot[spots[i + 1] - 1]
     load          [rows] seconds x devices, with the save of a train_step, at least
     least         [rows, 3] the smallest of resident, copy, active bytes over the stages
     fastest       [calls] seconds of the fastest option
@@ -51,7 +52,8 @@ class Relaxation(NamedTuple):
                   version of `delay` iterations before; alone: no other call may share the copy
     position      [orders, calls] place of each call
     source        the call behind the fetch
-    keys, known_s  [KNOWN_MOVES] pairs of rows, [KNOWN_MOVES, 4] the seconds of the move between (`moves_s`)
+    keys, known_s  [KNOWN_MOVES] moves, pairs of rows and whether they are apart, in one number; [KNOWN_MOVES, 4] the
+                  seconds (`moves_s`)
     """
 
     arrays: Arrays

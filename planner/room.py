@@ -15,7 +15,7 @@ from planner.tree import Tree
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-ROUNDING = 1 + 1e-9  # periods that exceed a threshold by less do not count
+SLACK = 1 + 1e-9  # periods that exceed a threshold by less do not count
 
 
 @inner
@@ -75,7 +75,7 @@ def covers(
         if r.delay[k] == 1 and r.alone[k]:
             moved[k], moved_s[k] = moves[k, ALONE] > 0, moves[k, BOTH]
     parts = Parts(seconds, load, sizes, meeting, r.trainer, r.reader, moved, moved_s)
-    return cover_s(t.cover, parts, r.n_devices) <= threshold * ROUNDING
+    return cover_s(t.cover, parts, r.n_devices) <= threshold * SLACK
 
 
 @inner

@@ -38,7 +38,7 @@ from planner.relaxation import (
     relation,
     seconds_of,
 )
-from planner.room import ROUNDING, covers, groups_fit, least_load
+from planner.room import SLACK, covers, groups_fit, least_load
 from planner.tree import Tree
 
 Floats = NDArray[np.float64]
@@ -202,7 +202,7 @@ def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: flo
     """Notes what the cycles allow beside the least seconds of all calls; whether they allow these."""
     least_s = seconds_of(r, choice)
     for call in range(len(allowed)):
-        spare = allowance(call, least_s, t.cycles.members, t.cycles.delays, threshold) * ROUNDING
+        spare = allowance(call, least_s, t.cycles.members, t.cycles.delays, threshold) * SLACK
         allowed[call] = min(allowed[call], spare)
         if allowed[call] < least_s[call]:
             return False

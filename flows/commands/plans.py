@@ -1,6 +1,7 @@
 """`prefect-rlhf plan`: where each call of an algorithm should run, how certain that is, and what it costs."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -82,6 +83,7 @@ def plan(
     """
     if iterations is not None and iterations < 1:
         raise ConfigError(f"--iterations {iterations}: the hours are of at least one iteration.")
+    _check_writable(json_file, out)
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
     show_warnings(hardware.warnings)
@@ -142,6 +144,15 @@ def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, 
     with console.status(f"the other modes, {told_limits(limits_s)}; {COMPILING} ..."):
         found = compare(problem, result, limits_s, seed)
     show_comparison(console, found, limits_s, iterations)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Raises ConfigError for a file that surely cannot be written: a search would be lost."""
+    for path in paths:
+        if path is not None and (
+            path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
+        ):
+            raise ConfigError(f"{path} cannot be written. Name a file that can, in a folder that is there.")
 
 
 def _write(result: SearchResult, json_file: Path | None, out: Path | None) -> None:

@@ -197,11 +197,10 @@ def test_hours_of_no_iterations_are_refused(run_plan):
     refused(run_plan(ppo(), "--mode", "heuristic", "--iterations", "-5"), "--iterations -5", "at least one")
 
 
-def test_an_output_that_cannot_be_written_is_refused(run_plan, tmp_path):
-    refused(
-        run_plan(ppo(), "--mode", "heuristic", "--json", str(tmp_path / "no" / "figures.json")),
-        "figures.json cannot be written",
-    )
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(run_plan, tmp_path):
+    """Which would refuse its time limit."""
+    lost = str(tmp_path / "no" / "figures.json")
+    refused(run_plan(ppo(), "--time-limit", "0", "--json", lost), "figures.json cannot be written")
 
 
 def test_inline_models_and_grpo_are_planned_but_not_run(run_plan, tmp_path):

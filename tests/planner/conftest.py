@@ -153,6 +153,7 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
         max_tp: int | None = None,
         memory: float = 80e9,
         n_seqs: int = 4,
+        links_slower: float = 1.0,
     ) -> Problem:
         graph = make_graph(n_seqs=n_seqs, mini_batches=2)
         if calls is not None:
@@ -169,6 +170,11 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
             vocab_size=8192,
         )
         device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(memory), "dispatch_s": 1e-4})
+        links = {
+            name: link.model_copy(update={"bytes_per_s": link.bytes_per_s / links_slower})
+            for name, link in (("inside_host", device.inside_host), ("between_hosts", device.between_hosts))
+        }
+        device = device.model_copy(update=links)
         return Problem(graph, ppo_cost(cluster, shape, device), max_tp)
 
     return make

@@ -19,7 +19,7 @@ from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
 from planner.tables import Tables
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
 def test_uniforms_are_a_pure_function_of_seed_purpose_and_round():

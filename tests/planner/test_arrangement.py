@@ -7,14 +7,9 @@ import pytest
 
 from planner.arrangement import can_be_arranged
 from planner.mesh import Cluster
-from planner.relaxation import MEET, UNKNOWN, relation, relaxation
+from planner.relaxation import MEET, UNKNOWN, relaxation
 from planner.tables import Tables
-
-
-def raised(r, row: int, rungs: int) -> int:
-    for _ in range(rungs):
-        row = r.above[row]
-    return int(row)
+from tests.planner.partial import raised, related
 
 
 def meshes_of(r, row: int) -> set[tuple[int, int]]:
@@ -38,14 +33,14 @@ def fits(meshes, meet) -> bool:
 @pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(4, 1)], ids=str)
 def test_meshes_can_be_arranged_exactly_where_enumeration_finds_places(small_problem, cluster):
     r, random = relaxation(Tables(small_problem(cluster))), np.random.default_rng(0)
-    n, o = r.arrays.n_calls, r.arrays.options
+    n = r.arrays.n_calls
     found = {True: 0, False: 0}
     for _ in range(150):
         options = [
             random.integers(a, b) for a, b in zip(r.arrays.start[:-1], r.arrays.offloaded, strict=True)
         ]
         rows = np.array([raised(r, row, 3 if random.random() < 0.7 else 1) for row in options])
-        meet = np.array([[relation(o, r.n_devices, a, b) for b in rows] for a in rows])
+        meet = np.array([[related(r, a, b) for b in rows] for a in rows])
         for a, b in product(range(n), repeat=2):
             if a < b and meet[a, b] == UNKNOWN:
                 meet[a, b] = meet[b, a] = random.integers(3)

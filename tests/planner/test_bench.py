@@ -5,7 +5,7 @@ import pytest
 from bench.planner import measure
 from planner.mesh import Cluster
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
 def test_a_setting_is_measured_and_told(small_problem, capsys):

@@ -10,17 +10,14 @@ from planner import branch
 from planner.anneal import neighbours, start_state
 from planner.bound import call_cycles
 from planner.branch import LOOK_S, NODES, bounds_by_groups, branching, proofs
-from planner.exceeds import exceeds
 from planner.mcmc import greedy_choice
 from planner.mesh import Cluster
-from planner.problem import Problem
-from planner.relaxation import APART, OPEN, UNKNOWN, lacks, move_s, moves_s, relation, relaxation
 from planner.search import bound_of
 from planner.tables import Tables
 from planner.walk import PAUSED
 from rlhf_tasks.spec import OnloadNode
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
 def proved(tables: Tables):
@@ -146,90 +143,6 @@ def test_roles_are_offloaded_where_memory_lacks_and_only_there(small_problem, me
     assert state.time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
 
 
-def raised(r, row: int, rungs: int) -> int:
-    """The row so many rungs above an option."""
-    for _ in range(rungs):
-        row = r.above[row]
-    return row
-
-
-@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
-def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem, cluster):
-    """Random choices of PPO; then some calls are open, others known by placement, strategy or size alone, and of some
-    pairs it is known whether their meshes share a device."""
-    tables = Tables(small_problem(cluster, memory=1e9))
-    assert any(option.offload for options in tables.options for option in options)
-    r, random = relaxation(tables), np.random.default_rng(0)
-    starts, n = r.arrays.start[:-1], r.arrays.n_calls
-    allowed, tight, lacking = np.zeros(n), {0: 0, 1: 0, 2: 0, 3: 0}, 0
-    for _ in range(200):
-        choice = np.array([random.integers(len(found)) for found in tables.options])
-        time_s, excess_bytes, _ = tables.evaluate(choice)
-        chosen = choice + starts
-        chosen -= (chosen >= r.arrays.offloaded) * (r.arrays.offloaded - starts)
-        for without, rungs in ((0.0, 0), (0.5, 0), (0.0, 1), (0.0, 2), (0.0, 3), (0.2, None)):
-            raises = random.integers(4, size=n) if rungs is None else np.full(n, rungs)
-            rows = np.array([raised(r, *pair) for pair in zip(chosen, raises, strict=True)])
-            rows[random.random(n) < without] = OPEN
-            meet = np.array([[relation(r.arrays.options, r.n_devices, a, b) for b in rows] for a in rows])
-            for a, b in product(range(n), repeat=2):
-                if OPEN not in (rows[a], rows[b]) and (rungs is not None or random.random() < 0.3):
-                    meet[a, b] = meet[b, a] = relation(r.arrays.options, r.n_devices, chosen[a], chosen[b])
-            moves = np.zeros((len(r.trainer), 4))
-            for k, (a, b) in enumerate(zip(r.trainer, r.reader, strict=True)):
-                if OPEN not in (rows[a], rows[b]):
-                    moves_s(r, k, rows[a], rows[b], meet[a, b], random.random() < 0.5, moves[k])
-            assert not exceeds(r, rows, meet, moves, time_s * (1 + 1e-9), allowed)
-            seconds, loose = r.arrays.options.seconds[chosen], rows != chosen
-            assert all(seconds[loose] <= allowed[loose] * (1 + 1e-9))
-            assert excess_bytes > 0 or not lacks(r, rows)
-            if rungs is not None and not without:
-                tight[rungs] += exceeds(r, rows, meet, moves, 0.7 * time_s, allowed)
-                lacking += excess_bytes > 0 and lacks(r, rows)
-    assert tight[0] > 150
-    assert tight[1] > 150
-    assert tight[2] > 100
-    assert tight[3] > 50
-    assert lacking > 30
-
-
-@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
-def test_a_row_is_as_good_as_each_option_that_it_stands_for(small_problem, cluster):
-    """In seconds, load, save and bytes; and a move with those beside it takes no less than the least of it."""
-    r, random = relaxation(Tables(small_problem(cluster))), np.random.default_rng(1)
-    o, options = r.arrays.options, np.arange(r.arrays.start[-1])
-    options = options[r.above[options] != OPEN]
-    for rungs in (1, 2, 3):
-        above = np.array([raised(r, row, rungs) for row in options])
-        assert (o["size"][above] == o["size"][options]).all()
-        assert all((o.strategy[above] == o.strategy[options]) if rungs < 3 else o.strategy[above] == OPEN)
-        assert all((o.place[above] == o.place[options]) if rungs < 2 else o.place[above] == OPEN)
-        for figures in (o.seconds, o.save_s, r.load):
-            assert (figures[above] <= figures[options]).all()
-        assert (r.least[above] <= r.least[options]).all()
-    least, joined, apart = np.zeros(4), 0, 0
-    for _ in range(600):
-        k = random.integers(len(r.trainer))
-        ends = [random.choice(_of_call(r, call)) for call in (r.trainer[k], r.reader[k])]
-        moved_s, related = move_s(r, k, *ends, True), relation(r.arrays.options, r.n_devices, *ends)
-        known = [raised(r, row, random.integers(4)) for row in ends]
-        moves_s(r, k, *known, related, False, least)
-        slower = [o.seconds[row] - o.seconds[other] for row, other in zip(ends, known, strict=True)]
-        taken = moved_s + np.array([0.0, slower[0], slower[1], sum(slower)])
-        assert all(least <= taken + 1e-12)
-        moves_s(r, k, *known, UNKNOWN, False, least)
-        assert all(least <= taken + 1e-12)
-        joined += least[3] > least[0]
-        apart += related == APART
-    assert joined > 20
-    assert apart > 50
-
-
-def _of_call(r, call: int) -> np.ndarray:
-    """A call's resident rows."""
-    return np.arange(r.arrays.start[call], r.arrays.offloaded[call])
-
-
 def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
     tables = Tables(small_problem(Cluster(1, 4)))
     state = start_state(tables, greedy_choice(tables))
@@ -254,20 +167,3 @@ def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem)
     state, lower_bound_s = proved(tables)
     assert state.excess_bytes > 0
     assert lower_bound_s > state.time_s
-
-
-@pytest.mark.parametrize("cluster", [Cluster(2, 4), Cluster(4, 2), Cluster(3, 4)], ids=str)
-def test_a_move_takes_no_less_than_its_least_seconds(make_graph, ppo_cost, llama, cluster):
-    """With shapes that no tp or pp divides, which fill the stages and ranks of a placement unequally."""
-    shape = llama(
-        hidden_size=512, num_hidden_layers=5, num_attention_heads=6, num_key_value_heads=3, vocab_size=1001
-    )
-    r = relaxation(Tables(Problem(make_graph(n_seqs=8), ppo_cost(cluster, shape))))
-    random, starts, bounded = np.random.default_rng(0), r.arrays.start, 0
-    for _ in range(300):
-        k = random.integers(len(r.trainer))
-        ends = [random.integers(starts[call], starts[call + 1]) for call in (r.trainer[k], r.reader[k])]
-        least_s, exact_s = (move_s(r, k, *ends, exact) for exact in (False, True))
-        assert least_s <= exact_s * (1 + 1e-9)
-        bounded += least_s > 0.5 * exact_s
-    assert bounded > 100

@@ -8,7 +8,7 @@ from planner.mesh import Cluster
 from planner.relaxation import Relaxation, move_s, relaxation
 from planner.tables import Tables
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
 def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bool) -> Parts:

@@ -19,7 +19,7 @@ from planner.search import bound_of, find_plan
 from planner.tables import Tables
 from tests.planner.test_branch import enumerated, proved
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 A100, H100 = preset("a100-80g-sxm"), preset("h100-sxm")
 CALLS = ("actor_generate", "ref_inference", "actor_train")

@@ -8,7 +8,7 @@ from planner.mcmc import greedy_choice, metropolis
 from planner.mesh import Cluster
 from planner.tables import Tables
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
 def test_it_starts_greedily(small_problem):

@@ -19,7 +19,7 @@ from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.transfers import plan_reallocation, plan_redistribution, shares
 from rlhf_tasks.spec import DataSide
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 DEVICE = preset("a100-80g-sxm")
 OTHER = DEVICE.model_copy(

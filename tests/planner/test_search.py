@@ -19,7 +19,7 @@ from planner.walk import FOUND, PAUSED
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.spec import ModelFunctionCall
 
-pytestmark = pytest.mark.timeout(1800)  # the first run compiles, 100 s of a core of its own
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 TO_THE_END_S = 600.0  # a time limit that does not cut
 
 

@@ -1,0 +1,96 @@
+"""Random choices of options and partial choices that they complete, for the tests of bounds."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.graph import DataflowGraph
+from planner.problem import Problem
+from planner.relaxation import OPEN, Relaxation, moves_s, relation
+from planner.tables import Tables
+
+OPTION, PLACEMENT, KIND, GROUP = range(4)
+"""How many rungs above an option: what is known of a call."""
+
+
+class Partial(NamedTuple):
+    """A partial choice and a choice that completes it.
+
+    rungs   of all calls, None where each has its own
+    chosen  [calls] the resident rows of the choice; time_s, excess_bytes: its value
+    rows, meet, moves  of the partial choice, as planner.walk.Walk has them
+    """
+
+    rungs: int | None
+    chosen: np.ndarray
+    time_s: float
+    excess_bytes: float
+    rows: np.ndarray
+    meet: np.ndarray
+    moves: np.ndarray
+
+
+def raised(r: Relaxation, row: int, rungs: int) -> int:
+    """The row so many rungs above an option."""
+    for _ in range(rungs):
+        row = r.above[row]
+    return int(row)
+
+
+def related(r: Relaxation, a: int, b: int) -> int:
+    return relation(r.arrays.options, r.n_devices, a, b)
+
+
+def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[Partial]:
+    """Of each random choice: all calls known as far, then some open, then each known as far as it likes."""
+    random, starts, n = np.random.default_rng(0), r.arrays.start[:-1], r.arrays.n_calls
+    for _ in range(n_choices):
+        choice = np.array([random.integers(len(found)) for found in tables.options])
+        time_s, excess_bytes, _ = tables.evaluate(choice.tolist())
+        chosen = choice + starts
+        chosen -= (chosen >= r.arrays.offloaded) * (r.arrays.offloaded - starts)
+        for without, rungs in (
+            (0.0, OPTION),
+            (0.0, PLACEMENT),
+            (0.0, KIND),
+            (0.0, GROUP),
+            (0.5, 0),
+            (0.2, None),
+        ):
+            raises = random.integers(4, size=n) if rungs is None else np.full(n, rungs)
+            rows = np.array([raised(r, *pair) for pair in zip(chosen, raises, strict=True)])
+            rows[random.random(n) < without] = OPEN
+            meet = np.array([[related(r, a, b) for b in rows] for a in rows])
+            for a, b in product(range(n), repeat=2):
+                if OPEN not in (rows[a], rows[b]) and (rungs is not None or random.random() < 0.3):
+                    meet[a, b] = meet[b, a] = related(r, chosen[a], chosen[b])
+            moves = np.zeros((len(r.trainer), 4))
+            for k, (a, b) in enumerate(zip(r.trainer, r.reader, strict=True)):
+                if OPEN not in (rows[a], rows[b]):
+                    moves_s(r, k, rows[a], rows[b], meet[a, b], random.random() < 0.5, moves[k])
+            alike = rungs if not without else None
+            yield Partial(alike, chosen, time_s, excess_bytes, rows, meet, moves)
+
+
+def checked_after_training(problem: Problem) -> Problem:
+    """The actor generates, is trained, and is looked at as trained: a copy for a reader of the same iteration."""
+    graph = problem.graph
+    generate, train, ref = (graph.call(name) for name in ("actor_generate", "actor_train", "ref_inference"))
+    made = {*graph.dataset_keys, *generate.outputs}
+    kept = tuple(key for key in train.inputs if key in made)
+    calls = [
+        generate,
+        train.model_copy(update={"inputs": kept, "outputs": ("trained",)}),
+        ref.model_copy(
+            update={
+                "name": "actor_check",
+                "role": "actor",
+                "inputs": (*ref.inputs, "trained"),
+                "outputs": ("checked",),
+                "remap": {},
+            }
+        ),
+    ]
+    return Problem(DataflowGraph(calls, graph.dataset_keys, name="checked"), problem.model)
