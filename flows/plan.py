@@ -36,8 +36,8 @@ async def plan(
 
     config        the run's configuration; models may be inline Hugging Face configurations
     cluster       a YAML file with n_hosts, devices_per_host and device; default: what the configuration says
-    profile       a file of `prefect-rlhf profile --out` with profiles measured on a cluster like this one; default:
-                  those in <output_dir>/profiles/
+    profile       a file of `prefect-rlhf profile --out` with profiles of a cluster like this one, measured or
+                  computed; default: the measured ones in <output_dir>/profiles/
     mode          search, mcmc, heuristic, symmetric or disjoint
     time_limit_s  seconds that a search may take; default: planning.time_limit_s
     block         name of the block that keeps the plan; default: the configuration's name, or its type

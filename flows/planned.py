@@ -32,7 +32,7 @@ class Planned:
     active_bytes   call -> memory beyond parameters on its fullest device
     process_bytes  memory of a rank's process besides; of several classes the largest
     peak_flops_per_s  of all devices of the cluster together; None where this machine's GPUs are of no preset
-    source         where the figures come from: a measured profile or a preset, and measured figures of runs
+    source         where the figures come from: a profile or a preset, and measured figures of runs
     figures        the file for what this run finds
     """
 

@@ -16,15 +16,18 @@ from planner.measured import MeasuredProfile, ProfileError
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
+from planner.profile import DeviceProfile
 from planner.profile_cache import cached, read_profiles
 from planner.ran import figures_file, read_figures
 from planner.search import SearchResult, find_plan
+from planner.tabulated import tabulated
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.config_base import TrainingConfig
 from rlhf_tasks.config_parts import Role
 from rlhf_tasks.examples import mean_prompt_tokens
+from rlhf_tasks.measurements import Grid
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.spec import CallAssignment
 
@@ -41,10 +44,10 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 def problem_of(config: AnyConfig, hardware: Hardware, profile: Path | None = None) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
-    Models that were measured on all hosts of a device class are priced there by what was found, the others by the
-    device's figures, recalibrated. Calls whose runs drifted from their plan are corrected by what those runs found.
+    Models with a profile of all hosts of a device class are priced there by that, the others by the device's figures,
+    recalibrated. Calls whose runs drifted from their plan are corrected by what those runs found.
 
-    profile  a file of `prefect-rlhf profile --out` to take the measured profiles from; default: `profile_folder`
+    profile  a file of `prefect-rlhf profile --out` to take the profiles from; default: `profile_folder`
     Raises ConfigError with one sentence for models, lengths, graphs and profiles that cannot be.
     """
     try:
@@ -89,15 +92,15 @@ def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfil
         )
     parts = {device.name: classes.part(number) for number, device in enumerate(classes.profiles)}
     for profile in profiles:
-        measured_on = Cluster(profile.n_hosts, profile.devices_per_host)
+        its_cluster = Cluster(profile.n_hosts, profile.devices_per_host)
         if profile.device not in parts:
             raise ProfileError(
                 f"{path} has a profile of {profile.device}; the cluster has {', '.join(parts)}. Measure the run's "
                 "devices with prefect-rlhf profile, or name the cluster's by --cluster or planning.device."
             )
-        if parts[profile.device] != measured_on:
+        if parts[profile.device] != its_cluster:
             raise ProfileError(
-                f"{path} was measured on {measured_on} {profile.device}; the cluster has {parts[profile.device]} of "
+                f"{path} is of {its_cluster} {profile.device}; the cluster has {parts[profile.device]} of "
                 "them. Measure on a cluster of that size with prefect-rlhf profile."
             )
     return profiles
@@ -129,6 +132,35 @@ def measured_folders(config: AnyConfig) -> dict[ModelShape, str]:
             )
         folders.setdefault(shapes[role], parts.folder)
     return folders
+
+
+def computed_profiles(config: AnyConfig) -> list[MeasuredProfile]:
+    """One profile for each shape among a configuration's models, inline ones too, as its device's figures say.
+
+    Raises ConfigError as `problem_of` and `only_device` do.
+    """
+    hardware = hardware_of(config)
+    device, workload = only_device(hardware), problem_of(config, hardware).model.workload
+    return [
+        tabulated(device, hardware.cluster, shape, grid_of(config, workload, shape), workload.itemsize)
+        for shape in dict.fromkeys(shapes_of(config).values())
+    ]
+
+
+def only_device(hardware: Hardware) -> DeviceProfile:
+    """The device of a cluster. Raises ConfigError where it has several classes: a profile is of one."""
+    if len(hardware.classes.profiles) > 1:
+        raise ConfigError(
+            f"the cluster has devices of several classes ({hardware.classes}): a profile is of one. Make one of each "
+            "class on a cluster of all its hosts."
+        )
+    return hardware.classes.profile(0)
+
+
+def grid_of(config: AnyConfig, workload: Workload, shape: ModelShape) -> Grid:
+    """The points that a profile of a model has: they enclose the work of a configuration's runs."""
+    longest = min(workload.cache_tokens, shape.context)
+    return Grid.around(config.batch_size, workload.prompt_tokens, longest, shape.context)
 
 
 def shapes_of(config: AnyConfig) -> dict[str, ModelShape]:

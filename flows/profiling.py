@@ -12,16 +12,21 @@ from statistics import median
 from prefect import flow
 
 from flows.ending import ending_in_time
-from flows.planning import hardware_of, measured_folders, problem_of, profile_folder
+from flows.planning import (
+    grid_of,
+    hardware_of,
+    measured_folders,
+    only_device,
+    problem_of,
+    profile_folder,
+)
 from flows.runs import cluster_of
 from flows.server import prefect_server
 from flows.training import RunControl, run_training
-from planner.cost import CostModel
 from planner.measured import MeasuredProfile
 from planner.profile_cache import store
-from rlhf_tasks.config import AnyConfig, ConfigError
-from rlhf_tasks.measurements import Grid, Measurements
-from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.config import AnyConfig
+from rlhf_tasks.measurements import Measurements
 from rlhf_tasks.profile_spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed
@@ -39,19 +44,15 @@ async def rlhf_profile(config: AnyConfig) -> list[str]:
 async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
     """One profile for each shape among a configuration's models. Called inside a flow.
 
-    Raises ConfigError for inline models and for a cluster that does not fit, RunFailed when the
+    Raises ConfigError for inline models, several device classes and a cluster that does not fit, RunFailed when the
     measuring run fails.
     """
     hardware = hardware_of(config)
-    if len(hardware.classes.profiles) > 1:
-        raise ConfigError(
-            f"the cluster has devices of several classes ({hardware.classes}): a profile is of one. Measure each "
-            "class on a cluster of all its hosts."
-        )
-    model = problem_of(config, hardware).model
+    device = only_device(hardware)
+    workload = problem_of(config, hardware).model.workload
     folders = measured_folders(config)
     n_devices, per_host = config.cluster.n_devices, config.cluster.devices_per_host
-    pieces = pieces_of({f: _grid(model, config, s) for s, f in folders.items()}, n_devices, per_host)
+    pieces = pieces_of({f: grid_of(config, workload, s) for s, f in folders.items()}, n_devices, per_host)
     spec = ProfileSpec(dtype=config.dtype, devices_per_host=per_host, pieces=pieces)
     folder = profile_folder(config) / f"run-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     folder.mkdir(parents=True)
@@ -82,11 +83,11 @@ async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
     dispatch_s = dispatch_of(results, [node for node, piece in pieces.items() if piece.kind == "idle"])
     return [
         MeasuredProfile.of(
-            hardware.classes.profile(0).name,
+            device.name,
             config.cluster.n_hosts,
             per_host,
             shape,
-            model.workload.itemsize,
+            workload.itemsize,
             [
                 *shared,
                 *(m for node, piece in pieces.items() if piece.folder == f for m in _measured(results[node])),
@@ -107,9 +108,3 @@ def dispatch_of(results: Mapping[str, Sequence[NodeResult]], idle: Sequence[str]
 
 def _measured(results: Sequence[NodeResult]) -> list[Measurements]:
     return [Measurements.model_validate(result.details) for result in results]
-
-
-def _grid(model: CostModel, config: AnyConfig, shape: ModelShape) -> Grid:
-    workload = model.workload
-    longest = min(workload.cache_tokens, shape.context)
-    return Grid.around(config.batch_size, workload.prompt_tokens, longest, shape.context)

@@ -4,33 +4,30 @@ So what was measured on one model and a few ranks helps to price others; links, 
 are taken over as they are.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
+from typing import Any, NamedTuple
 
 from planner.measured import MeasuredProfile
 from planner.profile import DeviceProfile, Link
-from planner.sizes import Sizes, sizes
-from rlhf_tasks.measurements import Exchange, TimedExchange
+from planner.sizes import sizes
+from planner.timing import Roofline
+from rlhf_tasks.measurements import Exchange, Pass, TimedExchange
 from rlhf_tasks.parallel.flops import layer_flops
 
 LEAST_EFFICIENCY = 1e-4  # a fit below this is no efficiency but an error of unit
+MOST_FITS = 20  # until a fit and the points that it is of agree, which mostly takes three
 
 
 def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProfile:
     """The device with constants fitted to a measured profile; what was not measured stays.
 
-    Fitted at tp=1: matmul efficiency and a layer's overhead to its forward passes (seconds = overhead + FLOPs /
-    (peak x efficiency)), the decoding overhead to decoding steps of few sequences, the optimizer's overhead, and both
-    links to their messages. A peak below what was reached is raised to that.
+    Fitted at tp=1: matmul efficiency and a layer's overhead to those forward passes that memory traffic does not
+    bound (seconds = overhead + FLOPs / (peak x efficiency)), the decoding overhead to decoding steps, the optimizer's
+    overhead, and both links to their messages. A peak below what was reached is raised to that.
     """
-    local = sizes(measured.model, "lm", 1)
-    passes = [
-        (layer_flops(o.tokens, o.context / 2, local.layer, local.query), o.seconds)
-        for o in measured.operations
-        if (o.operation, o.tp) == ("layer/forward", 1)
-    ]
-    overhead_s, per_flop_s = _line(passes) if passes else (device.layer_overhead_s, 0.0)
-    reached = 1 / per_flop_s if per_flop_s > 0 else device.flops_per_s * device.matmul_efficiency
+    overhead_s, reached = _forward_fit(device, list(_layers(device, measured, "forward")))
     peak = max(device.flops_per_s, reached)
     fitted = device.model_copy(
         update={
@@ -41,15 +38,59 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
             "between_hosts": _link(measured.exchanges, "send", True, device),
             "dispatch_s": measured.dispatch_s or device.dispatch_s,
             "process_bytes": measured.process_bytes or device.process_bytes,
-            "sources": (*device.sources, f"calibrated by a measured profile of {measured.device}"),
+            "sources": (*device.sources, f"calibrated by a {measured.title}"),
         }
     )
+    steps = list(_layers(fitted, measured, "decode"))
     return fitted.model_copy(
         update={
-            "decode_overhead_s": _decode_overhead_s(fitted, measured, local),
+            "decode_overhead_s": _unexplained_s(steps, reached, device.decode_overhead_s),
             "optimizer_overhead_s": _optimizer_overhead_s(device, measured),
         }
     )
+
+
+class _Timed(NamedTuple):
+    """A pass of a layer: its arithmetic, the seconds of its memory traffic, and those that it took."""
+
+    flops: float
+    traffic_s: float
+    seconds: float
+
+
+def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Iterator[_Timed]:
+    """The passes of a kind at tp=1, with traffic as a device's memory bears it."""
+    local = sizes(measured.model, "lm", 1)
+    free: dict[str, Any] = {"flops_per_s": math.inf, "layer_overhead_s": 0.0, "decode_overhead_s": 0.0}
+    memory = Roofline(device.model_copy(update=free), local, "lm", 1, False, measured.itemsize)
+    for o in measured.operations:
+        if (o.operation, o.tp) == (f"layer/{kind}", 1):
+            attended = o.context if kind == "decode" else o.context / 2
+            flops = layer_flops(o.tokens, attended, local.layer, local.query)
+            yield _Timed(flops, memory.layer_s(kind, o.tokens, o.context), o.seconds)
+
+
+def _forward_fit(device: DeviceProfile, passes: Sequence[_Timed]) -> tuple[float, float]:
+    """(overhead in seconds, FLOP/s) of those passes that arithmetic bounds, as a fit to these says itself.
+
+    Where it bounds none, it does not show: the device's FLOP/s stay, and the overhead is what they do not explain.
+    """
+    bound, overhead_s, per_flop_s = passes, 0.0, 0.0
+    for _ in range(MOST_FITS):
+        overhead_s, per_flop_s = _line((one.flops, one.seconds) for one in bound)
+        before, bound = bound, [one for one in passes if one.flops * per_flop_s > one.traffic_s]
+        if bound == before:
+            break
+    if per_flop_s > 0:
+        return overhead_s, 1 / per_flop_s
+    reached = device.flops_per_s * device.matmul_efficiency
+    return _unexplained_s(passes, reached, device.layer_overhead_s), reached
+
+
+def _unexplained_s(passes: Sequence[_Timed], flops_per_s: float, default: float) -> float:
+    """What a pass takes besides arithmetic and memory traffic, in the median; a default where there is no pass."""
+    rest = [max(one.seconds - max(one.flops / flops_per_s, one.traffic_s), 0.0) for one in passes]
+    return median(rest) if rest else default
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -60,8 +101,10 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
         return 0.0, 0.0
     mean_x = sum(w * x for x, _, w in weighted) / total
     mean_y = sum(w * y for _, y, w in weighted) / total
+    if len({x for x, _, _ in weighted}) == 1:
+        return mean_y, 0.0
     spread = sum(w * (x - mean_x) ** 2 for x, _, w in weighted)
-    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in weighted) / spread if spread else 0.0
+    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in weighted) / spread
     intercept = mean_y - slope * mean_x
     if slope <= 0:
         return mean_y, 0.0
@@ -93,17 +136,6 @@ def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, dev
     if per_byte_s <= 0:
         return device.link(crosses)
     return Link(bytes_per_s=1 / (per_byte_s * device.link_efficiency), latency_s=latency_s)
-
-
-def _decode_overhead_s(device: DeviceProfile, measured: MeasuredProfile, local: Sizes) -> float:
-    """What a decoding step of a layer takes besides reading weights and cache."""
-    rest = []
-    for o in measured.operations:
-        if (o.operation, o.tp) == ("layer/decode", 1):
-            flops = layer_flops(o.tokens, o.context, local.layer, local.query)
-            traffic = (local.layer + 2 * o.tokens * o.context * local.kv) * measured.itemsize
-            rest.append(max(o.seconds - device.compute_s(flops, traffic), 0.0))
-    return median(rest) if rest else device.decode_overhead_s
 
 
 def _optimizer_overhead_s(device: DeviceProfile, measured: MeasuredProfile) -> float:

@@ -1,4 +1,5 @@
-"""Measured profiles: what ranks found for one model on one kind of device, and the timing read from it.
+"""Measured profiles: what ranks found for one model on one kind of device, and the timing read from it. Computed
+ones (planner/tabulated.py) have the same form and are read the same way.
 
 Seconds between measured points are linear in tokens and in context, as work is; beyond the last point they go on
 with the last slope, below the first one they stay, for there overhead is all. More
@@ -25,7 +26,7 @@ class ProfileError(ValueError):
 
 
 class MeasuredProfile(Frozen):
-    """What was measured of one model on one kind of device.
+    """What was measured of one model on one kind of device, or computed in its place (planner/tabulated.py).
 
     device         name of the device, as in DeviceProfile
     n_hosts, devices_per_host   of the cluster that it was measured on
@@ -33,7 +34,8 @@ class MeasuredProfile(Frozen):
     operations     seconds of layers, ends and updates; exchanges: of collectives and messages
     dispatch_s     between two nodes of a plan on a rank
     process_bytes  memory of a rank's process besides tensors
-    Raises ValueError when a figure is missing or not positive.
+    computed_from  the figures that a computed profile is of, as in `preset of h100-sxm`; None where ranks measured it
+    Raises ValueError when a figure is missing or cannot be.
     """
 
     device: str
@@ -45,6 +47,7 @@ class MeasuredProfile(Frozen):
     exchanges: tuple[TimedExchange, ...] = ()
     dispatch_s: float = Field(default=0.0, ge=0)
     process_bytes: int = Field(default=0, ge=0)
+    computed_from: str | None = None
 
     @model_validator(mode="after")
     def _figures_are_sound(self) -> Self:
@@ -52,7 +55,8 @@ class MeasuredProfile(Frozen):
             if timed.seconds < 0 or timed.tokens < 1 or timed.tp < 1:
                 raise ProfileError(f"profile of {self.device}: {timed} has a figure that cannot be.")
         for exchange in self.exchanges:
-            if exchange.seconds <= 0 or exchange.ranks < 2:
+            nothing = exchange.seconds == 0 and self.computed_from is None  # a stated latency may be 0
+            if exchange.seconds < 0 or nothing or exchange.ranks < 2:
                 raise ProfileError(f"profile of {self.device}: {exchange} has a figure that cannot be.")
         return self
 
@@ -91,6 +95,13 @@ class MeasuredProfile(Frozen):
             process_bytes=max(found.process_bytes for found in measured),
         )
 
+    @property
+    def title(self) -> str:
+        """Whose figures these are, as in `measured profile of h100-sxm`."""
+        if self.computed_from is None:
+            return f"measured profile of {self.device}"
+        return f"profile computed from the {self.computed_from}"
+
     def check(self, models: Mapping[str, RoleModel], itemsize: int) -> None:
         """Raises ProfileError when no role has this profile's model, or parameters have another size."""
         shapes = {role: model.shape for role, model in models.items()}
@@ -104,7 +115,7 @@ class MeasuredProfile(Frozen):
             )
         if self.itemsize != itemsize:
             raise ProfileError(
-                f"The profile of {self.device} was measured with parameters of {self.itemsize} bytes, the run's have "
+                f"The profile of {self.device} is of parameters of {self.itemsize} bytes, the run's have "
                 f"{itemsize}. Measure this run's models with prefect-rlhf profile."
             )
 

@@ -153,3 +153,12 @@ def preset(name: str) -> DeviceProfile:
     if name not in PRESETS:
         raise ValueError(f"There is no device preset {name!r}; known are {', '.join(PRESETS)}.")
     return PRESETS[name]
+
+
+def described(device: DeviceProfile) -> str:
+    """What a device's figures are, as in `changed preset of cpu-slot`; its memory is the machine's own."""
+    known = PRESETS.get(device.name)
+    if known is None:
+        return f"stated figures of {device.name}"
+    same = device.model_copy(update={"memory_bytes": known.memory_bytes}) == known
+    return f"{'preset' if same else 'changed preset'} of {device.name}"

@@ -1,11 +1,11 @@
-"""Where the figures that a plan is priced by come from, and where they are stretched beyond what was measured."""
+"""Where the figures that a plan is priced by come from, and where they are stretched beyond a profile's points."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from planner.cost import CostModel
 from planner.measured import MeasuredProfile
-from planner.profile import PRESETS, DeviceProfile
+from planner.profile import described
 from planner.workload import Workload, fullest_share
 from rlhf_tasks.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall
@@ -22,31 +22,26 @@ ROWS_OR_TOKENS = {
 
 
 def figures_source(model: CostModel) -> str:
-    """Of each device class a measured profile or its stated figures, and whose prices earlier runs correct."""
+    """Of each device class its profile or its stated figures, and whose prices earlier runs correct."""
     parts = []
-    for device, measured in zip(model.classes.profiles, model.measured, strict=True):
-        roles = [role for role, own in model.models.items() if own.shape in measured]
+    for device, profiles in zip(model.classes.profiles, model.measured, strict=True):
+        roles: dict[str, list[str]] = {}
+        others: list[str] = []
+        for role, own in model.models.items():
+            profile = profiles.get(own.shape)
+            (others if profile is None else roles.setdefault(profile.title, [])).append(role)
         if not roles:
-            parts.append(f"{_stated(device)} of {device.name}")
-        elif len(roles) == len(model.models):
-            parts.append(f"measured profile of {device.name}")
+            parts.append(described(device))
+        elif len(roles) == 1 and not others:
+            parts += roles
         else:
-            others = ", ".join(role for role in model.models if role not in roles)
-            told = f"measured profile of {device.name} for {', '.join(roles)}"
-            parts.append(f"{told}, its figures recalibrated by that for {others}")
+            told = " and ".join(f"{source} for {', '.join(of)}" for source, of in roles.items())
+            rest = f", its figures recalibrated by that for {', '.join(others)}" if others else ""
+            parts.append(told + rest)
     source = "; ".join(parts)
     if model.ran:
         source += f", corrected by measured figures of {', '.join(sorted({ran.call for ran in model.ran}))}"
     return source
-
-
-def _stated(device: DeviceProfile) -> str:
-    """What a device's figures are; its memory is the machine's own."""
-    known = PRESETS.get(device.name)
-    if known is None:
-        return "stated figures"
-    same = device.model_copy(update={"memory_bytes": known.memory_bytes}) == known
-    return "preset" if same else "changed preset"
 
 
 class Asked(NamedTuple):
@@ -58,18 +53,18 @@ class Asked(NamedTuple):
 
 
 class _Beyond(NamedTuple):
-    """A call asks for `asked` of `what` of a profile of a device that has `most`."""
+    """A call asks for `asked` of `what` of a profile that has `most`; profile: its title."""
 
     times: float
     call: str
     asked: float
     most: float
     what: str
-    device: str
+    profile: str
 
 
 def extrapolation(plan: ExecutionPlan, model: CostModel) -> str | None:
-    """One sentence when calls of a plan are priced at more than STRETCH times what their profile measured."""
+    """One sentence when calls of a plan are priced at more than STRETCH times what their profile has."""
     found = [
         one
         for node in plan.nodes
@@ -83,14 +78,14 @@ def extrapolation(plan: ExecutionPlan, model: CostModel) -> str | None:
     others = len({one.call for one in found}) - 1
     more = f" ({others} other call{'s' if others > 1 else ''} beyond it too)" if others else ""
     return (
-        f"The measured profile of {worst.device} ends at {worst.most:.0f} {worst.what}; {worst.call} is priced at "
+        f"The {worst.profile} ends at {worst.most:.0f} {worst.what}; {worst.call} is priced at "
         f"{worst.asked:.0f}{more}, by extrapolation. prefect-rlhf profile measures this run's sizes, up to "
         f"{MOST_TOKENS} tokens and {MOST_ROWS} rows."
     )
 
 
 def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
-    """How far a call goes in each direction, for the classes of its devices that were measured."""
+    """How far a call goes in each direction, for the classes of its devices that have a profile."""
     shape, tp = model.models[node.call.role].shape, node.placement.strategy.tp
     for number in model.classes_of(node.placement):
         profile = model.measured[number].get(shape)
@@ -107,11 +102,11 @@ def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
                 (asked.tokens, tokens, what),
                 (asked.context, context, "tokens of a sequence"),
             ):
-                yield _Beyond(value / most, node.name, value, most, unit, profile.device)
+                yield _Beyond(value / most, node.name, value, most, unit, profile.title)
 
 
 def _ends(profile: MeasuredProfile, operation: str, tp: int) -> tuple[int, int]:
-    """The most tokens and the longest context at which an operation was measured."""
+    """The most tokens and the longest context of an operation in a profile."""
     points = [o for o in profile.operations if (o.operation, o.tp) == (operation, tp)]
     return max(o.tokens for o in points), max(o.context for o in points)
 

@@ -1,5 +1,6 @@
 """Seconds of what calls are made of: the questions that the cost model asks of a profile, and their answers from
-a device's data sheet. Measured answers are in planner/measured.py; the cost model does not know the difference.
+a device's data sheet. Answers of measured profiles are in planner/measured.py, and planner/tabulated.py writes a
+data sheet's as such a profile; the cost model does not know the difference.
 """
 
 from collections.abc import Sequence

@@ -62,8 +62,8 @@ def plan(
     cluster
         A YAML file with n_hosts, devices_per_host and device; default: what the configuration says.
     profile
-        Profiles that were measured elsewhere, on a cluster like this one (prefect-rlhf profile --out FILE); default:
-        those in <output_dir>/profiles/.
+        Profiles that were measured elsewhere, on a cluster like this one, or computed (a file of prefect-rlhf
+        profile --out FILE); default: the measured ones in <output_dir>/profiles/.
     mode
         How to find the plan.
     evaluate
@@ -83,7 +83,7 @@ def plan(
     """
     if iterations is not None and iterations < 1:
         raise ConfigError(f"--iterations {iterations}: the hours are of at least one iteration.")
-    _check_writable(json_file, out)
+    check_writable(json_file, out)
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
     show_warnings(hardware.warnings)
@@ -146,8 +146,8 @@ def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, 
     show_comparison(console, found, limits_s, iterations)
 
 
-def _check_writable(*paths: Path | None) -> None:
-    """Raises ConfigError for a file that surely cannot be written: a search would be lost."""
+def check_writable(*paths: Path | None) -> None:
+    """Raises ConfigError for a file that surely cannot be written: minutes of work would be lost."""
     for path in paths:
         if path is not None and (
             path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)

@@ -3,12 +3,9 @@
 from typing import Any
 
 from planner.measured import MeasuredProfile
-from planner.profile import preset
-from planner.sizes import sizes
-from planner.timing import Roofline
-from rlhf_tasks.measurements import Measurements, Timed, TimedExchange
+from planner.mesh import Cluster
 from rlhf_tasks.parallel.shape import ModelShape
-from tests.planner.sampled import EXCHANGES, sampled_operations
+from tests.planner.sampled import as_measured
 
 LLAMA = {
     "model_type": "llama",
@@ -66,25 +63,8 @@ SHAPE = ModelShape.from_config(LLAMA)
 
 def measured(shape=SHAPE, device="cpu-slot", n_hosts=1, slower=1.0) -> MeasuredProfile:
     """A profile of hosts with two slots that are so much slower than a CPU slot by its figures."""
-    roofline = Roofline(preset("cpu-slot"), sizes(shape, "lm", 1), "lm", 1, False, 4)
-    operations = [
-        Timed(operation=operation, tp=tp, tokens=tokens, context=context, seconds=slower * seconds)
-        for tp in (1, 2)
-        for operation, tokens, context, seconds in sampled_operations(shape, tp)
-    ]
-    exchanges = [
-        TimedExchange(
-            kind=kind,
-            ranks=2,
-            crosses_hosts=False,
-            size_bytes=size_bytes,
-            seconds=slower * roofline.exchange_s(kind, 2, size_bytes, False),
-        )
-        for kind in EXCHANGES
-        for size_bytes in (0, 2**24)
-    ]
-    found = Measurements(operations=tuple(operations), exchanges=tuple(exchanges), process_bytes=10**8)
-    return MeasuredProfile.of(device, n_hosts, 2, shape, 4, [found])
+    profile = as_measured(shape, Cluster(n_hosts, 2), slower)
+    return profile.model_copy(update={"device": device})
 
 
 def refused(outcome: tuple[int, str, str], *parts: str) -> None:

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_flow, "_grid", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
+    monkeypatch.setattr(profile_flow, "grid_of", lambda *_: Grid((16, 64), (8, 16), (1, 4), (8,)))
     place = {"address": cluster.scheduler_address, "devices_per_host": 2}
     config = ppo_config(tmp_path, cluster=place, planning={"prompt_tokens": 12})
     for weights in tmp_path.glob("*/model.safetensors"):

@@ -14,16 +14,13 @@ from planner.mesh import Cluster
 from planner.plan import build_plan
 from planner.problem import Problem
 from planner.profile import preset
-from planner.sizes import sizes
-from planner.timing import Roofline
 from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import ASSIGNMENTS
-from rlhf_tasks.measurements import Measurements, Timed, TimedExchange
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
-from tests.planner.sampled import EXCHANGES, sampled_operations
+from tests.planner.sampled import as_measured
 
 DEMO_PLAN = Path(__file__).parents[2] / "deployments/demo_plan.yaml"
 
@@ -100,29 +97,10 @@ def tiny(llama):
 
 @pytest.fixture
 def sampled(tiny):
-    """sampled(scale=1): a profile of 1 x 4 slots whose figures come from a roofline."""
+    """sampled(scale=1): a profile as if measured on 1 x 4 slots so many times slower than CPU slots."""
 
     def make(scale: float = 1.0) -> MeasuredProfile:
-        operations = [
-            Timed(operation=operation, tp=tp, tokens=tokens, context=context, seconds=scale * seconds)
-            for tp in (1, 2, 4)
-            for operation, tokens, context, seconds in sampled_operations(tiny, tp)
-        ]
-        roofline = Roofline(preset("cpu-slot"), sizes(tiny, "lm", 1), "lm", 1, False, 4)
-        exchanges = [
-            TimedExchange(
-                kind=kind,
-                ranks=ranks,
-                crosses_hosts=False,
-                size_bytes=size_bytes,
-                seconds=scale * roofline.exchange_s(kind, ranks, size_bytes, False),
-            )
-            for kind in EXCHANGES
-            for ranks in (2, 4)
-            for size_bytes in (0, 2**24)
-        ]
-        found = Measurements(operations=tuple(operations), exchanges=tuple(exchanges), process_bytes=10**8)
-        return MeasuredProfile.of("cpu-slot", 1, 4, tiny, 4, [found])
+        return as_measured(tiny, Cluster(1, 4), scale)
 
     return make
 

@@ -95,3 +95,22 @@ def test_a_device_faster_than_its_data_sheet_gets_a_higher_peak(measured):
     after = recalibrated(before, measured)
     assert after.matmul_efficiency == 1
     assert after.flops_per_s == pytest.approx(0.2 * preset("cpu-slot").flops_per_s, rel=0.02)
+
+
+def test_passes_that_memory_traffic_bounds_say_nothing_of_arithmetic(slow, measured):
+    """Were they taken for arithmetic, the overhead would hold the seconds of reading weights."""
+    starved = slow.model_copy(update={"memory_bytes_per_s": 4e9})
+    timing = Roofline(starved, sizes(measured.model, "lm", 1), "lm", 1, False, 4)
+    passes = tuple(
+        Timed(operation="layer/forward", tp=1, tokens=n, context=64, seconds=timing.layer_s("forward", n, 64))
+        for n in (1, 4, 16, 64, 256, 1024, 4096)
+    )
+    weights_s = starved.compute_s(0, sizes(measured.model, "lm", 1).layer * 4)
+    assert passes[0].seconds > starved.layer_overhead_s + weights_s > 1.5 * starved.layer_overhead_s
+    before = preset("cpu-slot").model_copy(update={"memory_bytes_per_s": 4e9})
+    after = recalibrated(before, measured.model_copy(update={"operations": passes}))
+    assert after.layer_overhead_s == pytest.approx(starved.layer_overhead_s)
+    assert after.matmul_efficiency == pytest.approx(starved.matmul_efficiency)
+    few = recalibrated(before, measured.model_copy(update={"operations": passes[:3]}))
+    assert few.layer_overhead_s == pytest.approx(starved.layer_overhead_s)
+    assert few.matmul_efficiency == before.matmul_efficiency, "arithmetic does not show"

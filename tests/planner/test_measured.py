@@ -81,7 +81,7 @@ def cost_of(tiny):
 
 
 def test_measured_and_analytic_profiles_have_one_consumer(demo_plan, cost_of, sampled):
-    """A profile sampled from the roofline prices a plan as the roofline does."""
+    """A profile with a roofline's figures prices a plan as the roofline does."""
     analytic, measured = (price_plan(demo_plan, model) for model in (cost_of(), cost_of(sampled())))
     assert measured.iteration_time_s == pytest.approx(analytic.iteration_time_s, rel=0.05)
     for name, seconds in analytic.duration_s.items():

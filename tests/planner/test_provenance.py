@@ -9,7 +9,9 @@ from planner.plan import build_plan
 from planner.profile import preset
 from planner.provenance import STRETCH, asked_of, extrapolation, figures_source
 from planner.ran import RanCall
+from planner.tabulated import tabulated
 from planner.workload import Lengths, RoleModel, Workload
+from rlhf_tasks.measurements import Grid
 from rlhf_tasks.spec import CallNode
 
 
@@ -51,6 +53,26 @@ def test_measured_figures_of_all_models_of_some_and_of_runs(cost_of, sampled, ll
     assert corrected == "preset of cpu-slot, corrected by measured figures of actor_train"
 
 
+def test_computed_figures_are_never_called_measured(cost_of, sampled, tiny, llama):
+    slot, grid = preset("cpu-slot"), Grid.around(64, 32, 64, 128)
+    slower = slot.model_copy(update={"flops_per_s": 1e9})
+    mine = slot.model_copy(update={"name": "mine"})
+    for device, figures in (
+        (slot, "preset of cpu-slot"),
+        (slower, "changed preset of cpu-slot"),
+        (mine, "stated figures of mine"),
+    ):
+        profile = tabulated(device, Cluster(1, 4), tiny, grid, 4)
+        assert figures_source(cost_of(profile, device=device)) == f"profile computed from the {figures}"
+    other = llama(num_hidden_layers=2)
+    assert figures_source(
+        cost_of(sampled(), tabulated(slot, Cluster(1, 4), other, grid, 4), other=other)
+    ) == (
+        "measured profile of cpu-slot for actor, ref, reward and "
+        "profile computed from the preset of cpu-slot for critic"
+    )
+
+
 def test_what_a_call_is_said_to_ask_is_what_its_price_asks(cost_of, sampled, demo_plan, monkeypatch):
     """The tables are watched while calls are priced."""
     model, seen = cost_of(sampled()), {}
@@ -90,6 +112,14 @@ def test_a_price_far_beyond_what_was_measured_is_told(cost_of, sampled, make_gra
     assert found.startswith("The measured profile of cpu-slot ends at 1024 tokens of a micro-batch; ")
     assert " is priced at 4096 (2 other calls beyond it too)" in found
     assert extrapolation(plan, cost_of(shrunk(sampled(), 4096 / STRETCH))) is None
+
+
+def test_a_computed_profile_that_ends_early_is_told_as_computed(cost_of, tiny, make_graph, assign):
+    profile = tabulated(preset("cpu-slot"), Cluster(1, 4), tiny, Grid.around(8, 32, 64, 128), 4)
+    graph = make_graph(n_seqs=256)
+    plan = build_plan(graph, {call.name: assign([0]) for call in graph.calls}, Cluster(1, 4))
+    told = str(extrapolation(plan, cost_of(profile)))
+    assert told.startswith("The profile computed from the preset of cpu-slot ends at ")
 
 
 def test_rows_and_lengths_count_too(cost_of, sampled, make_graph, assign):
