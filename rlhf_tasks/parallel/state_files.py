@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.optimizer import StateShard
+from rlhf_tasks.parallel.state_layout import StateLayout
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CHUNK_BYTES = 1 << 22  # hashed and written at a time
@@ -71,6 +72,7 @@ def read_shards(
     wanted  which shards, of which dtype, on which device; their contents are not touched
     Yields fresh tensors one by one. Raises ValueError naming what the files do not hold.
     """
+    theirs, ours = StateLayout(old), StateLayout(new)
     with ExitStack() as stack:
         stored: dict[str, list[_Stored]] = {}
         for path in sorted(files):
@@ -81,7 +83,7 @@ def read_shards(
                 stop = start + file.get_slice(key).get_shape()[0]
                 stored.setdefault(key, []).append(_Stored(file, source, start, stop))
         for shard in wanted:
-            tensor = _assemble(shard, stored.get(_key(shard.name, shard.kind), []), old, new, device)
+            tensor = _assemble(shard, stored.get(_key(shard.name, shard.kind), []), theirs, ours, device)
             yield shard._replace(tensor=tensor)
 
 
@@ -99,11 +101,6 @@ def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | mem
             yield data[start : start + _CHUNK_BYTES]
 
 
-# From one layout to another. A parameter is seen as a matrix: one row per index before the sharded dim, one
-# column per element from it on. A slice is then a block of columns; a flat range of a slice is at most three
-# rectangles: the end of a row, whole rows, the beginning of a row.
-
-
 class _Stored(NamedTuple):
     """One entry of a file: a flat range of a slice of the device that wrote it."""
 
@@ -113,64 +110,14 @@ class _Stored(NamedTuple):
     stop: int
 
 
-class _Rectangle(NamedTuple):
-    """Rows and columns of the whole parameter's matrix."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
-
-    def intersect(self, other: "_Rectangle") -> "_Rectangle | None":
-        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
-        left, right = max(self.left, other.left), min(self.right, other.right)
-        return _Rectangle(top, bottom, left, right) if top < bottom and left < right else None
-
-
-class _Columns(NamedTuple):
-    """The columns of a slice."""
-
-    first: int
-    width: int
-
-    @staticmethod
-    def of(layout: Layout, name: str, device: int) -> "_Columns":
-        spec, rows = layout.specs[name], layout.held(device)[name]
-        inner = 1
-        for size in spec.shape[spec.dim + 1 :]:
-            inner *= size
-        return _Columns(rows.start * inner, rows.size * inner)
-
-    def rectangles(self, start: int, stop: int) -> list[_Rectangle]:
-        """What the elements start .. stop - 1 of the flattened slice are."""
-        pieces = []
-        while start < stop:
-            row, column = divmod(start, self.width)
-            if column == 0 and stop - start >= self.width:
-                bottom, end = stop // self.width, self.width
-            else:
-                bottom, end = row + 1, min(self.width, column + stop - start)
-            pieces.append(_Rectangle(row, bottom, self.first + column, self.first + end))
-            start = (bottom - 1) * self.width + end
-        return pieces
-
-    def span(self, part: _Rectangle) -> tuple[int, int]:
-        """The smallest flat range of the slice that has a rectangle in it."""
-        left, right = part.left - self.first, part.right - self.first
-        return part.top * self.width + left, (part.bottom - 1) * self.width + right
-
-    def view(self, flat: Tensor, part: _Rectangle) -> Tensor:
-        """A rectangle as a view of a flat tensor that begins with it."""
-        shape = (part.bottom - part.top, part.right - part.left)
-        return flat.as_strided(shape, (self.width, 1), flat.storage_offset())
-
-
-def _assemble(shard: StateShard, stored: Sequence[_Stored], old: Layout, new: Layout, device: int) -> Tensor:
+def _assemble(
+    shard: StateShard, stored: Sequence[_Stored], old: StateLayout, new: StateLayout, device: int
+) -> Tensor:
     """One shard's values from whatever files have parts of it."""
     values, found = torch.empty_like(shard.tensor), torch.zeros(shard.stop - shard.start, dtype=torch.bool)
-    target = _Columns.of(new, shard.name, device)
+    target = new.columns(shard.name, device)
     for entry in stored:
-        source = _Columns.of(old, shard.name, entry.device)
+        source = old.columns(shard.name, entry.device)
         for theirs in source.rectangles(entry.start, entry.stop):
             for ours in target.rectangles(shard.start, shard.stop):
                 part = theirs.intersect(ours)
@@ -180,9 +127,8 @@ def _assemble(shard: StateShard, stored: Sequence[_Stored], old: Layout, new: La
                 piece = entry.file.get_slice(_key(shard.name, shard.kind))
                 data = piece[first - entry.start : last - entry.start]
                 _check_dtype(shard, data)
-                begin = target.span(part)[0] - shard.start
-                target.view(values[begin:], part).copy_(source.view(data, part))
-                target.view(found[begin:], part).fill_(True)
+                target.view(values, shard.start, part).copy_(source.view(data, first, part))
+                target.view(found, shard.start, part).fill_(True)
         if found.all():
             return values
     lacking = int((~found).sum())
