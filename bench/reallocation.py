@@ -25,8 +25,10 @@ from rlhf_tasks.parallel.optimizer import Optimizer, OptimizerSettings
 from rlhf_tasks.parallel.random import permutation
 from rlhf_tasks.parallel.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.shape import ModelShape
-from rlhf_tasks.parallel.state_exchange import StateTransfer, exchange_state
+from rlhf_tasks.parallel.state_exchange import exchange_state
 from rlhf_tasks.parallel.state_files import read_shards, write_shards
+from rlhf_tasks.parallel.state_layout import StateLayout
+from rlhf_tasks.parallel.state_transfer import StateTransfer
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.transfers import (
     plan_reallocation,
@@ -93,7 +95,7 @@ def plan_state() -> None:
     for pair in LARGE_PAIRS:
         source, destination = (layout(LLAMA_70B, degrees) for degrees in pair)
         start_s = time.process_time()
-        transfer = StateTransfer(source, destination)
+        transfer = StateTransfer(StateLayout(source), StateLayout(destination))
         parts = sum(len(list(transfer.parts(name, 0))) for name in source.specs)
         seconds = time.process_time() - start_s
         print(json.dumps({"pair": pair, "state_plan_s": round(seconds, 3), "parts": parts}))
@@ -159,7 +161,7 @@ def state_seconds(
     write_shards(files[rank], rank, kept)
 
     def from_ranks() -> None:
-        transfer = StateTransfer(source, destination)
+        transfer = StateTransfer(StateLayout(source), StateLayout(destination))
         into.load_shard_state(exchange_state(transfer, kept, into.shard_state(), groups, world), 1)
 
     def from_files() -> None:

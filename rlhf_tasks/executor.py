@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.kept_state import KeptState
-from rlhf_tasks.memory import peak_bytes, reset_peak
+from rlhf_tasks.memory import give_back, peak_bytes, reset_peak
 from rlhf_tasks.parallel.groups import join_world, leave_world
 from rlhf_tasks.rank_run import RankRun
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
@@ -71,8 +71,12 @@ class Executor:
         keep_state  keep the trained roles' state in host memory for the `load` that follows
         """
         run, self._run, self._kept = self._run, None, None
-        if run is not None:
-            if keep_state and not self._aborted:
+        try:
+            if run is not None and keep_state and not self._aborted:
                 self._kept = run.keep()
-            run.close(self._aborted)
-        leave_world()
+        finally:
+            if run is not None:
+                run.close(self._aborted)
+            leave_world()
+        del run
+        give_back()  # engines are cycles, by their hooks: nothing else frees them before the next ones are built

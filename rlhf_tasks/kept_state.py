@@ -16,7 +16,9 @@ from rlhf_tasks.manifest import read_manifest
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.optimizer import StateShard
-from rlhf_tasks.parallel.state_exchange import StateTransfer, exchange_state
+from rlhf_tasks.parallel.state_exchange import exchange_state
+from rlhf_tasks.parallel.state_layout import StateLayout
+from rlhf_tasks.parallel.state_transfer import StateTransfer
 from rlhf_tasks.snapshots import TrainedRole, stored_role, take_state
 from rlhf_tasks.transport import GenerationSpec
 
@@ -45,24 +47,25 @@ class KeptCommit:
     """The commit that a generation starts from, as its ranks may have kept it.
 
     kept    this rank's; None when it has none
-    groups  of the generation: building and `take_over` are collective over the plan's devices
+    groups  of the generation: building and `take_over` are collective over all ranks, which have a group
     """
 
     def __init__(self, kept: KeptState | None, spec: GenerationSpec, groups: ProcessGroups) -> None:
         assert spec.restore_step is not None, "there is no commit yet"
         self._folder = step_folder(Path(spec.run_folder), spec.restore_step)
         self._manifest = read_manifest(self._folder)
-        self._groups, self._devices = groups, tuple(range(spec.plan.n_devices))
+        self._groups, self._ranks = groups, range(spec.n_ranks)
         here = kept is not None and kept[:3] == (spec.run, spec.attempt, spec.restore_step)
         self._shards = kept.shards if kept is not None and here else {}
         self.is_whole = self._ask_all()
 
     def _ask_all(self) -> bool:
-        """Whether every rank that owned a part of the commit still has it."""
-        rank, roles = self._groups.rank, self._manifest.roles
-        owned = {role for role, record in roles.items() if rank in record.placement.devices}
-        has = torch.tensor(int(owned <= self._shards.keys()))
-        return bool(all_reduce(has, self._groups[self._devices], dist.ReduceOp.MIN))
+        """Whether every device that owned a part of the commit is a rank that still has it."""
+        owners = {role: set(record.placement.devices) for role, record in self._manifest.roles.items()}
+        owned = {role for role, devices in owners.items() if self._groups.rank in devices}
+        here = all(devices <= set(self._ranks) for devices in owners.values())
+        has = torch.tensor(int(here and owned <= self._shards.keys()))
+        return bool(all_reduce(has, self._groups[self._ranks], dist.ReduceOp.MIN))
 
     def take_over(self, role: str, layout: Layout, engine: TrainedRole | None) -> None:
         """Bring a role to the commit: weights, moments, version and state.
@@ -74,9 +77,9 @@ class KeptCommit:
         assert self.is_whole, "some rank lacks its part: read the commit"
         record = stored_role(role, layout, self._manifest, self._folder)
         wanted = [] if engine is None or engine.optimizer is None else list(engine.optimizer.shard_state())
-        transfer = StateTransfer(record.layout, layout)
+        transfer = StateTransfer(StateLayout(record.layout), StateLayout(layout))
         kept = self._shards.get(role, [])
-        shards = exchange_state(transfer, kept, wanted, self._groups, self._devices)
+        shards = exchange_state(transfer, kept, wanted, self._groups, self._ranks)
         if engine is not None:
             take_state(engine, shards, record)
         else:

@@ -13,7 +13,7 @@ from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
 from rlhf_tasks.config import RUN_CONFIG
 from rlhf_tasks.dataset import load_rows
 from rlhf_tasks.kept_state import KeptCommit, KeptState, host_shards
-from rlhf_tasks.parallel.engine import share_batch
+from rlhf_tasks.parallel.engine import Engine, share_batch
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.reallocation import union_set
 from rlhf_tasks.parallel.redistribution import heads_set, redistribute, survey
@@ -59,7 +59,9 @@ class RankRun:
     ) -> None:
         self._spec, self._plan, self.device = spec, spec.plan, device
         self._config = RUN_CONFIG.validate_python(spec.config)
-        self._groups = ProcessGroups(plan_device_sets(spec.plan), spec.timeout_s, device)
+        self._groups = ProcessGroups(
+            [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
+        )
         self._rows = load_rows(self._config.data)
         self._tokenizer = Tokenizer.from_folder(self._config.models.tokenizer)
         self._rewards = RewardProcess(self._config)
@@ -67,7 +69,7 @@ class RankRun:
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
         self._schedule = SnapshotSchedule(spec.snapshot_every, spec.iterations)
-        self._at_step: dict[str, int] = {}  # role -> the step that its state is that of, while it is
+        self._at_step: dict[str, int] = {}  # role -> the step that it was saved as, until it is trained again
         own = spec.plan.on(spec.rank)
         self._last_node = own[-1].name if own else ""
 
@@ -77,10 +79,9 @@ class RankRun:
         kept  what this rank has kept of an earlier generation
         """
         step, engines = self._spec.restore_step, dict(self._engines.trained())
-        self._at_step = dict.fromkeys(engines, step or 0)
         if step is None:
             for role, engine in engines.items():
-                self._writer.save(role, engine, step=0)
+                self._save_as(0, role, engine)
             return
         commit = KeptCommit(kept, self._spec, self._groups)
         if commit.is_whole:
@@ -91,7 +92,10 @@ class RankRun:
                 restore(role, engine, Path(self._spec.run_folder), step)
 
     def keep(self) -> KeptState | None:
-        """What this rank's engines hold, if that is a step's state; on CUDA it is copied to host memory."""
+        """What this rank's engines hold, if this generation saved it as a step; on CUDA it is copied to host memory.
+
+        What was restored and not saved since is not kept: the commit has it in another layout, maybe.
+        """
         engines = dict(self._engines.trained())
         steps = set(self._at_step.values())
         if len(steps) != 1 or len(self._at_step) != len(engines):
@@ -200,9 +204,12 @@ class RankRun:
     def _save(self, node: SaveNode, request: NodeRequest) -> Outcome:
         if self._schedule.is_snapshot(request.key.iteration):
             engine = self._engines.get(node.role, node.placement)
-            self._at_step[node.role] = step = request.key.iteration + 1
-            self._writer.save(node.role, engine, step)
+            self._save_as(request.key.iteration + 1, node.role, engine)
         return Outcome()
+
+    def _save_as(self, step: int, role: str, engine: Engine) -> None:
+        self._at_step[role] = step
+        self._writer.save(role, engine, step)
 
     def _ids(self, request: NodeRequest) -> tuple[int, ...]:
         return tuple(range(request.first_sample, request.first_sample + self._plan.n_seqs))

@@ -7,7 +7,7 @@ moments. Over the dp ranks of a placement each range is written once. No pickle 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.layout import Interval, Layout
 from rlhf_tasks.parallel.optimizer import StateShard
-from rlhf_tasks.parallel.state_layout import StateLayout
+from rlhf_tasks.parallel.state_layout import Rectangle, StateLayout
+from rlhf_tasks.parallel.state_transfer import StateTransfer, assemble
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CHUNK_BYTES = 1 << 22  # hashed and written at a time
@@ -72,19 +73,20 @@ def read_shards(
     wanted  which shards, of which dtype, on which device; their contents are not touched
     Yields fresh tensors one by one. Raises ValueError naming what the files do not hold.
     """
-    theirs, ours = StateLayout(old), StateLayout(new)
     with ExitStack() as stack:
-        stored: dict[str, list[_Stored]] = {}
+        stored: dict[tuple[str, int], _Stored] = {}
         for path in sorted(files):
             file = stack.enter_context(safe_open(path, framework="pt"))
             metadata = file.metadata()
             source = int(metadata["device"])
             for key, start in json.loads(metadata["starts"]).items():
                 stop = start + file.get_slice(key).get_shape()[0]
-                stored.setdefault(key, []).append(_Stored(file, source, start, stop))
+                stored[key, source] = _Stored(file, Interval(start, stop))
+        transfer = StateTransfer(_StoredLayout(old, stored), StateLayout(new))
         for shard in wanted:
-            tensor = _assemble(shard, stored.get(_key(shard.name, shard.kind), []), theirs, ours, device)
-            yield shard._replace(tensor=tensor)
+            yield assemble(
+                transfer.new, device, shard, _read(shard, stored, transfer, device), "the checkpoint"
+            )
 
 
 def _key(name: str, kind: str) -> str:
@@ -105,36 +107,34 @@ class _Stored(NamedTuple):
     """One entry of a file: a flat range of a slice of the device that wrote it."""
 
     file: Any  # safetensors' handle
-    device: int
-    start: int
-    stop: int
+    range: Interval
 
 
-def _assemble(
-    shard: StateShard, stored: Sequence[_Stored], old: StateLayout, new: StateLayout, device: int
-) -> Tensor:
-    """One shard's values from whatever files have parts of it."""
-    values, found = torch.empty_like(shard.tensor), torch.zeros(shard.stop - shard.start, dtype=torch.bool)
-    target = new.columns(shard.name, device)
-    for entry in stored:
-        source = old.columns(shard.name, entry.device)
-        for theirs in source.rectangles(entry.start, entry.stop):
-            for ours in target.rectangles(shard.start, shard.stop):
-                part = theirs.intersect(ours)
-                if part is None:
-                    continue
-                first, last = source.span(part)
-                piece = entry.file.get_slice(_key(shard.name, shard.kind))
-                data = piece[first - entry.start : last - entry.start]
-                _check_dtype(shard, data)
-                target.view(values, shard.start, part).copy_(source.view(data, first, part))
-                target.view(found, shard.start, part).fill_(True)
-        if found.all():
-            return values
-    lacking = int((~found).sum())
-    raise ValueError(
-        f"the checkpoint lacks {lacking} of {found.numel()} elements of {shard.kind} of {shard.name}"
-    )
+class _StoredLayout(StateLayout):
+    """A layout whose devices have kept what their files say: whoever wrote them may have cut otherwise."""
+
+    def __init__(self, layout: Layout, stored: Mapping[tuple[str, int], _Stored]) -> None:
+        super().__init__(layout)
+        self._stored = stored
+
+    def range(self, name: str, device: int) -> Interval:
+        entry = self._stored.get((_key(name, "master"), device))
+        return Interval(0, 0) if entry is None else entry.range
+
+
+def _read(
+    shard: StateShard, stored: Mapping[tuple[str, int], _Stored], transfer: StateTransfer, device: int
+) -> Iterator[tuple[Rectangle, Tensor]]:
+    """The parts of a shard that the files have."""
+    key = _key(shard.name, shard.kind)
+    for source, _, part in transfer.taken(shard.name, device):
+        if (key, source) in stored:
+            file, (start, _) = stored[key, source]
+            columns = transfer.old.columns(shard.name, source)
+            first, last = columns.span(part)
+            data = file.get_slice(key)[first - start : last - start]
+            _check_dtype(shard, data)
+            yield part, columns.view(data, first, part)
 
 
 def _check_dtype(shard: StateShard, data: Tensor) -> None:

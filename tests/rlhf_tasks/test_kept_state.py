@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flows.prepare import prepare
 from rlhf_tasks.checkpoint import RunSnapshots, step_folder
 from rlhf_tasks.executor import Executor
+from rlhf_tasks.kept_state import KeptState
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import ExecutionPlan, SaveNode
@@ -36,15 +39,17 @@ class Rank:
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
         self.executor = Executor(rank, self.parts.append)
 
-    def load(self, generation: int, step: int | None, attempt: int = 1) -> None:
+    def load(
+        self, generation: int, step: int | None, attempt: int = 1, n_ranks: int = 2, plan: int = 1
+    ) -> None:
         self.executor.load(
             GenerationSpec(
                 run=self.run.run,
                 attempt=attempt,
                 generation=generation,
                 rank=self.rank,
-                n_ranks=2,
-                plan=self.plans[step or 0],
+                n_ranks=n_ranks,
+                plan=self.plans[0 if step is None else plan],
                 config=self.run.config,
                 run_folder=self.run.run_folder,
                 restore_step=step,
@@ -85,11 +90,14 @@ class Rank:
         self.store.set(f"{where}-{self.rank}", "here")
         self.store.wait([f"{where}-{rank}" for rank in (0, 1)])
 
-    def spoil(self) -> None:
-        """Whoever goes by what is kept shows it."""
-        for shards in self.executor._kept.shards.values() if self.executor._kept else ():
-            for shard in shards:
-                shard.tensor.zero_()
+    def loads_as(self, generation: int, kept, **changes) -> dict:
+        """What the rank holds when it has loaded the commit in a new generation, having kept something before."""
+        self.executor._kept = kept
+        self.load(generation, 1, **changes)
+        held = self.holds()
+        self.executor.close(keep_state=True)
+        assert self.executor._kept is None, "what was restored and not saved lies otherwise than the commit"
+        return held
 
     def holds(self) -> dict:
         """What this rank's trained roles are: state by name, version, steps, and the role's own state."""
@@ -103,50 +111,75 @@ class Rank:
         return found
 
 
-def without_files(rank: Rank, action) -> None:
-    """Do something while the commit has its manifest alone."""
+def spoiled(kept: KeptState) -> KeptState:
+    """Whoever goes by it shows it."""
+    shards = {
+        role: [shard._replace(tensor=torch.zeros_like(shard.tensor)) for shard in shards]
+        for role, shards in kept.shards.items()
+    }
+    return kept._replace(shards=shards)
+
+
+@contextmanager
+def files_hidden(rank: Rank, name: str):
+    """While the commit has its manifest alone."""
     folder, aside = step_folder(rank.folder, 1), rank.folder / "aside"
-    rank.meet("before")
-    if rank.rank == 0:
-        aside.mkdir()
-        for path in folder.glob("*.safetensors"):
-            shutil.move(path, aside)
-    rank.meet("moved")
-    action()
-    rank.meet("after")
-    if rank.rank == 0:
-        for path in aside.iterdir():
-            shutil.move(path, folder)
-    rank.meet("back")
+
+    def move(source: Path, destination: Path) -> None:
+        if rank.rank == 0:
+            for path in source.glob("*.safetensors"):
+                shutil.move(path, destination / path.name)
+
+    aside.mkdir(exist_ok=True)
+    rank.meet(f"{name} before")
+    move(folder, aside)
+    rank.meet(f"{name} moved")
+    yield
+    rank.meet(f"{name} after")
+    move(aside, folder)
+    rank.meet(f"{name} back")
 
 
-def change_the_plan(number: int, world: int, documents: dict, port: int) -> tuple[bool, bool]:
-    """(state from rank to rank equals the commit's, so does it where one rank lacks its part), on this rank."""
+def change_the_plan(number: int, world: int, documents: dict, port: int) -> dict[str, bool]:
+    """What of a way of loading the commit gives on this rank what its files give."""
     dist.destroy_process_group()
     rank = Rank(number, documents, port)
     rank.load(0, None)
     rank.train()
     rank.executor.close(keep_state=True)
+    kept = rank.executor._kept
     rank.commit()
-    without_files(rank, lambda: rank.load(1, 1))
-    moved = rank.holds()
-    rank.executor.close(keep_state=number == 0)
-    rank.spoil()
-    rank.load(2, 1)
-    lacked = rank.holds()
+    read, alone = rank.loads_as(1, None), rank.loads_as(2, None, plan=2)
+    same = {}
+    with files_hidden(rank, "exchange"):
+        same["from rank to rank"] = rank.loads_as(3, kept) == read
+        same["to rank 0 alone"] = rank.loads_as(4, kept, plan=2) == alone
+    same["one rank lacks its part"] = rank.loads_as(5, None if number else spoiled(kept)) == read
+    same["of another attempt"] = rank.loads_as(6, spoiled(kept), attempt=2) == read
+    same["of another step"] = rank.loads_as(7, spoiled(kept)._replace(step=0)) == read
+    if number == 0:
+        same["without the rank that trained the critic"] = rank.loads_as(8, kept, n_ranks=1, plan=2) == alone
+    return same
+
+
+def after_an_abort(number: int, world: int, documents: dict, port: int) -> bool:
+    """Whether anything is kept of a generation that was aborted."""
+    dist.destroy_process_group()
+    rank = Rank(number, documents, port)
+    rank.load(0, None)
+    assert rank.executor._run.keep() is not None
+    rank.executor._aborted = True
     rank.executor.close(keep_state=True)
-    rank.spoil()
-    rank.load(3, 1, attempt=2)
-    read = rank.holds()
-    rank.executor.close(keep_state=False)
-    return moved == read, lacked == read
+    return rank.executor._kept is not None
 
 
-@pytest.mark.dist
-def test_state_comes_from_the_ranks_bit_by_bit_and_from_the_commit_where_one_lacks_it(ranks, tmp_path):
+@pytest.fixture
+def documents(tmp_path) -> dict:
+    """A run whose plans are TWO_RANKS, LATER, and all on rank 0."""
     plans = []
-    for plan in (TWO_RANKS, LATER):
-        config = ppo_config(tmp_path, plan=plan, cluster={"devices_per_host": 2}, dtype="float32")
+    for plan in (TWO_RANKS, LATER, {call: {"devices": [0]} for call in PPO_CALLS}):
+        n_devices = 1 if len(plans) == 2 else 2
+        config = ppo_config(tmp_path, plan=plan, cluster={"devices_per_host": n_devices}, dtype="float32")
         plans.append(prepare(config).plan)
     folder = tmp_path / "run"
     folder.mkdir()
@@ -159,9 +192,22 @@ def test_state_comes_from_the_ranks_bit_by_bit_and_from_the_commit_where_one_lac
         run_folder=str(folder),
         iterations=2,
     )
-    documents = {
-        "run": run.model_dump(mode="json"),
-        "plans": [plan.model_dump(mode="json") for plan in plans],
-    }
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert ranks.run(2, change_the_plan, documents, store.port) == [(True, True)] * 2
+    return {"run": run.model_dump(mode="json"), "plans": [plan.model_dump(mode="json") for plan in plans]}
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.dist
+def test_state_comes_from_the_ranks_bit_by_bit_and_from_the_commit_where_one_lacks_it(
+    ranks, documents, store
+):
+    for same in ranks.run(2, change_the_plan, documents, store.port):
+        assert [way for way, is_same in same.items() if not is_same] == []
+
+
+@pytest.mark.dist
+def test_nothing_is_kept_of_an_aborted_generation(ranks, documents, store):
+    assert ranks.run(2, after_an_abort, documents, store.port) == [False, False]
