@@ -139,7 +139,7 @@ def run_plan(
             peak = max(peak, result.peak_bytes)
             times.append(NodeTime(iteration, request.key.node, started_s, time.monotonic(), used_s))
         ended.set(f"{iteration}/{rank}", "")
-    executor.close()
+    executor.close(keep_state=False)
     return PlanRun(times, peak)
 
 
@@ -160,7 +160,7 @@ def measure_pieces(
     for piece in idle:
         executor.measure(piece)
     dispatch_s = (time.monotonic() - started_s) / len(idle)
-    executor.close()
+    executor.close(keep_state=False)
     return measured, dispatch_s
 
 

@@ -1,24 +1,34 @@
 """What reallocation costs: planning for many ranks, and moving a model between real ones.
 
-    python bench/reallocation.py                          # planning, one process
-    torchrun --nproc-per-node 4 bench/reallocation.py     # moving; NCCL where each rank has a GPU, else gloo
+    python -m bench.reallocation                          # planning, one process
+    torchrun --nproc-per-node 4 -m bench.reallocation     # moving; NCCL where each rank has a GPU, else gloo
 
 Prints one JSON line per pair of layouts.
 """
 
 import json
 import os
+import shutil
 import statistics
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, join_world, leave_world
+from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
 from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.optimizer import Optimizer, OptimizerSettings
 from rlhf_tasks.parallel.random import permutation
 from rlhf_tasks.parallel.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.state_exchange import exchange_state
+from rlhf_tasks.parallel.state_files import read_shards, write_shards
+from rlhf_tasks.parallel.state_layout import StateLayout
+from rlhf_tasks.parallel.state_transfer import StateTransfer
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.transfers import (
     plan_reallocation,
@@ -80,37 +90,115 @@ def plan_redistributions() -> None:
             print(json.dumps(row))
 
 
-def move_small(rank: int, world: int) -> None:
-    """Seconds (median; slowest rank) to move a 25M model between the layouts of 4 ranks, checks included."""
+def plan_state() -> None:
+    """CPU-seconds in which rank 0 of 1,024 lists what training state of a 70B model it gives and takes."""
+    for pair in LARGE_PAIRS:
+        source, destination = (layout(LLAMA_70B, degrees) for degrees in pair)
+        start_s = time.process_time()
+        transfer = StateTransfer(StateLayout(source), StateLayout(destination))
+        parts = sum(len(list(transfer.parts(name, 0))) for name in source.specs)
+        seconds = time.process_time() - start_s
+        print(json.dumps({"pair": pair, "state_plan_s": round(seconds, 3), "parts": parts}))
+
+
+def move(rank: int, world: int) -> None:
+    """Move a 25M model between layouts of 4 ranks: its weights, then its training state."""
     cuda = torch.cuda.device_count() >= world
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     join_world(dist.PrefixStore("bench", store), rank, world, 120.0, device)
-    groups = ProcessGroups([range(world)], 120.0, device)
-    group = groups[range(world)]
-    for pair in SMALL_PAIRS:
-        source, destination = (layout(SMALL, degrees) for degrees in pair)
-        assert len(union_set(source.placement, destination.placement)) == world, "start 4 ranks"
-        slices = {
-            name: torch.ones(source.slice_shape(name, rank), device=device) for name in source.held(rank)
-        }
-        seconds = []
-        for _ in range(REPEATS):
-            all_reduce(torch.ones(1, device=device), group)
-            start_s = time.perf_counter()
-            reallocate(source, destination, slices, torch.float32, groups, world)
-            took = torch.tensor([time.perf_counter() - start_s], device=device)
-            seconds.append(float(all_reduce(took, group, dist.ReduceOp.MAX)))
-        if rank == 0:
-            moved = reallocation_bound(source, destination, 4)
-            print(json.dumps({"pair": pair, "move_s": round(statistics.median(seconds), 4), "bytes": moved}))
+    placements = [layout(SMALL, degrees).placement for pair in SMALL_PAIRS for degrees in pair]
+    sets = [devices for placement in placements for devices in device_sets(placement)]
+    groups = ProcessGroups([range(world), *sets], 120.0, device)
+    move_weights(rank, world, groups)
+    move_state(rank, world, groups)
     groups.close()
     leave_world()
 
 
+def move_weights(rank: int, world: int, groups: ProcessGroups) -> None:
+    """Seconds (median; slowest rank) of a reallocation, checks included."""
+    for pair in SMALL_PAIRS:
+        source, destination = (layout(SMALL, degrees) for degrees in pair)
+        assert len(union_set(source.placement, destination.placement)) == world, "start 4 ranks"
+        slices = {
+            name: torch.ones(source.slice_shape(name, rank), device=groups.device)
+            for name in source.held(rank)
+        }
+        work = partial(reallocate, source, destination, slices, torch.float32, groups, world)
+        seconds = [slowest(work, groups, world) for _ in range(REPEATS)]
+        if rank == 0:
+            moved = reallocation_bound(source, destination, 4)
+            print(json.dumps({"pair": pair, "move_s": round(statistics.median(seconds), 4), "bytes": moved}))
+
+
+def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
+    """Seconds (slowest rank) in which master weights and moments come to another layout: from rank to rank, and, in
+    turns, from files that the system has just written (one host)."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    for number, pair in enumerate(SMALL_PAIRS):
+        source, destination = (layout(SMALL, degrees) for degrees in pair)
+        files = [Path(folder[0]) / f"{number}-{other}" for other in range(world)]
+        seconds = state_seconds(source, destination, files, groups)
+        if rank == 0:
+            medians = {way: statistics.median(values) for way, values in seconds.items()}
+            spread = {way: [round(min(values), 4), round(max(values), 4)] for way, values in seconds.items()}
+            ratio = round(medians["ranks"] / medians["files"], 3)
+            print(json.dumps({"pair": pair, "state_s": medians, "spread_s": spread, "ratio": ratio}))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+def state_seconds(
+    source: Layout, destination: Layout, files: Sequence[Path], groups: ProcessGroups
+) -> dict[str, list[float]]:
+    """Way ("ranks", "files") -> seconds of each repeat. `files` are to be written, one by each rank."""
+    rank, world = groups.rank, range(len(files))
+    into = optimizer(destination, groups)
+    kept = [shard._replace(tensor=shard.tensor.cpu()) for shard in optimizer(source, groups).shard_state()]
+    write_shards(files[rank], rank, kept)
+
+    def from_ranks() -> None:
+        transfer = StateTransfer(StateLayout(source), StateLayout(destination))
+        into.load_shard_state(exchange_state(transfer, kept, into.shard_state(), groups, world), 1)
+
+    def from_files() -> None:
+        into.load_shard_state(read_shards(files, source, destination, rank, into.shard_state()), 1)
+
+    seconds: dict[str, list[float]] = {"ranks": [], "files": []}
+    for _ in range(REPEATS):
+        for way, work in (("ranks", from_ranks), ("files", from_files)):
+            seconds[way].append(slowest(work, groups, len(files)))
+    return seconds
+
+
+def optimizer(laid_out: Layout, groups: ProcessGroups) -> Optimizer:
+    """This rank's part of a model in training; its numbers do not matter here."""
+    slices = {
+        name: torch.nn.Parameter(torch.ones(laid_out.slice_shape(name, groups.rank), device=groups.device))
+        for name in laid_out.held(groups.rank)
+    }
+    return Optimizer(slices, laid_out, groups, OptimizerSettings())
+
+
+def slowest(work: Callable[[], object], groups: ProcessGroups, world: int) -> float:
+    """Seconds that the slowest rank takes, from a common beginning."""
+    group = groups[range(world)]
+    all_reduce(torch.ones(1, device=groups.device), group)
+    start_s = time.perf_counter()
+    work()
+    if groups.device.type == "cuda":
+        torch.cuda.synchronize()
+    took = torch.tensor([time.perf_counter() - start_s], device=groups.device)
+    return float(all_reduce(took, group, dist.ReduceOp.MAX))
+
+
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        move_small(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        move(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:
         plan_large()
+        plan_state()
         plan_redistributions()

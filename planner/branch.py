@@ -104,9 +104,7 @@ def branching(
         if code == DONE:
             lower_bound_s, walk = threshold, None
         elif code == FOUND:
-            found = State(walk.choice - tables.arrays.start[:-1], time_s, 0.0)
-            _look_again(p.relaxation, walk)
-            state = better(state, found)
+            state = better(state, State(walk.found - tables.arrays.start[:-1], time_s, 0.0))
             near_it = polishing(tables, near, cycles, state, seed, polishings)
             state, more = _until(deadline, state, near_it)
             n_priced, polishings = n_priced + more, polishings + 1
@@ -117,17 +115,6 @@ def branching(
             state, more = _until(deadline, state, again)
             n_priced, restarts = n_priced + more, restarts + 1
         yield state, lower_bound_s, n_priced
-
-
-def _look_again(r: Relaxation, walk: Walk) -> None:
-    """Lets a walk try the last option of what it found once more: other offloaded twins of the choice may be faster.
-    A walk goes through resident options."""
-    first, offloaded, depth = r.arrays.start[:-1], r.arrays.offloaded, walk.depth[0]
-    walk.choice[:] -= np.where(walk.choice >= offloaded, offloaded - first, 0)
-    walk.place[depth] -= 1
-    if walk.place[depth] < 0:
-        last = walk.steps[depth, 1]
-        walk.choice[last] = r.above[walk.choice[last]]
 
 
 def _until(deadline: float, state: State, parts: Iterator[tuple[State, int]]) -> tuple[State, int]:

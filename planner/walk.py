@@ -5,7 +5,7 @@ then a strategy and a place for one call after another, then micro-batches (plan
 placed only where sizes, strategies and what is shared leave hope, not once for each of the many places that come to
 the same. A branch is cut as soon as its meshes cannot lie as they should (planner/arrangement.py), or its completions
 provably exceed the threshold (planner/cover.py, planner/exceeds.py) or lack memory. Complete choices that are left
-are priced exactly, with every set of their offloaded twins (planner/arrays.py) until one fits memory.
+are priced exactly, with every set of their offloaded twins (planner/arrays.py).
 
 Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) need not cost the same.
@@ -56,6 +56,7 @@ class Walk(NamedTuple):
     depth   [1]
     place   [steps] per depth, place among what may be given
     choice  [calls] rows, or OPEN
+    found   [calls] rows of the last complete choice that was found
     meet    [calls, calls] whether meshes share a device: UNKNOWN, APART, MEET
     moves   [moves, 4] seconds of the moves between rows (planner.relaxation.moves_s)
     allowed [steps + 1, calls] per depth, the most seconds that each call may take
@@ -66,6 +67,7 @@ class Walk(NamedTuple):
     depth: Ints
     place: Ints
     choice: Ints
+    found: Ints
     meet: Ints
     moves: Floats
     allowed: Floats
@@ -80,6 +82,7 @@ def new_walk(r: Relaxation, steps: Ints) -> Walk:
         np.zeros(1, np.int64),
         np.full(len(steps), -1),
         np.full(n, OPEN),
+        np.full(n, OPEN),
         np.where(np.eye(n, dtype=np.bool_), MEET, UNKNOWN),
         np.zeros((len(r.trainer), 4)),
         np.full((len(steps) + 1, n), np.inf),
@@ -92,7 +95,7 @@ def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) ->
     """Goes on with a walk for so many rows and relations.
 
     Returns (DONE, infinity) when no further choice takes less than the threshold, (FOUND, seconds per iteration)
-    at a choice that does, which is then walk.choice, else (PAUSED, infinity). Where the steps do not lead to options,
+    at a choice that does, which is then walk.found, else (PAUSED, infinity). Where the steps do not lead to options,
     what the bounds let pass is FOUND without seconds (infinity).
     """
     depth, until = walk.depth[0], walk.counts[0] + nodes
@@ -117,9 +120,9 @@ def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) ->
 
 @inner
 def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
-    """The seconds of a complete choice, or of one with offloaded twins, that fits and takes less than the threshold:
-    then walk.choice is that one. Infinite if there is none."""
-    a, n = r.arrays, r.arrays.n_calls
+    """The seconds of the fastest that fits and takes less than the threshold of a complete choice and those with
+    offloaded twins: then walk.found is that one. Infinite if there is none."""
+    a, n, fastest_s = r.arrays, r.arrays.n_calls, np.inf
     for twins in range(1 << n):
         choice, exist = walk.choice.copy(), True
         for call in range(n):
@@ -128,11 +131,10 @@ def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
                 choice[call] += a.offloaded[call] - a.start[call]
         if exist:
             walk.counts[1] += 1
-            time_s, excess_bytes, _ = priced(a, choice - a.start[:n], threshold, False)
-            if excess_bytes <= 0 and time_s < threshold:
-                walk.choice[:] = choice
-                return time_s
-    return np.inf
+            time_s, excess_bytes, _ = priced(a, choice - a.start[:n], min(threshold, fastest_s), False)
+            if excess_bytes <= 0 and time_s < min(threshold, fastest_s):
+                walk.found[:], fastest_s = choice, time_s
+    return fastest_s
 
 
 @inner

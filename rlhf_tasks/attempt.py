@@ -281,6 +281,7 @@ class Attempt:
                 attempt=spec.attempt,
                 generation=instruction.generation,
                 rank=rank,
+                keep_state=instruction.keep_state,
             )
         )
         if instruction.generation > 0:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.memory import peak_bytes, reset_peak
+from rlhf_tasks.kept_state import KeptState
+from rlhf_tasks.memory import give_back, peak_bytes, reset_peak
 from rlhf_tasks.parallel.groups import join_world, leave_world
 from rlhf_tasks.rank_run import RankRun
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
@@ -25,17 +26,19 @@ class Executor:
         self._rank = rank
         self._on_saved = on_saved
         self._run: RankRun | None = None
+        self._kept: KeptState | None = None
         self._aborted = False
 
     def load(self, spec: GenerationSpec) -> None:
         """Join the generation's groups, build the engines, restore or initialise."""
         self._aborted = False
+        kept, self._kept = self._kept, None
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         server = dist.TCPStore(spec.store_host, spec.store_port, is_master=False)
         store = dist.PrefixStore(spec.store_prefix, server)
         join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
         self._run = RankRun(spec, device, self._on_saved)
-        self._run.start()
+        self._run.start(kept)
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
         """Run one node and describe what it did. Whatever a node raises is the run's fault."""
@@ -62,9 +65,18 @@ class Executor:
         if self._run is not None:
             self._run.abort()
 
-    def close(self) -> None:
-        """End the generation: groups, engines, copies and samples go."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.close(self._aborted)
-        leave_world()
+    def close(self, keep_state: bool) -> None:
+        """End the generation: groups, engines, copies and samples go; what was kept of earlier ones, too.
+
+        keep_state  keep the trained roles' state in host memory for the `load` that follows
+        """
+        run, self._run, self._kept = self._run, None, None
+        try:
+            if run is not None and keep_state and not self._aborted:
+                self._kept = run.keep()
+        finally:
+            if run is not None:
+                run.close(self._aborted)
+            leave_world()
+        del run
+        give_back()  # engines are cycles, by their hooks: nothing else frees them before the next ones are built

@@ -62,9 +62,11 @@ class Executor(Protocol):
         """Make a blocked `load` or `execute` raise soon: abort the groups. Called from another thread."""
         ...
 
-    def close(self) -> None:
-        """End the generation, if there is one: groups, engines, samples, copies, writers. `load` may
-        follow."""
+    def close(self, keep_state: bool) -> None:
+        """End the generation, if there is one: groups, engines, samples, copies, writers. `load` may follow.
+
+        keep_state  it does, for another plan: the trained roles' state may be kept for it
+        """
         ...
 
 
@@ -190,7 +192,7 @@ class EngineHost:
         now = time.monotonic()
         if isinstance(request, Reset):
             names = (request.run, request.attempt, request.generation)
-            instructions = self._inbox.reset(*names, client, now)
+            instructions = self._inbox.reset(*names, client, now, request.keep_state)
             for instruction in instructions:
                 if isinstance(instruction, do.Refuse):
                     self._refuse(instruction, writer)
@@ -216,7 +218,7 @@ class EngineHost:
 
         def close() -> None:
             if executor is not None:
-                executor.close()
+                executor.close(instruction.keep_state)
 
         def ended(_: Any, now: float) -> list[Any]:
             self._renew_executor()

@@ -20,8 +20,11 @@ def process_bytes(device: torch.device) -> int:
 
 
 def give_back() -> None:
-    """Return free memory to the kernel, so that it does not count as held. Does nothing where libc cannot."""
+    """Return free memory to the kernel and to the devices, so that it does not count as held. Does nothing to the
+    former where libc cannot."""
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -81,7 +81,7 @@ class ProfileExecutor:
         if self._groups is not None:
             self._groups.abort()
 
-    def close(self) -> None:
+    def close(self, keep_state: bool) -> None:
         """Leave the groups."""
         self._groups = None
         leave_world()

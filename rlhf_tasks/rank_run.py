@@ -12,7 +12,8 @@ from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
 from rlhf_tasks.config import RUN_CONFIG
 from rlhf_tasks.dataset import load_rows
-from rlhf_tasks.parallel.engine import share_batch
+from rlhf_tasks.kept_state import KeptCommit, KeptState, host_shards
+from rlhf_tasks.parallel.engine import Engine, share_batch
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.reallocation import union_set
 from rlhf_tasks.parallel.redistribution import heads_set, redistribute, survey
@@ -58,7 +59,9 @@ class RankRun:
     ) -> None:
         self._spec, self._plan, self.device = spec, spec.plan, device
         self._config = RUN_CONFIG.validate_python(spec.config)
-        self._groups = ProcessGroups(plan_device_sets(spec.plan), spec.timeout_s, device)
+        self._groups = ProcessGroups(
+            [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
+        )
         self._rows = load_rows(self._config.data)
         self._tokenizer = Tokenizer.from_folder(self._config.models.tokenizer)
         self._rewards = RewardProcess(self._config)
@@ -66,16 +69,38 @@ class RankRun:
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
         self._schedule = SnapshotSchedule(spec.snapshot_every, spec.iterations)
+        self._at_step: dict[str, int] = {}  # role -> the step that it was saved as, until it is trained again
         own = spec.plan.on(spec.rank)
         self._last_node = own[-1].name if own else ""
 
-    def start(self) -> None:
-        """Restore the commit that the generation starts from; without one, save what stands as step 0."""
-        for role, engine in self._engines.trained():
-            if self._spec.restore_step is None:
-                self._writer.save(role, engine, step=0)
-            else:
-                restore(role, engine, Path(self._spec.run_folder), self._spec.restore_step)
+    def start(self, kept: KeptState | None) -> None:
+        """Restore the commit that the generation starts from; without one, save what stands as step 0.
+
+        kept  what this rank has kept of an earlier generation
+        """
+        step, engines = self._spec.restore_step, dict(self._engines.trained())
+        if step is None:
+            for role, engine in engines.items():
+                self._save_as(0, role, engine)
+            return
+        commit = KeptCommit(kept, self._spec, self._groups)
+        if commit.is_whole:
+            for role, layout in self._engines.trained_layouts():
+                commit.take_over(role, layout, engines.get(role))
+        else:
+            for role, engine in engines.items():
+                restore(role, engine, Path(self._spec.run_folder), step)
+
+    def keep(self) -> KeptState | None:
+        """What this rank's engines hold, if this generation saved it as a step; on CUDA it is copied to host memory.
+
+        What was restored and not saved since is not kept: the commit has it in another layout, maybe.
+        """
+        engines = dict(self._engines.trained())
+        steps = set(self._at_step.values())
+        if len(steps) != 1 or len(self._at_step) != len(engines):
+            return None
+        return KeptState(self._spec.run, self._spec.attempt, steps.pop(), host_shards(engines))
 
     def perform(self, node: PlanNode, request: NodeRequest) -> Outcome:
         """Run one node. The rank's last node of an iteration also drops the iteration's samples."""
@@ -128,6 +153,8 @@ class RankRun:
             rewards=self._rewards,
             run_folder=Path(self._spec.run_folder),
         )
+        if node.trains:
+            self._at_step.pop(call.role, None)
         flops_before = engine.flops
         output = FUNCTIONS[self._config.type][call.name](engine, batch, context)
         if node.trains:
@@ -177,8 +204,12 @@ class RankRun:
     def _save(self, node: SaveNode, request: NodeRequest) -> Outcome:
         if self._schedule.is_snapshot(request.key.iteration):
             engine = self._engines.get(node.role, node.placement)
-            self._writer.save(node.role, engine, step=request.key.iteration + 1)
+            self._save_as(request.key.iteration + 1, node.role, engine)
         return Outcome()
+
+    def _save_as(self, step: int, role: str, engine: Engine) -> None:
+        self._at_step[role] = step
+        self._writer.save(role, engine, step)
 
     def _ids(self, request: NodeRequest) -> tuple[int, ...]:
         return tuple(range(request.first_sample, request.first_sample + self._plan.n_seqs))

@@ -71,6 +71,12 @@ class RoleEngines:
             if engine.optimizer is not None:
                 yield role, engine
 
+    def trained_layouts(self) -> Iterator[tuple[str, Layout]]:
+        """The trained roles of the plan, here or not, and the layouts that they are trained in."""
+        for role, planned in self._plan.roles.items():
+            if planned.trained:
+                yield role, self._layout(role, planned.placements[0])
+
     def versions(self) -> dict[str, int]:
         """Role -> version of the weights that this rank trains."""
         return {role: engine.version for role, engine in self.trained()}

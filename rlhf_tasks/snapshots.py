@@ -1,13 +1,13 @@
 """A rank's side of checkpoints: copying a role's state aside, writing it in the background, restoring it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint import step_folder, unfinished_folder
 from rlhf_tasks.durable import explain, sync
-from rlhf_tasks.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
+from rlhf_tasks.manifest import CheckpointError, Manifest, Part, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.optimizer import Optimizer, StateShard
@@ -107,11 +107,19 @@ def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None
     values.
     """
     assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to restore"
-    folder = step_folder(run_folder, step)
+    folder, layout = step_folder(run_folder, step), engine.layout
     manifest = read_manifest(folder)
+    record = stored_role(role, layout, manifest, folder)
+    files = [folder / stored.file for stored in manifest.files if stored.role == role]
+    wanted = engine.optimizer.shard_state()
+    take_state(engine, read_shards(files, record.layout, layout, engine.groups.rank, wanted), record)
+
+
+def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> RoleRecord:
+    """What the commit in a folder says of a role. Raises CheckpointError when it has none, or another model."""
     if role not in manifest.roles:
         raise CheckpointError(f"{folder} has the roles {sorted(manifest.roles)}, not {role!r}.")
-    record, layout = manifest.roles[role], engine.layout
+    record = manifest.roles[role]
     difference = record.shape.difference(layout.shape)
     if record.head != layout.head:
         difference["head"] = (record.head, layout.head)
@@ -120,9 +128,12 @@ def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None
         raise CheckpointError(
             f"{folder}: {role!r} was saved as another model: {changes}. Name that model folder."
         )
-    files = [folder / stored.file for stored in manifest.files if stored.role == role]
-    wanted = engine.optimizer.shard_state()
-    shards = read_shards(files, record.layout, layout, engine.groups.rank, wanted)
+    return record
+
+
+def take_state(engine: TrainedRole, shards: Iterable[StateShard], record: RoleRecord) -> None:
+    """Let an engine be what a commit says. Collective over each dp group of its placement."""
+    assert engine.optimizer is not None
     engine.optimizer.load_shard_state(shards, record.optimizer_step)
     engine.version = record.version
     engine.state = dict(record.state)

@@ -98,13 +98,17 @@ class GenerationSpec(Frozen):
 
 
 class Reset(Frozen):
-    """Take the lease and go to a generation."""
+    """Take the lease and go to a generation.
+
+    keep_state  the plan changes: what the rank has trained may be kept for the next generation
+    """
 
     kind: Literal["reset"] = "reset"
     run: str
     attempt: int
     generation: int
     rank: int
+    keep_state: bool = False
 
 
 class Restore(Frozen):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rlhf_tasks.parallel.gradients import PartialSums, primary_range
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.state_layout import Piece, StateLayout
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has the old ones alone.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -63,14 +64,6 @@ class StateShard(NamedTuple):
     tensor: Tensor
 
 
-class _Piece(NamedTuple):
-    """Where a parameter's local slice lies in the flat buffers."""
-
-    name: str
-    start: int
-    stop: int
-
-
 class Optimizer:
     """The optimizer of one rank's parameters.
 
@@ -92,11 +85,10 @@ class Optimizer:
         device = groups.rank
         self._mesh = groups[layout.placement.devices]
         self._group = groups[layout.placement.dp_group(device)]
-        self._index = 0 if self._group is None else dist.get_rank(self._group)
-        self._pieces, self._decayed = _lay_out(slices)
-        size = self._pieces[-1].stop
-        self._share = -(-size // group_size(self._group))
-        self._start = self._index * self._share
+        flat = StateLayout(layout)
+        self._pieces = flat.pieces(device)
+        self._decayed = max((p.stop for p in self._pieces if slices[p.name].ndim > 1), default=0)
+        self._start, self._share = flat.share(device).start, flat.share(device).size
         self._allocate(slices, self._share * group_size(self._group))
         views = {p.name: self._gradients[p.start : p.stop].view_as(slices[p.name]) for p in self._pieces}
         self._partial_sums = PartialSums(views, layout, groups)
@@ -172,7 +164,7 @@ class Optimizer:
         self.step = step
         self._gather()
 
-    def _shares(self) -> Iterator[tuple[_Piece, int, int]]:
+    def _shares(self) -> Iterator[tuple[Piece, int, int]]:
         """The pieces that reach into this rank's share, with the common range in flat coordinates."""
         for piece in self._pieces:
             start = max(piece.start, self._start)
@@ -233,17 +225,6 @@ class Optimizer:
             self._weights.copy_(share)
         else:
             all_gather(self._weights, share, group=self._group)
-
-
-def _lay_out(slices: Mapping[str, nn.Parameter]) -> tuple[list[_Piece], int]:
-    """Places in the flat buffer, and the size of its first part, that of the parameters with weight decay."""
-    order = sorted(slices, key=lambda name: slices[name].ndim < 2)  # stable: decayed first, then the others
-    pieces, stop, decayed = [], 0, 0
-    for name in order:
-        start, stop = stop, stop + slices[name].numel()
-        pieces.append(_Piece(name, start, stop))
-        decayed = stop if slices[name].ndim > 1 else decayed
-    return pieces, decayed
 
 
 def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:

@@ -7,7 +7,7 @@ moments. Over the dp ranks of a placement each range is written once. No pickle 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rlhf_tasks.parallel.layout import Layout
+from rlhf_tasks.parallel.layout import Interval, Layout
 from rlhf_tasks.parallel.optimizer import StateShard
+from rlhf_tasks.parallel.state_layout import Rectangle, StateLayout
+from rlhf_tasks.parallel.state_transfer import StateTransfer, assemble
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CHUNK_BYTES = 1 << 22  # hashed and written at a time
@@ -72,17 +74,19 @@ def read_shards(
     Yields fresh tensors one by one. Raises ValueError naming what the files do not hold.
     """
     with ExitStack() as stack:
-        stored: dict[str, list[_Stored]] = {}
+        stored: dict[tuple[str, int], _Stored] = {}
         for path in sorted(files):
             file = stack.enter_context(safe_open(path, framework="pt"))
             metadata = file.metadata()
             source = int(metadata["device"])
             for key, start in json.loads(metadata["starts"]).items():
                 stop = start + file.get_slice(key).get_shape()[0]
-                stored.setdefault(key, []).append(_Stored(file, source, start, stop))
+                stored[key, source] = _Stored(file, Interval(start, stop))
+        transfer = StateTransfer(_StoredLayout(old, stored), StateLayout(new))
         for shard in wanted:
-            tensor = _assemble(shard, stored.get(_key(shard.name, shard.kind), []), old, new, device)
-            yield shard._replace(tensor=tensor)
+            yield assemble(
+                transfer.new, device, shard, _read(shard, stored, transfer, device), "the checkpoint"
+            )
 
 
 def _key(name: str, kind: str) -> str:
@@ -99,96 +103,38 @@ def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | mem
             yield data[start : start + _CHUNK_BYTES]
 
 
-# From one layout to another. A parameter is seen as a matrix: one row per index before the sharded dim, one
-# column per element from it on. A slice is then a block of columns; a flat range of a slice is at most three
-# rectangles: the end of a row, whole rows, the beginning of a row.
-
-
 class _Stored(NamedTuple):
     """One entry of a file: a flat range of a slice of the device that wrote it."""
 
     file: Any  # safetensors' handle
-    device: int
-    start: int
-    stop: int
+    range: Interval
 
 
-class _Rectangle(NamedTuple):
-    """Rows and columns of the whole parameter's matrix."""
+class _StoredLayout(StateLayout):
+    """A layout whose devices have kept what their files say: whoever wrote them may have cut otherwise."""
 
-    top: int
-    bottom: int
-    left: int
-    right: int
+    def __init__(self, layout: Layout, stored: Mapping[tuple[str, int], _Stored]) -> None:
+        super().__init__(layout)
+        self._stored = stored
 
-    def intersect(self, other: "_Rectangle") -> "_Rectangle | None":
-        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
-        left, right = max(self.left, other.left), min(self.right, other.right)
-        return _Rectangle(top, bottom, left, right) if top < bottom and left < right else None
+    def range(self, name: str, device: int) -> Interval:
+        entry = self._stored.get((_key(name, "master"), device))
+        return Interval(0, 0) if entry is None else entry.range
 
 
-class _Columns(NamedTuple):
-    """The columns of a slice."""
-
-    first: int
-    width: int
-
-    @staticmethod
-    def of(layout: Layout, name: str, device: int) -> "_Columns":
-        spec, rows = layout.specs[name], layout.held(device)[name]
-        inner = 1
-        for size in spec.shape[spec.dim + 1 :]:
-            inner *= size
-        return _Columns(rows.start * inner, rows.size * inner)
-
-    def rectangles(self, start: int, stop: int) -> list[_Rectangle]:
-        """What the elements start .. stop - 1 of the flattened slice are."""
-        pieces = []
-        while start < stop:
-            row, column = divmod(start, self.width)
-            if column == 0 and stop - start >= self.width:
-                bottom, end = stop // self.width, self.width
-            else:
-                bottom, end = row + 1, min(self.width, column + stop - start)
-            pieces.append(_Rectangle(row, bottom, self.first + column, self.first + end))
-            start = (bottom - 1) * self.width + end
-        return pieces
-
-    def span(self, part: _Rectangle) -> tuple[int, int]:
-        """The smallest flat range of the slice that has a rectangle in it."""
-        left, right = part.left - self.first, part.right - self.first
-        return part.top * self.width + left, (part.bottom - 1) * self.width + right
-
-    def view(self, flat: Tensor, part: _Rectangle) -> Tensor:
-        """A rectangle as a view of a flat tensor that begins with it."""
-        shape = (part.bottom - part.top, part.right - part.left)
-        return flat.as_strided(shape, (self.width, 1), flat.storage_offset())
-
-
-def _assemble(shard: StateShard, stored: Sequence[_Stored], old: Layout, new: Layout, device: int) -> Tensor:
-    """One shard's values from whatever files have parts of it."""
-    values, found = torch.empty_like(shard.tensor), torch.zeros(shard.stop - shard.start, dtype=torch.bool)
-    target = _Columns.of(new, shard.name, device)
-    for entry in stored:
-        source = _Columns.of(old, shard.name, entry.device)
-        for theirs in source.rectangles(entry.start, entry.stop):
-            for ours in target.rectangles(shard.start, shard.stop):
-                part = theirs.intersect(ours)
-                if part is None:
-                    continue
-                first, last = source.span(part)
-                piece = entry.file.get_slice(_key(shard.name, shard.kind))
-                data = piece[first - entry.start : last - entry.start]
-                _check_dtype(shard, data)
-                begin = target.span(part)[0] - shard.start
-                target.view(values[begin:], part).copy_(source.view(data, part))
-                target.view(found[begin:], part).fill_(True)
-        if found.all():
-            return values
-    lacking = int((~found).sum())
-    raise ValueError(
-        f"the checkpoint lacks {lacking} of {found.numel()} elements of {shard.kind} of {shard.name}"
-    )
+def _read(
+    shard: StateShard, stored: Mapping[tuple[str, int], _Stored], transfer: StateTransfer, device: int
+) -> Iterator[tuple[Rectangle, Tensor]]:
+    """The parts of a shard that the files have."""
+    key = _key(shard.name, shard.kind)
+    for source, _, part in transfer.taken(shard.name, device):
+        if (key, source) in stored:
+            file, (start, _) = stored[key, source]
+            columns = transfer.old.columns(shard.name, source)
+            first, last = columns.span(part)
+            data = file.get_slice(key)[first - start : last - start]
+            _check_dtype(shard, data)
+            yield part, columns.view(data, first, part)
 
 
 def _check_dtype(shard: StateShard, data: Tensor) -> None:

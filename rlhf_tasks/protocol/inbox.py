@@ -69,6 +69,7 @@ class Inbox:
         self.lease: Lease | None = None
         self.generation = 0
         self._job: NodeKey | None = None
+        self._keep_state = False
         self._forget()
 
     def _forget(self) -> None:
@@ -93,9 +94,12 @@ class Inbox:
     # --- stimuli from the controller -----------------------------------------------------------------
 
     def reset(
-        self, run: str, attempt: int, generation: int, client: str, now: float
+        self, run: str, attempt: int, generation: int, client: str, now: float, keep_state: bool = False
     ) -> list[RankInstruction]:
-        """Take the lease and go to a generation: what is queued is dropped, what runs is interrupted."""
+        """Take the lease and go to a generation: what is queued is dropped, what runs is interrupted.
+
+        keep_state  the plan changes: what the rank has trained may be kept for the next generation
+        """
         wanted = Lease(run, attempt, client)
         reason = refusal(self.lease, wanted)
         if reason is None and self.lease == wanted and generation < self.generation:
@@ -104,7 +108,7 @@ class Inbox:
             return [Refuse(NodeKey(run, attempt, generation, SETUP, RESET), reason)]
         if self.lease == wanted and self.generation == generation and self.phase is not InboxPhase.FREE:
             return self._repeat_reset()
-        self.lease, self.generation = wanted, generation
+        self.lease, self.generation, self._keep_state = wanted, generation, keep_state
         return self._start_clearing()
 
     def restore(
@@ -145,7 +149,7 @@ class Inbox:
         """A controller's connection is gone: its lease ends."""
         if self.lease is None or self.lease.client != client:
             return []
-        self.lease = None
+        self.lease, self._keep_state = None, False
         return self._start_clearing()
 
     # --- stimuli from the engine thread --------------------------------------------------------------
@@ -230,7 +234,7 @@ class Inbox:
             return [Interrupt(self._job)]
         self._move(InboxPhase.CLEARING)
         self._job = self._setup_key(RESET)
-        return [Clear(self._job)]
+        return [Clear(self._job, self._keep_state)]
 
     def _repeat_reset(self) -> list[RankInstruction]:
         """The same reset came again."""

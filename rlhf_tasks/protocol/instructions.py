@@ -44,9 +44,13 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """On the engine thread: drop samples, copies, groups and queued writes. Then `Inbox.cleared(key)`."""
+    """On the engine thread: drop samples, copies, groups and queued writes. Then `Inbox.cleared(key)`.
+
+    keep_state  what trained roles hold may be kept for the next generation
+    """
 
     key: NodeKey
+    keep_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class ResetRank:
-    """Send a rank to a new generation -> `Inbox.reset`."""
+    """Send a rank to a new generation -> `Inbox.reset`.
+
+    keep_state  nothing has failed, the plan changes: the rank may keep its trained roles' state
+    """
 
     rank: int
     generation: int
+    keep_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)

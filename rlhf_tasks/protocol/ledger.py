@@ -88,7 +88,7 @@ class Ledger:
         )
         self._unlogged: ScheduledPlan | None = None
         self._commit_until = 0.0
-        self._rebuild = self._new_rebuild(0, (), 0.0)
+        self._rebuild = Rebuild(0, n_ranks, (), 0.0, self.timeouts)
         self._rebuilds = 0
         self._suspect: Cause | None = None
         self._suspect_until = 0.0
@@ -320,7 +320,7 @@ class Ledger:
             instructions.append(Ready(self.generation, self.account.next_iteration))
         elif self.phase is Phase.RUNNING and self._plan_is_due:
             self.fault = None
-            instructions += self._start_rebuild(self.generation + 1, (), now)
+            instructions += self._start_rebuild(self.generation + 1, (), now, keep_state=True)
         return instructions
 
     @property
@@ -382,15 +382,14 @@ class Ledger:
             return instructions + self._give_up(f"{cause} (after {without})")
         return instructions + self._start_rebuild(self.generation + 1, self._rebuild.down.union(lost), now)
 
-    def _start_rebuild(self, generation: int, down: Collection[int], now: float) -> list[LedgerInstruction]:
+    def _start_rebuild(
+        self, generation: int, down: Collection[int], now: float, keep_state: bool = False
+    ) -> list[LedgerInstruction]:
         """Reset every rank to a generation."""
         self._move(Phase.RESETTING)
         self.account.begin_generation(generation)
-        self._rebuild = self._new_rebuild(generation, down, now)
+        self._rebuild = Rebuild(generation, self.n_ranks, down, now, self.timeouts, keep_state)
         return self._rebuild.begin()
-
-    def _new_rebuild(self, generation: int, down: Collection[int], now: float) -> Rebuild:
-        return Rebuild(generation, self.n_ranks, down, now, self.timeouts)
 
 
 def _cause(rank: int, key: NodeKey, error: str, traceback: str = "") -> Cause:

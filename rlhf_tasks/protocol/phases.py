@@ -42,8 +42,8 @@ class Timeouts:
     blame_s    how long an error waits for news of a lost rank that explains it
     entry_s    a rank that is inside no node although it has work enters its next one within this
     reset_s    a rank that has not reset within this is stuck, and restarted
-    restart_s  every rank is up and clean within this, counted from the end of reset_s
-    restore_s  joining the groups and loading the commit
+    restart_s  every rank is up and clean within this, counted from the end of the time to reset
+    restore_s  joining the groups and loading the commit; before it, the time to reset where ranks keep their state
     durable_s  from the answer of a save node until its part is on the disk
     commit_s   manifest and rename
     """

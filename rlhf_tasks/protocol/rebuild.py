@@ -22,24 +22,36 @@ class Rebuild:
     """One generation's way from nothing to restored.
 
     Nobody waits in a collective for a process that is not there: groups are joined when every rank is clean.
-    A rank that has not reset within `timeouts.reset_s` is stuck, and restarted.
+    A rank that has not reset within `timeouts.reset_s` is stuck, and restarted. With `keep_state` it is to keep what
+    it has trained, and has `timeouts.restore_s`.
     """
 
     def __init__(
-        self, generation: int, n_ranks: int, down: Collection[int], now: float, timeouts: Timeouts
+        self,
+        generation: int,
+        n_ranks: int,
+        down: Collection[int],
+        now: float,
+        timeouts: Timeouts,
+        keep_state: bool = False,
     ) -> None:
         self.generation = generation
+        self.keep_state = keep_state
         self.timeouts = timeouts
         self.states = {r: RankState.DOWN if r in down else RankState.RESETTING for r in range(n_ranks)}
         self._count = Counter(self.states.values())
-        self._restarts_until = now + timeouts.reset_s + timeouts.restart_s
-        self._reset_until = dict.fromkeys(self.states, now + timeouts.reset_s)
+        # What is kept is copied to host memory first, which takes as long as loading it may.
+        reset_s = timeouts.restore_s if keep_state else timeouts.reset_s
+        self._restarts_until = now + reset_s + timeouts.restart_s
+        self._reset_until = dict.fromkeys(self.states, now + reset_s)
         self._restore_until: float | None = None
 
     def begin(self) -> list[LedgerInstruction]:
         """Reset every rank that is there; have the others started."""
         return [
-            RestartRank(rank, lost=True) if state is RankState.DOWN else ResetRank(rank, self.generation)
+            RestartRank(rank, lost=True)
+            if state is RankState.DOWN
+            else ResetRank(rank, self.generation, self.keep_state)
             for rank, state in self.states.items()
         ]
 

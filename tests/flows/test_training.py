@@ -171,6 +171,9 @@ def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_pa
     assert 2 <= first < 8
     assert change.planned.plan == swapped_plan()
     assert change.planned.predicted_s == {"generate": 3.0}
+    kept = sorted(path.name for path in (tmp_path / "changed").glob("kept-*"))
+    assert kept == [f"kept-{rank}-of-0" for rank in range(len(kept))]
+    assert len(kept) == change.planned.plan.n_devices
     (logged,) = logged_changes(tmp_path / "changed")
     assert (logged.iteration, logged.plan) == (first, swapped_plan())
     train(cluster, tmp_path / "plain", **options)

@@ -199,7 +199,7 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 
     def walk_on(relaxation, tree, walk, threshold, nodes):
         if code == FOUND:
-            walk.choice[:] = relaxation.arrays.start[:-1]
+            walk.found[:] = relaxation.arrays.start[:-1]
         return code, threshold * (1 - 1e-6)
 
     slow_anneal = taking(anneal.anneal, lambda *arguments: 5e-4 * len(arguments[4]))

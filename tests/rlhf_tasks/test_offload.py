@@ -91,7 +91,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
                     {f"{request.key.node}/{name}": value for name, value in result.metrics.items()}
                 )
             seen.append(_timeless(metrics))
-        executor.close()
+        executor.close(keep_state=False)
         return seen
     finally:
         role_engines.copier = real
@@ -139,7 +139,7 @@ def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_pa
             if n == 1 and isinstance(node, OnloadNode):
                 executor.abort()
                 break
-        executor.close()
+        executor.close(keep_state=False)
     assert len(losses) == 2
     assert _timeless(losses[0]) == _timeless(losses[1])
 
@@ -159,4 +159,4 @@ def test_a_model_is_refused_while_it_is_offloaded(tmp_path):
         executor.execute(by_name[name], plan.node(name))
     with pytest.raises(AssertionError, match=r"role '\w+' on .* is offloaded: onload it first"):
         executor.execute(by_name[names[scored]], plan.node(names[scored]))
-    executor.close()
+    executor.close(keep_state=False)

@@ -50,7 +50,7 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
     )
     with patch.object(profiling, "ROUNDS", 1):
         found = [executor.measure(spec.pieces[node.name]).model_dump(mode="json") for node in plan.nodes]
-    executor.close()
+    executor.close(keep_state=False)
     return found
 
 

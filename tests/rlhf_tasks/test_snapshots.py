@@ -13,39 +13,25 @@ from rlhf_tasks.checkpoint import RunSnapshots, step_folder, unfinished_folder
 from rlhf_tasks.manifest import CheckpointError, Part
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout import Layout
-from rlhf_tasks.parallel.optimizer import Optimizer, OptimizerSettings, StateShard
-from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.optimizer import StateShard
 from rlhf_tasks.parallel.state_files import write_shards
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.snapshots import SnapshotWriter, restore
 from rlhf_tasks.spec import ExecutionPlan, RolePlacements
 from rlhf_tasks.transport import GenerationSpec, SavedPart
+from tests.rlhf_tasks.roles_in_layouts import (
+    FOUR,
+    Role,
+    build,
+    fill,
+    mismatches,
+    model,
+    place,
+    precise,
+    whole_state,
+)
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 STATE = {"kl_coef": 0.1 + 0.2, "normaliser": [1e-17, 3.0]}
-
-
-def model(**changes) -> ModelShape:
-    """9 query heads on 3 KV heads, 11 columns, 17 tokens: nothing divides evenly by 2 or 4."""
-    sizes = {"query_heads": 9, "kv_heads": 3, "layers": 3, **changes}
-    return ModelShape("qwen3", 8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm=True, **sizes)
-
-
-def place(devices, dp=1, tp=1, pp=1) -> Placement:
-    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp))
-
-
-@dataclass
-class Role:
-    """All of an engine that a checkpoint sees."""
-
-    layout: Layout
-    groups: ProcessGroups
-    optimizer: Optimizer
-    slices: dict[str, torch.nn.Parameter]
-    version: int = 0
-    state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,39 +61,6 @@ def generation(folder: Path, rank: int) -> GenerationSpec:
     )
 
 
-def whole_state(layout: Layout, dtype) -> dict[tuple[str, str], torch.Tensor]:
-    """(kind, name) -> the whole parameter's state: numbers that follow from the name alone."""
-    whole = {}
-    for spec in layout.parameters:
-        for kind in KINDS:
-            seed = int(hashlib.sha256(f"{kind} {spec.name}".encode()).hexdigest()[:8], 16)
-            generator = torch.Generator().manual_seed(seed)
-            whole[kind, spec.name] = torch.randn(spec.shape, generator=generator, dtype=dtype)
-    return whole
-
-
-def local(whole: torch.Tensor, layout: Layout, name: str, rank: int) -> torch.Tensor:
-    rows = layout.held(rank)[name]
-    return whole.narrow(layout.specs[name].dim, rows.start, rows.size).contiguous()
-
-
-def build(layout: Layout, groups: ProcessGroups, dtype) -> Role:
-    """A role with all weights and moments zero."""
-    slices = {
-        name: torch.nn.Parameter(torch.zeros(layout.slice_shape(name, groups.rank), dtype=dtype))
-        for name in layout.held(groups.rank)
-    }
-    return Role(layout, groups, Optimizer(slices, layout, groups, OptimizerSettings()), slices)
-
-
-def expected(shard: StateShard, whole, layout: Layout, rank: int) -> torch.Tensor:
-    return local(whole[shard.kind, shard.name], layout, shard.name, rank).flatten()[shard.start : shard.stop]
-
-
-def precise(dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def save_and_restore(rank, world, folder, shape, head, dtype, placements) -> list[str]:
     """Save in the first layout, restore in each of them. Gives what was wrong on this rank."""
     sets = [tuple(range(world)), *(s for p in placements for s in device_sets(p))]
@@ -123,12 +76,7 @@ def save_and_restore(rank, world, folder, shape, head, dtype, placements) -> lis
             continue
         role = build(layout, groups, dtype)
         restore("actor", role, Path(folder), 3)
-        for shard in role.optimizer.shard_state():
-            if not torch.equal(shard.tensor, expected(shard, whole, layout, rank)):
-                wrong.append(f"{layout.placement}: {shard.kind} of {shard.name}")
-        for name, weight in role.slices.items():
-            if not torch.equal(weight, local(whole["master", name], layout, name, rank).to(dtype)):
-                wrong.append(f"{layout.placement}: weights of {name}")
+        wrong += mismatches(role, whole, rank)
         if (role.version, role.optimizer.step, role.state) != (7, 21, STATE):
             wrong.append(f"{layout.placement}: {role.version} {role.optimizer.step} {role.state}")
     return wrong
@@ -136,8 +84,7 @@ def save_and_restore(rank, world, folder, shape, head, dtype, placements) -> lis
 
 def save(folder, role: Role, whole) -> None:
     rank = role.groups.rank
-    for shard in role.optimizer.shard_state():
-        shard.tensor.copy_(expected(shard, whole, role.layout, rank))
+    fill(role, whole)
     role.optimizer.step, role.version, role.state = 21, 7, dict(STATE)
     told: list[SavedPart] = []
     writer = SnapshotWriter(generation(folder, rank), told.append)
@@ -161,17 +108,6 @@ def commit(folder, world: int) -> None:
         snapshots = RunSnapshots(Spec(str(folder)))
         snapshots.commit(WriteCommit(3, (), {"save": parts}, 24, {"actor": 7}, plan()), {})
     dist.barrier()
-
-
-FOUR = [
-    place(range(4), dp=2, tp=2),
-    place(range(4), dp=4),
-    place([2, 0, 3, 1], tp=2, pp=2),
-    place([3, 1], dp=2),
-    place(range(4), tp=4),
-    place([1]),
-    place([0, 1, 2], pp=3),
-]
 
 
 @pytest.mark.dist

@@ -143,9 +143,18 @@ class Rank(Process):
 
     def do_Clear(self, instruction: do.Clear) -> None:
         self.begin(instruction.key)
+        if instruction.keep_state:
+            self.check_against_commit()
         self.epoch += 1
         self.params, self.copies = {}, {}
         self.end(instruction.key, lambda: self.inbox.cleared(instruction.key, self.now))
+
+    def check_against_commit(self) -> None:
+        """What this rank is to keep is what it has in the newest commit."""
+        _, commit = max(self.world.disk.commits.items())
+        for node in commit.plan.nodes:
+            if isinstance(node, SaveNode) and self.rank in node.devices:
+                assert self.params[node.role] == commit.parts[node.name][self.rank]
 
     def do_Load(self, instruction: do.Load) -> None:
         self.begin(instruction.key)
@@ -278,8 +287,9 @@ class Controller(Process):
             self.world.post(self, process, lambda: stimulus(process.inbox))
 
     def do_ResetRank(self, i: do.ResetRank) -> None:
-        attempt, client, world = self.attempt, self.client, self.world
-        self.ask(i.rank, lambda inbox: inbox.reset("run", attempt, i.generation, client, world.now))
+        client, world = self.client, self.world
+        names = ("run", self.attempt, i.generation, client)
+        self.ask(i.rank, lambda inbox: inbox.reset(*names, world.now, i.keep_state))
 
     def do_RestoreRank(self, i: do.RestoreRank) -> None:
         attempt, world = self.attempt, self.world

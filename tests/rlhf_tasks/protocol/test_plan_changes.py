@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.phases import Phase
+from rlhf_tasks.protocol.phases import Phase, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan, SaveNode
 from tests.rlhf_tasks.protocol.ledgers import (
@@ -72,7 +72,8 @@ def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ra
     do_nodes(books, 1)
     (commit,) = do_parts(books, 1)
     assert commit.plan == pair_plan()
-    assert books.commit_done(2, 0) == [do.IterationCommitted(1), do.ResetRank(0, 1), do.ResetRank(1, 1)]
+    resets = [do.ResetRank(0, 1, keep_state=True), do.ResetRank(1, 1, keep_state=True)]
+    assert books.commit_done(2, 0) == [do.IterationCommitted(1), *resets]
     assert books.rank_reset(0, 1, 0) == []
     assert books.rank_reset(1, 1, 0) == [do.RestoreRank(0, 1, 2), do.RestoreRank(1, 1, 2)]
     books.rank_restored(0, 1, 0)
@@ -87,6 +88,16 @@ def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ra
     save = result(1, "save", 2, 1).key
     (commit,) = books.part_durable(1, save, "b", 0)
     assert (commit.step, commit.plan, commit.parts) == (3, single_plan(), {"save": {1: "b"}})
+
+
+def test_ranks_that_keep_their_state_have_as_long_as_loading_may_take_and_new_processes_keep_nothing():
+    books = changing(timeouts=Timeouts(reset_s=5, restore_s=50, restart_s=30))
+    for iteration in range(2):
+        finish(books, iteration)
+    assert books.phase is Phase.RESETTING
+    assert books.tick(49) == []
+    assert books.tick(51) == [do.RestartRank(0, lost=False), do.RestartRank(1, lost=False)]
+    assert books.rank_started(1, 52) == [do.ResetRank(1, 1)]
 
 
 def test_an_entry_under_the_generation_of_the_old_plan_is_refused_as_such():
