@@ -81,7 +81,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             result = executor.execute(request, plan.node(request.key.node))
             metrics.update({f"{request.key.node}/{name}": value for name, value in result.metrics.items()})
         seen.append(metrics)
-    executor.close()
+    executor.close(keep_state=False)
     return seen
 
 
