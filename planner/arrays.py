@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.call_order import levels, phased_order, with_trailing
+from planner.call_order import OrderRule, levels
 from planner.graph import DataflowGraph
 from planner.insertion import dealing
 from planner.move_seconds import Links, links
@@ -297,8 +297,9 @@ def _skeletons(
             for table, edges in ((after, before[i]), (across, made.across)):
                 earlier = sorted(place[other] for other in edges.get(name, ()))
                 table[i, j, : len(earlier)] = earlier
+        rule = OrderRule(level, made)
         for o, calls in enumerate(orders):
-            total = with_copies(with_trailing(made, phased_order(level, made, calls)), onloads[i])
+            total = with_copies(rule.whole(rule.moving(calls)), onloads[i])
             order[i, o, : len(total)] = [place[name] for name in total]
     sizes = np.array([*map(len, before)])
     return Skeletons(of, sizes, slots, after, across, order, np.array(list(sample_bytes), np.float64))

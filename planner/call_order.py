@@ -53,58 +53,76 @@ def levels(graph: DataflowGraph) -> dict[str, int]:
     return found
 
 
-def phased_order(level: Mapping[str, int], made: Skeleton, calls: Sequence[str]) -> list[str]:
-    """The total order of a skeleton's slots that move (`Skeleton.moving`), under an order of the calls.
+class OrderRule:
+    """The place of every slot of a skeleton under any order of the calls.
 
     level  call -> its depth in the graph (`levels`)
     """
-    position = {name: i for i, name in enumerate(calls)}
-    followers: dict[str, list[str]] = {name: [] for name in made.moving}
-    for name in followers:
-        for before in made.after[name]:
-            followers[before].append(name)
 
-    def key(name: str) -> tuple[int, int, int]:
-        slot = made.slots[name]
-        match slot.kind:
-            case "fetch":
-                return -1, 0, 0
-            case "transfer" | "onload":
-                first = min(position[other] for other in calls if level[other] >= level[slot.call])
-                return first, 0 if slot.kind == "transfer" else -1, position[slot.call]
-            case "reallocate":
-                readers = (other for other in followers[name] if other != slot.source)
-                return min(position[other] for other in readers), 1, 0
-            case _:
-                return position[name], 2, 0
+    def __init__(self, level: Mapping[str, int], made: Skeleton) -> None:
+        self._level, self._names = level, made.moving
+        self._slots = [made.slots[name] for name in self._names]
+        number = {name: i for i, name in enumerate(self._names)}
+        self._followers: list[list[int]] = [[] for _ in number]
+        for name, i in number.items():
+            for before in made.after[name]:
+                self._followers[number[before]].append(i)
+        self._n_before = [len(made.after[name]) for name in self._names]
+        trailing = [name for name in made.slots if name not in number]
+        self._trailing = {name: [t for t in trailing if name in made.after[t]] for name in self._names}
+        self._n_leading = {name: len(made.after[name]) for name in trailing}
 
-    place = {name: (*key(name), i) for i, name in enumerate(followers)}
-    missing = {name: len(made.after[name]) for name in followers}
-    ready = [(place[name], name) for name in followers if not missing[name]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, name = heapq.heappop(ready)
-        order.append(name)
-        for other in followers[name]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(ready, (place[other], other))
-    assert len(order) == len(followers), "nodes wait for each other in a cycle"
-    return order
+    def moving(self, calls: Sequence[str]) -> list[str]:
+        """The total order of the slots that move (`Skeleton.moving`), under an order of the calls."""
+        place = self._places({name: i for i, name in enumerate(calls)})
+        missing = self._n_before.copy()
+        ready = [place[i] for i, n in enumerate(missing) if not n]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            i = heapq.heappop(ready)[-1]
+            order.append(self._names[i])
+            for other in self._followers[i]:
+                missing[other] -= 1
+                if not missing[other]:
+                    heapq.heappush(ready, place[other])
+        assert len(order) == len(place), "nodes wait for each other in a cycle"
+        return order
 
+    def whole(self, moving: Sequence[str]) -> list[str]:
+        """An order with releases, offloads and saves. A release or offload directly follows the last reader, a save
+        its train_step: nothing comes between."""
+        order: list[str] = []
+        missing = self._n_leading.copy()
+        for name in moving:
+            order.append(name)
+            for trailer in self._trailing[name]:
+                missing[trailer] -= 1
+                if not missing[trailer]:
+                    order.append(trailer)
+        return order
 
-def with_trailing(made: Skeleton, moving: Sequence[str]) -> list[str]:
-    """An order with releases, offloads and saves. A release or offload directly follows the last reader, a save its
-    train_step: nothing comes between."""
-    order: list[str] = []
-    placed = set(moving)
-    waiting = {name: set(made.after[name]) for name in made.slots if name not in placed}
-    for name in moving:
-        order.append(name)
-        for trailer in list(waiting):
-            waiting[trailer].discard(name)
-            if not waiting[trailer]:
-                order.append(trailer)
-                del waiting[trailer]
-    return order
+    def _places(self, position: Mapping[str, int]) -> list[tuple[int, int, int, int]]:
+        """Slot -> where it would like to be: the least first, and its own number last.
+
+        position  call -> its place in the order
+        """
+        first: dict[int, int] = {}  # level -> place of the first call of that level or a deeper one
+        for name, at in position.items():
+            for level in range(self._level[name] + 1):
+                first[level] = min(first.get(level, at), at)
+        places = []
+        for i, slot in enumerate(self._slots):
+            match slot.kind:
+                case "fetch":
+                    places.append((-1, 0, 0, i))
+                case "transfer":
+                    places.append((first[self._level[slot.call]], 0, position[slot.call], i))
+                case "onload":
+                    places.append((first[self._level[slot.call]], -1, position[slot.call], i))
+                case "reallocate":
+                    readers = [self._names[j] for j in self._followers[i]]
+                    places.append((min(position[name] for name in readers if name != slot.source), 1, 0, i))
+                case _:
+                    places.append((position[slot.name], 2, 0, i))
+        return places

@@ -363,7 +363,9 @@ def _update_s(mesh: _OnMesh) -> float:
         + mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
     )
     if mesh.local.tied and s.pp > 1:
-        seconds += mesh.exchange_s("all_reduce", 2, mesh.local.embedding * GRADIENT_BYTES, crossings.pp)
+        seconds += mesh.exchange_s(
+            "all_reduce", 2 * s.dp, mesh.local.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
+        )
     if s.dp * s.pp > 1:  # the ranks tell each other their metrics
         seconds += mesh.exchange_s("objects", s.size, 0, any(crossings))
     return seconds

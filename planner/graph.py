@@ -66,6 +66,9 @@ class DataflowGraph:
         self.digraph = graph
         self.calls = tuple(by_name[name] for name in order)
         self._by_name, self._producers = by_name, producers
+        self._after_training = {
+            role: nx.descendants(graph, trainer.name) for role, trainer in self._trainers.items()
+        }
 
     @property
     def n_seqs(self) -> int:
@@ -97,12 +100,7 @@ class DataflowGraph:
 
     def reads_updated(self, call: ModelFunctionCall) -> bool:
         """Whether a call reads its role's parameters after the train_step of its own iteration."""
-        trainer = self.trainer(call.role)
-        return (
-            trainer is not None
-            and trainer.name != call.name
-            and nx.has_path(self.digraph, trainer.name, call.name)
-        )
+        return call.name in self._after_training.get(call.role, ())
 
     def unrolled(self, iterations: int) -> nx.DiGraph:
         """Several iterations one after another: nodes are (iteration, call name), edges as in `digraph`."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import networkx as nx
 
-from planner.call_order import levels, phased_order, with_trailing
+from planner.call_order import OrderRule, levels
 from planner.graph import DataflowGraph
 from planner.insertion import Draft, draft, role_placements
 from planner.mesh import Cluster, DeviceMesh, MeshError
@@ -82,11 +82,12 @@ def build_plan(
             name: given.model_copy(update={"order": place[name]}) for name, given in assignments.items()
         }
     made = draft(graph, assignments)
+    rule = OrderRule(levels(graph), made.skeleton)
     if call_order is None:
         order = total_order(_order_problem(made, duration_s, copy_s))
     else:
-        order = phased_order(levels(graph), made.skeleton, call_order)
-    order = with_trailing(made.skeleton, order)
+        order = rule.moving(call_order)
+    order = rule.whole(order)
     edges = _edges(made, order)
     nodes = tuple(
         made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})

@@ -29,7 +29,10 @@ settings.register_profile(
 )
 settings.load_profile("seeded")
 
-SIZE = 4  # rank processes at most: more than that on two cores only measures the scheduler
+SIZE = (
+    4  # ranks of the cluster, and mostly of the pool: more than that on two cores only measures the scheduler
+)
+MOST = 6  # rank processes: three data-parallel ranks of two devices each
 START_S = 200.0  # to import torch on a busy machine; not counted in a run's timeout
 GRACE_S = 5.0  # for the peers of a rank that failed to notice it
 PROCESSES = {"ranks", "prefect"}  # fixtures that start processes, as others which use them do
@@ -80,7 +83,7 @@ class Nursery:
 
 
 class RankPool:
-    """Up to `SIZE` rank processes, each started when a test first needs it."""
+    """Up to `MOST` rank processes, each started when a test first needs it."""
 
     def __init__(self, nursery: Nursery) -> None:
         self.nursery = nursery
@@ -96,7 +99,7 @@ class RankPool:
         Raises RuntimeError with the failing ranks' tracebacks, the first to fail first; TimeoutError after
         `timeout` seconds.
         """
-        assert 1 <= n <= SIZE, f"{n} ranks; the pool has {SIZE}"
+        assert 1 <= n <= MOST, f"{n} ranks; the pool has {MOST}"
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         call = cloudpickle.dumps((function, args))
         with ExitStack() as interrupted:

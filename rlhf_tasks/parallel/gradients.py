@@ -1,4 +1,4 @@
-"""Gradients of rows that several ranks of one replica hold: summed over the holders, counted once."""
+"""Gradients of rows that several ranks of one replica hold: summed to the same bits, counted once."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, tied_set
+from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, stage_set, tied_set
 from rlhf_tasks.parallel.layout import Interval, Layout
 
 
@@ -29,9 +29,10 @@ def _elements(layout: Layout, name: str, device: int) -> int:
 
 
 class _Slot(NamedTuple):
-    """Shared rows on this rank: their gradient (a view) and its place in the exchanged buffer."""
+    """Shared rows on this rank: their gradient (a view), whether it is a summand, and its place in the buffer."""
 
     gradient: Tensor
+    counts: bool
     start: int
     stop: int
 
@@ -44,11 +45,13 @@ class _Exchange(NamedTuple):
     slots: list[_Slot]
 
 
-class PartialSums:
-    """Sums the gradients that are contributions of several ranks of a replica.
+class SharedSums:
+    """Sums the gradients of rows that several ranks of a replica hold, over these and over the dp ranks.
 
-    KV heads held by several tp ranks and norms inside heads are summed over the tp group, tied embeddings
-    over the first and the last stage: one all-reduce each, over a buffer with a place for every shared piece.
+    Of KV heads held by several tp ranks, norms inside heads and tied embeddings every holder's gradient is a
+    contribution; of other shared rows all holders have the same, and the first one's counts. One all-reduce over each
+    stage, and one over the ends of the pipelines, with a place in the buffer for every shared piece. A sum depends on
+    its order, and a later reduce-scatter's order on where rows lie in a rank's buffer: so copies would drift apart.
 
     gradients  parameter name -> gradient, shaped as the local slice; always the same tensors
     """
@@ -57,39 +60,46 @@ class PartialSums:
         self._gradients = gradients
         self._layout = layout
         self._device = groups.rank
-        tp_group = layout.placement.tp_group(self._device)
-        ends = tied_set(layout.placement, self._device)
-        self._exchanges = [
-            self._exchange(devices, groups) for devices in (tp_group, ends) if self._device in devices
-        ]
+        place = layout.placement
+        stages = place.pp_group(self._device)
+        self._is_first = place.coordinate(self._device).dp == 0
+        stage = groups[stage_set(place, self._device)]
+        self._exchanges = [self._exchange(place.tp_group(self._device), stage)]
+        if self._device in (stages[0], stages[-1]):
+            tied = groups[tied_set(place, self._device)]
+            self._exchanges.append(self._exchange((stages[0], stages[-1]), tied))
 
     def run(self) -> None:
-        """Sum in place. Collective over each tp group and over the two ends of each pipeline."""
+        """Sum in place: afterwards the first dp rank's holders have the sum, the others zeros, so that summing over
+        dp changes no bit. Collective over each stage and over the ends of the pipelines."""
         for group, size, slots in self._exchanges:
             if size == 0:
                 continue
             like = next(iter(self._gradients.values()))
             buffer = torch.zeros(size, dtype=like.dtype, device=like.device)
-            for gradient, start, stop in slots:
-                buffer[start:stop] = gradient.flatten()
+            for gradient, counts, start, stop in slots:
+                if counts:
+                    buffer[start:stop] = gradient.flatten()
             all_reduce(buffer, group)
-            for gradient, start, stop in slots:
-                gradient.copy_(buffer[start:stop].view_as(gradient))
+            for gradient, _, start, stop in slots:
+                if self._is_first:
+                    gradient.copy_(buffer[start:stop].view_as(gradient))
+                else:
+                    gradient.zero_()
 
-    def _exchange(self, devices: tuple[int, ...], groups: ProcessGroups) -> _Exchange:
-        """The sum over the pieces that only ranks of `devices` share; alike on all of them."""
+    def _exchange(self, holders: tuple[int, ...], group: dist.ProcessGroup | None) -> _Exchange:
+        """The sum over the pieces that only `holders`, devices of this dp rank, share; alike on all of the group."""
         dp_rank = self._layout.placement.coordinate(self._device).dp
         size, slots = 0, []
         for spec in self._layout.parameters:
-            if not spec.partial_gradient:
-                continue
             for piece in self._layout.shared(spec.name, dp_rank):
-                if not set(piece.devices) <= set(devices):
+                if not set(piece.devices) <= set(holders):
                     continue
                 start, size = size, size + piece.interval.size * spec.row_size
                 if self._device in piece.devices:
-                    slots.append(_Slot(self._rows(spec.name, piece.interval), start, size))
-        return _Exchange(groups[devices], size, slots)
+                    counts = spec.partial_gradient or self._device == piece.devices[0]
+                    slots.append(_Slot(self._rows(spec.name, piece.interval), counts, start, size))
+        return _Exchange(group, size, slots)
 
     def _rows(self, name: str, rows: Interval) -> Tensor:
         """A view of some rows of a gradient."""

@@ -110,21 +110,25 @@ class ProcessGroups:
 def device_sets(placement: Placement) -> list[tuple[int, ...]]:
     """The sets of devices that an engine on this placement communicates in.
 
-    These are its tp, dp and pp groups, its replicas, the whole mesh, and the first with the last stage, which
-    share tied embeddings.
+    These are its tp, dp and pp groups, its replicas, its stages, the whole mesh, and the holders of tied embeddings.
     """
     sets = [tuple(sorted(placement.devices))]
     sets += [tuple(sorted(placement.replica(dp_rank))) for dp_rank in range(placement.strategy.dp)]
     for device in placement.devices:
         sets += [placement.tp_group(device), placement.dp_group(device), placement.pp_group(device)]
-        sets.append(tied_set(placement, device))
+        sets += [stage_set(placement, device), tied_set(placement, device)]
     return sorted({tuple(sorted(devices)) for devices in sets})
 
 
+def stage_set(placement: Placement, device: int) -> tuple[int, ...]:
+    """The devices of this device's stage, of all tp and dp ranks."""
+    return tuple(sorted(d for other in placement.tp_group(device) for d in placement.dp_group(other)))
+
+
 def tied_set(placement: Placement, device: int) -> tuple[int, ...]:
-    """The first and last stage of this device's pipeline: the two holders of tied embeddings."""
+    """The first and last stages of this device's tp rank, in all dp ranks: the holders of tied embeddings."""
     stages = placement.pp_group(device)
-    return tuple(sorted({stages[0], stages[-1]}))
+    return tuple(sorted({d for end in (stages[0], stages[-1]) for d in placement.dp_group(end)}))
 
 
 def group_size(group: ProcessGroup | None) -> int:

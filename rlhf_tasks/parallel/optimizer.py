@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_tasks.parallel.gradients import PartialSums, primary_range
+from rlhf_tasks.parallel.gradients import SharedSums, primary_range
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.state_layout import Piece, StateLayout
@@ -91,7 +91,7 @@ class Optimizer:
         self._start, self._share = flat.share(device).start, flat.share(device).size
         self._allocate(slices, self._share * group_size(self._group))
         views = {p.name: self._gradients[p.start : p.stop].view_as(slices[p.name]) for p in self._pieces}
-        self._partial_sums = PartialSums(views, layout, groups)
+        self._shared_sums = SharedSums(views, layout, groups)
         self._counted = self._primary_ranges(layout, device)
         for name, parameter in slices.items():
             parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
@@ -189,7 +189,7 @@ class Optimizer:
 
     def _reduce(self) -> Tensor:
         """This rank's share of the gradient, summed over its holders and over dp."""
-        self._partial_sums.run()
+        self._shared_sums.run()
         if self._group is None:
             return self._gradients
         share = torch.empty_like(self._state["master"])

@@ -13,6 +13,7 @@ from rlhf_tasks.parallel.groups import (
     group_size,
     join_world,
     leave_world,
+    stage_set,
     tied_set,
 )
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
@@ -29,9 +30,12 @@ def test_device_sets_of_a_placement():
     assert (0, 3) not in sets
 
 
-def test_the_tied_set_is_the_ends_of_the_pipeline():
+def test_the_tied_set_is_the_ends_of_the_pipelines_of_a_tp_rank():
     placement = Placement((3, 1, 0, 2), ParallelStrategy(pp=4))
     assert tied_set(placement, 1) == (2, 3)
+    placement = Placement(tuple(range(12)), ParallelStrategy(dp=2, tp=2, pp=3))
+    assert tied_set(placement, 0) == tied_set(placement, 10) == (0, 2, 8, 10)
+    assert stage_set(placement, 5) == (4, 5, 6, 7)
     assert tied_set(Placement((5,), ParallelStrategy()), 5) == (5,)
 
 

@@ -138,6 +138,36 @@ def test_devices_in_any_order_and_float32(ranks) -> None:
     _assert_trained(results, GROUPED, strategy, torch.float32, order, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strategy", "order"),
+    [
+        (GROUPED, ParallelStrategy(dp=3, tp=2), (0, 1, 2, 3, 4, 5)),
+        (FEW_KV, ParallelStrategy(dp=3, tp=2), (0, 1, 2, 3, 4, 5)),
+        (GROUPED, ParallelStrategy(dp=3, pp=2), (0, 1, 2, 3, 4, 5)),
+        (GROUPED, ParallelStrategy(dp=3, pp=2), (4, 0, 3, 1, 5, 2)),
+    ],
+    ids=["kv-heads", "one-kv-head", "tied-ends", "shuffled"],
+)
+def test_copies_of_a_row_never_differ_in_a_bit(ranks, shape: ModelShape, strategy, order) -> None:
+    """Three summands, the fewest whose order shows, in buffers where copies lie at different places."""
+    layout = Layout(shape, "lm", Placement(order, strategy))
+    results = ranks.run(6, _train, shape, strategy, torch.float32, order)
+    n_pieces = 0
+    for name, spec in layout.specs.items():
+        copies: dict[tuple[int, int], list[Tensor]] = {}
+        for dp_rank in range(strategy.dp):
+            for piece in layout.shared(name, dp_rank):
+                for device in piece.devices:
+                    at = piece.interval.within(layout.held(device)[name])
+                    rows = results[device][1][name].narrow(spec.dim, at.start, piece.interval.size)
+                    copies.setdefault(tuple(piece.interval), []).append(rows)
+        for rows, (first, *others) in copies.items():
+            assert all(torch.equal(first, other) for other in others), (name, rows)
+            n_pieces += len(others)
+    assert n_pieces >= 5, "nothing is shared"
+    _assert_trained(results, shape, strategy, torch.float32, order, 1e-5)
+
+
 def test_bfloat16_weights_follow_float32_master_weights(ranks) -> None:
     """Steps far below bfloat16's resolution add up in the master weights."""
     (moved,) = ranks.run(1, _creep)
