@@ -1,4 +1,5 @@
-"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983).
+"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983). A round ends with a
+descent from its best state: each call in turn gets its best option, until no call has a better one.
 
 A proposal's energy limit is drawn before the proposal is priced. Most proposals are refused by a lower bound that
 needs only seconds and meshes: the longest model cycle and the fullest device.
@@ -23,14 +24,15 @@ from rlhf_tasks.parallel.random import stream, stream_key
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-STEPS = 20_000  # proposals of a round
+STEPS = 20_000  # proposals of a round; the first ones are shorter, so that there are good plans soon
+SHORT = 4, 4, 2, 2  # of these: what divides the proposals of each
 ROUNDS = 24  # at most
 AGREE = 3  # rounds that have met the best plan: then no other is looked for
 SAME = 1e-9  # relative; plans so close in time count as one
 HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
 CALM = 0.004  # the same at the beginning of a round that polishes a plan
 PAIRS = 0.4  # share of the proposals that change two calls
-CHUNK = 500  # proposals between two looks at the clock
+CHUNK = 500  # proposals between two looks at the clock: a part of a round
 ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
 DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
 SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
@@ -110,7 +112,7 @@ def annealing(
     best, agreeing = start_state(tables, starts[0]), 0
     for number in range(ROUNDS):
         start = met = start_state(tables, starts[number % len(starts)])
-        draws = uniforms(seed, purpose, number, STEPS)
+        draws = uniforms(seed, purpose, number, STEPS // (*SHORT, *[1] * ROUNDS)[number])
         for found, n_priced in _parts(tables, near, cycles, start, draws, HOT):
             met = found
             yield better(best, met), n_priced
@@ -138,7 +140,8 @@ def polishing(
 def _parts(
     tables: Tables, near: Neighbours, cycles: Cycles, start: State, draws: Floats, hot: float
 ) -> Iterator[tuple[State, int]]:
-    """After each CHUNK of a round's proposals: the best state met, and the number of choices that the part priced.
+    """After each CHUNK of a round's proposals and each call of the descent: the best state met, and the number of
+    choices that the part priced.
 
     draws  [steps, DRAWS] random numbers, steps a multiple of CHUNK
     hot    temperature at the beginning, as a share of the start's energy
@@ -151,6 +154,12 @@ def _parts(
             tables.arrays, near, cycles, state, part, heat[step], heat[step + CHUNK], True
         )
         best = better(best, found)
+        yield best, n_priced
+    call = unchanged = 0
+    while unchanged < len(tables.calls):
+        found, n_priced = descend(tables.arrays, near, cycles, best, call)
+        unchanged = 0 if _beats(found, best) else unchanged + 1
+        best, call = better(best, found), (call + 1) % len(tables.calls)
         yield best, n_priced
 
 
@@ -202,6 +211,25 @@ def anneal(
         if (excess_bytes, time_s) < (best.excess_bytes, best.time_s):
             best = state
     return best, state, n_priced
+
+
+@compiled
+def descend(arrays: Arrays, near: Neighbours, cycles: Cycles, start: State, call: int) -> tuple[State, int]:
+    """The best state that differs from a start in at most one call's option, and the number of choices priced."""
+    best, n_priced = start, 0
+    for i in range(near.begin[near.start[call]], near.begin[near.start[call + 1]]):
+        if near.by_speed[i] == start.choice[call]:
+            continue
+        choice = start.choice.copy()
+        choice[call] = near.by_speed[i]
+        limit = best.time_s if best.excess_bytes <= 0 else np.inf
+        if _surely_above(arrays, cycles, choice, limit):
+            continue
+        time_s, excess_bytes, _ = value(arrays, choice, limit)
+        n_priced += 1
+        if (excess_bytes, time_s) < (best.excess_bytes, best.time_s):
+            best = State(choice, time_s, excess_bytes)
+    return best, n_priced
 
 
 @inner

@@ -46,6 +46,18 @@ class _Disjoint:
         ]
         return next((sizes for sizes in tried if self.rank(sizes)[0] < float("inf")), tried[0])
 
+    def largest(self) -> list[int] | None:
+        """The fastest options on the largest meshes, about as large for all roles, that have room side by side."""
+        for most in sorted({size for own in self.sizes for size in own}, reverse=True):
+            sizes = tuple(max((size for size in own if size <= most), default=own[0]) for own in self.sizes)
+            if allowed := self._allowed(sizes):
+                return self._fastest(allowed)
+        return None
+
+    def _fastest(self, allowed: Sequence[Sequence[int]]) -> list[int]:
+        options = self.tables.options
+        return [min(numbers, key=lambda n: options[c][n].seconds) for c, numbers in enumerate(allowed)]
+
     def rank(self, sizes: Sizes) -> Rank:
         """How good the best choice on meshes of these sizes is; infinite when they have no room."""
         if sizes not in self.best:
@@ -58,8 +70,7 @@ class _Disjoint:
         allowed = self._allowed(sizes)
         if allowed is None:
             return None
-        options = self.tables.options
-        choice = [min(numbers, key=lambda n: options[c][n].seconds) for c, numbers in enumerate(allowed)]
+        choice = self._fastest(allowed)
         best = self._rank(choice)
         improved = True
         while improved:
@@ -114,6 +125,12 @@ class _Disjoint:
         place = self.sizes[role].index(sizes[role]) + step
         if 0 <= place < len(self.sizes[role]):
             yield (*sizes[:role], self.sizes[role][place], *sizes[role + 1 :])
+
+
+def side_by_side(tables: Tables) -> list[int] | None:
+    """A choice with every role on its own devices, about as many for each, whether it fits memory or not; None when
+    the cluster has too few. It takes no search; near it are other plans than near those that share devices."""
+    return _Disjoint(tables).largest()
 
 
 def disjoint_choice(tables: Tables) -> tuple[list[int], int]:

@@ -1,18 +1,29 @@
 """One interface to all ways of finding a plan, and what each result says about itself."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
-from planner.anneal import State, anneal, annealing, neighbours, start_state, uniforms
+from planner.anneal import (
+    State,
+    anneal,
+    annealing,
+    better,
+    descend,
+    neighbours,
+    polishing,
+    start_state,
+    uniforms,
+)
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
 from planner.branch import bounds_by_groups, branching, proofs
 from planner.call_order import MOST_ORDERS, has_more_orders
 from planner.choices import assignments_of, nearest_choice
-from planner.disjoint import disjoint_choice
+from planner.disjoint import disjoint_choice, side_by_side
 from planner.graph import DataflowGraph
 from planner.mcmc import greedy_choice, metropolis
 from planner.mesh import Cluster
@@ -20,13 +31,14 @@ from planner.options import ALL_CUTS, cut_points, few_hosts
 from planner.plan import PlanError
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
-from planner.tables import Tables
+from planner.tables import Tables, uncollected
 from planner.walk import new_walk, walk_on
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
 BOUNDING = 0.25  # share of the time after which walks through groups give way to annealing
 ANNEALING = 0.75  # share of the time after which annealing gives way to proofs
+FIRST = 80  # parts of annealing before any proof: good plans in the first second
 RESERVE = 1.25  # times what pricing a plan from its lists has taken: the time kept for the plan found last
 
 
@@ -108,6 +120,8 @@ class Progress:
         self.starts = [nearest_choice(request.tables, assignments_of(rule.plan)) for rule in self._rules]
         self.starts.append(greedy_choice(request.tables))
         self.state = start_state(request.tables, self.starts[0])
+        if apart := side_by_side(request.tables):
+            self.starts.insert(1, apart)
         self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace = list(request.rules.trace)
         self._priced: dict[tuple[int, ...], Priced] = {}
@@ -129,6 +143,13 @@ class Progress:
         self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
         self.state = state
         self._trace_up_to(state.time_s if state.excess_bytes <= 0 else float("inf"))
+
+    def follow(self, parts: Iterable[tuple[State, int]]) -> None:
+        """Notes the parts of an annealing, while there is time for it."""
+        for state, n_priced in parts:
+            self.note(better(self.state, state), n_priced)
+            if self.is_past(ANNEALING):
+                break
 
     def _trace_up_to(self, time_s: float) -> None:
         """Notes the time of a plan, or the best one's before it if that is less, unless there is none yet."""
@@ -159,6 +180,7 @@ class Progress:
         return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
 
 
+@uncollected()
 def find_plan(
     problem: Problem,
     mode: str = "search",
@@ -218,7 +240,9 @@ def _compile(tables: Tables) -> float:
     start = start_state(tables, greedy_choice(tables))
     cycles, draws = call_cycles(tables.problem.graph), uniforms(0, "compiling", 0, 0)
     bound_of(tables)
-    anneal(tables.arrays, neighbours(tables), cycles, start, draws, 1.0, 1.0, True)
+    near = neighbours(tables)
+    anneal(tables.arrays, near, cycles, start, draws, 1.0, 1.0, True)
+    descend(tables.arrays, near, cycles, start, 0)
     found = proofs(tables, cycles)
     walk = new_walk(found.relaxation, found.to_options)
     walk.depth[0] = -1
@@ -300,19 +324,22 @@ def _manual(request: Request) -> Found:
 
 
 def _search(request: Request) -> Found:
-    """The bound that takes little time, annealing from the rules' plans, then branch and bound."""
+    """Plans near the starts, some annealing, the bound that takes little time, the rest of annealing, then branch and
+    bound."""
     progress = Progress(request)
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
+    parts = annealing(request.tables, near, cycles, progress.starts, request.seed)
     with suppress(KeyboardInterrupt):
+        for number, start in enumerate(progress.starts):
+            state = start_state(request.tables, start)
+            progress.follow(polishing(request.tables, near, cycles, state, request.seed, number))
+        progress.follow(islice(parts, FIRST))
         found = proofs(request.tables, cycles)
         for lower_bound_s in bounds_by_groups(
             found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
         ):
             progress.note(progress.state, 0, lower_bound_s)
-        for state, n_priced in annealing(request.tables, near, cycles, progress.starts, request.seed):
-            progress.note(state, n_priced)
-            if progress.is_past(ANNEALING):
-                break
+        progress.follow(parts)
         progress.price_ahead()
         for state, lower_bound_s, n_priced in branching(
             request.tables,

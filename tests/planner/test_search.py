@@ -1,12 +1,15 @@
 """What every mode owes its caller: a plan that fits, an honest price, a bound below it."""
 
+from itertools import islice
+
 import pytest
 
 from planner import anneal, branch, mcmc, search
-from planner.anneal import annealing
+from planner.anneal import annealing, polishing
 from planner.call_order import call_orders
 from planner.choices import assignments_of, nearest_choice
 from planner.cost import CostModel
+from planner.disjoint import side_by_side
 from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import PlanError
@@ -43,19 +46,26 @@ def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama, cluster):
     """Of 32 hosts small meshes begin at few: four of the smallest have no room side by side, larger ones have."""
     shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
     problem = Problem(make_graph(n_seqs=64), ppo_cost(cluster, shape))
-    found = assignments_of(find_plan(problem, "disjoint").plan)
-    devices = {
-        role: {
-            d for call in problem.graph.calls if call.role == role for d in found[call.name].placement.devices
+    tables = Tables(problem)
+    start = side_by_side(tables)
+    assert start is not None
+    for found in (assignments_of(find_plan(problem, "disjoint").plan), tables.assignments(start)):
+        devices = {
+            role: {
+                d
+                for call in problem.graph.calls
+                if call.role == role
+                for d in found[call.name].placement.devices
+            }
+            for role in problem.graph.roles
         }
-        for role in problem.graph.roles
-    }
-    assert sum(map(len, devices.values())) == len(set.union(*devices.values())) <= cluster.n_devices
+        assert sum(map(len, devices.values())) == len(set.union(*devices.values())) <= cluster.n_devices
 
 
 def test_disjoint_needs_a_device_per_role(problem):
     with pytest.raises(PlanError, match="devices of their own"):
         find_plan(problem, "disjoint")
+    assert side_by_side(Tables(problem)) is None
 
 
 def test_manual_prices_what_it_is_given(problem):
@@ -215,17 +225,19 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 
 
 def test_an_interrupt_gives_the_best_plan_so_far_with_its_gap(problem, monkeypatch):
-    """Ctrl-C arrives after the second round of annealing."""
+    """Ctrl-C arrives after the second part of annealing."""
     priced = []
 
-    def interrupted(*arguments, **named):
-        rounds = annealing(*arguments, **named)
-        for _ in range(2):
-            state, n_priced = next(rounds)
+    def counted(parts):
+        for state, n_priced in parts:
             priced.append(n_priced)
             yield state, n_priced
+
+    def interrupted(*arguments):
+        yield from counted(islice(annealing(*arguments), 2))
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(search, "polishing", lambda *arguments: counted(polishing(*arguments)))
     monkeypatch.setattr(search, "annealing", interrupted)
     result = find_plan(problem, "search", TO_THE_END_S)
     assert result.evaluations == sum(priced) > 0
