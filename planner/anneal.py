@@ -24,8 +24,13 @@ from rlhf_tasks.parallel.random import stream, stream_key
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-STEPS = 20_000  # proposals of a round; the first ones are shorter, so that there are good plans soon
-SHORT = 4, 4, 2, 2  # of these: what divides the proposals of each
+STEPS = (
+    5_000,
+    5_000,
+    10_000,
+    10_000,
+    20_000,
+)  # proposals of each round and of later ones; short ones find plans soon
 ROUNDS = 24  # at most
 AGREE = 3  # rounds that have met the best plan: then no other is looked for
 SAME = 1e-9  # relative; plans so close in time count as one
@@ -112,7 +117,7 @@ def annealing(
     best, agreeing = start_state(tables, starts[0]), 0
     for number in range(ROUNDS):
         start = met = start_state(tables, starts[number % len(starts)])
-        draws = uniforms(seed, purpose, number, STEPS // (*SHORT, *[1] * ROUNDS)[number])
+        draws = uniforms(seed, purpose, number, STEPS[min(number, len(STEPS) - 1)])
         for found, n_priced in _parts(tables, near, cycles, start, draws, HOT):
             met = found
             yield better(best, met), n_priced
@@ -133,7 +138,7 @@ def polishing(
 ) -> Iterator[tuple[State, int]]:
     """After each part of a round: the best state met near a state, and the number of choices that the part priced.
     number: of the polishing, from 0."""
-    draws = uniforms(seed, "polishing", number, STEPS // 4)
+    draws = uniforms(seed, "polishing", number, STEPS[0])
     yield from _parts(tables, near, cycles, state, draws, CALM)
 
 

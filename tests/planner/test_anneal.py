@@ -6,7 +6,6 @@ from planner.anneal import (
     AGREE,
     CHUNK,
     DRAWS,
-    SHORT,
     STEPS,
     anneal,
     annealing,
@@ -68,7 +67,7 @@ def test_annealing_ends_when_enough_rounds_have_met_the_best_plan(small_problem)
     tables = Tables(small_problem(Cluster(1, 2), ("actor_generate", "actor_train"), 1))
     cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
     states = [state for state, _ in annealing(tables, near, cycles, [greedy_choice(tables)], seed=0)]
-    parts = sum(STEPS // share // CHUNK for share in SHORT[:AGREE])
+    parts = sum(steps // CHUNK for steps in STEPS[:AGREE])
     descents = AGREE * len(tables.calls)  # no call has a better option
     assert len(states) == parts + descents
 
@@ -108,7 +107,7 @@ def test_a_descent_gives_a_call_its_best_option(small_problem):
 
 def test_no_call_has_a_better_option_at_the_end_of_a_round(small_problem, monkeypatch):
     """Too short a round to settle by itself."""
-    monkeypatch.setattr(planner.anneal, "STEPS", 4 * CHUNK)
+    monkeypatch.setattr(planner.anneal, "STEPS", (CHUNK,))
     tables = Tables(small_problem(Cluster(2, 2)))
     cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
     start = start_state(tables, greedy_choice(tables))
