@@ -1,6 +1,6 @@
 """From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +10,7 @@ from planner.baselines import Priced, priced_plan
 from planner.calibrate import recalibrated
 from planner.cluster_file import Hardware, named_hardware, read_cluster
 from planner.cost import CostModel
+from planner.deadline import never
 from planner.device_classes import DeviceClasses
 from planner.graph import DataflowGraph
 from planner.measured import MeasuredProfile, ProfileError
@@ -247,10 +248,11 @@ def plan_for(
     time_limit_s: float,
     seed: int,
     evaluate: Mapping[str, CallAssignment] | None = None,
+    called_off: Callable[[], bool] = never,
 ) -> SearchResult:
     """A plan in a mode of the planner. Raises ConfigError with the planner's sentence where there is none."""
     try:
-        return find_plan(problem, mode, time_limit_s, seed, evaluate)
+        return find_plan(problem, mode, time_limit_s, seed, evaluate, called_off)
     except (PlanError, ProblemError) as error:
         raise ConfigError(str(error)) from error
 

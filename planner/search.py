@@ -23,6 +23,7 @@ from planner.bound import call_cycles, front, root_bound
 from planner.branch import bounds_by_groups, branching, proofs
 from planner.call_order import MOST_ORDERS, has_more_orders
 from planner.choices import assignments_of, nearest_choice
+from planner.deadline import Deadline, never
 from planner.disjoint import disjoint_choice, side_by_side
 from planner.graph import DataflowGraph
 from planner.mcmc import greedy_choice, metropolis
@@ -110,6 +111,7 @@ class Request:
     seed: int
     evaluate: Mapping[str, CallAssignment] | None
     started: float
+    called_off: Callable[[], bool]
 
 
 class Progress:
@@ -128,14 +130,11 @@ class Progress:
         self._pricing_s = 0.0
         self._trace_up_to(float("inf"))
 
-    def deadline_of(self, share: float = 1.0) -> float:
-        """Of time.monotonic(), for the steps that get this share of the time. At the last one enough is left to price
-        a plan from its lists, as soon as it is known what that takes."""
-        return self._request.started + share * (self._request.time_limit_s - RESERVE * self._pricing_s)
-
-    def is_past(self, share: float = 1.0) -> bool:
-        """Whether more than this share of the time is over."""
-        return time.monotonic() > self.deadline_of(share)
+    def deadline_of(self, share: float = 1.0) -> Deadline:
+        """Of the steps that get this share of the time. After the last one there is time to price a plan from its
+        lists, as soon as it is known what that takes."""
+        limit_s = self._request.time_limit_s - RESERVE * self._pricing_s
+        return Deadline(self._request.started + share * limit_s, self._request.called_off)
 
     def note(self, state: State, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
@@ -148,7 +147,7 @@ class Progress:
         """Notes the parts of an annealing, while there is time for it."""
         for state, n_priced in parts:
             self.note(better(self.state, state), n_priced)
-            if self.is_past(ANNEALING):
+            if self.deadline_of(ANNEALING).is_past():
                 break
 
     def _trace_up_to(self, time_s: float) -> None:
@@ -187,16 +186,20 @@ def find_plan(
     time_limit_s: float = 60.0,
     seed: int = 0,
     evaluate: Mapping[str, CallAssignment] | None = None,
+    called_off: Callable[[], bool] = never,
 ) -> SearchResult:
     """A plan for a problem.
 
     mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
                   symmetric (all calls alike), disjoint (every role on its own devices), manual
-    time_limit_s  of search and mcmc, compilation left out; with less time they give the best plan so far, as they
-                  do on Ctrl-C. The plans by rule and the tables are made, and the plan found is priced, in any case:
-                  on 16,384 devices in about 20 s
+    time_limit_s  of search and mcmc, compilation left out; with less time they give the best plan so far. The plans
+                  by rule and the tables are made, and the plan found is priced, in any case: on 16,384 devices in
+                  about 20 s
     seed          equal seeds give equal plans where the time limit does not cut
     evaluate      the assignments that mode manual prices
+    called_off    asked again and again: as soon as it is true, time is over
+    An exception of a signal's handler that comes while compiled code returns ends the process (numba): where signals
+    raise, search in another thread than the main one (flows/ending.py `beside`).
 
     Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that
     would help, for an unknown mode, and for mode manual without assignments; ProblemError when a call
@@ -211,7 +214,10 @@ def find_plan(
     tables = Tables(problem)
     compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
     started += compile_s
-    request = Request(problem, rules, tables, bound_of(tables), time_limit_s, seed, evaluate, started)
+    lower_bound_s = bound_of(tables)
+    request = Request(
+        problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off
+    )
     found = MODES[mode](request)
     time_s = found.priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
@@ -326,45 +332,36 @@ def _manual(request: Request) -> Found:
 def _search(request: Request) -> Found:
     """Plans near the starts, some annealing, the bound that takes little time, the rest of annealing, then branch and
     bound."""
-    progress = Progress(request)
-    near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
-    parts = annealing(request.tables, near, cycles, progress.starts, request.seed)
-    with suppress(KeyboardInterrupt):
-        for number, start in enumerate(progress.starts):
-            state = start_state(request.tables, start)
-            progress.follow(polishing(request.tables, near, cycles, state, request.seed, number))
-        progress.follow(islice(parts, FIRST))
-        found = proofs(request.tables, cycles)
-        for lower_bound_s in bounds_by_groups(
-            found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
-        ):
-            progress.note(progress.state, 0, lower_bound_s)
-        progress.follow(parts)
-        progress.price_ahead()
-        for state, lower_bound_s, n_priced in branching(
-            request.tables,
-            near,
-            cycles,
-            found,
-            progress.state,
-            progress.lower_bound_s,
-            request.seed,
-            progress.deadline_of(),
-        ):
-            progress.note(state, n_priced, lower_bound_s)
+    progress, tables, seed = Progress(request), request.tables, request.seed
+    near, cycles = neighbours(tables), call_cycles(request.problem.graph)
+    parts = annealing(tables, near, cycles, progress.starts, seed)
+    for number, start in enumerate(progress.starts):
+        state = start_state(tables, start)
+        progress.follow(polishing(tables, near, cycles, state, seed, number))
+    progress.follow(islice(parts, FIRST))
+    found = proofs(tables, cycles)
+    for lower_bound_s in bounds_by_groups(
+        found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
+    ):
+        progress.note(progress.state, 0, lower_bound_s)
+    progress.follow(parts)
+    progress.price_ahead()
+    state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
+    for step in branching(tables, near, cycles, found, state, proved_s, seed, deadline):
+        state, lower_bound_s, n_priced = step
+        progress.note(state, n_priced, lower_bound_s)
     return progress.found()
 
 
 def _mcmc(request: Request) -> Found:
     progress = Progress(request)
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
-    with suppress(KeyboardInterrupt):
-        for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
-            progress.note(state, n_priced)
-            if progress.is_past(ANNEALING):
-                progress.price_ahead()
-            if progress.is_past():
-                break
+    for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
+        progress.note(state, n_priced)
+        if progress.deadline_of(ANNEALING).is_past():
+            progress.price_ahead()
+        if progress.deadline_of().is_past():
+            break
     return progress.found()
 
 

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
+from flows.ending import beside
 from flows.plan_view import (
     show_alternatives,
     show_calls,
@@ -104,12 +105,17 @@ def show_warnings(found: Iterable[str]) -> None:
 
 
 def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, seed: int) -> SearchResult:
-    """The plan in the file to evaluate, else the one that a mode finds."""
+    """The plan in the file to evaluate, else the one that a mode finds. Ctrl-C ends its search with what it has."""
     if evaluate is not None:
         return _evaluated(problem, evaluate, limit_s, seed)
     searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
     with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
-        return plan_for(problem, mode, limit_s, seed)
+        return beside(
+            lambda off: plan_for(problem, mode, limit_s, seed, called_off=off),
+            ending=lambda: warnings.print(
+                "ending with the plan found by now; Ctrl-C again leaves without it"
+            ),
+        )
 
 
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:
@@ -120,7 +126,7 @@ def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> Searc
     if missing is not None:
         show_calls(console, priced.plan, priced.price, problem.model)
         raise ConfigError(f"{path} does not fit. {missing}")
-    return plan_for(problem, "manual", limit_s, seed, manual)
+    return beside(lambda _: plan_for(problem, "manual", limit_s, seed, manual))
 
 
 def _show(result: SearchResult, problem: Problem) -> None:
@@ -138,11 +144,11 @@ def _show(result: SearchResult, problem: Problem) -> None:
 def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, iterations: int) -> None:
     """Why each call of a plan is not elsewhere, and what the other modes find."""
     with console.status(f"alternatives; {COMPILING} ..."):
-        rejected = rejected_alternatives(result)
+        rejected = beside(lambda _: rejected_alternatives(result))
     show_alternatives(console, rejected)
     limits_s = limits_of(result.mode, limit_s)
     with console.status(f"the other modes, {told_limits(limits_s)}; {COMPILING} ..."):
-        found = compare(problem, result, limits_s, seed)
+        found = beside(lambda _: compare(problem, result, limits_s, seed))
     show_comparison(console, found, limits_s, iterations)
 
 

@@ -1,20 +1,25 @@
 """`prefect-rlhf plan`: what it prints and writes, and one sentence with status 2 for every mistake."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
+import deployments
 from flows.cli import run_command
 from rlhf_tasks.config import make_config, manual_assignments
 from tests.flows.plan_documents import DISJOINT, KEYS, ppo, refused
 from tests.ppo_calls import PPO_CALLS
 
 pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
+EXAMPLES = Path(deployments.__file__).with_name("examples")
 
 
 @pytest.mark.parametrize("mode", ["search", "heuristic", "symmetric"])
@@ -225,3 +230,55 @@ def test_planning_loads_neither_torch_nor_prefect(tmp_path):
     done = subprocess.run([*command, "--mode", "heuristic"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("loaded: []\n"), done.stdout
+
+
+INTERRUPTED = """
+    import sys
+    from flows.cli import run_command
+    from flows.commands import plans
+
+    plan_for = plans.plan_for
+
+    def told(*arguments, called_off):
+        looks = []
+
+        def off():
+            looks.append(1)
+            if len(looks) == 3:
+                print("searching", flush=True)
+            return called_off()
+
+        return plan_for(*arguments, called_off=off)
+
+    plans.plan_for = told
+    sys.exit(run_command(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+def test_ctrl_c_ends_a_search_with_the_plan_found_by_then(tmp_path, mode):
+    """A signal that comes while compiled code anneals: its exception must not be raised there."""
+    config, found = EXAMPLES / "plan-ppo-70b-70b.yaml", tmp_path / "plan.json"
+    arguments = ["--mode", mode, "--time-limit", "600", "--json", str(found), "--no-compare"]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(INTERRUPTED),
+        "plan",
+        "--config",
+        str(config),
+        *arguments,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "searching\n"
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=500)[1]
+    assert process.returncode == 0, told
+    assert "ending with the plan found by now" in told
+    document = json.loads(found.read_text())
+    assert document["search"]["mode"] == mode
+    assert document["search"]["seconds"] < 500
+    assert not document["proven_optimal"]

@@ -1,11 +1,8 @@
 """What every mode owes its caller: a plan that fits, an honest price, a bound below it."""
 
-from itertools import islice
-
 import pytest
 
-from planner import anneal, branch, mcmc, search
-from planner.anneal import annealing, polishing
+from planner import anneal, branch, deadline, mcmc, search
 from planner.call_order import call_orders
 from planner.choices import assignments_of, nearest_choice
 from planner.cost import CostModel
@@ -217,33 +214,29 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
         monkeypatch.setattr(module, "anneal", slow_anneal)
     monkeypatch.setattr(branch, "walk_on", taking(walk_on, lambda *arguments: 5e-4 * arguments[4]))
     monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 4.0))
-    monkeypatch.setattr(branch, "monotonic", lambda: now[0])
-    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    for module in (branch, deadline, search.time):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     result = find_plan(problem, mode, limit_s)
     assert 0.8 * limit_s < result.seconds <= limit_s
     assert result.evaluations > 0
 
 
-def test_an_interrupt_gives_the_best_plan_so_far_with_its_gap(problem, monkeypatch):
-    """Ctrl-C arrives after the second part of annealing."""
-    priced = []
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+@pytest.mark.parametrize("looks", [1, 5, 60])
+def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(small_problem, mode, looks):
+    problem, asked = small_problem(Cluster(2, 4)), [0]
 
-    def counted(parts):
-        for state, n_priced in parts:
-            priced.append(n_priced)
-            yield state, n_priced
+    def called_off():
+        asked[0] += 1
+        return asked[0] >= looks
 
-    def interrupted(*arguments):
-        yield from counted(islice(annealing(*arguments), 2))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(search, "polishing", lambda *arguments: counted(polishing(*arguments)))
-    monkeypatch.setattr(search, "annealing", interrupted)
-    result = find_plan(problem, "search", TO_THE_END_S)
-    assert result.evaluations == sum(priced) > 0
+    result = find_plan(problem, mode, TO_THE_END_S, called_off=called_off)
+    assert asked[0] < looks + 20
+    assert result.evaluations > 0
     assert 0 < result.gap < 1
     assert not result.proven_optimal
-    assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+    if mode == "search":
+        assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
 
 
 @pytest.mark.parametrize("mode", ["search", "mcmc"])
