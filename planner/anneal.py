@@ -1,5 +1,5 @@
 """Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983). A round ends with a
-descent from its best state: each call in turn gets its best option, until no call has a better one.
+descent from its best state, if that fits memory: each call in turn gets its best option, until no call has a better.
 
 A proposal's energy limit is drawn before the proposal is priced. Most proposals are refused by a lower bound that
 needs only seconds and meshes: the longest model cycle and the fullest device.
@@ -87,6 +87,12 @@ def neighbours(tables: Tables, barred: tuple[int, int, int] | None = None) -> Ne
     return Neighbours(*(np.array(column, np.int64) for column in (start, first, size, begin, by_speed)))
 
 
+def nobody(tables: Tables) -> Neighbours:
+    """Neighbours without any option."""
+    none = np.zeros(0, np.int64)
+    return Neighbours(np.zeros(len(tables.calls) + 1, np.int64), none, none, np.zeros(1, np.int64), none)
+
+
 def uniforms(seed: int, purpose: str, round_number: int, steps: int) -> Floats:
     """[steps, DRAWS] random numbers in [0, 1), a pure function of the arguments."""
     with np.errstate(over="ignore"):
@@ -161,7 +167,7 @@ def _parts(
         best = better(best, found)
         yield best, n_priced
     call = unchanged = 0
-    while unchanged < len(tables.calls):
+    while best.excess_bytes <= 0 and unchanged < len(tables.calls):
         found, n_priced = descend(tables.arrays, near, cycles, best, call)
         unchanged = 0 if _beats(found, best) else unchanged + 1
         best, call = better(best, found), (call + 1) % len(tables.calls)
@@ -220,19 +226,19 @@ def anneal(
 
 @compiled
 def descend(arrays: Arrays, near: Neighbours, cycles: Cycles, start: State, call: int) -> tuple[State, int]:
-    """The best state that differs from a start in at most one call's option, and the number of choices priced."""
+    """The best state that differs from a start, which fits memory, in at most one call's option; and the number of
+    choices priced."""
     best, n_priced = start, 0
     for i in range(near.begin[near.start[call]], near.begin[near.start[call + 1]]):
         if near.by_speed[i] == start.choice[call]:
             continue
         choice = start.choice.copy()
         choice[call] = near.by_speed[i]
-        limit = best.time_s if best.excess_bytes <= 0 else np.inf
-        if _surely_above(arrays, cycles, choice, limit):
+        if _surely_above(arrays, cycles, choice, best.time_s):
             continue
-        time_s, excess_bytes, _ = value(arrays, choice, limit)
+        time_s, excess_bytes, _ = value(arrays, choice, best.time_s)
         n_priced += 1
-        if (excess_bytes, time_s) < (best.excess_bytes, best.time_s):
+        if excess_bytes <= 0 and time_s < best.time_s:
             best = State(choice, time_s, excess_bytes)
     return best, n_priced
 

@@ -132,10 +132,10 @@ def _until(deadline: Deadline, state: State, parts: Iterator[tuple[State, int]])
 def _walked(p: Proofs, walk: Walk, threshold: float, deadline: Deadline) -> tuple[int, float]:
     """`walk_on` until the walk ends or has taken its share of the time that is left."""
     looked, nodes = monotonic(), NODES
-    until = Deadline(looked + PATIENCE * (deadline.at_s - looked), deadline.called_off)
+    until = looked + PATIENCE * (deadline.at_s - looked)
     while True:
         code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, nodes)
-        if code != PAUSED or until.is_past():
-            return code, time_s
         now = monotonic()
+        if code != PAUSED or now > until or deadline.called_off():
+            return code, time_s
         nodes, looked = int(nodes * min(2.0, LOOK_S / max(now - looked, 1e-9))) + 1, now

@@ -48,6 +48,8 @@ class _Disjoint:
 
     def largest(self) -> list[int] | None:
         """The fastest options on the largest meshes, about as large for all roles, that have room side by side."""
+        if not all(self.sizes):
+            return None
         for most in sorted({size for own in self.sizes for size in own}, reverse=True):
             sizes = tuple(max((size for size in own if size <= most), default=own[0]) for own in self.sizes)
             if allowed := self._allowed(sizes):
@@ -129,7 +131,7 @@ class _Disjoint:
 
 def side_by_side(tables: Tables) -> list[int] | None:
     """A choice with every role on its own devices, about as many for each, whether it fits memory or not; None when
-    the cluster has too few. It takes no search; near it are other plans than near those that share devices."""
+    there is none. It takes no search; near it are other plans than near those that share devices."""
     return _Disjoint(tables).largest()
 
 
@@ -139,6 +141,12 @@ def disjoint_choice(tables: Tables) -> tuple[list[int], int]:
     Raises PlanError when the cluster has fewer devices than roles need, or memory does not suffice.
     """
     search = _Disjoint(tables)
+    for role, sizes in zip(search.roles, search.sizes, strict=True):
+        if not sizes:
+            raise PlanError(
+                f"The calls of {role} fit no mesh of one size on a cluster of {tables.problem.cluster}, as roles on "
+                "devices of their own have to. Enlarge the cluster, or let roles share devices."
+            )
     best = sizes = search.smallest()
     while fitting := [grown for grown in search.grown(sizes) if search.rank(grown)[0] < float("inf")]:
         sizes = min(fitting, key=search.rank)

@@ -14,6 +14,7 @@ from planner.anneal import (
     better,
     descend,
     neighbours,
+    nobody,
     polishing,
     start_state,
     uniforms,
@@ -117,13 +118,9 @@ class Request:
 class Progress:
     """The best plan so far and how it came about. It begins with the plans by rule and ends with none worse."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, start: Sequence[int]) -> None:
         self._request, self._rules = request, request.rules.plans
-        self.starts = [nearest_choice(request.tables, assignments_of(rule.plan)) for rule in self._rules]
-        self.starts.append(greedy_choice(request.tables))
-        self.state = start_state(request.tables, self.starts[0])
-        if apart := side_by_side(request.tables):
-            self.starts.insert(1, apart)
+        self.state = start_state(request.tables, start)
         self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace = list(request.rules.trace)
         self._priced: dict[tuple[int, ...], Priced] = {}
@@ -179,7 +176,6 @@ class Progress:
         return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
 
 
-@uncollected()
 def find_plan(
     problem: Problem,
     mode: str = "search",
@@ -210,8 +206,9 @@ def find_plan(
     if not time_limit_s > 0:
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
-    rules = _by_rule(problem, started) if mode == "search" else Rules()
-    tables = Tables(problem)
+    with uncollected():
+        rules = _by_rule(problem, started) if mode == "search" else Rules()
+        tables = Tables(problem)
     compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
     started += compile_s
     lower_bound_s = bound_of(tables)
@@ -248,7 +245,7 @@ def _compile(tables: Tables) -> float:
     bound_of(tables)
     near = neighbours(tables)
     anneal(tables.arrays, near, cycles, start, draws, 1.0, 1.0, True)
-    descend(tables.arrays, near, cycles, start, 0)
+    descend(tables.arrays, nobody(tables), cycles, start, 0)
     found = proofs(tables, cycles)
     walk = new_walk(found.relaxation, found.to_options)
     walk.depth[0] = -1
@@ -332,10 +329,11 @@ def _manual(request: Request) -> Found:
 def _search(request: Request) -> Found:
     """Plans near the starts, some annealing, the bound that takes little time, the rest of annealing, then branch and
     bound."""
-    progress, tables, seed = Progress(request), request.tables, request.seed
+    tables, seed, starts = request.tables, request.seed, _starts(request)
+    progress = Progress(request, starts[0])
     near, cycles = neighbours(tables), call_cycles(request.problem.graph)
-    parts = annealing(tables, near, cycles, progress.starts, seed)
-    for number, start in enumerate(progress.starts):
+    parts = annealing(tables, near, cycles, starts, seed)
+    for number, start in enumerate(starts):
         state = start_state(tables, start)
         progress.follow(polishing(tables, near, cycles, state, seed, number))
     progress.follow(islice(parts, FIRST))
@@ -353,8 +351,16 @@ def _search(request: Request) -> Found:
     return progress.found()
 
 
+def _starts(request: Request) -> list[list[int]]:
+    """Choices that are unlike each other: of the plans by rule, with roles side by side, with all calls fast."""
+    tables = request.tables
+    by_rule = [nearest_choice(tables, assignments_of(rule.plan)) for rule in request.rules.plans]
+    apart = side_by_side(tables)
+    return [*by_rule[:1], *([] if apart is None else [apart]), *by_rule[1:], greedy_choice(tables)]
+
+
 def _mcmc(request: Request) -> Found:
-    progress = Progress(request)
+    progress = Progress(request, greedy_choice(request.tables))
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
     for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
         progress.note(state, n_priced)

@@ -75,12 +75,13 @@ class Tables:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: a search makes tens of thousands of objects that all live on, and looking for
-    garbage among them takes as long again as making them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """Without garbage collection: tens of thousands of objects are made that all live on, and looking for garbage
+    among them takes as long again. Where it is off already, whoever did that turns it on."""
+    if not gc.isenabled():
+        yield
+        return
     try:
+        gc.disable()
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()

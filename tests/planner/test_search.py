@@ -65,6 +65,50 @@ def test_disjoint_needs_a_device_per_role(problem):
     assert side_by_side(Tables(problem)) is None
 
 
+def test_a_role_whose_calls_share_no_size_of_mesh_is_planned(llama):
+    """Generation needs five devices, of training's mini-batches of one sequence two can have a part."""
+    calls = [
+        ModelFunctionCall(
+            name="generate", role="actor", kind="generate", inputs=("x",), outputs=("y",), n_seqs=64
+        ),
+        ModelFunctionCall(
+            name="train", role="actor", kind="train_step", inputs=("y",), n_seqs=64, mini_batches=64
+        ),
+    ]
+    shape = llama(
+        hidden_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        vocab_size=8192,
+        max_position_embeddings=32768,
+    )
+    device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2e9)})
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(20_000))
+    model = CostModel(Cluster(16, 1), device, {"actor": RoleModel(shape=shape)}, workload)
+    problem = Problem(DataflowGraph(calls, ["x"], name="small"), model, max_tp=1)
+    sizes = [{option.size for option in options} for options in Tables(problem).options]
+    assert not set.intersection(*sizes)
+    for mode in ("search", "mcmc"):
+        assert find_plan(problem, mode, 0.5).iteration_time_s > 0
+    with pytest.raises(PlanError, match="The calls of actor fit no mesh of one size on a cluster of 16x1"):
+        find_plan(problem, "disjoint")
+
+
+def test_what_is_done_before_the_clock_starts_prices_nothing(problem, monkeypatch):
+    priced = []
+
+    def counted(*arguments):
+        state, n_priced = anneal.descend(*arguments)
+        priced.append(n_priced)
+        return state, n_priced
+
+    monkeypatch.setattr(search, "descend", counted)
+    find_plan(problem, "search", 0.1)
+    assert priced == [0]
+
+
 def test_manual_prices_what_it_is_given(problem):
     heuristic = find_plan(problem, "heuristic")
     given = assignments_of(heuristic.plan)
