@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from flows.commands.numbers import Whole, check_seed
 from flows.commands.plans import show_warnings
 from flows.demo_data import DATA, refuse_without_task
 from flows.prepare import prepare
@@ -68,7 +69,7 @@ def run(
 def demo(
     *,
     folder: Path = Path("runs/demo"),
-    seed: int = 0,
+    seed: Whole = 0,
 ) -> None:
     """Train a tiny model on 4 CPU ranks by SFT, reward modelling and PPO, watched in the Prefect UI.
 
@@ -79,6 +80,7 @@ def demo(
     seed
         Of data, weights and sampling; another seed needs another folder.
     """
+    check_seed(seed)
     refuse_without_task(folder / DATA)
     refuse_unwritable(folder, "--folder")
     from flows.session import demo_here
