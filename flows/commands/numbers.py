@@ -1,34 +1,25 @@
-"""Numbers on the command line, as they are written."""
-
-from collections.abc import Sequence
-from typing import Annotated
-
-from cyclopts import Parameter, Token
+"""Whole numbers on the command line. Commands take their text: cyclopts makes 2 of 1.5."""
 
 from rlhf_tasks.config import ConfigError
 
 LARGEST_SEED = 2**63 - 1  # as in the configuration
 
 
-def as_written(_: type, tokens: Sequence[Token]) -> int | float:
-    """A number in its own type: cyclopts rounds where it is to be a whole one. Raises ValueError for other text."""
-    text = tokens[0].value
+def whole(option: str, text: str, least: int, what: str, most: float = float("inf")) -> int:
+    """The number that a text has. Raises ConfigError for one that is not whole, or out of its bounds.
+
+    what  ends the sentence: what the number is
+    """
     try:
-        return int(text, 0)
+        given = int(text)
     except ValueError:
-        return float(text)
+        given = None
+    if given is None or not least <= given <= most:
+        raise ConfigError(f"{option} {text}: {what}.")
+    return given
 
 
-Whole = Annotated[int, Parameter(converter=as_written)]
-"""A whole number, for `check_whole` to see to it."""
-
-
-def check_whole(option: str, given: float | None, least: int, what: str, most: float = float("inf")) -> None:
-    """Raises ConfigError for a number that is not whole, or out of its bounds. what: a sentence's end, what it is."""
-    if given is not None and not (isinstance(given, int) and least <= given <= most):
-        raise ConfigError(f"{option} {given}: {what}.")
-
-
-def check_seed(given: float | None) -> None:
-    """Raises ConfigError for what is no seed."""
-    check_whole("--seed", given, 0, f"a seed is a whole number from 0 to {LARGEST_SEED}", LARGEST_SEED)
+def whole_seed(text: str) -> int:
+    """The seed that a text has. Raises ConfigError for what is none."""
+    what = f"a seed is a whole number from 0 to {LARGEST_SEED}"
+    return whole("--seed", text, 0, what, most=LARGEST_SEED)

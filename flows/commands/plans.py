@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
-from flows.commands.numbers import Whole, check_seed, check_whole
+from flows.commands.numbers import whole, whole_seed
 from flows.plan_view import (
     show_alternatives,
     show_calls,
@@ -44,8 +44,8 @@ def plan(
     mode: Literal["search", "mcmc", "heuristic", "symmetric", "disjoint"] = "search",
     evaluate: Path | None = None,
     time_limit: float | None = None,
-    seed: Whole | None = None,
-    iterations: Whole | None = None,
+    seed: str | None = None,
+    iterations: str | None = None,
     json_file: Annotated[Path | None, Parameter("--json")] = None,
     out: Path | None = None,
     comparison: Annotated[bool, Parameter("--compare")] = True,
@@ -75,7 +75,7 @@ def plan(
     seed
         Of the search, a whole number from 0; default: the configuration's.
     iterations
-        For the hours that these take; default: the configuration's.
+        For the hours that so many take; default: the configuration's.
     json_file
         Where to write all figures.
     out
@@ -83,20 +83,21 @@ def plan(
     comparison
         Whether to find the plans of the other modes too, and why each call is not elsewhere.
     """
-    check_whole("--iterations", iterations, 1, "the hours are of a whole number of iterations, at least one")
-    check_seed(seed)
+    hours = "the hours are of a whole number of iterations, at least one"
+    counted = None if iterations is None else whole("--iterations", iterations, 1, hours)
+    stated_seed = None if seed is None else whole_seed(seed)
     check_writable(json_file, out)
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
     show_warnings(hardware.warnings)
     problem = problem_of(settings, hardware, profile)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
-    seed = settings.seed if seed is None else seed
-    result = _found(problem, mode, evaluate, limit_s, seed)
+    used_seed = settings.seed if stated_seed is None else stated_seed
+    result = _found(problem, mode, evaluate, limit_s, used_seed)
     _write(result, json_file, out)
     _show(result, problem)
     if comparison:
-        _compare(result, problem, limit_s, seed, iterations or getattr(settings, "total_iterations", 1))
+        _compare(result, problem, limit_s, used_seed, counted or getattr(settings, "total_iterations", 1))
 
 
 def show_warnings(found: Iterable[str]) -> None:

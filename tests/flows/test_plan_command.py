@@ -193,24 +193,18 @@ def test_a_time_limit_of_nothing_is_refused(run_plan):
     refused(run_plan(ppo(), "--time-limit", "0"), "0")
 
 
-@pytest.mark.parametrize("iterations", ["-5", "1.5"])
+@pytest.mark.parametrize("iterations", ["-5", "1.5", "many"])
 def test_hours_of_no_number_of_iterations_are_refused(run_plan, iterations):
     outcome = run_plan(ppo(), "--mode", "heuristic", "--iterations", iterations)
     refused(outcome, f"--iterations {iterations}: ", "at least one")
 
 
-@pytest.mark.parametrize("seed", ["-1", "1.5", "nan", str(2**63)])
+@pytest.mark.parametrize("seed", ["-1", "1.5", "x", str(2**63)])
 def test_what_is_no_seed_is_refused_before_the_search(run_plan, seed):
     """Which would refuse its time limit."""
     outcome = run_plan(ppo(), "--time-limit", "0", "--seed", seed)
     refused(outcome, f"--seed {seed}: ", "a whole number from 0 to 9223372036854775807")
     refused(run_plan(ppo(), "--time-limit", "0", "--seed", str(2**63 - 1)), "leaves no time to search")
-
-
-def test_a_seed_that_is_no_number_is_refused(run_plan):
-    status, _, err = run_plan(ppo(), "--seed", "x")
-    assert status == 2
-    assert '"x"' in err
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(run_plan, tmp_path):
