@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.this_machine import device_here
 from planner.baselines import Priced, priced_plan
 from planner.calibrate import recalibrated
-from planner.cluster_file import Hardware, named_hardware, read_cluster
+from planner.cluster_file import Hardware, cluster_of, named_hardware, read_cluster
 from planner.cost import CostModel
 from planner.deadline import never
 from planner.device_classes import DeviceClasses
@@ -182,7 +182,7 @@ def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware
     if cluster_file is not None:
         return read_cluster(cluster_file)
     stated, device = config.cluster, config.planning.device
-    cluster = Cluster(stated.n_hosts, stated.devices_per_host)
+    cluster = cluster_of(stated.n_hosts, stated.devices_per_host, "cluster")
     if device is None:  # a cluster of our own has all its hosts here
         profile = device_here(stated.n_devices if stated.address is None else stated.devices_per_host)
         return Hardware(DeviceClasses.alike(cluster, profile))

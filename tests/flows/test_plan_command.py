@@ -198,14 +198,43 @@ def test_a_time_limit_of_nothing_is_refused(run_plan):
     refused(run_plan(ppo(), "--time-limit", "0"), "0")
 
 
-def test_hours_of_no_iterations_are_refused(run_plan):
-    refused(run_plan(ppo(), "--mode", "heuristic", "--iterations", "-5"), "--iterations -5", "at least one")
+@pytest.mark.parametrize("iterations", ["-5", "1.5", "many"])
+def test_hours_of_no_number_of_iterations_are_refused(run_plan, iterations):
+    outcome = run_plan(ppo(), "--mode", "heuristic", "--iterations", iterations)
+    refused(outcome, f"--iterations {iterations}: ", "at least one")
+
+
+@pytest.mark.parametrize("seed", ["-1", "1.5", "x", str(2**63)])
+def test_what_is_no_seed_is_refused_before_the_search(run_plan, seed):
+    """Which would refuse its time limit."""
+    outcome = run_plan(ppo(), "--time-limit", "0", "--seed", seed)
+    refused(outcome, f"--seed {seed}: ", "a whole number from 0 to 9223372036854775807")
+    refused(run_plan(ppo(), "--time-limit", "0", "--seed", str(2**63 - 1)), "leaves no time to search")
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(run_plan, tmp_path):
     """Which would refuse its time limit."""
     lost = str(tmp_path / "no" / "figures.json")
     refused(run_plan(ppo(), "--time-limit", "0", "--json", lost), "figures.json cannot be written")
+
+
+@pytest.mark.parametrize("other", ["figures.json", "./figures.json", "sub/../figures.json", "link.json"])
+def test_two_outputs_to_one_file_are_refused_before_the_search(run_plan, tmp_path, monkeypatch, other):
+    """Which would refuse its time limit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.json").symlink_to("figures.json")
+    outputs = ("--json", str(tmp_path / "figures.json"), "--out", other)
+    outcome = run_plan(ppo(), "--time-limit", "0", *outputs)
+    refused(outcome, "figures.json are the same file", str(Path(other)), "Name two files.")
+    outputs = ("--json", str(tmp_path / "figures.json"), "--out", "plan.yaml")
+    refused(run_plan(ppo(), "--time-limit", "0", *outputs), "leaves no time to search")
+
+
+def test_the_help_says_what_the_time_limit_does_not_bound(capsys):
+    assert run_command(["plan", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "made in any case: a second or two on 128 GPUs, about 20 s on 16,384" in told
 
 
 def test_inline_models_and_grpo_are_planned_but_not_run(run_plan, tmp_path):
