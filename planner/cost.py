@@ -94,7 +94,7 @@ class CostModel:
         ]
         self.classes = replace(stated, profiles=tuple(found))
         self._timings: dict[tuple, Timing] = {}
-        self._costs: dict[tuple, CallCost] = {}
+        self._costs: dict[tuple, dict[int, CallCost]] = {}
         self.ran = tuple(ran)
         self._factors: dict[str, dict[tuple, Factor]] = {}
 
@@ -107,7 +107,7 @@ class CostModel:
     ) -> list[CallCost]:
         """The cost of a call on a placement with each of some numbers of micro-batches."""
         where = self._where(placement)
-        found = [self._profiled(call, where, count) for count in micro_batches]
+        found = self._profiled(call, where, micro_batches)
         factors = self._factors_of(call) if self.ran else {}
         if not factors:
             return found
@@ -128,28 +128,28 @@ class CostModel:
             for ran in self.ran:
                 if ran.call == call.name:
                     where, count = self._where(ran.assignment.placement), ran.assignment.micro_batches
-                    priced = self._profiled(call, where, count)
+                    (priced,) = self._profiled(call, where, [count])
                     found[where, count] = factor_of(ran, priced.seconds, max(priced.active_bytes))
         return self._factors[call.name]
 
     def _where(self, placement: Placement) -> _Where:
         return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement))
 
-    def _profiled(self, call: ModelFunctionCall, where: _Where, micro_batches: int) -> CallCost:
-        """A call's price by profiles and the device's figures."""
-        key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where, micro_batches
-        if key not in self._costs:
+    def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
+        """A call's prices, with some numbers of micro-batches, by profiles and the device's figures."""
+        key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where
+        known = self._costs.setdefault(key, {})
+        if missing := [count for count in counts if count not in known]:
             price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
                 "generate": _generate,
                 "inference": _infer,
                 "train_step": _train,
             }[call.kind]
-            strategy = where.strategy
-            timing = self._timing(call.role, strategy.tp, where.crossings.tp, where.classes)
-            local = self._sizes(call.role, strategy)
-            mesh = _OnMesh(timing, self.workload, local, strategy, where.crossings)
-            self._costs[key] = price(mesh, call, micro_batches)
-        return self._costs[key]
+            local = self._sizes(call.role, where.strategy)
+            timing = self._timing(call.role, where.strategy.tp, where.crossings.tp, where.classes)
+            mesh = _OnMesh(timing, self.workload, local, where.strategy, where.crossings)
+            known.update((count, price(mesh, call, count)) for count in missing)
+        return [known[count] for count in counts]
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
         """Numbers of the device classes that a placement has devices of."""

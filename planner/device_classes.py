@@ -92,6 +92,8 @@ class DeviceClasses:
 
     def layout(self, first: int, size: int) -> tuple[tuple[int, int], ...]:
         """(offset, class) of the runs of devices first .. first + size - 1: equal for meshes that are alike."""
+        if len(self.runs) == 1:
+            return ((0, 0),)
         low = bisect_right(self._starts, first) - 1
         high = bisect_right(self._starts, first + size - 1)
         return tuple((max(start - first, 0), number) for start, number in self.runs[low:high])

@@ -132,7 +132,7 @@ def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
     graph = problem.graph
     found = [call_options(problem, call) for call in graph.calls]
     smallest = min(profile.memory_bytes for profile in problem.model.classes.profiles)
-    if sum(max(map(_needs, options)) for options in found) <= smallest:
+    if sum(map(_most_needed, found)) <= smallest:
         return tuple(found)
     roles = [call.role for call in graph.calls]
     return tuple(
@@ -143,9 +143,12 @@ def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
     )
 
 
-def _needs(option: Option) -> float:
-    """Bytes that no device exceeds for this call, if nothing else were there."""
-    return max(*option.resident, *option.copy) + option.active_bytes
+def _most_needed(options: Iterable[Option]) -> float:
+    """Bytes that no device exceeds for a call, if nothing else were there."""
+    unlike = {
+        id(option.active): option for option in options
+    }.values()  # those on like meshes share their figures
+    return max(max(*option.resident, *option.copy) + option.active_bytes for option in unlike)
 
 
 def _offloaded(option: Option) -> Option:

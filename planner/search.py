@@ -176,6 +176,7 @@ class Progress:
         return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
 
 
+@uncollected()
 def find_plan(
     problem: Problem,
     mode: str = "search",
@@ -206,9 +207,8 @@ def find_plan(
     if not time_limit_s > 0:
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
-    with uncollected():
-        rules = _by_rule(problem, started) if mode == "search" else Rules()
-        tables = Tables(problem)
+    rules = _by_rule(problem, started) if mode == "search" else Rules()
+    tables = Tables(problem)
     compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
     started += compile_s
     lower_bound_s = bound_of(tables)
@@ -352,11 +352,11 @@ def _search(request: Request) -> Found:
 
 
 def _starts(request: Request) -> list[list[int]]:
-    """Choices that are unlike each other: of the plans by rule, with roles side by side, with all calls fast."""
+    """Choices that are unlike each other: with roles side by side, of the plans by rule, with all calls fast."""
     tables = request.tables
     by_rule = [nearest_choice(tables, assignments_of(rule.plan)) for rule in request.rules.plans]
     apart = side_by_side(tables)
-    return [*by_rule[:1], *([] if apart is None else [apart]), *by_rule[1:], greedy_choice(tables)]
+    return [*([] if apart is None else [apart]), *by_rule, greedy_choice(tables)]
 
 
 def _mcmc(request: Request) -> Found:
