@@ -6,6 +6,7 @@
 Prints one JSON line per pair of layouts.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -195,10 +196,17 @@ def slowest(work: Callable[[], object], groups: ProcessGroups, world: int) -> fl
     return float(all_reduce(took, group, dist.ReduceOp.MAX))
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(arguments)
     if "RANK" in os.environ:
         move(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:
         plan_large()
         plan_state()
         plan_redistributions()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,14 +12,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+T = TypeVar("T")
+
 END_S = 12.0  # from the signal until what is left is killed; P10 promises 20 s
+SOON_S = 2.0  # for work that is called off; what takes longer, such as compiling, ends with the process
 TWICE_S = 1.0  # a signal that comes again within this is the same one: sent to the process, and to its group
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CALLED_OFF = 0  # no signal has this number
@@ -142,6 +146,38 @@ class Watch:
 
         with suppress(RuntimeError):  # the loop is closed
             run.get_loop().call_soon_threadsafe(cancel)
+
+
+def beside(work: Callable[[Callable[[], bool]], T], ending: Callable[[], None] | None = None) -> T:
+    """Does work of compiled code (numba) in a thread of its own, and gives its result.
+
+    Handlers of signals raise in the main thread wherever it is; in a compiled function that is about to return, that
+    ends the process with a segmentation fault.
+
+    work    is given a function that says whether to end early, with what there is by then
+    ending  called at the first Ctrl-C, after which the result is waited for; a second one leaves without. None: the
+            first leaves, as SIGTERM does
+    """
+    called_off, done = threading.Event(), Future[T]()
+
+    def do() -> None:
+        try:
+            done.set_result(work(called_off.is_set))
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is asked for
+            done.set_exception(error)
+
+    threading.Thread(target=do, name="beside", daemon=True).start()
+    try:
+        return done.result()
+    except KeyboardInterrupt:
+        if ending is None:
+            raise
+        called_off.set()
+        ending()
+        return done.result()
+    finally:
+        called_off.set()
+        wait([done], SOON_S)
 
 
 def leave_if_cancelled() -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
+from pydantic import Field
 
 from blocks.plan import ExecutionPlan
 from flows import artifacts
@@ -31,6 +32,7 @@ async def plan(
     time_limit_s: float | None = None,
     block: str | None = None,
     comparison: bool = True,
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None,
 ) -> dict[str, Any]:
     """Plan a run without running it. Needs no GPU, no cluster and no weights.
 
@@ -42,6 +44,7 @@ async def plan(
     time_limit_s  seconds that a search may take; default: planning.time_limit_s
     block         name of the block that keeps the plan; default: the configuration's name, or its type
     comparison    whether to find the plans of the other modes too, and why each call is not elsewhere
+    seed          of the search; default: the configuration's
     Returns the figures that `prefect-rlhf plan --json` writes.
     """
     settings = resolve_paths(config, Path.cwd())
@@ -50,7 +53,8 @@ async def plan(
         get_run_logger().warning(warning)
     problem = problem_of(settings, hardware, Path(profile) if profile else None)
     limit_s = settings.planning.time_limit_s if time_limit_s is None else time_limit_s
-    result = await asyncio.to_thread(plan_for, problem, mode, limit_s, settings.seed)
+    seed = settings.seed if seed is None else seed
+    result = await asyncio.to_thread(plan_for, problem, mode, limit_s, seed)
     await artifacts.show_plan(result.plan)
     stretched = extrapolation(result.plan, problem.model)
     if stretched is not None:
@@ -62,7 +66,7 @@ async def plan(
     if comparison:
         await artifacts.show_alternatives(await asyncio.to_thread(rejected_alternatives, result))
         limits_s = limits_of(mode, limit_s)
-        found = await asyncio.to_thread(compare, problem, result, limits_s, settings.seed)
+        found = await asyncio.to_thread(compare, problem, result, limits_s, seed)
         await artifacts.show_comparison(found, limits_s, getattr(settings, "total_iterations", 1))
     return result_document(result)
 

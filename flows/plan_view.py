@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -44,8 +45,9 @@ STYLES = {
 def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> None:
     """A row for each call: where, how, how long, and the fullest of its devices. The names are never cut."""
     several = len(model.classes.profiles) > 1
-    table = Table(Column("call", no_wrap=True), "devices", *(["class"] if several else []), box=None)
-    for head in ("dp", "tp", "pp", "micro-batches", "offload", "seconds", "memory GB"):
+    whole = (Column(head, no_wrap=True) for head in ("call", "devices"))
+    table = Table(*whole, *(["class"] if several else []), box=None, pad_edge=False)
+    for head in ("dp", "tp", "pp", "micro-\nbatches", "offload", "seconds", "memory\nGB"):
         table.add_column(head, justify="right")
     for row in call_rows(plan, price, model):
         memory = f"{row.memory_bytes / 1e9:.3g}" + (" [red]too much[/]" if row.missing_bytes else "")
@@ -108,15 +110,23 @@ def show_proof(console: Console, result: SearchResult) -> None:
 
 
 def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
-    """For each call the best plan that was found with it elsewhere, and why it loses, or that it does not."""
-    others = ("best other place", "dp", "tp", "pp", "s per iteration", "beside the plan")
-    table = Table(Column("call", no_wrap=True), *others, box=None)
-    for row in alternative_rows(rejected):
-        place = (str(degree) for degree in (row.dp, row.tp, row.pp))
-        table.add_row(row.call, row.devices, *place, f"{row.time_s:.4g}", row.beside_the_plan)
+    """For each call the best plan that was found with it elsewhere, and beneath why it loses, or that it does not."""
     if rejected:
         console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
-        console.print(table)
+        rows = alternative_rows(rejected)
+        heads = ("call", "devices", "dp", "tp", "pp", "s per iteration")
+        places = [
+            (row.call, row.devices, *map(str, (row.dp, row.tp, row.pp)), f"{row.time_s:.4g}") for row in rows
+        ]
+        widths = [max(map(len, column)) for column in zip(heads, *places, strict=True)]
+        for cells, why in zip([heads, *places], ["", *(row.beside_the_plan for row in rows)], strict=True):
+            aligned = (
+                cell.rjust(width) if n > 1 else cell.ljust(width)
+                for n, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            )
+            console.print(Text("  ".join(aligned), "" if why else "bold"), soft_wrap=True)
+            if why:
+                console.print(Padding(Text(why), (0, 0, 0, 4), expand=False))
         better = min((other for other in rejected if other.is_better), key=lambda o: o.time_s, default=None)
         if better is not None:
             console.print(
@@ -132,7 +142,7 @@ def show_comparison(
 ) -> None:
     """The hours that some iterations take under each mode's plan. limits_s: seconds that modes had to search."""
     console.print(f"[bold]{iterations} iterations[/] under the plan of each mode; {told_limits(limits_s)}")
-    table = Table("mode", "s per iteration", "hours", "against the best of these", box=None)
+    table = Table("mode", "s per iteration", "hours", "against the best of these", box=None, pad_edge=False)
     for row in mode_rows(found, iterations):
         if row.time_s is None or row.hours is None:
             table.add_row(row.mode, "-", "-", row.remark)

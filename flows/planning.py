@@ -1,6 +1,6 @@
 """From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,8 +8,9 @@ from pathlib import Path
 from flows.this_machine import device_here
 from planner.baselines import Priced, priced_plan
 from planner.calibrate import recalibrated
-from planner.cluster_file import Hardware, named_hardware, read_cluster
+from planner.cluster_file import Hardware, cluster_of, named_hardware, read_cluster
 from planner.cost import CostModel
+from planner.deadline import never
 from planner.device_classes import DeviceClasses
 from planner.graph import DataflowGraph
 from planner.measured import MeasuredProfile, ProfileError
@@ -181,7 +182,7 @@ def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware
     if cluster_file is not None:
         return read_cluster(cluster_file)
     stated, device = config.cluster, config.planning.device
-    cluster = Cluster(stated.n_hosts, stated.devices_per_host)
+    cluster = cluster_of(stated.n_hosts, stated.devices_per_host, "cluster")
     if device is None:  # a cluster of our own has all its hosts here
         profile = device_here(stated.n_devices if stated.address is None else stated.devices_per_host)
         return Hardware(DeviceClasses.alike(cluster, profile))
@@ -247,10 +248,11 @@ def plan_for(
     time_limit_s: float,
     seed: int,
     evaluate: Mapping[str, CallAssignment] | None = None,
+    called_off: Callable[[], bool] = never,
 ) -> SearchResult:
     """A plan in a mode of the planner. Raises ConfigError with the planner's sentence where there is none."""
     try:
-        return find_plan(problem, mode, time_limit_s, seed, evaluate)
+        return find_plan(problem, mode, time_limit_s, seed, evaluate, called_off)
     except (PlanError, ProblemError) as error:
         raise ConfigError(str(error)) from error
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from flows.ending import beside
 from flows.find_rewards import check_rewards
 from flows.planning import hardware_of, problem_of, shapes_of
 from planner.baselines import check_strategies, heuristic_plan
@@ -129,7 +130,8 @@ def _made_plan(config: AnyConfig, problem: Problem) -> ExecutionPlan:
     """The plan that is searched, or the heuristic's; it fits memory."""
     try:
         if config.plan == "auto":
-            return find_plan(problem, time_limit_s=config.planning.time_limit_s, seed=config.seed).plan
+            limit_s, seed = config.planning.time_limit_s, config.seed
+            return beside(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
         return heuristic_plan(problem.graph, problem.model).plan
     except (PlanError, ProblemError) as error:
         raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error

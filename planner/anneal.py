@@ -1,4 +1,5 @@
-"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983).
+"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983). A round ends with a
+descent from its best state, if that fits memory: each call in turn gets its best option, until no call has a better.
 
 A proposal's energy limit is drawn before the proposal is priced. Most proposals are refused by a lower bound that
 needs only seconds and meshes: the longest model cycle and the fullest device.
@@ -23,14 +24,20 @@ from rlhf_tasks.parallel.random import stream, stream_key
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-STEPS = 20_000  # proposals of a round
+STEPS = (
+    5_000,
+    5_000,
+    10_000,
+    10_000,
+    20_000,
+)  # proposals of each round and of later ones; short ones find plans soon
 ROUNDS = 24  # at most
 AGREE = 3  # rounds that have met the best plan: then no other is looked for
 SAME = 1e-9  # relative; plans so close in time count as one
 HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
 CALM = 0.004  # the same at the beginning of a round that polishes a plan
 PAIRS = 0.4  # share of the proposals that change two calls
-CHUNK = 500  # proposals between two looks at the clock
+CHUNK = 500  # proposals between two looks at the clock: a part of a round
 ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
 DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
 SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
@@ -80,6 +87,12 @@ def neighbours(tables: Tables, barred: tuple[int, int, int] | None = None) -> Ne
     return Neighbours(*(np.array(column, np.int64) for column in (start, first, size, begin, by_speed)))
 
 
+def nobody(tables: Tables) -> Neighbours:
+    """Neighbours without any option."""
+    none = np.zeros(0, np.int64)
+    return Neighbours(np.zeros(len(tables.calls) + 1, np.int64), none, none, np.zeros(1, np.int64), none)
+
+
 def uniforms(seed: int, purpose: str, round_number: int, steps: int) -> Floats:
     """[steps, DRAWS] random numbers in [0, 1), a pure function of the arguments."""
     with np.errstate(over="ignore"):
@@ -110,7 +123,7 @@ def annealing(
     best, agreeing = start_state(tables, starts[0]), 0
     for number in range(ROUNDS):
         start = met = start_state(tables, starts[number % len(starts)])
-        draws = uniforms(seed, purpose, number, STEPS)
+        draws = uniforms(seed, purpose, number, STEPS[min(number, len(STEPS) - 1)])
         for found, n_priced in _parts(tables, near, cycles, start, draws, HOT):
             met = found
             yield better(best, met), n_priced
@@ -131,14 +144,15 @@ def polishing(
 ) -> Iterator[tuple[State, int]]:
     """After each part of a round: the best state met near a state, and the number of choices that the part priced.
     number: of the polishing, from 0."""
-    draws = uniforms(seed, "polishing", number, STEPS // 4)
+    draws = uniforms(seed, "polishing", number, STEPS[0])
     yield from _parts(tables, near, cycles, state, draws, CALM)
 
 
 def _parts(
     tables: Tables, near: Neighbours, cycles: Cycles, start: State, draws: Floats, hot: float
 ) -> Iterator[tuple[State, int]]:
-    """After each CHUNK of a round's proposals: the best state met, and the number of choices that the part priced.
+    """After each CHUNK of a round's proposals and each call of the descent: the best state met, and the number of
+    choices that the part priced.
 
     draws  [steps, DRAWS] random numbers, steps a multiple of CHUNK
     hot    temperature at the beginning, as a share of the start's energy
@@ -151,6 +165,12 @@ def _parts(
             tables.arrays, near, cycles, state, part, heat[step], heat[step + CHUNK], True
         )
         best = better(best, found)
+        yield best, n_priced
+    call = unchanged = 0
+    while best.excess_bytes <= 0 and unchanged < len(tables.calls):
+        found, n_priced = descend(tables.arrays, near, cycles, best, call)
+        unchanged = 0 if _beats(found, best) else unchanged + 1
+        best, call = better(best, found), (call + 1) % len(tables.calls)
         yield best, n_priced
 
 
@@ -202,6 +222,25 @@ def anneal(
         if (excess_bytes, time_s) < (best.excess_bytes, best.time_s):
             best = state
     return best, state, n_priced
+
+
+@compiled
+def descend(arrays: Arrays, near: Neighbours, cycles: Cycles, start: State, call: int) -> tuple[State, int]:
+    """The best state that differs from a start, which fits memory, in at most one call's option; and the number of
+    choices priced."""
+    best, n_priced = start, 0
+    for i in range(near.begin[near.start[call]], near.begin[near.start[call + 1]]):
+        if near.by_speed[i] == start.choice[call]:
+            continue
+        choice = start.choice.copy()
+        choice[call] = near.by_speed[i]
+        if _surely_above(arrays, cycles, choice, best.time_s):
+            continue
+        time_s, excess_bytes, _ = value(arrays, choice, best.time_s)
+        n_priced += 1
+        if excess_bytes <= 0 and time_s < best.time_s:
+            best = State(choice, time_s, excess_bytes)
+    return best, n_priced
 
 
 @inner

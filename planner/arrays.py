@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.call_order import OrderRule, levels
+from planner.call_order import OrderRule, levels, with_trailing
 from planner.graph import DataflowGraph
 from planner.insertion import dealing
 from planner.move_seconds import Links, links
@@ -21,10 +21,10 @@ from planner.options import Option
 from planner.pieces import parts
 from planner.price import key_bytes, save_s
 from planner.problem import Problem
-from planner.simulate import copy_of, waits, with_copies
+from planner.simulate import waits
 from planner.sizes import sizes
 from planner.skeleton import FETCH as FETCHED
-from planner.skeleton import Skeleton, SlotKind, skeleton
+from planner.skeleton import Skeleton, Slot, SlotKind, skeleton
 from planner.workload import RoleModel
 from rlhf_tasks.parallel.topology import ParallelStrategy
 from rlhf_tasks.spec import ModelFunctionCall
@@ -194,8 +194,8 @@ def make_arrays(
         sides=sides,
         skeletons=_skeletons(problem, orders, offloadable),
         models=_models(shapes, model.workload.itemsize),
-        redistributions=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
-        reallocations=_table(PRICE_ROW, [(-1, 0.0)] * MEMORY_SLOTS),
+        redistributions=_no_prices(),
+        reallocations=_no_prices(),
     )
 
 
@@ -214,6 +214,11 @@ def _models(roles: Sequence[RoleModel], itemsize: int) -> Models:
 
 def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
     return np.array([*rows], row).view(np.recarray)
+
+
+def _no_prices() -> Rows:
+    """A memory of prices that has none yet."""
+    return np.repeat(np.array([(-1, 0.0)], PRICE_ROW), MEMORY_SLOTS).view(np.recarray)
 
 
 def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:
@@ -276,8 +281,10 @@ def _skeletons(
     of = np.full(n_patterns(graph), -1)
     for pattern, where, placement in _patterns(graph):
         made = skeleton(graph, {**where, FETCHED: where[graph.source.name]}, placement, offloaded=offloadable)
-        edges = (tuple(sorted(e[name])) for name in made.slots for e in (made.after, made.across))
-        key = (tuple(made.slots.values()), tuple(edges))
+        key = (
+            tuple(made.slots.values()),
+            *(frozenset(e[n]) for n in made.slots for e in (made.after, made.across)),
+        )
         if key not in found:
             found[key] = len(different)
             different.append(made)
@@ -289,38 +296,43 @@ def _skeletons(
     slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
     after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
     order = np.zeros((len(different), len(orders), n_slots), np.int64)
-    level, sample_bytes = levels(graph), _Numbers()
+    rule, row_of = OrderRule(levels(graph), orders), _SlotRows(problem)
     for i, made in enumerate(different):
+        started_by = [made.slots[name] for name in onloads[i]]
+        rows = [row_of[slot] for slot in made.slots.values()]
+        rows += [(COPY, *row_of[slot][1:]) for slot in started_by]
+        slots[i, : len(rows)] = rows
         place = {name: j for j, name in enumerate(before[i])}
-        for name, j in place.items():
-            slots[i, j] = _slot_row(problem, made, name, sample_bytes)
-            for table, edges in ((after, before[i]), (across, made.across)):
-                earlier = sorted(place[other] for other in edges.get(name, ()))
-                table[i, j, : len(earlier)] = earlier
-        rule = OrderRule(level, made)
-        for o, calls in enumerate(orders):
-            total = with_copies(rule.whole(rule.moving(calls)), onloads[i])
-            order[i, o, : len(total)] = [place[name] for name in total]
+        for table, edges in ((after, before[i]), (across, made.across)):
+            for name, earlier in edges.items():
+                if earlier:
+                    table[i, place[name], : len(earlier)] = sorted(place[other] for other in earlier)
+        places = with_trailing(made, rule.places(made))
+        copies = places[:, [place[name] for name in onloads[i]]] + 1  # directly behind their onloads
+        order[i, :, : len(rows)] = np.hstack([places, copies]).argsort(axis=1)
     sizes = np.array([*map(len, before)])
-    return Skeletons(of, sizes, slots, after, across, order, np.array(list(sample_bytes), np.float64))
+    moved = np.array(list(row_of.sample_bytes), np.float64)
+    return Skeletons(of, sizes, slots, after, across, order, moved)
 
 
-def _slot_row(
-    problem: Problem, made: Skeleton, name: str, sample_bytes: "_Numbers"
-) -> tuple[int, int, int, int, int]:
-    """The row of a slot, or of the copy that one starts."""
-    if name not in made.slots:
-        onload = next(onload for onload in made.slots if copy_of(onload) == name)
-        return (COPY, *_slot_row(problem, made, onload, sample_bytes)[1:])
-    graph, slot, moved = problem.graph, made.slots[name], 0
-    number = {call.name: i for i, call in enumerate(graph.calls)}
-    call, source = number[slot.call], number[graph.source.name if slot.source == FETCHED else slot.source]
-    mask = 1 << call
-    if slot.kind in ("transfer", "reallocate"):
-        mask |= 1 << source
-    if slot.kind == "transfer":
-        moved = sample_bytes[sum(key_bytes(key, problem.model.workload) for key in slot.keys)]
-    return _KINDS[slot.kind], call, source, mask, moved
+class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
+    """The rows of slots. sample_bytes: of the transfers among them, numbered."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._graph, self._workload = problem.graph, problem.model.workload
+        self._number = {call.name: i for i, call in enumerate(problem.graph.calls)}
+        self.sample_bytes = _Numbers()
+
+    def __missing__(self, slot: Slot) -> tuple[int, int, int, int, int]:
+        call, moved = self._number[slot.call], 0
+        source = self._number[self._graph.source.name if slot.source == FETCHED else slot.source]
+        mask = 1 << call
+        if slot.kind in ("transfer", "reallocate"):
+            mask |= 1 << source
+        if slot.kind == "transfer":
+            moved = self.sample_bytes[sum(key_bytes(key, self._workload) for key in slot.keys)]
+        self[slot] = _KINDS[slot.kind], call, source, mask, moved
+        return self[slot]
 
 
 # Patterns: which calls have equal sides, and which calls of a trained role equal placements. Each call

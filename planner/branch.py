@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from planner.anneal import Neighbours, State, annealing, better, polishing
 from planner.bound import Cycles
+from planner.deadline import Deadline
 from planner.relaxation import Relaxation, relaxation
 from planner.tables import Tables
 from planner.tree import Tree, tree
@@ -53,13 +54,13 @@ def proofs(tables: Tables, cycles: Cycles) -> Proofs:
     return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + placing + below))
 
 
-def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: float) -> Iterator[float]:
+def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:
     """Lower bounds, ever higher ones, as far as walks through groups alone prove them.
 
     lower_bound_s  the root bound; upper: seconds of a plan
-    deadline       of time.monotonic(): ends early
+    deadline       ends early
     """
-    while upper - lower_bound_s > GROUP_STEP * upper and monotonic() <= deadline:
+    while upper - lower_bound_s > GROUP_STEP * upper and not deadline.is_past():
         threshold, walk = (lower_bound_s + upper) / 2, new_walk(p.relaxation, p.by_size)
         if _walked(p, walk, threshold, deadline)[0] == DONE:
             lower_bound_s = threshold
@@ -76,12 +77,12 @@ def branching(
     state: State,
     lower_bound_s: float,
     seed: int,
-    deadline: float,
+    deadline: Deadline,
 ) -> Iterator[tuple[State, float, int]]:
     """After each proof and each better plan: the best state, the lower bound, and the choices priced since.
 
     state          the plan to beat; lower_bound_s: no plan takes less
-    deadline       of time.monotonic(): ends early
+    deadline       ends early
     A threshold that is proved becomes the lower bound. The next lies halfway to the best plan, or, when little is
     between them, at it; where a walk takes too long, halfway to that threshold, after another annealing. A walk that
     finds a better plan goes on below it, once annealing has polished it: what was cut stays cut.
@@ -90,7 +91,7 @@ def branching(
     anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
     tedious = np.inf  # the lowest threshold whose walk took too long
     walk: Walk | None = None  # that goes on
-    while monotonic() <= deadline:
+    while not deadline.is_past():
         upper = state.time_s if state.excess_bytes <= 0 else anything
         if lower_bound_s >= upper * (1 - 2 * PROVED):
             return
@@ -117,24 +118,24 @@ def branching(
         yield state, lower_bound_s, n_priced
 
 
-def _until(deadline: float, state: State, parts: Iterator[tuple[State, int]]) -> tuple[State, int]:
+def _until(deadline: Deadline, state: State, parts: Iterator[tuple[State, int]]) -> tuple[State, int]:
     """The better of a state and the best of an annealing that ends with the part in which the deadline passes; and
     the choices priced."""
     n_priced = 0
     for found, more in parts:
         state, n_priced = better(state, found), n_priced + more
-        if monotonic() > deadline:
+        if deadline.is_past():
             break
     return state, n_priced
 
 
-def _walked(p: Proofs, walk: Walk, threshold: float, deadline: float) -> tuple[int, float]:
+def _walked(p: Proofs, walk: Walk, threshold: float, deadline: Deadline) -> tuple[int, float]:
     """`walk_on` until the walk ends or has taken its share of the time that is left."""
     looked, nodes = monotonic(), NODES
-    until = looked + PATIENCE * (deadline - looked)
+    until = looked + PATIENCE * (deadline.at_s - looked)
     while True:
         code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, nodes)
         now = monotonic()
-        if code != PAUSED or now > until:
+        if code != PAUSED or now > until or deadline.called_off():
             return code, time_s
         nodes, looked = int(nodes * min(2.0, LOOK_S / max(now - looked, 1e-9))) + 1, now

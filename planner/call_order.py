@@ -7,14 +7,17 @@ both; a reallocation directly before the first reader of its copy, so that the c
 contradicts what a node needs, the need wins.
 """
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.graph import DataflowGraph
-from planner.skeleton import Skeleton
+from planner.skeleton import Skeleton, Slot, SlotKind
+
+Ints = NDArray[np.int64]
 
 MOST_ORDERS = 120
 """Of a graph with more orders of its calls than this (5 calls in any order) the first ones are tried."""
@@ -54,75 +57,80 @@ def levels(graph: DataflowGraph) -> dict[str, int]:
 
 
 class OrderRule:
-    """The place of every slot of a skeleton under any order of the calls.
+    """Where a skeleton's slots stand under each of some orders of the calls.
 
-    level  call -> its depth in the graph (`levels`)
+    level   call -> its depth in the graph (`levels`)
+    orders  of the calls
     """
 
-    def __init__(self, level: Mapping[str, int], made: Skeleton) -> None:
-        self._level, self._names = level, made.moving
-        self._slots = [made.slots[name] for name in self._names]
-        number = {name: i for i, name in enumerate(self._names)}
-        self._followers: list[list[int]] = [[] for _ in number]
-        for name, i in number.items():
-            for before in made.after[name]:
-                self._followers[number[before]].append(i)
-        self._n_before = [len(made.after[name]) for name in self._names]
-        trailing = [name for name in made.slots if name not in number]
-        self._trailing = {name: [t for t in trailing if name in made.after[t]] for name in self._names}
-        self._n_leading = {name: len(made.after[name]) for name in trailing}
+    def __init__(self, level: Mapping[str, int], orders: Sequence[Sequence[str]]) -> None:
+        self._level = level
+        self._at = {name: np.array([order.index(name) for order in orders]) for name in level}
+        # level -> place of the first call of that level or a deeper one
+        self._first = [
+            np.min([at for name, at in self._at.items() if level[name] >= deep], axis=0)
+            for deep in range(max(level.values()) + 1)
+        ]
+        self._wishes: dict[tuple[SlotKind, tuple[str, ...]], Ints] = {}
 
-    def moving(self, calls: Sequence[str]) -> list[str]:
-        """The total order of the slots that move (`Skeleton.moving`), under an order of the calls."""
-        place = self._places({name: i for i, name in enumerate(calls)})
-        missing = self._n_before.copy()
-        ready = [place[i] for i, n in enumerate(missing) if not n]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            i = heapq.heappop(ready)[-1]
-            order.append(self._names[i])
-            for other in self._followers[i]:
-                missing[other] -= 1
-                if not missing[other]:
-                    heapq.heappush(ready, place[other])
-        assert len(order) == len(place), "nodes wait for each other in a cycle"
-        return order
-
-    def whole(self, moving: Sequence[str]) -> list[str]:
-        """An order with releases, offloads and saves. A release or offload directly follows the last reader, a save
-        its train_step: nothing comes between."""
-        order: list[str] = []
-        missing = self._n_leading.copy()
-        for name in moving:
-            order.append(name)
-            for trailer in self._trailing[name]:
-                missing[trailer] -= 1
-                if not missing[trailer]:
-                    order.append(trailer)
-        return order
-
-    def _places(self, position: Mapping[str, int]) -> list[tuple[int, int, int, int]]:
-        """Slot -> where it would like to be: the least first, and its own number last.
-
-        position  call -> its place in the order
-        """
-        first: dict[int, int] = {}  # level -> place of the first call of that level or a deeper one
-        for name, at in position.items():
-            for level in range(self._level[name] + 1):
-                first[level] = min(first.get(level, at), at)
-        places = []
-        for i, slot in enumerate(self._slots):
-            match slot.kind:
-                case "fetch":
-                    places.append((-1, 0, 0, i))
-                case "transfer":
-                    places.append((first[self._level[slot.call]], 0, position[slot.call], i))
-                case "onload":
-                    places.append((first[self._level[slot.call]], -1, position[slot.call], i))
-                case "reallocate":
-                    readers = [self._names[j] for j in self._followers[i]]
-                    places.append((min(position[name] for name in readers if name != slot.source), 1, 0, i))
-                case _:
-                    places.append((position[slot.name], 2, 0, i))
+    def places(self, made: Skeleton) -> Ints:
+        """[orders, slots that move] int64: the less, the earlier; all different in an order."""
+        names = made.moving
+        number = {name: i for i, name in enumerate(names)}
+        wishes = [self._wish(made, made.slots[name]) for name in names]
+        places = np.stack(wishes, axis=1) * len(names) + np.arange(len(names))
+        edges = [(number[before], i) for name, i in number.items() for before in made.after[name]]
+        early, late = np.array(edges).T
+        for unheeded in np.flatnonzero((places[:, early] > places[:, late]).any(axis=1)):
+            places[unheeded] = _heeding(places[unheeded].tolist(), edges)
         return places
+
+    def _wish(self, made: Skeleton, slot: Slot) -> Ints:
+        """[orders] int64: where a slot would like to be, the least first; equal for those that do not mind."""
+        calls = (slot.call,)
+        if slot.kind == "reallocate":
+            calls = tuple(n for n in self._at if slot.name in made.after[n] and n != slot.source)
+        if (slot.kind, calls) not in self._wishes:
+            self._wishes[slot.kind, calls] = self._wish_of(slot.kind, calls)
+        return self._wishes[slot.kind, calls]
+
+    def _wish_of(self, kind: SlotKind, calls: tuple[str, ...]) -> Ints:
+        """calls: whom a slot of this kind serves."""
+        at, first, n = self._at[calls[0]], self._first[self._level[calls[0]]], len(self._at)
+        match kind:
+            case "fetch":
+                return np.full_like(at, -n)
+            case "onload":
+                return 4 * n * first + at
+            case "transfer":
+                return (4 * first + 1) * n + at
+            case "reallocate":
+                return (4 * np.min([self._at[name] for name in calls], axis=0) + 2) * n
+            case _:
+                return (4 * at + 3) * n
+
+
+def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Places by wishes, of those whose predecessors have places always the least one. edges: (earlier, later)"""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(wishes)))
+    graph.add_edges_from(edges)
+    order = list(nx.lexicographical_topological_sort(graph, key=wishes.__getitem__))
+    return [order.index(i) for i in range(len(wishes))]
+
+
+def with_trailing(made: Skeleton, places: Ints) -> Ints:
+    """[orders, slots] int64, all different in an order, from those of the slots that move ([orders, these]).
+
+    A release or offload directly follows the last reader, a save its train_step: nothing comes between.
+    """
+    column = {name: i for i, name in enumerate(made.moving)}
+    trailing = [name for name in made.slots if name not in column]
+    leaders = [[column[before] for before in made.after[name]] for name in trailing]
+    most = max(map(len, leaders), default=1)
+    table = np.array([each + each[:1] * (most - len(each)) for each in leaders], np.int64)
+    last = places[:, table.reshape(len(trailing), most)].max(axis=2)
+    n = len(trailing) + 2  # one more: the copy that an onload starts finds a place behind it
+    found = np.hstack([places * n, last * n + np.arange(1, n - 1)])
+    number = {name: i for i, name in enumerate((*column, *trailing))}
+    return found[:, [number[name] for name in made.slots]]

@@ -17,18 +17,13 @@ def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) ->
     nearest number of micro-batches."""
 
     def nearest(options: Sequence[Option], given: CallAssignment) -> int:
-        devices, strategy = given.placement.devices, given.placement.strategy
+        devices = given.placement.devices
         mesh = min(devices), len(devices)
-        unlike = [
-            (
-                (o.first, o.size) != mesh,
-                o.strategy != strategy,
-                o.offload != given.offload,
-                abs(o.micro_batches - given.micro_batches),
-            )
-            for o in options
-        ]
-        return unlike.index(min(unlike))
+        kept: Sequence[int] = range(len(options))
+        kept = [i for i in kept if options[i][:2] == mesh] or kept
+        kept = [i for i in kept if options[i].strategy == given.placement.strategy] or kept
+        kept = [i for i in kept if options[i].offload == given.offload] or kept
+        return min(kept, key=lambda i: abs(options[i].micro_batches - given.micro_batches))
 
     return [
         nearest(options, assignments[call])

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from planner.device_classes import DeviceClassError, DeviceClasses
-from planner.mesh import Cluster
+from planner.mesh import Cluster, MeshError
 from planner.plausible import implausible
-from planner.profile import DeviceProfile, preset
+from planner.profile import PRESETS, DeviceProfile, preset
 from rlhf_tasks.config import FIGURES
 from rlhf_tasks.config_files import ConfigError, first_fault, read_yaml
 from rlhf_tasks.spec import Frozen
@@ -26,11 +26,27 @@ class Hardware(NamedTuple):
         return self.classes.cluster
 
 
+ONE_DEVICE = f"a preset's name ({', '.join(PRESETS)}) or figures ({{like: PRESET, memory_bytes: 40e9}})"
+"""What may stand for a device."""
+
+
+def _stated(value: Any) -> Any:
+    if not isinstance(value, str | dict):
+        raise ValueError(f"give {ONE_DEVICE}, found {value!r}")
+    return value
+
+
+def _stated_by_hosts(value: Any) -> Any:
+    if not isinstance(value, str | dict | list | tuple):
+        raise ValueError(f"give {ONE_DEVICE}, or by hosts [{{n_hosts, device}}], found {value!r}")
+    return value
+
+
 class HostsFile(Frozen):
     """Some consecutive hosts and their device, as in ClusterFile."""
 
     n_hosts: int = Field(gt=0)
-    device: str | dict[str, Any]
+    device: Annotated[str | dict[str, Any], BeforeValidator(_stated)]
 
 
 def _form(value: Any) -> str:
@@ -52,6 +68,7 @@ class ClusterFile(Frozen):
         | Annotated[tuple[HostsFile, ...], Tag("inline")]
         | Annotated[dict[str, Any], Tag("figures")],
         Discriminator(_form),
+        BeforeValidator(_stated_by_hosts),
     ]
     inside_host: dict[str, float] = Field(default_factory=dict)
     between_hosts: dict[str, float] = Field(default_factory=dict)
@@ -63,7 +80,7 @@ def read_cluster(path: Path) -> Hardware:
         stated = ClusterFile.model_validate(read_yaml(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_fault(error, ClusterFile, 'figures')}") from None
-    cluster = Cluster(stated.n_hosts, stated.devices_per_host)
+    cluster = cluster_of(stated.n_hosts, stated.devices_per_host, str(path))
     links = {"inside_host": stated.inside_host, "between_hosts": stated.between_hosts}
     changed = {link: changes for link, changes in links.items() if changes}
 
@@ -89,6 +106,14 @@ def read_cluster(path: Path) -> Hardware:
     return Hardware(classes, tuple(warnings))
 
 
+def cluster_of(n_hosts: int, devices_per_host: int, where: str) -> Cluster:
+    """A cluster of a user's numbers. Raises ConfigError, whose sentence begins with `where` they stand."""
+    try:
+        return Cluster(n_hosts, devices_per_host)
+    except MeshError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
 def named_hardware(cluster: Cluster, device: str | Sequence[tuple[int, str]]) -> Hardware:
     """A cluster whose devices have names: of presets, or of YAML files with their figures.
 
@@ -105,9 +130,8 @@ def named_hardware(cluster: Cluster, device: str | Sequence[tuple[int, str]]) ->
 
 
 def _by_hosts(cluster: Cluster, parts: Sequence[tuple[int, DeviceProfile]], where: str) -> DeviceClasses:
-    devices = [device for n_hosts, device in parts for _ in range(n_hosts)]
     try:
-        return DeviceClasses.host_by_host(cluster, devices)
+        return DeviceClasses.by_hosts(cluster, parts)
     except DeviceClassError as error:
         raise ConfigError(f"{where}: {error}") from None
 

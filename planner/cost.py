@@ -94,7 +94,7 @@ class CostModel:
         ]
         self.classes = replace(stated, profiles=tuple(found))
         self._timings: dict[tuple, Timing] = {}
-        self._costs: dict[tuple, CallCost] = {}
+        self._costs: dict[tuple, dict[int, CallCost]] = {}
         self.ran = tuple(ran)
         self._factors: dict[str, dict[tuple, Factor]] = {}
 
@@ -107,7 +107,7 @@ class CostModel:
     ) -> list[CallCost]:
         """The cost of a call on a placement with each of some numbers of micro-batches."""
         where = self._where(placement)
-        found = [self._profiled(call, where, count) for count in micro_batches]
+        found = self._profiled(call, where, micro_batches)
         factors = self._factors_of(call) if self.ran else {}
         if not factors:
             return found
@@ -128,28 +128,28 @@ class CostModel:
             for ran in self.ran:
                 if ran.call == call.name:
                     where, count = self._where(ran.assignment.placement), ran.assignment.micro_batches
-                    priced = self._profiled(call, where, count)
+                    (priced,) = self._profiled(call, where, [count])
                     found[where, count] = factor_of(ran, priced.seconds, max(priced.active_bytes))
         return self._factors[call.name]
 
     def _where(self, placement: Placement) -> _Where:
         return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement))
 
-    def _profiled(self, call: ModelFunctionCall, where: _Where, micro_batches: int) -> CallCost:
-        """A call's price by profiles and the device's figures."""
-        key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where, micro_batches
-        if key not in self._costs:
+    def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
+        """A call's prices, with some numbers of micro-batches, by profiles and the device's figures."""
+        key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where
+        known = self._costs.setdefault(key, {})
+        if missing := [count for count in counts if count not in known]:
             price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
                 "generate": _generate,
                 "inference": _infer,
                 "train_step": _train,
             }[call.kind]
-            strategy = where.strategy
-            timing = self._timing(call.role, strategy.tp, where.crossings.tp, where.classes)
-            local = self._sizes(call.role, strategy)
-            mesh = _OnMesh(timing, self.workload, local, strategy, where.crossings)
-            self._costs[key] = price(mesh, call, micro_batches)
-        return self._costs[key]
+            local = self._sizes(call.role, where.strategy)
+            timing = self._timing(call.role, where.strategy.tp, where.crossings.tp, where.classes)
+            mesh = _OnMesh(timing, self.workload, local, where.strategy, where.crossings)
+            known.update((count, price(mesh, call, count)) for count in missing)
+        return [known[count] for count in counts]
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
         """Numbers of the device classes that a placement has devices of."""
@@ -262,30 +262,39 @@ class _OnMesh:
         size_bytes = tokens * self.local.hidden * self.workload.itemsize
         return self.exchange_s("send", 2, size_bytes, self.crossings.pp)
 
-    def stage_s(self, kind: Pass, stage: int, tokens: float, context: float) -> float:
-        """A stage's pass over a micro-batch."""
-        seconds = self.layers(stage) * self.timing.layer_s(kind, tokens, context)
-        if kind == "backward" and self.workload.recompute:
-            seconds += self.layers(stage) * self.timing.layer_s("forward", tokens, context)
-        if stage == 0:
-            seconds += self.timing.embedding_s(kind, tokens)
-        if stage == self.strategy.pp - 1:
-            seconds += self.timing.head_s(kind, tokens, context)
-        return seconds
-
     def each_stage(self, figure: Callable[[int], float]) -> list[float]:
         """A figure of every stage, asked for once where stages have equally many layers and are no ends."""
         firsts, alike = stage_kinds(self.local.layers, self.strategy.pp)
         found = [figure(stage) for stage in firsts]
         return [found[kind] for kind in alike]
 
-    def stages_s(self, kind: Pass, tokens: float, context: float) -> list[float]:
-        """Every stage's pass over a micro-batch."""
-        return self.each_stage(lambda stage: self.stage_s(kind, stage, tokens, context))
+    def stages_s(self, kinds: Sequence[Pass], tokens: float, context: float) -> list[float]:
+        """Every stage's passes over a micro-batch."""
+        layer_s, first_s, last_s = (
+            sum(figure)
+            for figure in zip(*(self._pass_s(kind, tokens, context) for kind in kinds), strict=True)
+        )
 
-    def pipelined_s(self, stage_s: Callable[[int], float], tokens: float, micro_batches: int) -> float:
+        def stage_s(stage: int) -> float:
+            seconds = self.layers(stage) * layer_s
+            if stage == 0:
+                seconds += first_s
+            if stage == self.strategy.pp - 1:
+                seconds += last_s
+            return seconds
+
+        return self.each_stage(stage_s)
+
+    def _pass_s(self, kind: Pass, tokens: float, context: float) -> tuple[float, float, float]:
+        """(a layer, what the first stage does besides, what the last one does) of a pass over a micro-batch."""
+        timing, layer_s = self.timing, self.timing.layer_s(kind, tokens, context)
+        if kind == "backward" and self.workload.recompute:
+            layer_s += timing.layer_s("forward", tokens, context)
+        return layer_s, timing.embedding_s(kind, tokens), timing.head_s(kind, tokens, context)
+
+    def pipelined_s(self, kinds: Sequence[Pass], tokens: float, context: float, micro_batches: int) -> float:
         """Micro-batches through all stages: one fills the pipeline, the others follow the slowest stage."""
-        stages, sends = self.each_stage(stage_s), self.pass_on_s(tokens)
+        stages, sends = self.stages_s(kinds, tokens, context), self.pass_on_s(tokens)
         return sum(stages) + (self.strategy.pp - 1) * sends + (micro_batches - 1) * (max(stages) + sends)
 
     def share_batch_s(self, call: ModelFunctionCall, tokens: float) -> float:
@@ -310,14 +319,11 @@ def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     """A forward pass. Python rewards run meanwhile, each head's share one after another; or they run alone."""
     length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
     tokens, fullest = share * length / micro_batches, -(-share // micro_batches) * length
-
-    def forward_s(stage: int) -> float:
-        return mesh.stage_s("forward", stage, tokens, length)
-
     rewards_s = share * mesh.workload.reward_s if "scores" in call.outputs else 0.0
     if not call.runs_model:
         return CallCost(rewards_s, (0.0,) * mesh.strategy.pp)
-    seconds = mesh.share_batch_s(call, share * length) + mesh.pipelined_s(forward_s, tokens, micro_batches)
+    passes_s = mesh.pipelined_s(["forward"], tokens, length, micro_batches)
+    seconds = mesh.share_batch_s(call, share * length) + passes_s
     return CallCost(
         max(seconds, rewards_s),
         tuple(mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, False))),
@@ -330,12 +336,9 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     workload, s = mesh.workload, mesh.strategy
     length = workload.mean_tokens
     tokens = mesh.share(call.n_seqs / call.mini_batches) * length / micro_batches
-
-    def both_s(stage: int) -> float:
-        return sum(mesh.stage_s(kind, stage, tokens, length) for kind in ("forward", "backward"))
-
     gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
-    step = mesh.pipelined_s(both_s, tokens, micro_batches) + gradients_back + _update_s(mesh)
+    passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)
+    step = passes_s + gradients_back + _update_s(mesh)
 
     width = mesh.local.hidden
     if not workload.recompute:
@@ -378,16 +381,13 @@ def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> Cal
     groups = min(pp, share)
     prompt = workload.prompt_tokens
     tokens, fullest = share * prompt / groups, -(-share // groups)
-
-    def prefill_s(stage: int) -> float:
-        return mesh.stage_s("prefill", stage, tokens, prompt)
-
-    seconds = mesh.share_batch_s(call, share * prompt) + mesh.pipelined_s(prefill_s, tokens, groups)
+    seconds = mesh.share_batch_s(call, share * prompt)
+    seconds += mesh.pipelined_s(["prefill"], tokens, prompt, groups)
     for first, last, running in workload.new_tokens.spans():
         steps = last - max(first, 2) + 1  # the first token comes with the prefill
         rows = max(share * running / groups, 1.0)
         context = prompt + (first + last) / 2
-        stages = mesh.stages_s("decode", rows, context)
+        stages = mesh.stages_s(["decode"], rows, context)
         message = mesh.pass_on_s(rows)  # of hidden states; the tokens drawn take about as long
         # A stage takes all groups in turn for each token, and a group's next token waits for its last one
         seconds += steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)

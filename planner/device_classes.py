@@ -23,6 +23,14 @@ class DeviceClassError(ValueError):
     """Device classes that do not make up a cluster: one sentence with the values and what to change."""
 
 
+def _check_hosts(cluster: Cluster, n_hosts: int) -> None:
+    if n_hosts != cluster.n_hosts:
+        raise DeviceClassError(
+            f"n_hosts={cluster.n_hosts}, but device classes are given for {n_hosts} hosts. "
+            "Change n_hosts, or the numbers of hosts of the classes."
+        )
+
+
 @dataclass(frozen=True)
 class DeviceClasses:
     """The classes of a cluster's devices. A class has a number: its place in `profiles`.
@@ -37,11 +45,7 @@ class DeviceClasses:
     of_host: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.of_host) != self.cluster.n_hosts:
-            raise DeviceClassError(
-                f"n_hosts={self.cluster.n_hosts}, but device classes are given for {len(self.of_host)} hosts. "
-                "Change n_hosts, or the numbers of hosts of the classes."
-            )
+        _check_hosts(self.cluster, len(self.of_host))
         names = [profile.name for profile in self.profiles]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -61,6 +65,12 @@ class DeviceClasses:
         profiles = list(dict.fromkeys(devices))
         number = {profile: i for i, profile in enumerate(profiles)}
         return DeviceClasses(cluster, tuple(profiles), tuple(number[device] for device in devices))
+
+    @staticmethod
+    def by_hosts(cluster: Cluster, parts: Sequence[tuple[int, DeviceProfile]]) -> "DeviceClasses":
+        """(hosts, device) of the first hosts, the next ones, ...; equal devices are one class."""
+        _check_hosts(cluster, sum(n_hosts for n_hosts, _ in parts))  # before any list is as long as that
+        return DeviceClasses.host_by_host(cluster, [device for n, device in parts for _ in range(n)])
 
     def part(self, number: int) -> Cluster:
         """The hosts of one class as a cluster."""
@@ -82,6 +92,8 @@ class DeviceClasses:
 
     def layout(self, first: int, size: int) -> tuple[tuple[int, int], ...]:
         """(offset, class) of the runs of devices first .. first + size - 1: equal for meshes that are alike."""
+        if len(self.runs) == 1:
+            return ((0, 0),)
         low = bisect_right(self._starts, first) - 1
         high = bisect_right(self._starts, first + size - 1)
         return tuple((max(start - first, 0), number) for start, number in self.runs[low:high])

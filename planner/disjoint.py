@@ -46,6 +46,20 @@ class _Disjoint:
         ]
         return next((sizes for sizes in tried if self.rank(sizes)[0] < float("inf")), tried[0])
 
+    def largest(self) -> list[int] | None:
+        """The fastest options on the largest meshes, about as large for all roles, that have room side by side."""
+        if not all(self.sizes):
+            return None
+        for most in sorted({size for own in self.sizes for size in own}, reverse=True):
+            sizes = tuple(max((size for size in own if size <= most), default=own[0]) for own in self.sizes)
+            if allowed := self._allowed(sizes):
+                return self._fastest(allowed)
+        return None
+
+    def _fastest(self, allowed: Sequence[Sequence[int]]) -> list[int]:
+        options = self.tables.options
+        return [min(numbers, key=lambda n: options[c][n].seconds) for c, numbers in enumerate(allowed)]
+
     def rank(self, sizes: Sizes) -> Rank:
         """How good the best choice on meshes of these sizes is; infinite when they have no room."""
         if sizes not in self.best:
@@ -58,8 +72,7 @@ class _Disjoint:
         allowed = self._allowed(sizes)
         if allowed is None:
             return None
-        options = self.tables.options
-        choice = [min(numbers, key=lambda n: options[c][n].seconds) for c, numbers in enumerate(allowed)]
+        choice = self._fastest(allowed)
         best = self._rank(choice)
         improved = True
         while improved:
@@ -116,12 +129,24 @@ class _Disjoint:
             yield (*sizes[:role], self.sizes[role][place], *sizes[role + 1 :])
 
 
+def side_by_side(tables: Tables) -> list[int] | None:
+    """A choice with every role on its own devices, about as many for each, whether it fits memory or not; None when
+    there is none. It takes no search; near it are other plans than near those that share devices."""
+    return _Disjoint(tables).largest()
+
+
 def disjoint_choice(tables: Tables) -> tuple[list[int], int]:
     """(choice, evaluations): every role on its own devices.
 
     Raises PlanError when the cluster has fewer devices than roles need, or memory does not suffice.
     """
     search = _Disjoint(tables)
+    for role, sizes in zip(search.roles, search.sizes, strict=True):
+        if not sizes:
+            raise PlanError(
+                f"The calls of {role} fit no mesh of one size on a cluster of {tables.problem.cluster}, as roles on "
+                "devices of their own have to. Enlarge the cluster, or let roles share devices."
+            )
     best = sizes = search.smallest()
     while fitting := [grown for grown in search.grown(sizes) if search.rank(grown)[0] < float("inf")]:
         sizes = min(fitting, key=search.rank)

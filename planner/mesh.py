@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+MAX_DEVICES = 131_072
+"""Of a cluster: eight times the largest that planning is tested with. More are a slip of the hand."""
+
 
 class MeshError(ValueError):
     """Devices that do not form a device mesh of the cluster."""
@@ -20,6 +23,11 @@ class Cluster:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise MeshError(f"{field}={value!r} is not a positive whole number.")
+        if self.n_devices > MAX_DEVICES:
+            raise MeshError(
+                f"n_hosts={self.n_hosts} x devices_per_host={self.devices_per_host} are {self.n_devices} devices; "
+                f"clusters of up to {MAX_DEVICES} can be planned. Lower n_hosts or devices_per_host."
+            )
 
     @property
     def n_devices(self) -> int:

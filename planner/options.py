@@ -19,9 +19,8 @@ onload and an offload only ever cost time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import sub
+from typing import NamedTuple
 
 from planner.device_classes import DeviceClasses
 from planner.mesh import Cluster, DeviceMesh, meshes
@@ -34,8 +33,7 @@ ALL_CUTS = 16
 """On clusters of at most this many hosts, every host is a cut point."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One way to run a call.
 
     first, size    its device mesh: devices first .. first + size - 1
@@ -59,7 +57,7 @@ class Option:
     active: tuple[float, ...]
     offload: bool = False
 
-    @cached_property
+    @property
     def assignment(self) -> CallAssignment:
         devices = tuple(range(self.first, self.first + self.size))
         return CallAssignment(
@@ -134,7 +132,7 @@ def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
     graph = problem.graph
     found = [call_options(problem, call) for call in graph.calls]
     smallest = min(profile.memory_bytes for profile in problem.model.classes.profiles)
-    if sum(max(map(_needs, options)) for options in found) <= smallest:
+    if sum(map(_most_needed, found)) <= smallest:
         return tuple(found)
     roles = [call.role for call in graph.calls]
     return tuple(
@@ -145,13 +143,16 @@ def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
     )
 
 
-def _needs(option: Option) -> float:
-    """Bytes that no device exceeds for this call, if nothing else were there."""
-    return max(*option.resident, *option.copy) + option.active_bytes
+def _most_needed(options: Iterable[Option]) -> float:
+    """Bytes that no device exceeds for a call, if nothing else were there."""
+    unlike = {
+        id(option.active): option for option in options
+    }.values()  # those on like meshes share their figures
+    return max(max(*option.resident, *option.copy) + option.active_bytes for option in unlike)
 
 
 def _offloaded(option: Option) -> Option:
-    return replace(option, resident=(0.0,) * len(option.resident), offload=True)
+    return option._replace(resident=(0.0,) * len(option.resident), offload=True)
 
 
 def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...]:
@@ -173,7 +174,7 @@ def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...
                 shortfalls += zip(lacking, alike, strict=True)
                 fitting += _pareto(o for lack, o in zip(lacking, alike, strict=True) if lack <= 0)
             priced[like] = fitting
-        found += [_moved(option, mesh.first) for option in priced[like]]
+        found += [Option(mesh.first, *option[1:]) for option in priced[like]]
     if not found:
         raise ProblemError(_none_fits(problem, call, shortfalls))
     return tuple(found)
@@ -198,19 +199,6 @@ def _prices(
         Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
         for count, cost in zip(counts, model.calls(call, placement, counts), strict=True)
     ]
-
-
-def _moved(option: Option, first: int) -> Option:
-    return Option(
-        first,
-        option.size,
-        option.strategy,
-        option.micro_batches,
-        option.seconds,
-        option.resident,
-        option.copy,
-        option.active,
-    )
 
 
 def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> list[tuple[int, int]]:

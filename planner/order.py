@@ -56,12 +56,15 @@ class OrderProblem:
 def total_order(problem: OrderProblem) -> list[str]:
     """A topological order of the nodes with a short steady-state iteration. Deterministic."""
     scenarios = _scenarios(problem)
+    least_s = _least_s(problem, scenarios)
     order = _list_schedule(problem)
     best = _objective(problem, scenarios, order)
     improved = True
     while improved:
         improved = False
         for candidate in _moves(problem, order):
+            if (least_s, -_lateness(problem, candidate)) >= best:
+                continue  # where all share their devices, no order is faster than another
             value = _objective(problem, scenarios, candidate)
             if value < best:
                 order, best, improved = candidate, value, True
@@ -124,8 +127,24 @@ def _objective(
     work, timed = problem.work, with_copies(order, problem.copy_s)
     edges = execution_edges(timed, work.after, problem.across, work.groups)
     periods = [max_cycle_ratio([*(s[name] for name in timed), 0.0], edges)[0] for s in scenarios]
-    lateness = sum(i for i, node in enumerate(order) if node in problem.late)
-    return round(sum(periods) / len(periods), 9), -lateness
+    return _mean(periods), -_lateness(problem, order)
+
+
+def _lateness(problem: OrderProblem, order: Sequence[str]) -> int:
+    return sum(i for i, node in enumerate(order) if node in problem.late)
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return round(sum(seconds) / len(seconds), 9)
+
+
+def _least_s(problem: OrderProblem, scenarios: Sequence[Mapping[str, float]]) -> float:
+    """Mean seconds per iteration that no order falls below: those of the busiest device."""
+    users: dict[int, list[str]] = {}
+    for name, groups in problem.work.groups.items():
+        for group in groups:
+            users.setdefault(group, []).append(name)
+    return _mean([max(sum(s[name] for name in names) for names in users.values()) for s in scenarios])
 
 
 def _scenarios(problem: OrderProblem) -> list[Mapping[str, float]]:

@@ -4,8 +4,9 @@ implies."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import networkx as nx
+import numpy as np
 
-from planner.call_order import OrderRule, levels
+from planner.call_order import OrderRule, levels, with_trailing
 from planner.graph import DataflowGraph
 from planner.insertion import Draft, draft, role_placements
 from planner.mesh import Cluster, DeviceMesh, MeshError
@@ -82,12 +83,13 @@ def build_plan(
             name: given.model_copy(update={"order": place[name]}) for name, given in assignments.items()
         }
     made = draft(graph, assignments)
-    rule = OrderRule(levels(graph), made.skeleton)
     if call_order is None:
-        order = total_order(_order_problem(made, duration_s, copy_s))
+        found = total_order(_order_problem(made, duration_s, copy_s))
+        places = np.array([[found.index(name) for name in made.skeleton.moving]])
     else:
-        order = rule.moving(call_order)
-    order = rule.whole(order)
+        places = OrderRule(levels(graph), [call_order]).places(made.skeleton)
+    names = list(made.skeleton.slots)
+    order = [names[i] for i in with_trailing(made.skeleton, places)[0].argsort()]
     edges = _edges(made, order)
     nodes = tuple(
         made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})

@@ -32,13 +32,18 @@ class Range(NamedTuple):
         return self.low <= value <= self.high
 
 
+BETWEEN_HOSTS = 9.9e10
+"""bytes_per_s of the fastest link of one device to another host: an 800 Gb/s adapter (ConnectX-8) for each GPU sends
+nearly 100e9, the 400 Gb/s one of DGX H100, H200 and B200 (8 for 8 GPUs) 50e9. From 100e9 on stand 100, 200, 400 and
+800 Gb/s in bits, which are by far the more likely."""
+
 RANGES: Mapping[str, Range] = {
     "flops_per_s": Range(1e9, 1e16, "FLOP/s", FLOPS_PER_S),
     "memory_bytes_per_s": Range(1e8, 5e13, "bytes per second", BYTES_PER_S),
     "memory_bytes": Range(1e8, 1e13, "bytes", BYTES),
     "inside_host.bytes_per_s": Range(1e7, 2e12, "bytes per second", BYTES_PER_S),
     "inside_host.latency_s": Range(1e-7, 1e-2, "seconds", SECONDS),
-    "between_hosts.bytes_per_s": Range(1e7, 1e11, "bytes per second", BYTES_PER_S),
+    "between_hosts.bytes_per_s": Range(1e7, BETWEEN_HOSTS, "bytes per second", BYTES_PER_S),
     "between_hosts.latency_s": Range(1e-7, 1e-2, "seconds", SECONDS),
     "host_copy_bytes_per_s": Range(1e7, 1e12, "bytes per second", BYTES_PER_S),
     "layer_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),

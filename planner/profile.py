@@ -4,13 +4,15 @@ Peaks come from data sheets; efficiencies and host overheads, which no data shee
 their source, so that the cost model has no constants of its own.
 """
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from rlhf_tasks.spec import Frozen
 
 
 class Link(Frozen):
     """A connection as one device sees it. bytes_per_s: in one direction; latency_s: of one message."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(ge=0)
@@ -31,6 +33,8 @@ class DeviceProfile(Frozen):
     process_bytes      memory of a rank's process besides tensors; not part of memory_bytes
     sources            where the figures come from
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     name: str
     flops_per_s: float = Field(gt=0)

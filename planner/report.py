@@ -1,5 +1,6 @@
 """A priced plan as data: the JSON of `prefect-rlhf plan`, and the YAML that a run's `plan:` accepts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,13 +100,23 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[C
 
 
 def proof_sentence(result: SearchResult) -> str:
-    """Seconds per iteration, the bound, and what is proved."""
+    """Seconds per iteration, the bound, and what is proved; the gap is rounded up to tenths of a percent."""
     compiled = f", after {result.compile_s:.1f} s of compilation" if result.compile_s else ""
-    certain = "proved optimal" if result.proven_optimal else f"at most {result.gap:.1%} from the optimum"
+    certain = (
+        "proved optimal" if result.proven_optimal else f"at most {_at_most(result.gap)} from the optimum"
+    )
     return (
         f"{result.iteration_time_s:.4g} s per iteration, lower bound {result.lower_bound_s:.4g} s: {certain} "
         f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s{compiled})."
     )
+
+
+def _at_most(share: float) -> str:
+    return f"{math.ceil(round(share * 1000, 9)) / 1000:.1%}"  # 5% of some sums is a hair above
+
+
+def _above(share: float) -> str:
+    return f"+{share:.1%}" if share >= 0.0005 else "less than +0.1%"
 
 
 class AlternativeRow(NamedTuple):
@@ -149,7 +160,7 @@ def mode_rows(found: Mapping[str, SearchResult | str], iterations: int) -> list[
             rows.append(ModeRow(mode, None, None, result))
         else:
             time_s = result.iteration_time_s
-            above = "" if time_s == best else f"+{time_s / best - 1:.1%}"
+            above = "" if time_s == best else _above(time_s / best - 1)
             rows.append(ModeRow(mode, time_s, time_s * iterations / 3600, above))
     return rows
 

@@ -1,18 +1,31 @@
 """One interface to all ways of finding a plan, and what each result says about itself."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
-from planner.anneal import State, anneal, annealing, neighbours, start_state, uniforms
+from planner.anneal import (
+    State,
+    anneal,
+    annealing,
+    better,
+    descend,
+    neighbours,
+    nobody,
+    polishing,
+    start_state,
+    uniforms,
+)
 from planner.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.bound import call_cycles, front, root_bound
 from planner.branch import bounds_by_groups, branching, proofs
 from planner.call_order import MOST_ORDERS, has_more_orders
 from planner.choices import assignments_of, nearest_choice
-from planner.disjoint import disjoint_choice
+from planner.deadline import Deadline, never
+from planner.disjoint import disjoint_choice, side_by_side
 from planner.graph import DataflowGraph
 from planner.mcmc import greedy_choice, metropolis
 from planner.mesh import Cluster
@@ -20,13 +33,14 @@ from planner.options import ALL_CUTS, cut_points, few_hosts
 from planner.plan import PlanError
 from planner.price import PlanPrice, price_plan, shortfall
 from planner.problem import Problem
-from planner.tables import Tables
+from planner.tables import Tables, uncollected
 from planner.walk import new_walk, walk_on
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
 BOUNDING = 0.25  # share of the time after which walks through groups give way to annealing
 ANNEALING = 0.75  # share of the time after which annealing gives way to proofs
+FIRST = 80  # parts of annealing before any proof: good plans in the first second
 RESERVE = 1.25  # times what pricing a plan from its lists has taken: the time kept for the plan found last
 
 
@@ -98,30 +112,26 @@ class Request:
     seed: int
     evaluate: Mapping[str, CallAssignment] | None
     started: float
+    called_off: Callable[[], bool]
 
 
 class Progress:
     """The best plan so far and how it came about. It begins with the plans by rule and ends with none worse."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, start: Sequence[int]) -> None:
         self._request, self._rules = request, request.rules.plans
-        self.starts = [nearest_choice(request.tables, assignments_of(rule.plan)) for rule in self._rules]
-        self.starts.append(greedy_choice(request.tables))
-        self.state = start_state(request.tables, self.starts[0])
+        self.state = start_state(request.tables, start)
         self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace = list(request.rules.trace)
         self._priced: dict[tuple[int, ...], Priced] = {}
         self._pricing_s = 0.0
         self._trace_up_to(float("inf"))
 
-    def deadline_of(self, share: float = 1.0) -> float:
-        """Of time.monotonic(), for the steps that get this share of the time. At the last one enough is left to price
-        a plan from its lists, as soon as it is known what that takes."""
-        return self._request.started + share * (self._request.time_limit_s - RESERVE * self._pricing_s)
-
-    def is_past(self, share: float = 1.0) -> bool:
-        """Whether more than this share of the time is over."""
-        return time.monotonic() > self.deadline_of(share)
+    def deadline_of(self, share: float = 1.0) -> Deadline:
+        """Of the steps that get this share of the time. After the last one there is time to price a plan from its
+        lists, as soon as it is known what that takes."""
+        limit_s = self._request.time_limit_s - RESERVE * self._pricing_s
+        return Deadline(self._request.started + share * limit_s, self._request.called_off)
 
     def note(self, state: State, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
@@ -129,6 +139,13 @@ class Progress:
         self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
         self.state = state
         self._trace_up_to(state.time_s if state.excess_bytes <= 0 else float("inf"))
+
+    def follow(self, parts: Iterable[tuple[State, int]]) -> None:
+        """Notes the parts of an annealing, while there is time for it."""
+        for state, n_priced in parts:
+            self.note(better(self.state, state), n_priced)
+            if self.deadline_of(ANNEALING).is_past():
+                break
 
     def _trace_up_to(self, time_s: float) -> None:
         """Notes the time of a plan, or the best one's before it if that is less, unless there is none yet."""
@@ -159,22 +176,27 @@ class Progress:
         return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
 
 
+@uncollected()
 def find_plan(
     problem: Problem,
     mode: str = "search",
     time_limit_s: float = 60.0,
     seed: int = 0,
     evaluate: Mapping[str, CallAssignment] | None = None,
+    called_off: Callable[[], bool] = never,
 ) -> SearchResult:
     """A plan for a problem.
 
     mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
                   symmetric (all calls alike), disjoint (every role on its own devices), manual
-    time_limit_s  of search and mcmc, compilation left out; with less time they give the best plan so far, as they
-                  do on Ctrl-C. The plans by rule and the tables are made, and the plan found is priced, in any case:
-                  on 16,384 devices in about 20 s
+    time_limit_s  of search and mcmc, compilation left out; with less time they give the best plan so far. The plans
+                  by rule and the tables are made, and the plan found is priced, in any case: on 16,384 devices in
+                  about 20 s
     seed          equal seeds give equal plans where the time limit does not cut
     evaluate      the assignments that mode manual prices
+    called_off    asked again and again: as soon as it is true, time is over
+    An exception of a signal's handler that comes while compiled code returns ends the process (numba): where signals
+    raise, search in another thread than the main one (flows/ending.py `beside`).
 
     Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that
     would help, for an unknown mode, and for mode manual without assignments; ProblemError when a call
@@ -189,7 +211,10 @@ def find_plan(
     tables = Tables(problem)
     compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
     started += compile_s
-    request = Request(problem, rules, tables, bound_of(tables), time_limit_s, seed, evaluate, started)
+    lower_bound_s = bound_of(tables)
+    request = Request(
+        problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off
+    )
     found = MODES[mode](request)
     time_s = found.priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
@@ -218,7 +243,9 @@ def _compile(tables: Tables) -> float:
     start = start_state(tables, greedy_choice(tables))
     cycles, draws = call_cycles(tables.problem.graph), uniforms(0, "compiling", 0, 0)
     bound_of(tables)
-    anneal(tables.arrays, neighbours(tables), cycles, start, draws, 1.0, 1.0, True)
+    near = neighbours(tables)
+    anneal(tables.arrays, near, cycles, start, draws, 1.0, 1.0, True)
+    descend(tables.arrays, nobody(tables), cycles, start, 0)
     found = proofs(tables, cycles)
     walk = new_walk(found.relaxation, found.to_options)
     walk.depth[0] = -1
@@ -300,44 +327,47 @@ def _manual(request: Request) -> Found:
 
 
 def _search(request: Request) -> Found:
-    """The bound that takes little time, annealing from the rules' plans, then branch and bound."""
-    progress = Progress(request)
-    near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
-    with suppress(KeyboardInterrupt):
-        found = proofs(request.tables, cycles)
-        for lower_bound_s in bounds_by_groups(
-            found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
-        ):
-            progress.note(progress.state, 0, lower_bound_s)
-        for state, n_priced in annealing(request.tables, near, cycles, progress.starts, request.seed):
-            progress.note(state, n_priced)
-            if progress.is_past(ANNEALING):
-                break
-        progress.price_ahead()
-        for state, lower_bound_s, n_priced in branching(
-            request.tables,
-            near,
-            cycles,
-            found,
-            progress.state,
-            progress.lower_bound_s,
-            request.seed,
-            progress.deadline_of(),
-        ):
-            progress.note(state, n_priced, lower_bound_s)
+    """Plans near the starts, some annealing, the bound that takes little time, the rest of annealing, then branch and
+    bound."""
+    tables, seed, starts = request.tables, request.seed, _starts(request)
+    progress = Progress(request, starts[0])
+    near, cycles = neighbours(tables), call_cycles(request.problem.graph)
+    parts = annealing(tables, near, cycles, starts, seed)
+    for number, start in enumerate(starts):
+        state = start_state(tables, start)
+        progress.follow(polishing(tables, near, cycles, state, seed, number))
+    progress.follow(islice(parts, FIRST))
+    found = proofs(tables, cycles)
+    for lower_bound_s in bounds_by_groups(
+        found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
+    ):
+        progress.note(progress.state, 0, lower_bound_s)
+    progress.follow(parts)
+    progress.price_ahead()
+    state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
+    for step in branching(tables, near, cycles, found, state, proved_s, seed, deadline):
+        state, lower_bound_s, n_priced = step
+        progress.note(state, n_priced, lower_bound_s)
     return progress.found()
 
 
+def _starts(request: Request) -> list[list[int]]:
+    """Choices that are unlike each other: with roles side by side, of the plans by rule, with all calls fast."""
+    tables = request.tables
+    by_rule = [nearest_choice(tables, assignments_of(rule.plan)) for rule in request.rules.plans]
+    apart = side_by_side(tables)
+    return [*([] if apart is None else [apart]), *by_rule, greedy_choice(tables)]
+
+
 def _mcmc(request: Request) -> Found:
-    progress = Progress(request)
+    progress = Progress(request, greedy_choice(request.tables))
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
-    with suppress(KeyboardInterrupt):
-        for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
-            progress.note(state, n_priced)
-            if progress.is_past(ANNEALING):
-                progress.price_ahead()
-            if progress.is_past():
-                break
+    for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
+        progress.note(state, n_priced)
+        if progress.deadline_of(ANNEALING).is_past():
+            progress.price_ahead()
+        if progress.deadline_of().is_past():
+            break
     return progress.found()
 
 

@@ -32,7 +32,7 @@ class Sizes:
 
     def stage_layers(self, pp: int, stage: int) -> int:
         """Number of layers of a stage."""
-        return split(self.layers, pp, stage).size
+        return _stage_layers(self.layers, pp)[stage]
 
     def stage_parameters(self, pp: int, stage: int) -> int:
         """Parameters of a stage."""
@@ -48,6 +48,11 @@ class Sizes:
         firsts, kinds = stage_kinds(self.layers, pp)
         found = [self.stage_parameters(pp, stage) for stage in firsts]
         return tuple(found[kind] for kind in kinds)
+
+
+@lru_cache(maxsize=4096)
+def _stage_layers(layers: int, pp: int) -> tuple[int, ...]:
+    return tuple(split(layers, pp, stage).size for stage in range(pp))
 
 
 @lru_cache(maxsize=4096)

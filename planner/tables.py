@@ -1,6 +1,8 @@
 """The tables of a plan search: all options of all calls, and what a choice among them costs."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -69,3 +71,17 @@ class Tables:
             self.problem.cluster,
             call_order=self.orders[order],
         )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: tens of thousands of objects are made that all live on, and looking for garbage
+    among them takes as long again. Where it is off already, whoever did that turns it on."""
+    if not gc.isenabled():
+        yield
+        return
+    try:
+        gc.disable()
+        yield
+    finally:
+        gc.enable()

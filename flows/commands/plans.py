@@ -11,6 +11,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
+from flows.commands.numbers import whole, whole_seed
+from flows.ending import beside
 from flows.plan_view import (
     show_alternatives,
     show_calls,
@@ -43,8 +45,8 @@ def plan(
     mode: Literal["search", "mcmc", "heuristic", "symmetric", "disjoint"] = "search",
     evaluate: Path | None = None,
     time_limit: float | None = None,
-    seed: int | None = None,
-    iterations: int | None = None,
+    seed: str | None = None,
+    iterations: str | None = None,
     json_file: Annotated[Path | None, Parameter("--json")] = None,
     out: Path | None = None,
     comparison: Annotated[bool, Parameter("--compare")] = True,
@@ -69,11 +71,12 @@ def plan(
     evaluate
         A plan as YAML to price instead: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
-        Seconds that a search may take; default: planning.time_limit_s.
+        Seconds that a search may take; default: planning.time_limit_s. Plans by rule and the tables that a search
+        needs are made in any case: a second or two on 128 GPUs, about 20 s on 16,384.
     seed
-        Of the search; default: the configuration's.
+        Of the search, a whole number from 0; default: the configuration's.
     iterations
-        For the hours that these take; default: the configuration's.
+        For the hours that so many take; default: the configuration's.
     json_file
         Where to write all figures.
     out
@@ -81,20 +84,21 @@ def plan(
     comparison
         Whether to find the plans of the other modes too, and why each call is not elsewhere.
     """
-    if iterations is not None and iterations < 1:
-        raise ConfigError(f"--iterations {iterations}: the hours are of at least one iteration.")
+    hours = "the hours are of a whole number of iterations, at least one"
+    counted = None if iterations is None else whole("--iterations", iterations, 1, hours)
+    stated_seed = None if seed is None else whole_seed(seed)
     check_writable(json_file, out)
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
     show_warnings(hardware.warnings)
     problem = problem_of(settings, hardware, profile)
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
-    seed = settings.seed if seed is None else seed
-    result = _found(problem, mode, evaluate, limit_s, seed)
+    used_seed = settings.seed if stated_seed is None else stated_seed
+    result = _found(problem, mode, evaluate, limit_s, used_seed)
     _write(result, json_file, out)
     _show(result, problem)
     if comparison:
-        _compare(result, problem, limit_s, seed, iterations or getattr(settings, "total_iterations", 1))
+        _compare(result, problem, limit_s, used_seed, counted or getattr(settings, "total_iterations", 1))
 
 
 def show_warnings(found: Iterable[str]) -> None:
@@ -104,12 +108,17 @@ def show_warnings(found: Iterable[str]) -> None:
 
 
 def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, seed: int) -> SearchResult:
-    """The plan in the file to evaluate, else the one that a mode finds."""
+    """The plan in the file to evaluate, else the one that a mode finds. Ctrl-C ends its search with what it has."""
     if evaluate is not None:
         return _evaluated(problem, evaluate, limit_s, seed)
     searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
     with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
-        return plan_for(problem, mode, limit_s, seed)
+        return beside(
+            lambda off: plan_for(problem, mode, limit_s, seed, called_off=off),
+            ending=lambda: warnings.print(
+                "ending with the plan found by now; Ctrl-C again leaves without it"
+            ),
+        )
 
 
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:
@@ -120,7 +129,7 @@ def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> Searc
     if missing is not None:
         show_calls(console, priced.plan, priced.price, problem.model)
         raise ConfigError(f"{path} does not fit. {missing}")
-    return plan_for(problem, "manual", limit_s, seed, manual)
+    return beside(lambda _: plan_for(problem, "manual", limit_s, seed, manual))
 
 
 def _show(result: SearchResult, problem: Problem) -> None:
@@ -138,17 +147,26 @@ def _show(result: SearchResult, problem: Problem) -> None:
 def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, iterations: int) -> None:
     """Why each call of a plan is not elsewhere, and what the other modes find."""
     with console.status(f"alternatives; {COMPILING} ..."):
-        rejected = rejected_alternatives(result)
+        rejected = beside(lambda _: rejected_alternatives(result))
     show_alternatives(console, rejected)
     limits_s = limits_of(result.mode, limit_s)
     with console.status(f"the other modes, {told_limits(limits_s)}; {COMPILING} ..."):
-        found = compare(problem, result, limits_s, seed)
+        found = beside(lambda _: compare(problem, result, limits_s, seed))
     show_comparison(console, found, limits_s, iterations)
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises ConfigError for a file that surely cannot be written: minutes of work would be lost."""
+    """Raises ConfigError for a file that surely cannot be written, and for one that another output would overwrite:
+    minutes of work would be lost."""
+    files: dict[Path, Path] = {}
     for path in paths:
+        if path is not None and path.resolve() in files:
+            raise ConfigError(
+                f"{path} and {files[path.resolve()]} are the same file, and one output would overwrite the other. "
+                "Name two files."
+            )
+        if path is not None:
+            files[path.resolve()] = path
         if path is not None and (
             path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
         ):

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
 from flows.demo_data import DATA, refuse_without_task
 from flows.prepare import prepare
@@ -68,7 +69,7 @@ def run(
 def demo(
     *,
     folder: Path = Path("runs/demo"),
-    seed: int = 0,
+    seed: str = "0",
 ) -> None:
     """Train a tiny model on 4 CPU ranks by SFT, reward modelling and PPO, watched in the Prefect UI.
 
@@ -79,8 +80,9 @@ def demo(
     seed
         Of data, weights and sampling; another seed needs another folder.
     """
+    number = whole_seed(seed)
     refuse_without_task(folder / DATA)
     refuse_unwritable(folder, "--folder")
     from flows.session import demo_here
 
-    demo_here(folder, seed)
+    demo_here(folder, number)

@@ -23,6 +23,8 @@ HOSTS = {
     "plan-ppo-7b-34b": 4,
     "plan-grpo-7b": 2,
     "plan-grpo-72b": 16,
+    "plan-grpo-7b-8k": 2,
+    "plan-grpo-72b-32k": 16,
     "plan-1024-gpus": 128,
     "plan-16384-gpus": 2048,
 }
@@ -33,6 +35,8 @@ def overrides_of(name: str) -> list[list[str]]:
     """The variants that the example's head names."""
     if "ppo" in name:
         return [[], ["sampling.max_completion_length=384", "batch_size=256"], LONGEST]
+    if name.endswith("k"):
+        return [[]]  # the answers are long as it is
     return [
         [],
         ["sampling.max_completion_length=8192", "batch_size=512"],
@@ -85,3 +89,14 @@ def test_the_cluster_file_is_read_without_warnings():
     (device,) = hardware.classes.profiles
     assert (hardware.cluster.n_devices, device.name, hardware.warnings) == (32, "a100-80g-sxm", ())
     assert device.between_hosts.bytes_per_s == 25e9
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "n_seqs"), [("plan-grpo-7b-8k", 8192, 512), ("plan-grpo-72b-32k", 32768, 128)]
+)
+def test_an_example_with_long_answers_is_the_variant_that_the_short_ones_head_names(name, tokens, n_seqs):
+    short = load_config(
+        EXAMPLES / f"{name.rpartition('-')[0]}.yaml",
+        [f"sampling.max_completion_length={tokens}", f"batch_size={n_seqs}"],
+    )
+    assert load_config(EXAMPLES / f"{name}.yaml") == short

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +16,8 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import demo, runs
-from flows.ending import ending_in_time, leave_if_cancelled
+from flows import demo, ending, runs
+from flows.ending import beside, ending_in_time, leave_if_cancelled
 from tests.tiny_runs import ppo_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,6 +48,57 @@ def python(program, *arguments, **environment):
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+@pytest.fixture
+def soon():
+    """Sends this process a signal shortly after."""
+    threads = []
+
+    def send(number, *delays_s):
+        for delay_s in delays_s:
+            threads.append(threading.Timer(delay_s, os.kill, (os.getpid(), number)))
+            threads[-1].start()
+
+    yield send
+    for thread in threads:
+        thread.join()
+
+
+def until_called_off(called_off):
+    while not called_off():
+        time.sleep(0.01)
+    return "what there is"
+
+
+def test_work_beside_gives_its_result_or_its_error():
+    assert beside(lambda _: threading.current_thread()) is not threading.main_thread()
+    with pytest.raises(ZeroDivisionError):
+        beside(lambda _: 1 / 0)
+
+
+def test_ctrl_c_ends_work_beside_early_and_gives_what_there_is(soon):
+    told = []
+    soon(signal.SIGINT, 0.2)
+    assert beside(until_called_off, ending=lambda: told.append("ending")) == "what there is"
+    assert told == ["ending"]
+
+
+def test_ctrl_c_leaves_work_beside_that_nobody_waits_for(soon):
+    ended = threading.Event()
+    soon(signal.SIGINT, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        beside(lambda called_off: [until_called_off(called_off), ended.set()])
+    assert ended.wait(60)
+
+
+def test_a_second_ctrl_c_leaves_work_that_does_not_end(soon, monkeypatch):
+    monkeypatch.setattr(ending, "SOON_S", 0.1)
+    release = threading.Event()
+    soon(signal.SIGINT, 0.2, 0.6)
+    with pytest.raises(KeyboardInterrupt):
+        beside(lambda _: release.wait(60), ending=lambda: None)
+    release.set()
 
 
 class Raised(BaseException):

@@ -1,20 +1,25 @@
 """`prefect-rlhf plan`: what it prints and writes, and one sentence with status 2 for every mistake."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
+import deployments
 from flows.cli import run_command
 from rlhf_tasks.config import make_config, manual_assignments
 from tests.flows.plan_documents import DISJOINT, KEYS, ppo, refused
 from tests.ppo_calls import PPO_CALLS
 
 pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
+EXAMPLES = Path(deployments.__file__).with_name("examples")
 
 
 @pytest.mark.parametrize("mode", ["search", "heuristic", "symmetric"])
@@ -193,14 +198,43 @@ def test_a_time_limit_of_nothing_is_refused(run_plan):
     refused(run_plan(ppo(), "--time-limit", "0"), "0")
 
 
-def test_hours_of_no_iterations_are_refused(run_plan):
-    refused(run_plan(ppo(), "--mode", "heuristic", "--iterations", "-5"), "--iterations -5", "at least one")
+@pytest.mark.parametrize("iterations", ["-5", "1.5", "many"])
+def test_hours_of_no_number_of_iterations_are_refused(run_plan, iterations):
+    outcome = run_plan(ppo(), "--mode", "heuristic", "--iterations", iterations)
+    refused(outcome, f"--iterations {iterations}: ", "at least one")
+
+
+@pytest.mark.parametrize("seed", ["-1", "1.5", "x", str(2**63)])
+def test_what_is_no_seed_is_refused_before_the_search(run_plan, seed):
+    """Which would refuse its time limit."""
+    outcome = run_plan(ppo(), "--time-limit", "0", "--seed", seed)
+    refused(outcome, f"--seed {seed}: ", "a whole number from 0 to 9223372036854775807")
+    refused(run_plan(ppo(), "--time-limit", "0", "--seed", str(2**63 - 1)), "leaves no time to search")
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(run_plan, tmp_path):
     """Which would refuse its time limit."""
     lost = str(tmp_path / "no" / "figures.json")
     refused(run_plan(ppo(), "--time-limit", "0", "--json", lost), "figures.json cannot be written")
+
+
+@pytest.mark.parametrize("other", ["figures.json", "./figures.json", "sub/../figures.json", "link.json"])
+def test_two_outputs_to_one_file_are_refused_before_the_search(run_plan, tmp_path, monkeypatch, other):
+    """Which would refuse its time limit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.json").symlink_to("figures.json")
+    outputs = ("--json", str(tmp_path / "figures.json"), "--out", other)
+    outcome = run_plan(ppo(), "--time-limit", "0", *outputs)
+    refused(outcome, "figures.json are the same file", str(Path(other)), "Name two files.")
+    outputs = ("--json", str(tmp_path / "figures.json"), "--out", "plan.yaml")
+    refused(run_plan(ppo(), "--time-limit", "0", *outputs), "leaves no time to search")
+
+
+def test_the_help_says_what_the_time_limit_does_not_bound(capsys):
+    assert run_command(["plan", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "made in any case: a second or two on 128 GPUs, about 20 s on 16,384" in told
 
 
 def test_inline_models_and_grpo_are_planned_but_not_run(run_plan, tmp_path):
@@ -225,3 +259,55 @@ def test_planning_loads_neither_torch_nor_prefect(tmp_path):
     done = subprocess.run([*command, "--mode", "heuristic"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("loaded: []\n"), done.stdout
+
+
+INTERRUPTED = """
+    import sys
+    from flows.cli import run_command
+    from flows.commands import plans
+
+    plan_for = plans.plan_for
+
+    def told(*arguments, called_off):
+        looks = []
+
+        def off():
+            looks.append(1)
+            if len(looks) == 3:
+                print("searching", flush=True)
+            return called_off()
+
+        return plan_for(*arguments, called_off=off)
+
+    plans.plan_for = told
+    sys.exit(run_command(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+def test_ctrl_c_ends_a_search_with_the_plan_found_by_then(tmp_path, mode):
+    """A signal that comes while compiled code anneals: its exception must not be raised there."""
+    config, found = EXAMPLES / "plan-ppo-70b-70b.yaml", tmp_path / "plan.json"
+    arguments = ["--mode", mode, "--time-limit", "600", "--json", str(found), "--no-compare"]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(INTERRUPTED),
+        "plan",
+        "--config",
+        str(config),
+        *arguments,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "searching\n"
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=500)[1]
+    assert process.returncode == 0, told
+    assert "ending with the plan found by now" in told
+    document = json.loads(found.read_text())
+    assert document["search"]["mode"] == mode
+    assert document["search"]["seconds"] < 500
+    assert not document["proven_optimal"]

@@ -8,6 +8,7 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
+from prefect.exceptions import ParameterTypeError
 
 from blocks import ExecutionPlan
 from flows.plan import plan
@@ -58,6 +59,23 @@ def test_the_figures_are_those_of_the_command_line(planned):
 def test_a_time_limit_of_nothing_is_refused(planned):
     with pytest.raises(ConfigError, match="leaves no time to search"):
         asyncio.run(plan(planned[2], mode="heuristic", time_limit_s=0))
+
+
+def test_the_seed_is_the_one_that_was_given_or_else_the_configurations(planned, monkeypatch):
+    seeds = []
+
+    def plan_for(problem, mode, limit_s, seed):
+        seeds.append(seed)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("flows.plan.plan_for", plan_for)
+    for given in ({}, {"seed": 0}, {"seed": 7}):
+        with pytest.raises(ConfigError, match="seen"):
+            asyncio.run(plan(planned[2].model_copy(update={"seed": 5}), **given))
+    assert seeds == [5, 0, 7]
+    for seed in (-1, 1.5, 2**63):
+        with pytest.raises(ParameterTypeError, match="seed"):
+            asyncio.run(plan(planned[2], seed=seed))
 
 
 def test_table_graph_and_timeline_are_artifacts(planned):

@@ -56,6 +56,24 @@ def test_a_faster_alternative_says_that_the_plan_is_not_the_best(console):
     assert "as planned" not in text_of(console)
 
 
+def test_alternatives_are_readable_on_80_columns():
+    """A line with the call's name, place and seconds, and beneath whole words."""
+    console = Console(width=80, file=StringIO())
+    place = CallAssignment(placement=on(*range(8, 64)))
+    reason = f"more load on the critical cycle {' -> '.join(PPO_CALLS)}"
+    show_alternatives(console, [Alternative(name, place, 20.63, 1.0, reason, False) for name in PPO_CALLS])
+    _, heads, *lines = text_of(console).splitlines()
+    assert heads.split("  ")[0] == "call"
+    assert "…" not in text_of(console)
+    for name in PPO_CALLS:
+        start = next(n for n, line in enumerate(lines) if line.startswith(name))
+        assert lines[start].split() == [name, "8-63", "56", "1", "1", "20.63"]
+        beneath = [line.strip() for line in lines[start + 1 : start + 4]]
+        assert " ".join(beneath).startswith(reason)
+        assert all(len(line) > 40 for line in beneath[:2]), "not a word on a line"
+    assert max(map(len, lines)) <= 80
+
+
 def test_of_slower_alternatives_no_such_thing_is_said(console):
     show_alternatives(console, rejected(("a", 4.0, False), ("b", 2.5, False)))
     assert "the other calls may have moved too" in text_of(console)
@@ -82,5 +100,6 @@ def test_names_of_calls_are_whole_on_a_narrow_terminal():
     show_calls(console, result.plan, result.price, problem.model)
     shown = text_of(console)
     assert all(name in shown for name in PPO_CALLS)
+    assert "…" not in shown
     heads = next(line for line in shown.splitlines() if "devices" in line and "dp" in line)
     assert "class" not in heads

@@ -32,6 +32,9 @@ def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
     assert time_s == pytest.approx(dispatch_s + 8 / dp * 0.25)
 
 
+INF = float("inf")
+
+
 @pytest.mark.parametrize(
     ("cluster", "parts"),
     [
@@ -45,6 +48,25 @@ def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
         ),
         ({"device": {"name": "mine"}}, ("flops_per_s: required",)),
         ({"between_hosts": {"bytes_per_s": -1}}, ("between_hosts.bytes_per_s", "-1")),
+        ({"between_hosts": {"bytes_per_s": INF}}, ("between_hosts.bytes_per_s", "finite", "inf")),
+        ({"inside_host": {"latency_s": INF}}, ("inside_host.latency_s", "finite", "inf")),
+        ({"device": {"like": "h100-sxm", "flops_per_s": INF}}, ("flops_per_s", "finite", "inf")),
+        ({"device": {"like": "h100-sxm", "memory_bytes": INF}}, ("memory_bytes", "finite", "inf")),
+        (
+            {"device": [{"n_hosts": 1, "device": {"like": "cpu-slot", "dispatch_s": INF}}]},
+            ("device.0.device: dispatch_s", "finite", "inf"),
+        ),
+        ({"n_hosts": 10**8}, ("n_hosts=100000000", "200000000 devices", "up to 131072", "Lower n_hosts")),
+        ({"device": [{"n_hosts": 10**12, "device": "cpu-slot"}]}, ("given for 1000000000000 hosts",)),
+        (
+            {"device": None},
+            ("device: give a preset's name (a100", "by hosts [{n_hosts, device}]", "found None"),
+        ),
+        ({"device": 5}, ("device: give a preset's name", "{like: PRESET", "found 5")),
+        (
+            {"device": [{"n_hosts": 1, "device": None}]},
+            ("device.0.device: give a preset's name", "{like: PRESET", "found None"),
+        ),
         ({"between_hosts": {"bandwidth": 1}}, ("between_hosts.bandwidth: unknown key",)),
         ({"hosts": 3}, ("hosts: unknown key, did you mean 'n_hosts'?",)),
         ({"device": []}, ("device", "n_hosts=1", "given for 0 hosts")),
@@ -201,6 +223,7 @@ def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(run_plan, 
         ({"planning": {"prompt_tokens": 16, "new_tokens": "many"}}, ("planning.new_tokens", "'many'")),
         ({"planning": {"prompt_tokens": 250}}, ("250 tokens", "16 more", "256 positions", "'actor'")),
         ({"planning": {"prompt_tokens": 16, "device": "tpu"}}, ("'tpu'", "cpu-slot")),
+        ({"cluster": {"n_hosts": 10**8}}, ("cluster: n_hosts=100000000", "up to 131072", "Lower n_hosts")),
         ({"planning": {"prompt_tokens": 16, "device": "my.yaml"}}, ("my.yaml: no such file",)),
         (
             {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 3, "device": "cpu-slot"}]}},
@@ -222,6 +245,15 @@ def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(run_plan, 
 )
 def test_what_cannot_be_planned_is_refused(run_plan, change, parts):
     refused(run_plan(ppo(**change), "--mode", "heuristic"), *parts)
+
+
+@pytest.mark.parametrize(
+    "figure", ["flops_per_s", "memory_bytes", "host_copy_bytes_per_s", "layer_overhead_s"]
+)
+def test_a_device_file_with_an_infinite_figure_is_refused(run_plan, write, figure):
+    device = write(f"like: cpu-slot\n{figure}: .inf\n", "mine.yaml")
+    outcome = run_plan(ppo(planning={"prompt_tokens": 16, "device": device}), "--mode", "heuristic")
+    refused(outcome, f"mine.yaml: {figure}: ", "finite", "inf")
 
 
 def test_models_that_no_device_holds_are_refused_with_device_and_bytes(run_plan):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,8 @@ def kept(tmp_path: Path) -> Path:
 def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
     asked = {}
 
-    def find(problem, mode="search", time_limit_s=60.0, seed=0):
+    def find(problem, mode, time_limit_s, seed, called_off):
+        assert not called_off()
         asked.update(mode=mode, time_limit_s=time_limit_s, seed=seed)
         return find_plan(problem, "heuristic")
 
@@ -51,6 +54,18 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
     plan = plan_of(config)
     assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
     assert {node.name for node in plan.nodes if node.kind == "call"} == set(PPO_CALLS)
+
+
+def test_ctrl_c_in_a_search_ends_the_run_that_it_is_for(monkeypatch):
+    def find(problem, mode, time_limit_s, seed, called_off):
+        os.kill(os.getpid(), signal.SIGINT)
+        while not called_off():
+            time.sleep(0.01)
+        return find_plan(problem, "heuristic")
+
+    monkeypatch.setattr(prepare, "find_plan", find)
+    with pytest.raises(KeyboardInterrupt):
+        plan_of(auto(seed=7))
 
 
 def test_auto_goes_by_a_cached_profile(tmp_path):

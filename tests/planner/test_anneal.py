@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+import planner.anneal
 from planner.anneal import (
     AGREE,
     CHUNK,
@@ -9,6 +10,7 @@ from planner.anneal import (
     anneal,
     annealing,
     better,
+    descend,
     neighbours,
     polishing,
     start_state,
@@ -65,7 +67,9 @@ def test_annealing_ends_when_enough_rounds_have_met_the_best_plan(small_problem)
     tables = Tables(small_problem(Cluster(1, 2), ("actor_generate", "actor_train"), 1))
     cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
     states = [state for state, _ in annealing(tables, near, cycles, [greedy_choice(tables)], seed=0)]
-    assert len(states) == AGREE * STEPS // CHUNK
+    parts = sum(steps // CHUNK for steps in STEPS[:AGREE])
+    descents = AGREE * len(tables.calls)  # no call has a better option
+    assert len(states) == parts + descents
 
 
 def test_a_cold_round_never_gets_worse(small_problem):
@@ -80,6 +84,39 @@ def test_a_cold_round_never_gets_worse(small_problem):
     assert last.excess_bytes == best.excess_bytes
     assert best.time_s < start.time_s
     assert 0 < n_priced < 2000
+
+
+def changed(choice, call, option):
+    return [*choice[:call], option, *choice[call + 1 :]]
+
+
+def test_a_descent_gives_a_call_its_best_option(small_problem):
+    tables = Tables(small_problem(Cluster(2, 2)))
+    cycles, choice = call_cycles(tables.problem.graph), [len(options) - 1 for options in tables.options]
+    start = start_state(tables, choice)
+    assert start.excess_bytes == 0
+    for call, options in enumerate(tables.options):
+        states = [start_state(tables, changed(choice, call, number)) for number in range(len(options))]
+        least = min(state.time_s for state in states if state.excess_bytes == 0)
+        best, _ = descend(tables.arrays, neighbours(tables), cycles, start, call)
+        assert (best.excess_bytes, best.time_s) == (0, least)
+        barred = call, options[best.choice[call]].first, options[best.choice[call]].size
+        other, _ = descend(tables.arrays, neighbours(tables, barred), cycles, start, call)
+        assert tuple(barred[1:]) != options[other.choice[call]][:2] or other.choice[call] == choice[call]
+
+
+def test_no_call_has_a_better_option_at_the_end_of_a_round(small_problem, monkeypatch):
+    """Too short a round to settle by itself."""
+    monkeypatch.setattr(planner.anneal, "STEPS", (CHUNK,))
+    tables = Tables(small_problem(Cluster(2, 2)))
+    cycles, near = call_cycles(tables.problem.graph), neighbours(tables)
+    start = start_state(tables, greedy_choice(tables))
+    *_, (state, _) = polishing(tables, near, cycles, start, 0, 0)
+    choice = state.choice.tolist()
+    for call, options in enumerate(tables.options):
+        for number in range(len(options)):
+            other = start_state(tables, changed(choice, call, number))
+            assert (other.excess_bytes, other.time_s * (1 + 1e-9)) >= (state.excess_bytes, state.time_s)
 
 
 def test_missing_memory_ranks_before_time(small_problem):

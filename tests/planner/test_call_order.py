@@ -3,10 +3,11 @@
 import networkx as nx
 import pytest
 
-from planner.call_order import call_orders, levels
+from planner.call_order import OrderRule, call_orders, levels, with_trailing
 from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
 from planner.report import plan_document
+from planner.skeleton import Skeleton, Slot
 from rlhf_tasks.config_parts import ManualAssignment
 
 
@@ -63,6 +64,19 @@ def test_onloads_of_a_level_come_before_its_transfers(scattered, assign):
         assert names[start : start + 2] == onloads
         for name in scorers:
             assert names[names.index(name) + 1] == f"offload_{name.split('_')[0]}_of_{name}"
+
+
+def test_what_a_slot_needs_outweighs_where_it_would_like_to_be():
+    """A transfer would like to stand before the first call of its level, but brings what that call makes."""
+    made = Skeleton()
+    for name in ("a", "b", "c"):
+        made.add(Slot(name, "call", name, name), after={"transfer"} if name == "b" else set())
+    made.add(Slot("transfer", "transfer", "b", "a"), after={"a"})
+    made.add(Slot("save", "save", "a", "a"), after={"a"})
+    orders = [("a", "b", "c"), ("c", "a", "b")]
+    places = with_trailing(made, OrderRule(dict.fromkeys("abc", 0), orders).places(made))
+    names = [[list(made.slots)[i] for i in row.argsort()] for row in places]
+    assert names == [["a", "save", "transfer", "b", "c"], ["c", "a", "save", "transfer", "b"]]
 
 
 def test_every_order_is_legal(scattered):

@@ -47,6 +47,17 @@ def problem_on(small_problem):
 # What stands where
 
 
+def test_classes_by_numbers_of_hosts_are_those_host_by_host():
+    cluster = Cluster(4, 2)
+    assert DeviceClasses.by_hosts(cluster, [(2, A100), (1, H100), (1, A100)]) == DeviceClasses.host_by_host(
+        cluster, [A100, A100, H100, A100]
+    )
+    with pytest.raises(
+        DeviceClassError, match="n_hosts=4, but device classes are given for 1000000000001 hosts"
+    ):
+        DeviceClasses.by_hosts(cluster, [(1, A100), (10**12, H100)])  # a list of so many fits no memory
+
+
 def test_runs_and_layouts_of_classes():
     classes = DeviceClasses.host_by_host(Cluster(4, 2), [A100, A100, H100, A100])
     assert [profile.name for profile in classes.profiles] == ["a100-80g-sxm", "h100-sxm"]

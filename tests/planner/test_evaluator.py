@@ -1,6 +1,5 @@
 """The compiled price of a choice against the plan that is built from it and its replay."""
 
-from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -119,7 +118,7 @@ def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
         for call in offloadable:
             half = len(options[call]) // 2
             twins = zip(options[call][:half], options[call][half:], strict=True)
-            assert all(replace(b, offload=False, resident=a.resident) == a and b.offload for a, b in twins)
+            assert all(b._replace(offload=False, resident=a.resident) == a and b.offload for a, b in twins)
 
 
 def draw_choice(data: st.DataObject, tables: Tables) -> list[int]:

@@ -1,6 +1,6 @@
 import pytest
 
-from planner.mesh import Cluster, DeviceMesh, MeshError, meshes, meshes_from_start
+from planner.mesh import MAX_DEVICES, Cluster, DeviceMesh, MeshError, meshes, meshes_from_start
 
 
 def test_meshes_of_a_cluster():
@@ -73,6 +73,15 @@ def test_devices_that_are_no_mesh_are_refused(devices, message):
 def test_a_cluster_needs_devices():
     with pytest.raises(MeshError, match="n_hosts=0"):
         Cluster(0, 8)
+
+
+def test_a_cluster_has_so_many_devices_and_no_more():
+    assert Cluster(MAX_DEVICES // 8, 8).n_devices == MAX_DEVICES
+    for n_hosts, per_host in ((MAX_DEVICES // 8 + 1, 8), (1, 10**8)):
+        with pytest.raises(
+            MeshError, match=f"are {n_hosts * per_host} devices; clusters of up to 131072 can"
+        ):
+            Cluster(n_hosts, per_host)
 
 
 @pytest.mark.parametrize("cluster", [Cluster(3, 6), Cluster(1, 8)], ids=str)

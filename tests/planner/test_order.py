@@ -1,3 +1,8 @@
+import random
+
+import pytest
+
+from planner import order as ordering
 from planner.order import OrderProblem, total_order
 
 
@@ -92,3 +97,26 @@ def test_an_onload_is_as_late_as_its_copy_overlaps():
             copy_s={"onload": copy_s},
         )
         assert total_order(loading) == order
+
+
+def drawn(seed: int) -> OrderProblem:
+    """Some nodes on all of three devices, or some, each waiting for some of those before."""
+    rng = random.Random(seed)
+    names = [f"node {i}" for i in range(7)]
+    few = rng.random() < 0.5
+    return OrderProblem(
+        after={n: frozenset(b for b in names[:i] if rng.random() < 0.3) for i, n in enumerate(names)},
+        across={n: frozenset(b for b in names if rng.random() < 0.1) for n in names},
+        devices={
+            n: frozenset(rng.sample(range(3), 1 + rng.randrange(3)) if few else range(3)) for n in names
+        },
+        duration_s={n: rng.choice([0.01, 0.5, 1.0, 3.0]) for n in names},
+        late=frozenset(rng.sample(names, 3)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_orders_that_are_not_timed_would_not_have_been_chosen(seed, monkeypatch):
+    found = total_order(drawn(seed))
+    monkeypatch.setattr(ordering, "_least_s", lambda *_: float("-inf"))
+    assert total_order(drawn(seed)) == found

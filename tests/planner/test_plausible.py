@@ -19,7 +19,7 @@ def test_presets_are_plausible(device):
     assert [*implausible(device, "here")] == []
 
 
-@pytest.mark.parametrize("name", ["b200", "slow host"])
+@pytest.mark.parametrize("name", ["b200", "b300", "slow host"])
 def test_faster_and_slower_devices_than_the_presets_are_plausible(name):
     figures = {
         "b200": {
@@ -27,8 +27,9 @@ def test_faster_and_slower_devices_than_the_presets_are_plausible(name):
             "memory_bytes_per_s": 8e12,
             "memory_bytes": 192 * 10**9,
             "inside_host": Link(bytes_per_s=9e11, latency_s=3e-6),
-            "between_hosts": Link(bytes_per_s=1e11, latency_s=0),
+            "between_hosts": Link(bytes_per_s=5e10, latency_s=0),  # 8 x 400 Gb/s for a host's 8 GPUs
         },
+        "b300": {"between_hosts": Link(bytes_per_s=9.7e10, latency_s=0)},  # what 800 Gb/s for each GPU reach
         "slow host": {
             "flops_per_s": 1e10,
             "memory_bytes_per_s": 2e9,
@@ -52,7 +53,9 @@ def test_faster_and_slower_devices_than_the_presets_are_plausible(name):
         ("inside_host.latency_s", 5, "microseconds", "5e-06"),
         ("between_hosts.bytes_per_s", 25, "GB/s", "2.5e+10"),
         ("between_hosts.bytes_per_s", 200, "Gb/s", "2.5e+10"),
+        ("between_hosts.bytes_per_s", 100e9, "bits per second", "1.25e+10"),
         ("between_hosts.bytes_per_s", 200e9, "bits per second", "2.5e+10"),
+        ("between_hosts.bytes_per_s", 400e9, "bits per second", "5e+10"),
         ("between_hosts.latency_s", 15, "microseconds", "1.5e-05"),
         ("between_hosts.latency_s", 0.05, "milliseconds", "5e-05"),
         ("host_copy_bytes_per_s", 25, "GB/s", "2.5e+10"),

@@ -2,11 +2,11 @@
 
 import pytest
 
-from planner import anneal, branch, mcmc, search
-from planner.anneal import annealing
+from planner import anneal, branch, deadline, mcmc, search
 from planner.call_order import call_orders
 from planner.choices import assignments_of, nearest_choice
 from planner.cost import CostModel
+from planner.disjoint import side_by_side
 from planner.graph import DataflowGraph
 from planner.mesh import Cluster
 from planner.plan import PlanError
@@ -43,19 +43,70 @@ def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama, cluster):
     """Of 32 hosts small meshes begin at few: four of the smallest have no room side by side, larger ones have."""
     shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
     problem = Problem(make_graph(n_seqs=64), ppo_cost(cluster, shape))
-    found = assignments_of(find_plan(problem, "disjoint").plan)
-    devices = {
-        role: {
-            d for call in problem.graph.calls if call.role == role for d in found[call.name].placement.devices
+    tables = Tables(problem)
+    start = side_by_side(tables)
+    assert start is not None
+    for found in (assignments_of(find_plan(problem, "disjoint").plan), tables.assignments(start)):
+        devices = {
+            role: {
+                d
+                for call in problem.graph.calls
+                if call.role == role
+                for d in found[call.name].placement.devices
+            }
+            for role in problem.graph.roles
         }
-        for role in problem.graph.roles
-    }
-    assert sum(map(len, devices.values())) == len(set.union(*devices.values())) <= cluster.n_devices
+        assert sum(map(len, devices.values())) == len(set.union(*devices.values())) <= cluster.n_devices
 
 
 def test_disjoint_needs_a_device_per_role(problem):
     with pytest.raises(PlanError, match="devices of their own"):
         find_plan(problem, "disjoint")
+    assert side_by_side(Tables(problem)) is None
+
+
+def test_a_role_whose_calls_share_no_size_of_mesh_is_planned(llama):
+    """Generation needs five devices, of training's mini-batches of one sequence two can have a part."""
+    calls = [
+        ModelFunctionCall(
+            name="generate", role="actor", kind="generate", inputs=("x",), outputs=("y",), n_seqs=64
+        ),
+        ModelFunctionCall(
+            name="train", role="actor", kind="train_step", inputs=("y",), n_seqs=64, mini_batches=64
+        ),
+    ]
+    shape = llama(
+        hidden_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        vocab_size=8192,
+        max_position_embeddings=32768,
+    )
+    device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2e9)})
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(20_000))
+    model = CostModel(Cluster(16, 1), device, {"actor": RoleModel(shape=shape)}, workload)
+    problem = Problem(DataflowGraph(calls, ["x"], name="small"), model, max_tp=1)
+    sizes = [{option.size for option in options} for options in Tables(problem).options]
+    assert not set.intersection(*sizes)
+    for mode in ("search", "mcmc"):
+        assert find_plan(problem, mode, 0.5).iteration_time_s > 0
+    with pytest.raises(PlanError, match="The calls of actor fit no mesh of one size on a cluster of 16x1"):
+        find_plan(problem, "disjoint")
+
+
+def test_what_is_done_before_the_clock_starts_prices_nothing(problem, monkeypatch):
+    priced = []
+
+    def counted(*arguments):
+        state, n_priced = anneal.descend(*arguments)
+        priced.append(n_priced)
+        return state, n_priced
+
+    monkeypatch.setattr(search, "descend", counted)
+    find_plan(problem, "search", 0.1)
+    assert priced == [0]
 
 
 def test_manual_prices_what_it_is_given(problem):
@@ -207,31 +258,29 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
         monkeypatch.setattr(module, "anneal", slow_anneal)
     monkeypatch.setattr(branch, "walk_on", taking(walk_on, lambda *arguments: 5e-4 * arguments[4]))
     monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 4.0))
-    monkeypatch.setattr(branch, "monotonic", lambda: now[0])
-    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    for module in (branch, deadline, search.time):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     result = find_plan(problem, mode, limit_s)
     assert 0.8 * limit_s < result.seconds <= limit_s
     assert result.evaluations > 0
 
 
-def test_an_interrupt_gives_the_best_plan_so_far_with_its_gap(problem, monkeypatch):
-    """Ctrl-C arrives after the second round of annealing."""
-    priced = []
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+@pytest.mark.parametrize("looks", [1, 5, 60])
+def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(small_problem, mode, looks):
+    problem, asked = small_problem(Cluster(2, 4)), [0]
 
-    def interrupted(*arguments, **named):
-        rounds = annealing(*arguments, **named)
-        for _ in range(2):
-            state, n_priced = next(rounds)
-            priced.append(n_priced)
-            yield state, n_priced
-        raise KeyboardInterrupt
+    def called_off():
+        asked[0] += 1
+        return asked[0] >= looks
 
-    monkeypatch.setattr(search, "annealing", interrupted)
-    result = find_plan(problem, "search", TO_THE_END_S)
-    assert result.evaluations == sum(priced) > 0
+    result = find_plan(problem, mode, TO_THE_END_S, called_off=called_off)
+    assert asked[0] < looks + 20
+    assert result.evaluations > 0
     assert 0 < result.gap < 1
     assert not result.proven_optimal
-    assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+    if mode == "search":
+        assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
 
 
 @pytest.mark.parametrize("mode", ["search", "mcmc"])

@@ -1,5 +1,6 @@
 """What a choice costs, compared with the plan that is built from it."""
 
+import gc
 import random
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from planner.mesh import Cluster
 from planner.price import price_plan
 from planner.problem import Problem
-from planner.tables import Tables
+from planner.tables import Tables, uncollected
 
 
 @pytest.fixture
@@ -43,3 +44,18 @@ def test_the_best_of_all_orders_is_taken(small):
     tables = small()
     assert len(tables.orders) == 12
     assert tables.orders[0] == tables.calls
+
+
+def test_the_garbage_collector_is_on_again_after_a_pause():
+    def fail():
+        with uncollected():
+            assert not gc.isenabled()
+            with uncollected():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+            raise KeyError
+
+    assert gc.isenabled()
+    with pytest.raises(KeyError):
+        fail()
+    assert gc.isenabled()
