@@ -31,6 +31,9 @@ def join_world(store: Store, rank: int, world_size: int, timeout_s: float, devic
         raise RuntimeError("this process is still in a world of ranks. Call leave_world() first.")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Groups meet under numbers that each process counts. torch counts on from a join that has failed, so that this
+    # process would wait for peers that begin at 0.
+    dist.distributed_c10d._world.group_count = 0
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)

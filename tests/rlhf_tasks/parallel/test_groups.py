@@ -71,6 +71,7 @@ def _worlds(rank: int, world: int, path: str) -> None:
     leave_world()
     join_world(dist.FileStore(path, world), rank, world, 240.0, CPU)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+    dist.barrier()  # a peer that still connects would find us gone
     leave_world()
     leave_world()
 
@@ -78,3 +79,18 @@ def _worlds(rank: int, world: int, path: str) -> None:
 @pytest.mark.dist
 def test_a_world_is_joined_after_the_last_one_was_left(ranks, tmp_path: Path):
     ranks.run(2, _worlds, str(tmp_path / "store"))
+
+
+def _after_a_failure(rank: int, world: int, path: str) -> None:
+    leave_world()
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            join_world(dist.HashStore(), 0, 2, 0.5, CPU)  # nobody else comes
+    join_world(dist.FileStore(path, world), rank, world, 30.0, CPU)
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_a_world_is_joined_after_a_join_that_failed(ranks, tmp_path: Path):
+    """By one that has tried and one that has not: a lost rank's successor is a new process."""
+    ranks.run(2, _after_a_failure, str(tmp_path / "store"))
