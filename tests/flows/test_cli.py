@@ -121,6 +121,7 @@ def test_a_demo_without_its_extra_is_refused(call, tmp_path, monkeypatch):
 def test_a_demo_of_no_seed_is_refused_and_begins_no_folder(call, tmp_path, seed):
     command = ("demo", "--folder", str(tmp_path / "demo"), "--seed", seed)
     refused(call, f"--seed {seed}: ", "a whole number from 0", command=command)
+    assert not (tmp_path / "demo").exists()
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch, call):
