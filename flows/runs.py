@@ -2,49 +2,34 @@
 
 import asyncio
 import json
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from rich.console import Console
 
 from flows import artifacts
-from flows.clocks import spans_of
 from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
 from flows.ending import ending_in_time
-from flows.events import CommitEvents
 from flows.model_card import model_card
-from flows.planned import Planned, keep_drift, planned, planned_and_measured
+from flows.planned import keep_drift, planned, planned_and_measured
 from flows.planning import hardware_of
 from flows.prepare import Prepared, prepare
 from flows.replanning import Replanning
 from flows.run_folder import open_run, run_folder_of, taken
+from flows.run_view import RunView
 from flows.server import prefect_server
 from flows.summary import read_jsonl, rows_by_plan, run_figures
 from flows.this_machine import gpus_here
-from flows.training import RunControl, run_training
+from flows.training import run_training
 from rlhf_tasks.checkpoint import latest_commit
-from rlhf_tasks.config import MADE_PLANS, AnyConfig, ConfigError
+from rlhf_tasks.config import AnyConfig, ConfigError
 from rlhf_tasks.durable import replace_file
-from rlhf_tasks.journals import LINEAGE, METRICS, MetricsLines, lineage_lines
+from rlhf_tasks.journals import LINEAGE, METRICS
 from rlhf_tasks.plan_log import PLAN
-from rlhf_tasks.protocol.scheduled_plans import plan_at
-from rlhf_tasks.samples_folder import SAMPLES
-from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.transport import Committed, PlanChanged, PlanKept
-
-REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
-TIMELINE_ITERATIONS = 3  # more would be too fine to read
-SHOWN_METRICS = ("reward", "rewards/exact/mean", "kl", "accuracy", "loss/sft", "loss/policy", "loss/value")
-
-console = Console()
 
 
 async def carry_out(
@@ -144,96 +129,6 @@ def cluster_of(
             yield cluster
 
 
-class RunView:
-    """What a person sees of a run: lines in the terminal, artifacts in the UI."""
-
-    def __init__(self, prepared: Prepared, folder: Path, expected: Mapping[int, Planned]) -> None:
-        self._prepared, self._folder = prepared, folder
-        self._progress: UUID | None = None
-        self._events = CommitEvents(folder.name)
-        self._lines = MetricsLines(expected[0].peak_flops_per_s)
-        # Lineage of the newest iterations of one plan. A long run's journal is too large to read again and again.
-        self._shown = prepared.plan
-        self._recent: deque[dict[str, Any]] = deque()
-        self.replanning = Replanning(
-            prepared.config, folder, prepared.plans, expected, prepared.iterations, self._say
-        )
-        self._drawn_s = 0.0
-        self._last_s = time.monotonic()
-
-    async def begin(self) -> None:
-        """Show the plan and an empty progress bar, and tag the flow run."""
-        await artifacts.tag_flow_run(run_tags(self._prepared.config))
-        await artifacts.show_plan(self._prepared.plans[-1].plan)
-        self._progress = await artifacts.start_progress(self._prepared.iterations)
-
-    async def on_commit(self, committed: Committed, control: RunControl) -> None:
-        """After each commit: a line and the bar; curves and timeline every so often."""
-        now = time.monotonic()
-        results = by_rank(committed)
-        metrics = json.loads(self._lines.line(committed.iteration, results))
-        rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
-        self._keep_recent(committed.iteration, rows)
-        done = committed.iteration + 1
-        figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if metrics.get(name) is not None]
-        head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
-        self._say(", ".join([head, *figures]))
-        self._last_s = now
-        await self._events.tell(committed.iteration, metrics)
-        assert self._progress is not None
-        await artifacts.show_progress(self._progress, done, self._prepared.iterations)
-        if now - self._drawn_s > REFRESH_S:
-            self._drawn_s = now
-            await self._draw()
-        if self._prepared.config.replan == "auto":
-            await self.replanning.on_commit(committed.iteration, rows, control)
-
-    async def on_plan(self, change: PlanChanged | PlanKept) -> None:
-        """What came of a change of the plan: a line, and the new plan in the UI."""
-        if isinstance(change, PlanKept):
-            self._say(f"the plan stays: {change.reason}")
-            return
-        await self.replanning.changed(change.planned)
-        self._say(f"a new plan from iteration {change.planned.iteration + 1} on")
-        await artifacts.show_plan(change.planned.plan)
-
-    def _say(self, line: str) -> None:
-        get_run_logger().info(line)
-        console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
-
-    def _keep_recent(self, iteration: int, rows: list[dict[str, Any]]) -> None:
-        plan = plan_at(self.replanning.plans, iteration).plan
-        if plan is not self._shown:
-            self._shown = plan
-            self._recent.clear()
-        self._recent.extend(rows)
-        while len(self._recent) > TIMELINE_ITERATIONS * len(plan.nodes):
-            self._recent.popleft()
-
-    async def end(self) -> None:
-        """Show everything in its final state."""
-        await self._draw()
-
-    async def _draw(self) -> None:
-        await artifacts.show_curves(await asyncio.to_thread(read_jsonl, self._folder / METRICS))
-        await artifacts.show_timeline(spans_of(self._shown, self._recent))
-        await artifacts.show_completions(await asyncio.to_thread(latest_samples, self._folder))
-
-
-def by_rank(committed: Committed) -> dict[str, dict[int, NodeResult]]:
-    """Node -> rank -> result, as the journals have it."""
-    return {node: {result.rank: result for result in ranks} for node, ranks in committed.results.items()}
-
-
-def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
-    """A few of the samples that the last iteration wrote."""
-    files = sorted((folder / SAMPLES).glob("*.jsonl"))
-    if not files:
-        return []
-    shown = ("prompt", "completion", "score", "rewards", "reward_model", "truncated")
-    return [{name: row[name] for name in shown} for row in read_jsonl(files[-1])[:count]]
-
-
 def _finish(folder: Path, prepared: Prepared, replanning: Replanning) -> dict[str, Any]:
     """Export the trained model and write `summary.json`."""
     metrics, lineage = read_jsonl(folder / METRICS), read_jsonl(folder / LINEAGE)
@@ -271,16 +166,6 @@ def _keep_identity(folder: Path, prepared: Prepared) -> None:
         )
     replace_file(identity, prepared.data_digest)
     replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
-
-
-def run_tags(config: AnyConfig) -> list[str]:
-    """`algo:`, `model:` and `plan:`, by which runs are found in the UI."""
-    folder = Path(config.roles()[next(iter(config.roles()))].folder)
-    model = (
-        folder.parent.name if folder.name == "model" else folder.name
-    )  # a run leaves its model as RUN/model
-    plan = config.plan if config.plan in MADE_PLANS else "manual"
-    return [f"algo:{config.type.replace('_', '-')}", f"model:{model}", f"plan:{plan}"]
 
 
 def flow_run_name() -> str:

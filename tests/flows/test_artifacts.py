@@ -8,7 +8,7 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 from flows.artifacts import tag_flow_run
-from flows.runs import run_tags
+from flows.run_view import run_tags
 from rlhf_tasks.config import make_config
 from tests.tiny_runs import ppo_config
 

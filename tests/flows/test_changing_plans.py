@@ -11,7 +11,7 @@ from flows.planning import hardware_of, problem_of
 from flows.ppo import rlhf_ppo
 from flows.replanning import Proposal
 from flows.run_folder import new_run_folder
-from flows.runs import RunView
+from flows.run_view import RunView
 from flows.summary import read_jsonl
 from planner.mesh import Cluster
 from planner.plan import build_plan

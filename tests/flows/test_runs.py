@@ -27,7 +27,8 @@ from flows import events
 from flows.ppo import rlhf_ppo
 from flows.prepare import Prepared
 from flows.rollout import rollout
-from flows.runs import RunView, cluster_of
+from flows.run_view import RunView
+from flows.runs import cluster_of
 from flows.summary import read_jsonl
 from flows.this_machine import device_here
 from rlhf_tasks.config import make_config
@@ -202,7 +203,7 @@ def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monk
     for name in ("show_progress", "show_curves", "show_timeline", "show_completions"):
         monkeypatch.setattr(f"flows.artifacts.{name}", nothing)
     monkeypatch.setattr("flows.events.CommitEvents.tell", nothing)
-    monkeypatch.setattr("flows.runs.get_run_logger", lambda: logging.getLogger("test"))
+    monkeypatch.setattr("flows.run_view.get_run_logger", lambda: logging.getLogger("test"))
     view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path, {0: expected})
     monkeypatch.setattr(view, "_progress", uuid4())
     key = NodeKey("r", 1, 0, 3, "generate")
