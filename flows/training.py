@@ -1,8 +1,7 @@
-"""The part that all algorithms' flows share: the parent's loop, and one subflow per iteration whose tasks
-are the plan.
+"""The part that all algorithms' flows share: the parent's loop.
 
 The loop enters an iteration as soon as the controller says that it may be entered (t + 1 while t runs, t +
-2 when t is committed): it tells the controller, which delivers, and starts the subflow, which watches.
+2 when t is committed): it tells the controller, which delivers, and the iteration's view (flows/iteration_view.py).
 Whatever Prefect does or does not do meanwhile, the ranks go on.
 """
 
@@ -18,15 +17,11 @@ from typing import Any
 
 from distributed.comm import CommClosedError
 from distributed.core import connect, rpc
-from prefect import Flow, flow
-from prefect.states import Cancelled
 
 from flows.cluster import Cluster
+from flows.iteration_view import IterationView
 from flows.run_folder import ATTEMPTS
-from flows.task_runner import ControllerTaskRunner
-from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.tasks import run_node
 from rlhf_tasks.transport import (
     EVENT,
     Aborted,
@@ -46,18 +41,12 @@ from rlhf_tasks.transport import (
 )
 
 logger = logging.getLogger(__name__)
-VIEW_LAG_S = 60.0  # what Prefect's view of an iteration may need after the iteration has ended
 ASK_EVERY_S = 5.0  # whether the controller still answers
 ANSWER_S = 60.0  # its event loop waits for nobody, but the interpreter is held while torch is imported
-RETIRE_S = 5.0  # what subflows get to report their end when the run ends early
 
 
 class RunFailed(RuntimeError):
     """The run has ended without its last commit. The message has the cause, and where to go on from."""
-
-
-class IterationAborted(RuntimeError):
-    """An iteration was given up; the message is the cause: rank, call, iteration, error, traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,25 +141,17 @@ class Hooks:
 
 
 class Training:
-    """One attempt, seen from its flow.
-
-    Prefect pickles a subflow with its tasks; this object stays behind (`__reduce__`), since a task needs
-    nothing of it.
-    """
+    """One attempt, seen from its flow."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, hooks: Hooks, dispatch_ahead: bool) -> None:
         self.spec = spec
         self.cluster = cluster
-        self._plans = spec.plans
+        self._view = IterationView(spec, cluster)
         self._hooks = hooks
         self._dispatch_ahead = dispatch_ahead
-        self._ends: dict[tuple[int, int], asyncio.Future[Any]] = {}
-        self._subflows: set[asyncio.Task[Any]] = set()
+        self._in_flight: set[tuple[int, int]] = set()  # iteration, generation
         self._held: Enterable | None = None
         self._faults: list[str] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return object, ()
 
     async def run(self) -> TrainingResult:
         """Hold the lease, follow the events, and leave nothing running."""
@@ -191,7 +172,7 @@ class Training:
             step = await self._follow(comm, writer, news)
             news.put_nowait(None)
             await hooks
-            await self._wait_subflows(VIEW_LAG_S)
+            await self._view.complete()
         except CommClosedError:
             what = "is gone"
             if liveness.done() and not liveness.cancelled():
@@ -203,10 +184,7 @@ class Training:
             writer.close()
             hooks.cancel()
             liveness.cancel()
-            for end in self._ends.values():
-                if not end.done():
-                    end.set_result(Aborted(iteration=-1, generation=-1, cause="the run has ended."))
-            await self._wait_subflows(RETIRE_S)
+            await self._view.close()
         return TrainingResult(step, tuple(self._faults))
 
     async def _follow(self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]) -> int:
@@ -217,14 +195,14 @@ class Training:
                     self._enter(place, writer)
                 case Committed() as committed:
                     news.put_nowait(committed)
-                    self._end(committed.iteration, None, committed)
+                    self._ended(committed)
                     if self._held is not None:
                         self._enter(self._held, writer)
                 case Aborted() | NotEntered() as end:
-                    self._end(end.iteration, end.generation, end)
+                    self._ended(end)
                 case PlanChanged() | PlanKept() as change:
                     if isinstance(change, PlanChanged):
-                        self._plans += (change.planned,)
+                        self._view.plan_changed(change.planned)
                     news.put_nowait(change)
                 case Faulted(cause=cause, generation=generation):
                     self._faults.append(cause)
@@ -252,40 +230,24 @@ class Training:
         comm.abort()
 
     def _enter(self, place: Enterable, writer: Writer) -> None:
-        """Deliver an iteration, and start the subflow that watches it."""
-        in_flight = [end for end in self._ends.values() if not end.done()]
-        if in_flight and not self._dispatch_ahead:
+        """Deliver an iteration, and have it shown."""
+        if self._in_flight and not self._dispatch_ahead:
             self._held = place
             return
         self._held = None
-        iteration, generation = place.iteration, place.generation
-        self._ends[iteration, generation] = asyncio.get_running_loop().create_future()
-        writer.put(Enter(iteration=iteration, generation=generation))
-        subflow = asyncio.create_task(iteration_flow(self, iteration, generation)())
-        self._subflows.add(subflow)
-        subflow.add_done_callback(lambda ended: self._subflow_ended(ended, (iteration, generation)))
+        self._in_flight.add((place.iteration, place.generation))
+        writer.put(Enter(iteration=place.iteration, generation=place.generation))
+        self._view.entered(place.iteration, place.generation)
 
-    def _end(self, iteration: int, generation: int | None, end: Any) -> None:
+    def _ended(self, end: Committed | Aborted | NotEntered) -> None:
         """An iteration has ended, under a generation or (committed) whichever it was entered under last."""
-        for place, future in self._ends.items():
-            if place[0] == iteration and generation in (None, place[1]) and not future.done():
-                future.set_result(end)
-
-    def _subflow_ended(self, subflow: asyncio.Task[Any], place: tuple[int, int]) -> None:
-        """Nobody watches the iteration any more: its end, which holds every rank's results, is forgotten."""
-        self._subflows.discard(subflow)
-        end = self._ends.get(place)
-        if end is not None and end.done():
-            del self._ends[place]
-        if not subflow.cancelled() and (error := subflow.exception()) is not None:
-            logger.info("a subflow has ended: %s", error)
-
-    async def _wait_subflows(self, seconds: float) -> None:
-        """Let the subflows report their ends; those that cannot are cancelled."""
-        if self._subflows:
-            _, late = await asyncio.wait(self._subflows, timeout=seconds)
-            for subflow in late:
-                subflow.cancel()
+        generation = None if isinstance(end, Committed) else end.generation
+        self._in_flight = {
+            place
+            for place in self._in_flight
+            if place[0] != end.iteration or generation not in (None, place[1])
+        }
+        self._view.ended(end)
 
     async def _run_hooks(self, news: asyncio.Queue[HookNews | None], writer: Writer) -> None:
         control, hooks = RunControl(writer), self._hooks
@@ -298,72 +260,3 @@ class Training:
                     await hooks.on_plan(item)
             except Exception:
                 logger.exception("a hook failed at %s; training goes on", item.kind)
-
-    async def watch(self, iteration: int, generation: int) -> Any:
-        """The body of a subflow: one task per plan node, with the plan's edges; ends as the iteration does.
-
-        Raises IterationAborted with the cause.
-        """
-        tasks: dict[str, Any] = {}
-        for node in plan_at(self._plans, iteration).plan.nodes:
-            task = run_node.with_options(name=node.name, task_run_name=f"{node.name}-it{iteration}")
-            tasks[node.name] = task.submit(
-                self.spec.run,
-                iteration,
-                generation,
-                node.name,
-                return_state=False,
-                wait_for=[tasks[name] for name in node.after],
-            )
-        end = await self._ends[iteration, generation]
-        finished = await _all_done(list(tasks.values()), VIEW_LAG_S)
-        if isinstance(end, Aborted):
-            raise IterationAborted(f"{end.cause}\n{end.traceback}".rstrip())
-        if isinstance(end, NotEntered):
-            return Cancelled(message=end.reason)
-        if not finished:
-            logger.warning("iteration %d is committed; Prefect's view of it is not complete", iteration)
-        return None
-
-
-def iteration_flow(training: Training, iteration: int, generation: int) -> Flow[[], Any]:
-    """The subflow of one iteration: flow `ppo-iteration`, run `it-00042`, after a rebuild `it-00042-r1`."""
-    rebuilt = f"-r{generation}" if generation else ""
-    cluster = training.cluster
-    runner: Any = ControllerTaskRunner(  # Prefect's annotation admits no runner with futures of its own
-        cluster.scheduler_address,
-        cluster.controller.address,
-        client_kwargs={"security": cluster.security},
-    )
-
-    @flow(
-        name=f"{training.spec.plan.algorithm}-iteration",
-        flow_run_name=f"it-{iteration:05d}{rebuilt}",
-        task_runner=runner,
-        persist_result=False,
-        retries=0,
-    )
-    async def watch() -> Any:
-        return await training.watch(iteration, generation)
-
-    return watch
-
-
-async def _all_done(futures: list[Any], seconds: float) -> bool:
-    """Wait for Prefect futures on Dask; True when all have ended in time. One that never does holds no thread."""
-    loop = asyncio.get_running_loop()
-    ends = [loop.create_future() for _ in futures]
-
-    def end(position: int) -> None:
-        if not ends[position].done():
-            ends[position].set_result(None)
-
-    for position, future in enumerate(futures):
-        # Dask calls back on a thread of its own, if need be after this loop has ended.
-        def call_back(_: Any, position: int = position) -> None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(end, position)
-
-        future.wrapped_future.add_done_callback(call_back)
-    _, late = await asyncio.wait(ends, timeout=seconds)
-    return not late

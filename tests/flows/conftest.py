@@ -33,7 +33,7 @@ def commanded(tmp_path_factory):
 @pytest.fixture
 def whole_view(monkeypatch):
     """A run waits for all that Prefect shows of it: on a starved machine that lags more than a run would wait."""
-    monkeypatch.setattr("flows.training.VIEW_LAG_S", 300.0)
+    monkeypatch.setattr("flows.iteration_view.VIEW_LAG_S", 300.0)
 
 
 @pytest.fixture
