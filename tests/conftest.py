@@ -208,3 +208,11 @@ def cluster(started_cluster: Any) -> Any:
 
     with Client(started_cluster.scheduler_address, set_as_default=False) as client:
         return form_cluster(client, SIZE)
+
+
+@pytest.fixture(scope="session")
+def second_user(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The files of `tests/second_user.py`, made once: change copies only; each run is to have an `output_dir`."""
+    from tests.second_user import second_user as make
+
+    return make(tmp_path_factory.mktemp("second_user"))
