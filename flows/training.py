@@ -209,13 +209,8 @@ class Training:
                     logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
                 case Finished(step=step):
                     return step
-                case GaveUp(reason=reason, committed_step=step):
-                    where = (
-                        ""
-                        if step is None
-                        else f" {step} iterations are committed; resume to go on from there."
-                    )
-                    raise RunFailed(f"{reason}{where}")
+                case GaveUp() as end:
+                    raise RunFailed(_ending(end))
 
     async def _watch_controller(self, comm: Any) -> None:
         """Break the lease when the controller does not answer any more: its connections outlive a hung process."""
@@ -260,3 +255,12 @@ class Training:
                     await hooks.on_plan(item)
             except Exception:
                 logger.exception("a hook failed at %s; training goes on", item.kind)
+
+
+def _ending(end: GaveUp) -> str:
+    """Why an attempt has ended, the traceback of the user's code where that is the cause, and where to go on from."""
+    step = end.committed_step
+    where = "" if step is None else f"{step} iterations are committed; resume to go on from there."
+    if end.traceback:
+        return f"{end.reason}\n{end.traceback.rstrip()}\nMend that. {where}".rstrip()
+    return f"{end.reason} {where}".rstrip()

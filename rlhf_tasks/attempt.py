@@ -99,7 +99,9 @@ class Attempt:
             do.AbortIteration: self._aborted,
             do.Fault: self._faulted,
             do.Finished: lambda i: tell(Finished(step=i.step)),
-            do.GiveUp: lambda i: tell(GaveUp(reason=i.reason, committed_step=i.committed_step)),
+            do.GiveUp: lambda i: tell(
+                GaveUp(reason=i.reason, committed_step=i.committed_step, traceback=i.traceback)
+            ),
             do.RefuseEntry: lambda i: tell(
                 NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
             ),
@@ -343,7 +345,10 @@ class Attempt:
         cause = instruction.cause
         logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
         self._wake(*self._watched)  # whatever was entered under it, delivered or not
-        self._tell(Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback))
+        if not cause.by_user_code:
+            self._tell(
+                Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback)
+            )
 
     async def _commit(self, order: do.WriteCommit) -> None:
         account = self.ledger.account

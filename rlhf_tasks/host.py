@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.instructions import SETUP
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode, UserCodeError
 from rlhf_tasks.transport import (
     HOST,
     RANK_MESSAGE,
@@ -327,5 +327,7 @@ class EngineHost:
 
 
 def _failure(key: NodeKey, rank: int, error: Exception) -> NodeFailure:
+    if isinstance(error, UserCodeError):
+        return NodeFailure(key=key, rank=rank, error=str(error), traceback=error.traceback, by_user_code=True)
     text = "".join(traceback.format_exception(error))
     return NodeFailure(key=key, rank=rank, error=f"{type(error).__name__}: {error}", traceback=text)

@@ -265,11 +265,15 @@ class Finished(Frozen):
 
 
 class GaveUp(Frozen):
-    """The attempt has ended, or was refused; committed_step is where the next one starts."""
+    """The attempt has ended, or was refused; committed_step is where the next one starts.
+
+    traceback  of the user's code, where that is the cause
+    """
 
     kind: Literal["gave_up"] = "gave_up"
     reason: str
     committed_step: int | None = None
+    traceback: str = ""
 
 
 RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]

@@ -20,13 +20,17 @@ SETUP = -1
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why iterations were aborted: which ranks, in which node of which iteration, and what happened."""
+    """Why iterations were aborted: which ranks, in which node of which iteration, and what happened.
+
+    by_user_code  no rank is at fault: repeating the iteration would fail again
+    """
 
     error: str
     ranks: tuple[int, ...] = ()
     node: str | None = None
     iteration: int | None = None
     traceback: str = ""
+    by_user_code: bool = False
 
     def __str__(self) -> str:
         where = []
@@ -260,7 +264,8 @@ class IterationCommitted:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The generation has ended by an error. AbortIteration and the rebuild's instructions follow."""
+    """The generation has ended by an error. AbortIteration follows, and the rebuild's instructions; GiveUp where the
+    user's code is the cause."""
 
     generation: int
     cause: Cause
@@ -284,10 +289,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The attempt ends with an error; `committed_step` is where the next one starts."""
+    """The attempt ends with an error; `committed_step` is where the next one starts.
+
+    traceback  of the user's code, where that is the cause
+    """
 
     reason: str
     committed_step: int | None
+    traceback: str = ""
 
 
 RankInstruction = (

@@ -5,6 +5,7 @@ ranks through a rebuild after a fault. docs/protocol-states.md has the tables.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf_tasks.protocol.account import Account
@@ -141,7 +142,7 @@ class Ledger:
         What is delivered is completed and committed under its own plan. Refused with the reason when the run ends
         before, or while another change is under way.
         """
-        if self.phase is Phase.STOPPED:
+        if self._is_over:
             return []
         self._check_devices(plan)
         account = self.account
@@ -157,7 +158,7 @@ class Ledger:
     def plan_logged(self, now: float) -> list[LedgerInstruction]:
         """The change of the plan is written down: nothing can undo it."""
         planned, self._unlogged = self._unlogged, None
-        if planned is None or self.phase is Phase.STOPPED:
+        if planned is None or self._is_over:
             return []
         self.account.plans += (planned,)
         return [PlanChanges(planned), *self._advance(now)]
@@ -198,7 +199,10 @@ class Ledger:
             return []
         if self.phase is Phase.RESETTING:
             return self._rebuild.stuck(failure.rank)
-        return self._suspect_error(_cause(failure.rank, failure.key, failure.error, failure.traceback), now)
+        cause = _cause(failure.rank, failure.key, failure.error, failure.traceback)
+        if failure.by_user_code:
+            return self._end_by(replace(cause, by_user_code=True), now)
+        return self._suspect_error(cause, now)
 
     def rank_refused(self, rank: int, key: NodeKey, reason: str, now: float) -> list[LedgerInstruction]:
         """A rank will not do what it was asked, or misses a request. A refused reset ends the attempt."""
@@ -223,7 +227,7 @@ class Ledger:
 
     def rank_lost(self, rank: int, reason: str, now: float) -> list[LedgerInstruction]:
         """A rank's process is gone."""
-        if self.phase in (Phase.NEW, Phase.STOPPED):
+        if self.phase is Phase.NEW or self._is_over:
             return []
         if self.phase is Phase.RESETTING:
             return self._rebuild.lost(rank)
@@ -231,7 +235,7 @@ class Ledger:
 
     def rank_started(self, rank: int, now: float) -> list[LedgerInstruction]:
         """A rank has a new process: to be told exactly once for each process but the first."""
-        if self.phase in (Phase.NEW, Phase.STOPPED):
+        if self.phase is Phase.NEW or self._is_over:
             return []
         if self.phase is Phase.RESETTING:
             return self._rebuild.started(rank, now)
@@ -251,7 +255,8 @@ class Ledger:
         if self.phase is Phase.STOPPED or step != self.account.commits.writing:
             return []
         self.account.commits.failed()
-        return self._declare(Cause(f"step {step} could not be committed: {error}"), now)
+        cause = Cause(f"step {step} could not be committed: {error}")
+        return self._give_up(f"{self.fault}; {cause}") if self._is_over else self._declare(cause, now)
 
     def tick(self, now: float) -> list[LedgerInstruction]:
         """Time has passed: every wait ends here if nothing else ends it. Call it about twice a second."""
@@ -260,6 +265,8 @@ class Ledger:
         writing = self.account.commits.writing
         if writing is not None and now > self._commit_until:
             return self._give_up(f"step {writing} was not committed within {self.timeouts.commit_s:g} s")
+        if self._is_over:
+            return []
         if self._suspect is not None and now > self._suspect_until:
             return self._declare(self._suspect, now)
         cause = self._overdue(now)
@@ -277,7 +284,12 @@ class Ledger:
         """True for news of this run, attempt and generation, while the attempt lasts."""
         mine = self.account.sequencer
         names = (mine.run, mine.attempt, mine.generation)
-        return self.phase is not Phase.STOPPED and (key.run, key.attempt, key.generation) == names
+        return not self._is_over and (key.run, key.attempt, key.generation) == names
+
+    @property
+    def _is_over(self) -> bool:
+        """Nothing is run any more; a commit may still be written."""
+        return self.phase in (Phase.ENDING, Phase.STOPPED)
 
     @property
     def _is_finished(self) -> bool:
@@ -285,7 +297,7 @@ class Ledger:
 
     def _entry_refusal(self, iteration: int, generation: int) -> str | None:
         """Why an iteration may not be entered now; None when it may."""
-        if self.phase is Phase.STOPPED:
+        if self._is_over:
             return "the attempt has ended."
         if generation != self.generation:
             why = self.fault or "the plan has changed"
@@ -311,6 +323,10 @@ class Ledger:
             instructions.append(commit)
         if self._is_finished:
             instructions += self._finish()
+        elif self.phase is Phase.ENDING:
+            if not self.account.commits.pending:
+                assert self.fault is not None
+                instructions += self._give_up(str(self.fault), self.fault.traceback)
         elif (
             self.phase is Phase.RESETTING and self._rebuild.all_clean and self.account.commits.writing is None
         ):
@@ -346,9 +362,9 @@ class Ledger:
         self._move(Phase.STOPPED)
         return [Finished(self.committed_step)]
 
-    def _give_up(self, reason: str) -> list[LedgerInstruction]:
+    def _give_up(self, reason: str, traceback: str = "") -> list[LedgerInstruction]:
         self._move(Phase.STOPPED)
-        return [GiveUp(reason, self.committed_step)]
+        return [GiveUp(reason, self.committed_step, traceback)]
 
     def _overdue(self, now: float) -> Cause | None:
         """The first wait that outlived its deadline, the commit's apart."""
@@ -371,11 +387,20 @@ class Ledger:
         iteration, node = self.account.occupancy.position(rank)
         return Cause(error, (rank,), node, iteration)
 
-    def _declare(self, cause: Cause, now: float, lost: Collection[int] = ()) -> list[LedgerInstruction]:
-        """A fault: what can be committed will be, the rest is aborted, and a new generation is built."""
-        instructions: list[LedgerInstruction] = [Fault(self.generation, cause)]
+    def _end_by(self, cause: Cause, now: float) -> list[LedgerInstruction]:
+        """The user's code has failed: what can be committed will be, the rest is aborted, and that is the end."""
+        instructions = self._abort(cause)
+        self._move(Phase.ENDING)
+        return instructions + self._advance(now)
+
+    def _abort(self, cause: Cause) -> list[LedgerInstruction]:
+        """End the generation: what can be committed will be, the rest is aborted."""
         self.fault, self._suspect = cause, None
-        instructions += self.account.abort(cause)
+        return [Fault(self.generation, cause), *self.account.abort(cause)]
+
+    def _declare(self, cause: Cause, now: float, lost: Collection[int] = ()) -> list[LedgerInstruction]:
+        """A fault of the ranks or the disk: the generation ends, and a new one is built."""
+        instructions = self._abort(cause)
         self._rebuilds += 1
         if self._rebuilds > self.max_rebuilds and not self.account.commits.pending:
             without = f"{self.max_rebuilds} rebuilds without a commit in between"

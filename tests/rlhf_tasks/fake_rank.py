@@ -7,8 +7,8 @@ by the save nodes.
 
 config keys: sleep_s (seconds each node takes, a number or node -> number); until_next (node -> node: the first
 ends only when the second has begun in the next iteration; not in the last one); held (path: no node ends before
-that file is there); fault: {kind, node, iteration, rank} with kind kill | stop | raise | hang, done in generation 0
-only unless `always`.
+that file is there); fault: {kind, node, iteration, rank} with kind kill | stop | raise | user code | hang, done in
+generation 0 only unless `always`.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.spec import CallNode, NodeResult, SaveNode
+from rlhf_tasks.spec import CallNode, NodeResult, SaveNode, UserCodeError
 from rlhf_tasks.transport import SavedPart
 
 
@@ -114,6 +114,8 @@ class FakeExecutor:
             return True
         if fault["kind"] == "raise":
             raise ValueError("told to fail")
+        if fault["kind"] == "user code":
+            raise UserCodeError("reward 'mine' raised KeyError", "mine.py, line 3")
         if fault["kind"] == "hang":
             time.sleep(600)
         os.kill(os.getpid(), signal.SIGKILL if fault["kind"] == "kill" else signal.SIGSTOP)

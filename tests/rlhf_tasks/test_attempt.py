@@ -109,6 +109,21 @@ def test_a_fault_without_end_stops_the_run(cluster, tmp_path):
     assert last.committed_step == 1
 
 
+def test_a_fault_of_the_users_code_on_one_rank_ends_the_run_at_the_last_commit_and_repeats_nothing(
+    cluster, tmp_path
+):
+    fault = {"kind": "user code", "node": "generate", "iteration": 2, "rank": 0, "always": True}
+    spec = run_spec(cluster, small_plan(), tmp_path, config={"fault": fault})
+    events = asyncio.run(follow(cluster, spec))
+    assert of_type(events, Faulted) == []
+    last = events[-1][1]
+    assert isinstance(last, GaveUp)
+    assert last.reason == "rank 0, call generate, iteration 2: reward 'mine' raised KeyError"
+    assert last.traceback == "mine.py, line 3"
+    assert last.committed_step == len(of_type(events, Committed)) <= 2
+    assert {event.generation for event in of_type(events, Aborted)} == {0}
+
+
 def test_a_second_run_is_refused_with_the_holders_name_until_the_first_has_left(cluster, tmp_path):
     async def two_runs():
         first = await open_lease(cluster, run_spec(cluster, small_plan(), tmp_path, run="first"))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.spec import NodeFailure
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
 from tests.rlhf_tasks.protocol.simulation import World
@@ -182,3 +183,46 @@ def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
     assert max(world.disk.commits) == 1
     assert set(deaths.values()) == {1}
     assert len(deaths) <= 5
+
+
+def fails_by_user_code(process: Process, instruction: do.Run) -> None:
+    """What the rank runs ends by an error of the user's code."""
+    key = instruction.request.key
+    error = NodeFailure(key=key, rank=process.rank, error="reward", traceback="mine", by_user_code=True)
+    process.job = None
+    process.carry_out(process.inbox.failed(error, process.now))
+
+
+def peers_fail(world: World, process: Process) -> None:
+    """What the others are at ends by an error too, as it does when a peer leaves a collective."""
+    for peer in world.ranks.values():
+        if peer is not None and peer is not process and peer.job is not None:
+            peer.fail(peer.job, "connection closed by peer")
+
+
+@pytest.mark.parametrize("meanwhile", [None, peers_fail, hang_itself])
+def test_the_users_code_failing_at_each_node_ends_the_run_at_a_commit_and_repeats_nothing(meanwhile):
+    """Whatever its peers report: no generation follows, no deadline is waited for, the commits are those of an
+    undisturbed run."""
+    expected, trace = undisturbed()
+    for number in numbers(Rank):
+        process, moment, instruction = trace.seen[number]
+        if (moment, type(instruction)) != ("after", do.Run):
+            continue
+        when: list[float] = []
+
+        def fail(world: World, process: Process, instruction=instruction, when=when) -> None:
+            when.append(world.now)
+            fails_by_user_code(process, instruction)
+            if meanwhile is not None:
+                meanwhile(world, process)
+
+        world = World(small_plan(), iterations=ITERATIONS, watch=Trace({number: fail}))
+        outcome = world.run()
+        key = instruction.request.key
+        told = f"rank {process.rank}, call {key.node}, iteration {key.iteration}: reward"
+        assert outcome == do.GiveUp(told, max(world.disk.commits), "mine"), number
+        assert world.controller.ledger.generation == 0
+        assert world.now - when[0] < 5
+        assert outcome.committed_step <= key.iteration + 1
+        assert all(world.disk.metrics[t] == expected[-1][t] for t in world.disk.metrics)

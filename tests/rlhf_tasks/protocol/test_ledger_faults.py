@@ -225,3 +225,102 @@ def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt()
     do_parts(books, 0, now=9)
     assert books.tick(39) == []
     assert books.tick(39.1) == [do.GiveUp("step 1 was not committed within 30 s", 0)]
+
+
+# --- the user's code ----------------------------------------------------------------------------------------
+
+
+def by_user_code(rank, node, iteration=0, generation=0):
+    return failure(rank, node, iteration, generation).model_copy(update={"by_user_code": True})
+
+
+def test_a_fault_of_the_users_code_ends_the_attempt_at_once_without_a_rebuild():
+    books = running()
+    books.enter(0, 0, 0)
+    books.enter(1, 0, 0)
+    cause = Cause("broke", (0,), "train", 0, "where", by_user_code=True)
+    assert books.rank_failed(by_user_code(0, "train"), 5) == [
+        do.Fault(0, cause),
+        do.AbortIteration(0, 0, cause),
+        do.AbortIteration(1, 0, cause),
+        do.GiveUp("rank 0, call train, iteration 0: broke", 0, "where"),
+    ]
+    assert books.phase is Phase.STOPPED
+
+
+def ending():
+    """Iteration 0 is complete and being committed; the user's code has failed in iteration 1."""
+    books = running()
+    books.enter(0, 0, 0)
+    books.enter(1, 0, 0)
+    do_nodes(books, 0)
+    do_parts(books, 0)
+    told = books.rank_failed(by_user_code(0, "train", 1), 0)
+    assert kinds(told) == [do.Fault, do.AbortIteration]
+    assert (told[1].iteration, books.phase) == (1, Phase.ENDING)
+    return books
+
+
+def test_what_is_complete_is_committed_before_the_users_fault_ends_the_attempt():
+    assert ending().commit_done(1, 0) == [
+        do.IterationCommitted(0),
+        do.GiveUp("rank 0, call train, iteration 1: broke", 1, "where"),
+    ]
+
+
+def test_a_commit_after_which_another_one_waits_is_written_too():
+    books = running()
+    for iteration in (0, 1):
+        books.enter(iteration, 0, 0)
+        do_nodes(books, iteration)
+    books.part_durable(0, key("save", 0), "a", 0)
+    assert kinds(books.part_durable(1, key("save", 0), "b", 0)) == [do.WriteCommit]
+    do_parts(books, 1)
+    assert kinds(books.rank_failed(by_user_code(1, "train", 1), 0)) == [do.Fault]
+    assert kinds(books.commit_done(1, 0)) == [do.IterationCommitted, do.WriteCommit]
+    assert books.commit_done(2, 0)[-1] == do.GiveUp("rank 1, call train, iteration 1: broke", 2, "where")
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        lambda books: books.rank_lost(1, "killed", 0),
+        lambda books: books.rank_started(1, 0),
+        lambda books: books.rank_failed(failure(1, "train", 1), 0),
+        lambda books: books.rank_failed(by_user_code(1, "train", 1), 0),
+        lambda books: books.rank_refused(1, key("train", 1), "gap", 0),
+        lambda books: books.rank_done(result(1, "train", 1), 0),
+        lambda books: books.part_durable(1, key("save", 1), "b", 0),
+        lambda books: books.change_plan(books.account.plans[0].plan, {}, 0),
+        lambda books: books.tick(200),
+    ],
+)
+def test_nothing_but_the_commit_counts_after_a_fault_of_the_users_code(news):
+    books = ending()
+    assert news(books) == []
+    assert books.enter(1, 0, 0)[0].reason == "the attempt has ended."
+    assert isinstance(books.commit_done(1, 0)[-1], do.GiveUp)
+
+
+def test_a_fault_of_the_users_code_ends_the_attempt_also_where_that_commit_fails_or_hangs():
+    cause = "rank 0, call train, iteration 1: broke"
+    assert ending().commit_failed(1, "disk full", 0) == [
+        do.GiveUp(f"{cause}; step 1 could not be committed: disk full", 0)
+    ]
+    assert ending().tick(301) == [do.GiveUp("step 1 was not committed within 300 s", 0)]
+
+
+def test_a_fault_of_the_users_code_needs_no_lost_rank_to_explain_it():
+    books = running(timeouts=Timeouts(blame_s=2))
+    books.enter(0, 0, 0)
+    assert books.rank_failed(failure(1, "train"), 0) == []
+    told = books.rank_failed(by_user_code(0, "train"), 1)
+    assert told[-1] == do.GiveUp("rank 0, call train, iteration 0: broke", 0, "where")
+
+
+def test_a_fault_of_the_users_code_in_a_generation_that_has_ended_changes_nothing():
+    books = running()
+    books.enter(0, 0, 0)
+    books.rank_lost(1, "killed", 0)
+    assert books.rank_failed(by_user_code(0, "train"), 0) == []
+    assert books.phase is Phase.RESETTING
