@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rlhf_tasks.config_files import ConfigError
+from rlhf_tasks.reading import ConfigError
 
 DATA = "data"
 """The folder of these sets in a demo's folder."""

@@ -11,7 +11,9 @@ from planner.mesh import Cluster, MeshError
 from planner.plausible import implausible
 from planner.profile import PRESETS, DeviceProfile, preset
 from rlhf_tasks.config import FIGURES
-from rlhf_tasks.config_files import ConfigError, first_fault, read_yaml
+from rlhf_tasks.config_files import first_fault, read_yaml
+from rlhf_tasks.parallel.topology import MAX_DEVICES
+from rlhf_tasks.reading import ConfigError, shown
 from rlhf_tasks.spec import Frozen
 
 
@@ -32,20 +34,20 @@ ONE_DEVICE = f"a preset's name ({', '.join(PRESETS)}) or figures ({{like: PRESET
 
 def _stated(value: Any) -> Any:
     if not isinstance(value, str | dict):
-        raise ValueError(f"give {ONE_DEVICE}, found {value!r}")
+        raise ValueError(f"give {ONE_DEVICE}, found {shown(value)}")
     return value
 
 
 def _stated_by_hosts(value: Any) -> Any:
     if not isinstance(value, str | dict | list | tuple):
-        raise ValueError(f"give {ONE_DEVICE}, or by hosts [{{n_hosts, device}}], found {value!r}")
+        raise ValueError(f"give {ONE_DEVICE}, or by hosts [{{n_hosts, device}}], found {shown(value)}")
     return value
 
 
 class HostsFile(Frozen):
     """Some consecutive hosts and their device, as in ClusterFile."""
 
-    n_hosts: int = Field(gt=0)
+    n_hosts: int = Field(gt=0, le=MAX_DEVICES)
     device: Annotated[str | dict[str, Any], BeforeValidator(_stated)]
 
 
@@ -61,8 +63,8 @@ class ClusterFile(Frozen):
     inside_host, between_hosts  {bytes_per_s, latency_s} of all links where they differ from the devices'
     """
 
-    n_hosts: int = Field(gt=0)
-    devices_per_host: int = Field(gt=0)
+    n_hosts: int = Field(gt=0, le=MAX_DEVICES)
+    devices_per_host: int = Field(gt=0, le=MAX_DEVICES)
     device: Annotated[
         Annotated[str, Tag("path")]
         | Annotated[tuple[HostsFile, ...], Tag("inline")]

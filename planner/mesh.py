@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-MAX_DEVICES = 131_072
-"""Of a cluster: eight times the largest that planning is tested with. More are a slip of the hand."""
+from rlhf_tasks.parallel.topology import check_count
 
 
 class MeshError(ValueError):
@@ -23,11 +22,10 @@ class Cluster:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise MeshError(f"{field}={value!r} is not a positive whole number.")
-        if self.n_devices > MAX_DEVICES:
-            raise MeshError(
-                f"n_hosts={self.n_hosts} x devices_per_host={self.devices_per_host} are {self.n_devices} devices; "
-                f"clusters of up to {MAX_DEVICES} can be planned. Lower n_hosts or devices_per_host."
-            )
+        try:
+            check_count(self.n_hosts, self.devices_per_host)
+        except ValueError as error:
+            raise MeshError(str(error)) from None
 
     @property
     def n_devices(self) -> int:

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from rlhf_tasks.config_base import BaseConfig, TrainingConfig
-from rlhf_tasks.config_files import ConfigError, first_fault, parse_yaml, read_yaml
+from rlhf_tasks.config_files import MOST_PLAN_BYTES, first_fault, parse_yaml, read_yaml
 from rlhf_tasks.config_parts import (
+    MOST_ITERATIONS,
+    MOST_SEQS,
     ActorOnly,
     Assignments,
     GRPOModels,
@@ -25,6 +26,7 @@ from rlhf_tasks.config_parts import (
     SamplingConfig,
     ScoringConfig,
 )
+from rlhf_tasks.reading import ConfigError, reading, shown
 from rlhf_tasks.spec import CallAssignment
 
 
@@ -64,7 +66,7 @@ class RolloutConfig(ScoringConfig, BaseConfig):
     type: Literal["rollout"] = "rollout"
     models: RolloutModels
     sampling: SamplingConfig
-    num_generations: int = Field(default=1, gt=0, description="Samples per prompt.")
+    num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Samples per prompt.")
 
     @property
     def scoring_role(self) -> str:
@@ -106,7 +108,7 @@ class PPOConfig(ScoringConfig, TrainingConfig):
         default=None, gt=0, description="KL per sequence that an adaptive kl_coef steers to; default: fixed."
     )
     kl_horizon: int = Field(
-        default=10_000, gt=0, description="Sequences over which an adaptive kl_coef reacts."
+        default=10_000, gt=0, le=10**12, description="Sequences over which an adaptive kl_coef reacts."
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per token.")
     lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
@@ -128,14 +130,14 @@ class PPOConfig(ScoringConfig, TrainingConfig):
         gt=0,
         description="Value errors beyond it cost linearly (Huber loss); default: squared everywhere.",
     )
-    num_ppo_epochs: int = Field(default=1, gt=0, description="Passes over an iteration's batch.")
+    num_ppo_epochs: int = Field(default=1, gt=0, le=1000, description="Passes over an iteration's batch.")
     early_stop_ratio: float | None = Field(
         default=None,
         gt=1,
         description="Mean ratio of a mini-batch above which the actor skips the rest of the iteration.",
     )
     critic_warmup_iterations: int = Field(
-        default=0, ge=0, description="First iterations, in which only the critic trains."
+        default=0, ge=0, le=MOST_ITERATIONS, description="First iterations, in which only the critic trains."
     )
     critic_optimizer: OptimizerConfig | None = Field(
         default=None,
@@ -193,7 +195,9 @@ class GRPOConfig(TrainingConfig):
     rewards: tuple[RewardFunction, ...] = Field(
         default=(), description="Python rewards, summed with weights."
     )
-    num_generations: int = Field(default=8, gt=1, description="Samples per prompt, which form a group.")
+    num_generations: int = Field(
+        default=8, gt=1, le=MOST_SEQS, description="Samples per prompt, which form a group."
+    )
 
     @property
     def scoring_role(self) -> str:
@@ -266,7 +270,7 @@ def make_config(document: Mapping[str, Any]) -> AnyConfig:
     """Validate a parsed configuration. Raises ConfigError with one sentence for the first fault."""
     kind = document.get("type")
     if not isinstance(kind, str) or kind not in CONFIG_TYPES:
-        raise ConfigError(f"type: must be one of {', '.join(CONFIG_TYPES)}, found {kind!r}.")
+        raise ConfigError(f"type: must be one of {', '.join(CONFIG_TYPES)}, found {shown(kind)}.")
     try:
         return RUN_CONFIG.validate_python(dict(document))
     except ValidationError as error:
@@ -298,7 +302,7 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
     Raises ConfigError naming the file, and the call whose strategy does not fit its devices.
     """
     try:
-        plan = ASSIGNMENTS.validate_python(read_yaml(path))
+        plan = ASSIGNMENTS.validate_python(read_yaml(path, MOST_PLAN_BYTES))
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_fault(error)}") from None
     assignments = {}
@@ -314,7 +318,8 @@ def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:
     """The same with every relative path made absolute against `base`, as workers have other folders."""
 
     def absolute(path: str) -> str:
-        return str(base / Path(path).expanduser())
+        with reading(path, "path"):
+            return str(base / Path(path).expanduser())
 
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir)
@@ -341,21 +346,19 @@ def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:
 def _apply_override(document: dict[str, Any], override: str) -> None:
     """Set one key of a parsed document in place; missing mappings on the way are made."""
     dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
+    keys, what = dotted.strip().split("."), f"override {shown(override)}"
     if not equals or not all(keys):
-        raise ConfigError(f"override {override!r} is not of the form key.sub=value.")
-    try:
-        value = parse_yaml(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value.") from None
+        raise ConfigError(f"{what} is not of the form key.sub=value.")
+    with reading(what, "YAML") as place:
+        value = parse_yaml(text, place)
     target: Any = document
     for position, key in enumerate(keys):
         where = ".".join(keys[:position])
         place: Any = int(key) if isinstance(target, list) and key.isdecimal() else key
         if isinstance(target, list) and (place == key or place >= len(target)):
-            raise ConfigError(f"override {override!r}: {where} has no item {key!r}.")
+            raise ConfigError(f"{what}: {where} has no item {key!r}.")
         if not isinstance(target, dict | list):
-            raise ConfigError(f"override {override!r}: {where} is a value, not a mapping.")
+            raise ConfigError(f"{what}: {where} is a value, not a mapping.")
         if position == len(keys) - 1:
             target[place] = value
         elif isinstance(target, dict) and target.get(place) is None:

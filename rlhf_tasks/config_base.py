@@ -5,6 +5,8 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlhf_tasks.config_parts import (
+    MOST_ITERATIONS,
+    MOST_SEQS,
     ClusterConfig,
     DataConfig,
     OptimizerConfig,
@@ -22,6 +24,7 @@ class BaseConfig(Settings):
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=200,
         description="The run folder's name; default: a fresh one.",
     )
     output_dir: str = Field(default="runs", description="Folder of the run folders; all hosts must share it.")
@@ -29,12 +32,17 @@ class BaseConfig(Settings):
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32", description="Type of the parameters."
     )
-    batch_size: int = Field(default=64, gt=0, description="Sequences (reward model: pairs) per iteration.")
+    batch_size: int = Field(
+        default=64, gt=0, le=MOST_SEQS, description="Sequences (reward model: pairs) per iteration."
+    )
     resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
-    snapshot_every: int = Field(default=1, gt=0, description="Completed iterations per committed snapshot.")
+    snapshot_every: int = Field(
+        default=1, gt=0, le=MOST_ITERATIONS, description="Completed iterations per committed snapshot."
+    )
     keep_last: int = Field(
         default=2,
         ge=2,
+        le=MOST_ITERATIONS,
         description="Snapshots that are kept: the last, and one to go back to if it is damaged.",
     )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
@@ -68,7 +76,7 @@ class BaseConfig(Settings):
                 if manual.hosts is None
                 else ("hosts", manual.hosts, self.cluster.n_hosts)
             )
-            outside = [number for number in named or () if number >= count]
+            outside = [number for number in named or () if number >= count][:8]
             if outside and self.cluster.address is None:
                 raise ValueError(
                     f"plan.{call}.{kind} names {outside}; the cluster has 0 to {count - 1}. "
@@ -84,8 +92,10 @@ class BaseConfig(Settings):
 class TrainingConfig(BaseConfig):
     """What training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
 
-    total_iterations: int = Field(gt=0, description="Iterations of the run.")
-    num_mini_batches: int = Field(default=1, gt=0, description="Optimizer steps per pass over the batch.")
+    total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
+    num_mini_batches: int = Field(
+        default=1, gt=0, le=MOST_SEQS, description="Optimizer steps per pass over the batch."
+    )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
     gradient_checkpointing: bool = Field(
         default=False,

@@ -1,77 +1,116 @@
-"""YAML files and what is wrong with them: every fault of a user's file becomes one sentence."""
+"""Files that a user wrote, YAML and JSON: every fault becomes one sentence."""
 
 import difflib
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from rlhf_tasks.reading import ConfigError, Place, one_line, read_bytes, reading, shown
+
+Value = TypeVar("Value")
 
 MAX_ALIASES = 24  # of YAML: at most 3 ** 8 copies of a value
+MAX_DEPTH = 64  # of YAML's lists and mappings in one another
+MAX_KEYS = 1000  # of one mapping in YAML
+MOST_YAML_BYTES = 1 << 20  # about 10 s of parsing
+MOST_PLAN_BYTES = 8 << 20  # of a plan in YAML: one for 100,000 devices names each of them for each call
+MOST_KEPT_BYTES = 1 << 30  # of the JSON that we write and read again: plans of 100,000 devices have 50 MB
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used: one sentence naming the field, the value and what to change."""
+_TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
+"""What YAML may hold: what JSON can, too. A date is text, as no setting is one."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which also refuses a key that stands twice in one mapping, and aliases by the dozen: a few
-    lines of aliases of aliases stand for more values than any memory holds."""
+    """YAML's safe loader, which also refuses a key that stands twice in one mapping, values nested without end, and
+    aliases by the dozen: a few lines of aliases of aliases stand for more values than any memory holds."""
 
-    aliases = 0
+    def __init__(self, text: str, place: Place) -> None:
+        super().__init__(text)
+        self._place, self._aliases, self._depth = place, 0, 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            self.aliases += 1
-            if self.aliases > MAX_ALIASES:
-                raise yaml.MarkedYAMLError(
-                    problem=f"more than {MAX_ALIASES} aliases", problem_mark=self.peek_event().start_mark
-                )
-        return super().compose_node(parent, index)
+        self._place.line = self.peek_event().start_mark.line + 1
+        self._aliases += self.check_event(yaml.AliasEvent)
+        if self._aliases > MAX_ALIASES:
+            raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases")
+        if isinstance(parent, yaml.MappingNode) and len(parent.value) == MAX_KEYS:
+            raise yaml.YAMLError(f"more than {MAX_KEYS} keys in one mapping")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and node.end_mark is None:
+            raise yaml.YAMLError("an alias of what it stands in")
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        self._place.line = node.start_mark.line + 1
+        if isinstance(node, yaml.ScalarNode):
+            node.value.encode()  # half a surrogate pair, written as an escape, is no text
+        return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: list[Any] = []
+        seen = set[Hashable]()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            self._place.line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise yaml.YAMLError("a key is a list or mapping")
             if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} stands twice", problem_mark=key_node.start_mark
-                )
-            seen.append(key)
+                raise yaml.YAMLError(f"key {shown(key)} stands twice")
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
+_TAGS = [f"tag:yaml.org,2002:{name}" for name in _TYPES]
+_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in [*_TAGS, None]}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _TAGS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 # YAML 1.1 takes 80e9, without a point and a sign, for text
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    _TAGS[3], re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 
-def parse_yaml(text: str) -> Any:
-    """The value that a YAML text has. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)
+def parse_yaml(text: str, place: Place) -> Any:
+    """The value that a YAML text has; stands inside `reading`, whose place it moves."""
+    loader = _Loader(text, place)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, most_bytes: int = MOST_YAML_BYTES) -> dict[str, Any]:
     """A YAML file's mapping. Raises ConfigError naming file and line."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a UTF-8 text file ({error}).") from None
-    try:
-        document = parse_yaml(text)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}.") from None
+    with reading(path, "YAML") as place:
+        document = parse_yaml(read_bytes(path, most_bytes).decode("utf-8-sig"), place)
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(document).__name__}.")
     return document
+
+
+def read_kept(
+    path: Path,
+    kind: TypeAdapter[Value],
+    what: str,
+    error: type[ValueError] = ConfigError,
+    remedy: str = "",
+) -> Value:
+    """What one of our own JSON files holds. Raises `error` of one sentence: file, field, fault and remedy."""
+    with reading(path, what, error, remedy):
+        content = read_bytes(path, MOST_KEPT_BYTES)
+        try:
+            return kind.validate_json(content)
+        except ValidationError as fault:
+            raise error(f"{path}: not valid {what}: {first_fault(fault)} {remedy}".rstrip()) from None
 
 
 def first_fault(error: ValidationError, model: type[BaseModel] | None = None, kind: str = "") -> str:
@@ -79,10 +118,10 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, ki
 
     model  what was validated, to suggest keys; kind: its tag, where it is a member of a discriminated union
     """
-    fault = error.errors()[0]
+    fault = error.errors(include_url=False)[0]
     path = [str(part) for part in fault["loc"] if part not in (kind, "inline", "path")]
-    field = ".".join(path)
-    message = fault["msg"].removeprefix("Value error, ").rstrip(".")
+    field = one_line(".".join(path))
+    message = one_line(fault["msg"].removeprefix("Value error, "), most=2000)
     match fault["type"]:
         case "extra_forbidden":
             return f"{field}: unknown key{_suggestion(path, model)}"
@@ -90,7 +129,7 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, ki
             return f"{field}: required, but not given."
         case "value_error":
             return f"{field}: {message}." if field else f"{message}."
-    return f"{field}: {message[0].lower()}{message[1:]}, found {fault['input']!r}."
+    return f"{field}: {message[0].lower()}{message[1:]}, found {shown(fault['input'])}."
 
 
 def _suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:

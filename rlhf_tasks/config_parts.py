@@ -16,10 +16,16 @@ from pydantic import (
     model_validator,
 )
 
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
 from rlhf_tasks.spec import CallAssignment, Frozen
 
 Head = Literal["lm", "scalar"]
+
+# What no run comes near: larger figures are slips of the hand, and some would fill memory with lists.
+MOST_SEQS = 2**20  # of a batch
+MOST_TOKENS = 2**24  # of a sequence
+MOST_ITERATIONS = 10**9
+MOST_SECONDS = 1e9  # about thirty years; what waits takes no more
 
 
 class Settings(Frozen):
@@ -96,6 +102,7 @@ class DataConfig(Settings):
     max_prompt_tokens: int = Field(
         default=1024,
         gt=0,
+        le=MOST_TOKENS,
         description="Longer rows are refused (SFT, reward model: prompt + completion).",
     )
 
@@ -139,17 +146,21 @@ class ScoringConfig(Settings):
         default=0.0, ge=0, description="Subtracted where a response has no end token."
     )
     reward_timeout_s: float = Field(
-        default=60.0, gt=0, description="Seconds that the Python rewards get per batch."
+        default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards get per batch."
     )
 
 
 class SamplingConfig(Settings):
     """How responses are sampled."""
 
-    max_completion_length: int = Field(gt=0, description="Most tokens of a response, the end token included.")
+    max_completion_length: int = Field(
+        gt=0, le=MOST_TOKENS, description="Most tokens of a response, the end token included."
+    )
     temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is kept; 1 keeps all.")
-    top_k: int = Field(default=0, ge=0, description="Number of tokens that are kept; 0 keeps all.")
+    top_k: int = Field(
+        default=0, ge=0, le=2**31 - 1, description="Number of tokens that are kept; 0 keeps all."
+    )
 
 
 class OptimizerConfig(Settings):
@@ -159,7 +170,9 @@ class OptimizerConfig(Settings):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Course after the warm-up: constant, or down to 0 at the last step."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps of linear warm-up from 0.")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=MOST_ITERATIONS, description="Optimizer steps of linear warm-up from 0."
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, on matrices only.")
     adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="Decay rates of AdamW's two moments."
@@ -176,10 +189,15 @@ class ClusterConfig(Settings):
     address: str | None = Field(
         default=None, description="Scheduler of a running Dask cluster; default: start one."
     )
-    n_hosts: int = Field(default=1, gt=0, description="Number of hosts.")
+    n_hosts: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of hosts.")
     devices_per_host: int = Field(
-        default=1, gt=0, description="Number of ranks (GPUs or CPU slots) per host."
+        default=1, gt=0, le=MAX_DEVICES, description="Number of ranks (GPUs or CPU slots) per host."
     )
+
+    @model_validator(mode="after")
+    def _can_be_planned(self) -> Self:
+        check_count(self.n_hosts, self.devices_per_host)
+        return self
 
     @property
     def n_devices(self) -> int:
@@ -190,30 +208,47 @@ class RuntimeConfig(Settings):
     """Deadlines and restarts."""
 
     deadline_floor_s: float = Field(
-        default=120.0, gt=0, description="Least seconds for a call once its last rank entered it."
+        default=120.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Least seconds for a call once its last rank entered it.",
     )
     deadline_factor: float = Field(
-        default=20.0, ge=1, description="Deadline over a call's predicted seconds."
+        default=20.0, ge=1, le=MOST_SECONDS, description="Deadline over a call's predicted seconds."
     )
-    startup_timeout_s: float = Field(default=180.0, gt=0, description="Seconds for the workers to come up.")
+    startup_timeout_s: float = Field(
+        default=180.0, gt=0, le=MOST_SECONDS, description="Seconds for the workers to come up."
+    )
     max_restarts: int = Field(
-        default=3, ge=0, description="Restarts of the ranks without a commit in between."
+        default=3, ge=0, le=10**6, description="Restarts of the ranks without a commit in between."
     )
+
+
+Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
+"""Of a device or a host."""
 
 
 class ManualAssignment(Settings):
     """One call's place, given by hand: devices or whole hosts by number, and (dp, tp, pp)."""
 
-    devices: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, min_length=1, description="Devices in rank order; or else hosts."
+    devices: tuple[Number, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_DEVICES,
+        description="Devices in rank order; or else hosts.",
     )
-    hosts: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, min_length=1, description="Hosts, all of whose devices are meant; or else devices."
+    hosts: tuple[Number, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_DEVICES,
+        description="Hosts, all of whose devices are meant; or else devices.",
     )
-    dp: int = Field(default=1, gt=0, description="Data-parallel degree.")
-    tp: int = Field(default=1, gt=0, description="Tensor-parallel degree.")
-    pp: int = Field(default=1, gt=0, description="Number of pipeline stages.")
-    micro_batches: int = Field(default=1, gt=0, description="Micro-batches per dp rank and (mini-)batch.")
+    dp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Data-parallel degree.")
+    tp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Tensor-parallel degree.")
+    pp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of pipeline stages.")
+    micro_batches: int = Field(
+        default=1, gt=0, le=MOST_SEQS, description="Micro-batches per dp rank and (mini-)batch."
+    )
     balance: Literal["count", "tokens"] = Field(
         default="count", description="How samples are dealt to dp ranks."
     )
@@ -223,6 +258,7 @@ class ManualAssignment(Settings):
     order: int | None = Field(
         default=None,
         ge=0,
+        le=1000,
         description="Place among the calls of an iteration, of all calls or of none; default: by rule.",
     )
 
@@ -238,6 +274,8 @@ class ManualAssignment(Settings):
 
     def assignment(self, devices_per_host: int) -> CallAssignment:
         """The same as the planner's type. Raises ValueError when dp*tp*pp is not the number of devices."""
+        if self.devices is None:
+            check_count(len(self.hosts or ()), devices_per_host)
         devices = self.devices or tuple(
             host * devices_per_host + device
             for host in self.hosts or ()
@@ -290,7 +328,7 @@ def _as_distribution(value: Any) -> Any:
 class HostDevices(Settings):
     """Some consecutive hosts whose devices are alike."""
 
-    n_hosts: int = Field(gt=0, description="Hosts of this class.")
+    n_hosts: int = Field(gt=0, le=MAX_DEVICES, description="Hosts of this class.")
     device: str = Field(description="Their device: a preset's name, or a YAML file with its figures.")
 
 
@@ -305,11 +343,12 @@ class PlanningConfig(Settings):
     prompt_tokens: int | None = Field(
         default=None,
         gt=0,
+        le=MOST_TOKENS,
         description="Tokens of a prompt (SFT, reward model: of a row); default: the data's.",
     )
     new_tokens: (
         Annotated[
-            dict[Annotated[int, Field(gt=0)], Annotated[float, Field(ge=0, le=1)]],
+            dict[Annotated[int, Field(gt=0, le=MOST_TOKENS)], Annotated[float, Field(ge=0, le=1)]],
             BeforeValidator(_as_distribution),
         ]
         | None
@@ -325,10 +364,13 @@ class PlanningConfig(Settings):
     reward_seconds_per_sequence: float = Field(
         default=0.0,
         ge=0,
+        le=MOST_SECONDS,
         description="Seconds of all Python rewards for one sequence, as measured on yours; "
         "default: they cost nothing but their node.",
     )
-    time_limit_s: float = Field(default=10.0, gt=0, description="Seconds that a search may take.")
+    time_limit_s: float = Field(
+        default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."
+    )
 
     @field_validator("new_tokens")
     @classmethod

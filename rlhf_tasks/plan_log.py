@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from rlhf_tasks.config_files import ConfigError
 from rlhf_tasks.durable import append_lines, sync, write_file
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.reading import ConfigError
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 
 PLAN = "plan.json"

@@ -8,6 +8,18 @@ pp-major, then dp, then tp, so that a tensor-parallel group is made of neighbour
 
 from dataclasses import dataclass
 
+MAX_DEVICES = 131_072
+"""Of a cluster: eight times the largest that planning is tested with. More are a slip of the hand."""
+
+
+def check_count(n_hosts: int, devices_per_host: int) -> None:
+    """Raises ValueError for more devices than MAX_DEVICES."""
+    if n_hosts * devices_per_host > MAX_DEVICES:
+        raise ValueError(
+            f"n_hosts={n_hosts} x devices_per_host={devices_per_host} are {n_hosts * devices_per_host} devices; "
+            f"clusters of up to {MAX_DEVICES} can be planned. Lower n_hosts or devices_per_host."
+        )
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class ParallelStrategy:

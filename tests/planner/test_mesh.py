@@ -1,6 +1,7 @@
 import pytest
 
-from planner.mesh import MAX_DEVICES, Cluster, DeviceMesh, MeshError, meshes, meshes_from_start
+from planner.mesh import Cluster, DeviceMesh, MeshError, meshes, meshes_from_start
+from rlhf_tasks.parallel.topology import MAX_DEVICES
 
 
 def test_meshes_of_a_cluster():

@@ -196,7 +196,7 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
         ("gamma.x=1", "gamma: input should be"),
         ("rewards.5.weight=1", "rewards has no item '5'"),
         ("type.x=1", "type is a value, not a mapping"),
-        ("gamma=[", "is not a YAML value"),
+        ("gamma=[", "override 'gamma=[': not valid YAML: expected the node"),
     ],
 )
 def test_faulty_overrides_are_named(file: Path, override: str, sentence: str):
@@ -212,7 +212,10 @@ def test_faulty_overrides_are_named(file: Path, override: str, sentence: str):
         (b"a: [1\nb: 2\n", "not valid YAML"),
         (b"- 1\n", "expected a mapping of keys to values, found list"),
         (b"", "expected a mapping of keys to values, found NoneType"),
-        (b"\xff\xfe\x00", "cannot be read as a UTF-8 text file"),
+        (
+            b"\xff\xfe\x00",
+            "not valid YAML: no Unicode text ('utf-8' codec can't decode byte 0xff in position 0",
+        ),
         (b"!!python/object/apply:os.system ['true']\n", "not valid YAML"),
     ],
 )

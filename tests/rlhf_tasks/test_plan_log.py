@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_tasks.config_files import ConfigError
 from rlhf_tasks.plan_log import CHANGES, log_change, logged_changes, plan_digest
+from rlhf_tasks.reading import ConfigError
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 
 
