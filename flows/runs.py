@@ -28,6 +28,7 @@ from flows.training import run_training
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import AnyConfig, ConfigError
 from rlhf_tasks.durable import replace_file
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.journals import LINEAGE, METRICS
 from rlhf_tasks.plan_log import PLAN
 
@@ -147,7 +148,9 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning) -> dict[st
         assert commit is not None, "a finished run has a commit"
         model, role = folder / "model", "actor" if "actor" in trained else trained[0]
         if not model.exists():
+            reach(Point.EXPORT)
             export_commit(commit.folder, prepared.config, role, model)
+            reach(Point.EXPORTED)
         by_now = replace(prepared, changes=replanning.plans[1:])
         card = model_card(by_now, folder.name, role, summary["metrics"])
         (model / "README.md").write_text(card, encoding="utf-8")

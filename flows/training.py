@@ -21,6 +21,7 @@ from distributed.core import connect, rpc
 from flows.cluster import Cluster
 from flows.iteration_view import IterationView
 from flows.run_folder import ATTEMPTS
+from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.transport import (
     EVENT,
@@ -115,6 +116,8 @@ async def run_training(
         iterations=iterations,
         **options,
     )
+    with at(attempt=spec.attempt):
+        reach(Point.ATTEMPT)
     return await Training(spec, cluster, Hooks(on_commit, on_plan), dispatch_ahead).run()
 
 
@@ -231,7 +234,10 @@ class Training:
             return
         self._held = None
         self._in_flight.add((place.iteration, place.generation))
-        writer.put(Enter(iteration=place.iteration, generation=place.generation))
+        with at(iteration=place.iteration, generation=place.generation, attempt=self.spec.attempt):
+            reach(Point.ENTER)
+            writer.put(Enter(iteration=place.iteration, generation=place.generation))
+            reach(Point.ENTERED)
         self._view.entered(place.iteration, place.generation)
 
     def _ended(self, end: Committed | Aborted | NotEntered) -> None:

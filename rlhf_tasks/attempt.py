@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from distributed import Worker
 
+from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
@@ -90,7 +91,7 @@ class Attempt:
             do.ResetRank: self._reset_rank,
             do.RestartRank: lambda i: self._links[i.rank].restart(i.lost, self._timeouts.restart_s),
             do.RestoreRank: self._restore_rank,
-            do.Send: lambda i: self._links[i.rank].send(Deliver(requests=i.requests)),
+            do.Send: self._deliver,
             do.WriteCommit: lambda i: self._background(self._commit(i)),
             do.IterationCommitted: self._committed,
             do.LogPlan: lambda i: self._background(self._log_plan(i.planned)),
@@ -133,6 +134,7 @@ class Attempt:
         Raises RankMissing, and whatever the snapshots raise when no commit can be trusted.
         """
         spec = self.spec
+        self._reach(Point.LEASE)
         self._snapshots = snapshots = resolve_name(spec.snapshots)(spec)
         latest = await asyncio.get_running_loop().run_in_executor(self._disk, snapshots.latest)
         step, cursor = latest if latest is not None else (None, 0)
@@ -286,8 +288,17 @@ class Attempt:
                 keep_state=instruction.keep_state,
             )
         )
+        self._reach(Point.RESETTING, generation=instruction.generation)
         if instruction.generation > 0:
             self._background(self._look_alive(rank, instruction.generation))
+
+    def _deliver(self, instruction: do.Send) -> None:
+        self._links[instruction.rank].send(Deliver(requests=instruction.requests))
+        self._reach(Point.DELIVERED, instruction.requests[0].key.iteration)
+
+    def _reach(self, point: Point, iteration: int | None = None, generation: int | None = None) -> None:
+        with at(iteration=iteration, generation=generation, attempt=self.spec.attempt):
+            reach(point)
 
     async def _look_alive(self, rank: int, generation: int) -> None:
         """A process that does not even answer will not reset: it is replaced at once.
@@ -371,6 +382,7 @@ class Attempt:
             logger.exception("the change of the plan at iteration %d is not written down", planned.iteration)
             self._feed(self.ledger.plan_not_logged, f"{type(error).__name__}: {error}")
         else:
+            self._reach(Point.PLAN_LOGGED, planned.iteration)
             self._feed(self.ledger.plan_logged)
 
     async def _tick(self) -> None:

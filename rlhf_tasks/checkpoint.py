@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf_tasks.durable import append_lines, explain, sync
+from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.journals import LINEAGE, METRICS, IterationResults, MetricsLines, lineage_lines
 from rlhf_tasks.manifest import (
     CHECKSUM,
@@ -77,8 +78,11 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
         aside = final.with_name(f"{final.name}.refused-{manifest.attempt}")
         shutil.rmtree(aside, ignore_errors=True)
         final.rename(aside)
+    reach(Point.MANIFEST_SYNCED)
     os.rename(unfinished, final)
+    reach(Point.RENAMED)
     sync(run_folder)
+    reach(Point.COMMITTED)
     return final
 
 
@@ -109,7 +113,9 @@ def prune(run_folder: Path, keep_last: int) -> None:
         verify(step_folder(run_folder, steps[-1]))
     for step in old:
         folder = step_folder(run_folder, step)
-        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.pruned")))
+        pruned = folder.rename(folder.with_name(f"{folder.name}.pruned"))
+        reach(Point.PRUNE)
+        shutil.rmtree(pruned)
 
 
 def sweep(run_folder: Path) -> None:
@@ -173,6 +179,8 @@ class RunSnapshots:
             raise CheckpointError(f"no commit in {self._folder} can be used. {reasons}")
         self._folder.mkdir(parents=True, exist_ok=True)
         sweep(self._folder)
+        with at(attempt=self._spec.attempt):
+            reach(Point.SWEEP)
         if found is not None:
             self._journals = {**self._journals, **found.manifest.journals}
         for name, size_bytes in self._journals.items():
@@ -185,12 +193,18 @@ class RunSnapshots:
         results  iteration -> node -> rank -> result, of `order.iterations`
         Raises CheckpointError when the parts do not fit together, OSError with path and sizes on a full disk.
         """
+        with at(iteration=order.step - 1, attempt=self._spec.attempt):
+            self._commit(order, results)
+
+    def _commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
         parts = [Part.model_validate(part) for ranks in order.parts.values() for part in ranks.values()]
         roles = _records(parts)
         versions = {role: record.version for role, record in roles.items()}
         if versions != dict(order.versions):
             raise CheckpointError(f"step {order.step}: parts of versions {versions}, not {order.versions}.")
+        reach(Point.COMMIT)
         journals = self._append(order.iterations, results)
+        reach(Point.JOURNALS)
         manifest = Manifest(
             run=self._spec.run,
             attempt=self._spec.attempt,
@@ -226,6 +240,8 @@ class RunSnapshots:
             path = self._folder / name
             try:
                 sizes[name] = append_lines(path, self._journals[name], more)
+                if name == METRICS:
+                    reach(Point.METRICS)
             except OSError as error:
                 raise OSError(explain(error, path, sum(map(len, more)))) from error
         return sizes

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.kept_state import KeptState
 from rlhf_tasks.memory import give_back, peak_bytes, reset_peak
 from rlhf_tasks.parallel.groups import join_world, leave_world
@@ -36,6 +37,7 @@ class Executor:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         server = dist.TCPStore(spec.store_host, spec.store_port, is_master=False)
         store = dist.PrefixStore(spec.store_prefix, server)
+        reach(Point.JOIN)
         join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
         self._run = RankRun(spec, device, self._on_saved)
         self._run.start(kept)

@@ -23,6 +23,7 @@ from distributed.comm import Comm, CommClosedError
 from distributed.core import Status
 from pydantic import BaseModel
 
+from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.instructions import SETUP
@@ -217,6 +218,7 @@ class EngineHost:
         executor = self._executor
 
         def close() -> None:
+            reach(Point.RESET)
             if executor is not None:
                 executor.close(instruction.keep_state)
 
@@ -242,13 +244,23 @@ class EngineHost:
         def ended(_: Any, now: float) -> list[Any]:
             return self._inbox.loaded(instruction.key, now)
 
-        self._submit(instruction.key, lambda: executor.load(spec), ended)
+        def load() -> None:
+            executor.load(spec)
+            reach(Point.LOADED)
+
+        self._submit(instruction.key, load, ended)
 
     def _run(self, instruction: do.Run) -> None:
         request, executor = instruction.request, self._executor
         assert executor is not None
         node = self._nodes[request.key.node]
-        self._submit(request.key, lambda: executor.execute(request, node), self._inbox.finished)
+
+        def run() -> NodeResult:
+            result = executor.execute(request, node)
+            reach(Point.ANSWER)
+            return result
+
+        self._submit(request.key, run, self._inbox.finished)
 
     def _interrupt(self, instruction: do.Interrupt) -> None:
         """Abort what the engine thread does."""
@@ -277,8 +289,12 @@ class EngineHost:
                 else:
                     self._apply(ended_well(value, now))
 
+        def job_here() -> Any:
+            with at(inbox.rank, key.iteration, key.generation, key.attempt):
+                return job()
+
         def start() -> None:
-            self._engine.submit(job, done)
+            self._engine.submit(job_here, done)
 
         # A job starts when the news before it (its entry, the last result) are on their way.
         if self._holder is not None and self._inbox.lease is not None:

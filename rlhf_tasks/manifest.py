@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from rlhf_tasks.durable import sync, write_file
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.parallel.topology import Placement
@@ -88,6 +89,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest and checksum, durably. Raises OSError."""
     data = manifest.model_dump_json(indent=1).encode()
     write_file(folder / MANIFEST, data)
+    reach(Point.MANIFEST_WRITTEN)
     write_file(folder / CHECKSUM, _checksum(data))
     sync(folder)
 

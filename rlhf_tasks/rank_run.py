@@ -12,6 +12,7 @@ from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
 from rlhf_tasks.config import RUN_CONFIG
 from rlhf_tasks.dataset import load_rows
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.parallel.engine import Engine, share_batch
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
@@ -62,6 +63,7 @@ class RankRun:
         self._groups = ProcessGroups(
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
+        reach(Point.JOINED)
         self._rows = load_rows(self._config.data)
         self._tokenizer = Tokenizer.from_folder(self._config.models.tokenizer)
         self._rewards = RewardProcess(self._config)
@@ -132,6 +134,7 @@ class RankRun:
         if self._spec.rank in node.placement.heads:
             mine = shares(node.side, self._ids(request))[self._spec.rank]
             fetched = FETCH[self._config.type](self._rows, self._tokenizer, self._config, mine)
+            reach(Point.FETCH)
             self._samples.put(fetched.to(self._groups.device))
         return Outcome()
 
@@ -159,6 +162,7 @@ class RankRun:
         output = FUNCTIONS[self._config.type][call.name](engine, batch, context)
         if node.trains:
             engine.version += 1
+            reach(Point.TRAINED)
         if engine.is_head and output.batch is not None:
             to_store = {inside: outside for outside, inside in call.remap.items()}
             self._samples.put(_only(_renamed(output.batch, to_store), call.outputs))

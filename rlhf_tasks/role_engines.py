@@ -8,6 +8,7 @@ from torch import Tensor
 from rlhf_tasks.config import AnyConfig
 from rlhf_tasks.config_base import TrainingConfig
 from rlhf_tasks.config_parts import OptimizerConfig, Role
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.host_copies import HostCopy, copier
@@ -100,6 +101,7 @@ class RoleEngines:
         assert moved.version == version, f"{node.role}: version {moved.version} came, the plan says {version}"
         if moved.slices is not None:
             self._install(node.role, node.destination, moved)
+            reach(Point.REALLOCATED)
         return moved
 
     def release(self, role: str, placement: Placement) -> None:
@@ -112,10 +114,12 @@ class RoleEngines:
     def onload(self, role: str, placement: Placement) -> None:
         """Start to bring an offloaded role's weights to this rank's device."""
         self._host_copies[role, placement].onload()
+        reach(Point.ONLOAD)
 
     def offload(self, role: str, placement: Placement) -> None:
         """Free an offloaded role's weights on this rank's device."""
         self._host_copies[role, placement].offload()
+        reach(Point.OFFLOAD)
 
     def close(self) -> None:
         """Leave no copy under way."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint import step_folder, unfinished_folder
 from rlhf_tasks.durable import explain, sync
+from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.manifest import CheckpointError, Manifest, Part, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.layout import Layout
@@ -56,7 +57,8 @@ class SnapshotWriter:
             placement=engine.layout.placement,
         )
         path = self._path(role, step)
-        writing = self._thread.submit(self._write, path, role, record.model_copy(deep=True), shards)
+        reach(Point.SAVE)
+        writing = self._thread.submit(self._write, path, role, record.model_copy(deep=True), shards, step)
         # A callback of `writing` would run here, in the caller's thread, when the write was quicker than this line.
         self._thread.submit(self._report, writing, path, state_size_bytes(shards), role, step)
 
@@ -71,10 +73,14 @@ class SnapshotWriter:
         folder = unfinished_folder(Path(spec.run_folder), step, spec.attempt)
         return folder / f"{role}.rank-{spec.rank:05d}.gen-{spec.generation}.safetensors"
 
-    def _write(self, path: Path, role: str, record: RoleRecord, shards: list[StateShard]) -> Part:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = write_shards(path, self._spec.rank, shards)
-        sync(path.parent)
+    def _write(self, path: Path, role: str, record: RoleRecord, shards: list[StateShard], step: int) -> Part:
+        spec = self._spec
+        with at(spec.rank, step - 1, spec.generation, spec.attempt):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = write_shards(path, spec.rank, shards)
+            reach(Point.SHARD_SYNCED)
+            sync(path.parent)
+            reach(Point.PART_DURABLE)
         stored = StoredFile(role=role, file=path.name, **written._asdict())
         return Part(stored=stored, record=record)
 
@@ -111,6 +117,7 @@ def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None
     manifest = read_manifest(folder)
     record = stored_role(role, layout, manifest, folder)
     files = [folder / stored.file for stored in manifest.files if stored.role == role]
+    reach(Point.RESTORE)
     wanted = engine.optimizer.shard_state()
     take_state(engine, read_shards(files, record.layout, layout, engine.groups.rank, wanted), record)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.config import PPOConfig, RolloutConfig
 from rlhf_tasks.config_parts import RewardModelScore
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.micro_batch import MicroBatch
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
@@ -55,6 +56,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
     if answers is None or pending is None:
         return None
     rewards = pending.result()
+    reach(Point.REWARD)
     total = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
     for function in config.rewards:
         total += function.weight * torch.tensor(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.flops import TRAINING, forward_flops
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout import Layout
@@ -130,6 +131,7 @@ class Engine:
             return terms.total / denominator
 
         self.pipeline.forward_backward(split(batch, micro_batches), run)
+        reach(Point.BACKWARD)
         forward = forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths)
         self.count(TRAINING * forward)
         metrics = self._sum_by_name(sums.totals())

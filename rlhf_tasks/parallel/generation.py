@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.decode_graph import DecodeGraphs
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.flops import generation_flops
@@ -109,6 +110,7 @@ def _decode(groups: Sequence["_Group"], max_new_tokens: int) -> None:
                 group.settle()
             if not group.done:
                 group.compute()
+        reach(Point.GENERATION)
         active = [group for group in active if not group.done]
     for group in active:
         group.settle()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.gradients import SharedSums, primary_range
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout import Layout
@@ -130,6 +131,7 @@ class Optimizer:
         if not skipped:
             self.step += 1
             self._update(gradient, learning_rate, self._clip_factor(norm))
+            reach(Point.OPTIMIZER_STEP)
             self._gather()
         self._gradients.zero_()
         return StepReport(norm, skipped)

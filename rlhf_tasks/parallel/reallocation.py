@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.digest import digest
 from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout import Interval, Layout
@@ -74,6 +75,7 @@ def reallocate(
         for peer, tensors in exchange(outgoing, blanks, group, groups.device).items():
             for view, tensor in zip(into[peer], tensors, strict=True):
                 view.copy_(tensor)
+    reach(Point.REALLOCATION)
     found = _verify(ours, fresh, groups)
     role = {"version": version, "state": dict(state or {})}
     role = broadcast_json(role, source.placement.devices[0], group, groups.device)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.groups import ProcessGroups
 from rlhf_tasks.parallel.messages import Blank, exchange
 from rlhf_tasks.parallel.samples import Packed, SampleBatch, SampleStore
@@ -100,6 +101,7 @@ def redistribute(
     by_tokens = destination.balance == "tokens"
     asked = list(dict.fromkeys([*keys, token_key])) if by_tokens else list(keys)
     found = survey(store, ids, asked, heads, groups)
+    reach(Point.TRANSFER)
     wanted = shares(destination, ids, found[token_key].rows if by_tokens else None)
     outgoing: dict[int, list[Tensor]] = {}
     expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}

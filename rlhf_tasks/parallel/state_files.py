@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.layout import Interval, Layout
 from rlhf_tasks.parallel.optimizer import StateShard
 from rlhf_tasks.parallel.state_layout import Rectangle, StateLayout
@@ -59,8 +60,12 @@ def write_shards(path: Path, device: int, shards: Sequence[StateShard]) -> Writt
         for data in _chunks(header, shards):
             file.write(data)
             digest.update(data)
+            if size_bytes == 0:
+                file.flush()
+                reach(Point.SHARD_BEGUN)
             size_bytes += len(data)
         file.flush()
+        reach(Point.SHARD_WRITTEN)
         os.fsync(file.fileno())
     return Written(size_bytes, digest.hexdigest())
 

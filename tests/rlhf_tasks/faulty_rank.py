@@ -1,4 +1,4 @@
-"""The product's executor and snapshots, in processes that die at one precise place.
+"""The product's executor, in ranks that die when another rank, or another thread, is at a precise place.
 
 The place stands in `fault.json` of the run folder (`Fault`); it counts in generation 0 of attempt 1 only, so that
 what is repeated runs undisturbed.
@@ -12,9 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_tasks import checkpoint
 from rlhf_tasks.executor import make_executor as make_real_executor
-from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.transport import GenerationSpec, SavedPart
 
@@ -105,27 +103,5 @@ class FaultyExecutor:
         os.kill(os.getpid(), self._fault.signal)
 
 
-class FaultySnapshots(checkpoint.RunSnapshots):
-    """The product's snapshots; in attempt 1 the controller dies at a rename: its parts, journals and manifest are
-    written. The step to die at stands in `die_at_step` of the run folder."""
-
-    def commit(self, order: WriteCommit, results) -> None:
-        told = self._folder / "die_at_step"
-        if self._spec.attempt == 1 and told.exists() and order.step == int(told.read_text()):
-            checkpoint.os = _DyingAtRename()
-        super().commit(order, results)
-
-
-class _DyingAtRename:
-    """Stands for the module `os` in the module that renames."""
-
-    def rename(self, source: Path, destination: Path) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def make_executor(rank, on_saved):
     return FaultyExecutor(rank, on_saved)
-
-
-def make_snapshots(spec):
-    return FaultySnapshots(spec)

@@ -14,12 +14,12 @@ import pytest
 from distributed import Client
 from distributed.comm import CommClosedError
 
-from flows.cluster import found_cluster
 from flows.prepare import prepare
 from rlhf_tasks.checkpoint import step_folder
 from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished
 from tests.committed import assert_same_run, generations_of, metrics_of, state_at
-from tests.rlhf_tasks.fake_flow import follow, run_spec
+from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume
+from tests.rlhf_tasks.fake_flow import run_spec
 from tests.rlhf_tasks.faulty_rank import FIRED, STOP, Fault
 from tests.tiny_runs import ppo_config
 
@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 N_RANKS = 4
 ITERATIONS = 4
-PATIENCE_S = 400.0
 DEADLINE_S = 200.0  # of a node
 NOTICED_S = 50.0  # long before that; 5 s are promised, of a machine that is not starved
 PLAN = {
@@ -62,7 +61,7 @@ def spec_of(cluster, job, folder, **options):
         "iterations": ITERATIONS,
         "deadline_floor_s": DEADLINE_S,
         "executor": "tests.rlhf_tasks.faulty_rank:make_executor",
-        "snapshots": "tests.rlhf_tasks.faulty_rank:make_snapshots",
+        "snapshots": "rlhf_tasks.checkpoint:run_snapshots",
         **options,
     }
     return run_spec(cluster, job.plan, folder, **options)
@@ -78,19 +77,6 @@ def undisturbed(cluster, job, tmp_path_factory):
     return folder
 
 
-def attend(cluster, spec, **options):
-    """The events of a run, whose ranks may have to import torch on a busy machine."""
-    return follow(cluster, spec, patience_s=PATIENCE_S, **options)
-
-
-def of_type(events, kind):
-    return [event for _, event in events if isinstance(event, kind)]
-
-
-def committed(events):
-    return [event.iteration for event in of_type(events, Committed)]
-
-
 def test_an_undisturbed_run_changes_every_tensor_and_state(undisturbed):
     tensors, (cursor, versions, roles) = state_at(undisturbed, ITERATIONS)
     before, _ = state_at(undisturbed, ITERATIONS - 1)
@@ -102,25 +88,9 @@ def test_an_undisturbed_run_changes_every_tensor_and_state(undisturbed):
 
 
 FAULTS = {
-    "in generation": (
-        Fault(1, 2, "actor_generate", inside_s=0.04),
-        "rank 1, call actor_generate, iteration 2: lost",
-    ),
-    "in a transfer": (
-        Fault(3, 2, "transfer_actor_generate_to_critic_train"),
-        "rank 3, call transfer_actor_generate_to_critic_train, iteration 2: lost",
-    ),
-    "in a reallocation": (
-        Fault(0, 2, "reallocate_actor_to_actor_generate"),
-        "rank 0, call reallocate_actor_to_actor_generate, iteration 2: lost",
-    ),
     "in a train_step while the next iteration generates": (
         Fault(3, 1, "critic_train", inside_s=0.04, meanwhile=(2, "actor_generate")),
         "rank 3, call critic_train, iteration 1: lost",
-    ),
-    "when a frozen model is to be copied from host memory": (
-        Fault(2, 2, "onload_reward_to_reward_inference"),
-        "rank 2, call onload_reward_to_reward_inference, iteration 2: lost",
     ),
     "between a save and its commit": (
         Fault(2, 2, "save_critic", meanwhile=(3, "reward_inference")),
@@ -129,13 +99,7 @@ FAULTS = {
 }
 
 
-# For the long suite: what the other faults stand for too.
-LONG = {"in a reallocation", "when a frozen model is to be copied from host memory"}
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=[pytest.mark.slow] if place in LONG else []) for place in FAULTS]
-)
+@pytest.mark.parametrize("place", FAULTS)
 def test_a_killed_rank_is_named_and_the_run_ends_in_the_same_bits(cluster, job, undisturbed, tmp_path, place):
     fault, words = FAULTS[place]
     folder = tmp_path / "run"
@@ -181,19 +145,6 @@ def test_a_run_whose_flow_left_is_resumed(cluster, job, undisturbed, tmp_path):
     assert_same_run(folder, undisturbed)
 
 
-def test_a_run_whose_controller_died_before_the_rename_is_resumed(cluster, job, undisturbed, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "die_at_step").write_text("3")
-    with pytest.raises(CommClosedError):
-        asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
-    assert len(metrics_of(folder)) == 3, "the journals are ahead of the commits"
-    assert not step_folder(folder, 3).exists()
-    events = resume(cluster, job, folder, gone={cluster.controller.address})
-    assert committed(events) == [2, 3]
-    assert_same_run(folder, undisturbed)
-
-
 @pytest.mark.slow
 def test_a_run_of_which_every_process_was_killed_is_resumed(cluster, job, undisturbed, tmp_path):
     folder = tmp_path / "run"
@@ -212,24 +163,11 @@ def test_a_run_of_which_every_process_was_killed_is_resumed(cluster, job, undist
 
     with found(cluster, folder) as now, pytest.raises(CommClosedError):
         asyncio.run(run(now))
-    events = resume(cluster, job, folder, gone=set(pids))
+    events = again(cluster, job, folder, gone=set(pids))
     assert committed(events)[0] >= 1
     assert_same_run(folder, undisturbed)
 
 
-def found(cluster, folder):
-    """The cluster as it is now: a controller that died has another address."""
-    return found_cluster(cluster.scheduler_address, N_RANKS, folder=folder)
-
-
-def resume(cluster, job, folder, gone):
+def again(cluster, job, folder, gone):
     """Attempt 2, once the workers of the addresses `gone` are known to be dead: its events."""
-    with Client(cluster.scheduler_address, set_as_default=False) as client:
-        while not gone.isdisjoint(client.run_on_scheduler(_workers)):
-            time.sleep(0.05)
-    with found(cluster, folder) as now:
-        return asyncio.run(attend(now, spec_of(now, job, folder, attempt=2)))
-
-
-def _workers(dask_scheduler):
-    return list(dask_scheduler.workers)
+    return resume(cluster, folder, gone, lambda now: spec_of(now, job, folder, attempt=2))

@@ -1,0 +1,46 @@
+"""Attempts of a run on a cluster, by a flow without Prefect: begun, and gone on with when processes were killed."""
+
+import asyncio
+import time
+
+from distributed import Client
+
+from flows.cluster import found_cluster
+from rlhf_tasks.transport import Committed
+from tests.rlhf_tasks.fake_flow import follow
+
+PATIENCE_S = 400.0
+
+
+def attend(cluster, spec, **options):
+    """The events of a run, whose ranks may have to import torch on a busy machine."""
+    return follow(cluster, spec, patience_s=PATIENCE_S, **options)
+
+
+def of_type(events, kind):
+    return [event for _, event in events if isinstance(event, kind)]
+
+
+def committed(events):
+    return [event.iteration for event in of_type(events, Committed)]
+
+
+def found(cluster, folder):
+    """The cluster as it is now: a controller that died has another address."""
+    return found_cluster(cluster.scheduler_address, len(cluster.ranks), folder=folder)
+
+
+def resume(cluster, folder, gone, spec_of):
+    """Another attempt, once the workers of the addresses `gone` are known to be dead: its events.
+
+    spec_of  the cluster as it is then -> the attempt
+    """
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        while not gone.isdisjoint(client.run_on_scheduler(_workers)):
+            time.sleep(0.05)
+    with found(cluster, folder) as now:
+        return asyncio.run(attend(now, spec_of(now)))
+
+
+def _workers(dask_scheduler):
+    return list(dask_scheduler.workers)
