@@ -49,9 +49,10 @@ async def plan(
     """
     settings = resolve_paths(config, Path.cwd())
     hardware = hardware_of(settings, Path(cluster) if cluster else None)
-    for warning in hardware.warnings:
-        get_run_logger().warning(warning)
     problem = problem_of(settings, hardware, Path(profile) if profile else None)
+    found = [*hardware.warnings, *problem.warnings]
+    for warning in found:
+        get_run_logger().warning(warning)
     limit_s = settings.planning.time_limit_s if time_limit_s is None else time_limit_s
     seed = settings.seed if seed is None else seed
     result = await asyncio.to_thread(plan_for, problem, mode, limit_s, seed)
@@ -59,7 +60,7 @@ async def plan(
     stretched = extrapolation(result.plan, problem.model)
     if stretched is not None:
         get_run_logger().warning(stretched)
-    warnings = [*hardware.warnings, *filter(None, [stretched])]
+    warnings = [*found, *filter(None, [stretched])]
     await artifacts.show_price(result, problem.model, warnings)
     name = (block or settings.name or settings.type).lower().replace("_", "-").replace(".", "-")
     await _as_block(result).asave(name, overwrite=True)

@@ -73,7 +73,10 @@ def show_corrections(console: Console, problem: Problem) -> None:
     """Which calls are priced by what earlier runs measured, and how far the profiles were off."""
     factors = corrections(problem)
     if factors:
-        told = ", ".join(f"{call} x {factor:.3g}" for call, factor in factors.items())
+        told = ", ".join(
+            f"{call} + {by.added_s:.3g} s" if by.added_s else f"{call} x {by.seconds:.3g}"
+            for call, by in factors.items()
+        )
         console.print(
             f"Measured figures of earlier runs were used, which correct the profiles: {told}.\n",
             highlight=False,

@@ -16,6 +16,7 @@ from planner.price import PlanPrice, price_plan
 from planner.provenance import figures_source
 from planner.ran import RanCall, drifted, keep_figures
 from rlhf_tasks.config import AnyConfig, ConfigError
+from rlhf_tasks.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
 Row = Mapping[str, Any]
@@ -154,7 +155,7 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
             active_bytes=_active_bytes(node.name, expected, found),
         )
         for node in plan.nodes
-        if isinstance(node, CallNode) and measured[node.name]["measured"] > 0
+        if isinstance(node, CallNode) and LEAST_S <= measured[node.name]["measured"] <= MOST_S
     ]
     keep_figures(expected.figures, ran)
     return True

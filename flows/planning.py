@@ -1,6 +1,6 @@
 """From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,13 +13,14 @@ from planner.cost import CostModel
 from planner.deadline import never
 from planner.device_classes import DeviceClasses
 from planner.graph import DataflowGraph
+from planner.kept_figures import read_kept
 from planner.measured import MeasuredProfile, ProfileError
 from planner.mesh import Cluster
 from planner.plan import PlanError
 from planner.problem import Problem, ProblemError
 from planner.profile import DeviceProfile
 from planner.profile_cache import cached, read_profiles
-from planner.ran import figures_file, read_figures
+from planner.ran import FiguresError, figures_file, read_figures
 from planner.search import SearchResult, find_plan
 from planner.tabulated import tabulated
 from planner.workload import Lengths, RoleModel, Workload
@@ -30,7 +31,7 @@ from rlhf_tasks.config_parts import Role
 from rlhf_tasks.examples import mean_prompt_tokens
 from rlhf_tasks.measurements import Grid
 from rlhf_tasks.parallel.shape import ModelShape
-from rlhf_tasks.spec import CallAssignment
+from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
 COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
 """The modes of the planner that find a plan by themselves."""
@@ -64,14 +65,15 @@ def _problem(config: AnyConfig, hardware: Hardware, profile: Path | None) -> Pro
     models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
     workload = workload_of(config)
     _check_context(shapes, workload)
-    classes, measured = hardware.classes, list[MeasuredProfile]()
+    classes, measured, warnings = hardware.classes, list[MeasuredProfile](), list[str]()
     stated = None if profile is None else _stated_profiles(profile, classes)
     for number, device in enumerate(classes.profiles):
         if stated is not None:
             found = tuple(one for one in stated if one.device == device.name)
         else:
             own = classes.part(number)
-            found = cached(profile_folder(config), device.name, own, models, workload.itemsize)
+            found, refused = cached(profile_folder(config), device.name, own, models, workload.itemsize)
+            warnings += refused
         if found:
             profiles = list(classes.profiles)
             profiles[number] = recalibrated(device, found[0])
@@ -79,8 +81,32 @@ def _problem(config: AnyConfig, hardware: Hardware, profile: Path | None) -> Pro
         measured += found
     graph, cluster = graph_of(config, shapes), hardware.cluster
     uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
-    ran = read_figures(figures_of(config, uncorrected))
-    return Problem(graph, CostModel(cluster, classes, models, workload, measured, ran))
+
+    def corrected(path: Path) -> CostModel:
+        model = CostModel(cluster, classes, models, workload, measured, read_figures(path))
+        _refuse_absurd(path, model, graph.calls)
+        return model
+
+    model, refused = read_kept(figures_of(config, uncorrected), corrected, uncorrected.model)
+    return Problem(graph, model, warnings=(*warnings, *refused))
+
+
+def _refuse_absurd(path: Path, model: CostModel, calls: Iterable[ModelFunctionCall]) -> None:
+    """Raises FiguresError when the figures of runs in a file cannot be of this cluster: their assignments have other
+    devices or no such strategy, or they take more memory than a device has."""
+    most_bytes = max(device.memory_bytes for device in model.classes.profiles)
+    for ran in model.ran:
+        if max(ran.assignment.placement.devices) >= model.cluster.n_devices:
+            raise FiguresError(f"{path} has figures of {ran.call} on devices that {model.cluster} has not.")
+        if ran.active_bytes is not None and ran.active_bytes > most_bytes:
+            raise FiguresError(
+                f"{path} has {ran.active_bytes:g} bytes for {ran.call}, more than the {most_bytes} of a device."
+            )
+    for call in calls:
+        try:
+            model.correction(call)
+        except ValueError as error:
+            raise FiguresError(f"{path} has figures of {call.name} that cannot be: {error}") from None
 
 
 def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfile, ...]:

@@ -39,7 +39,8 @@ class Prepared:
     plan         that the run begins by; changes: the later ones that are decided
     data_digest  of the rows' content; a resumed run must find the same
     n_rows       rows of the data set
-    warnings     a sentence for each figure of planning.device that is hardly true, one for prices by extrapolation
+    warnings     a sentence for each figure of planning.device that is hardly true, for each file of kept figures that
+                 was put aside, and for prices by extrapolation
     """
 
     config: AnyConfig
@@ -99,7 +100,7 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
         data_digest=rows.digest,
         n_rows=len(rows),
         changes=() if folder is None else logged_changes(folder),
-        warnings=(*hardware.warnings, *filter(None, [stretched])),
+        warnings=(*hardware.warnings, *problem.warnings, *filter(None, [stretched])),
     )
 
 

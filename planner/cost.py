@@ -40,7 +40,8 @@ class CallCost:
     active_bytes: tuple[float, ...]
 
     def times(self, factor: Factor) -> "CallCost":
-        return CallCost(self.seconds * factor.seconds, tuple(n * factor.memory for n in self.active_bytes))
+        seconds = self.seconds * factor.seconds + factor.added_s
+        return CallCost(seconds, tuple(n * factor.memory for n in self.active_bytes))
 
 
 class Crossings(NamedTuple):

@@ -11,12 +11,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from statistics import fmean
-from typing import Self
+from typing import Self, get_args
 
 from pydantic import Field, model_validator
 
 from planner.workload import RoleModel
-from rlhf_tasks.measurements import Exchange, Measurements, Pass, Timed, TimedExchange
+from rlhf_tasks.measurements import (
+    LEAST_S,
+    MOST_BYTES,
+    MOST_S,
+    Exchange,
+    Measurements,
+    Operation,
+    Pass,
+    Timed,
+    TimedExchange,
+)
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.spec import Frozen
 
@@ -45,18 +55,20 @@ class MeasuredProfile(Frozen):
     itemsize: int = Field(gt=0)
     operations: tuple[Timed, ...] = Field(min_length=1)
     exchanges: tuple[TimedExchange, ...] = ()
-    dispatch_s: float = Field(default=0.0, ge=0)
-    process_bytes: int = Field(default=0, ge=0)
+    dispatch_s: float = Field(default=0.0, ge=0, le=MOST_S, allow_inf_nan=False)
+    process_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     computed_from: str | None = None
 
     @model_validator(mode="after")
     def _figures_are_sound(self) -> Self:
         for timed in self.operations:
-            if timed.seconds < 0 or timed.tokens < 1 or timed.tp < 1:
+            sizes = (timed.tokens, timed.tp, timed.context + 1)
+            if not (_can_be(timed.seconds) and min(sizes) >= 1 and max(sizes) <= MOST_BYTES):
                 raise ProfileError(f"profile of {self.device}: {timed} has a figure that cannot be.")
         for exchange in self.exchanges:
             nothing = exchange.seconds == 0 and self.computed_from is None  # a stated latency may be 0
-            if exchange.seconds < 0 or nothing or exchange.ranks < 2:
+            sizes = (exchange.ranks - 1, exchange.size_bytes + 1)
+            if nothing or not (_can_be(exchange.seconds) and min(sizes) >= 1 and max(sizes) <= MOST_BYTES):
                 raise ProfileError(f"profile of {self.device}: {exchange} has a figure that cannot be.")
         return self
 
@@ -119,6 +131,22 @@ class MeasuredProfile(Frozen):
                 f"{itemsize}. Measure this run's models with prefect-rlhf profile."
             )
 
+    def lacking(self) -> str:
+        """What a whole profile has and this one has not, as in `optimizer at tp=2`; empty where it lacks nothing."""
+        measured = {(o.operation, o.tp) for o in self.operations}
+        exchanged = {(e.kind, e.ranks) for e in self.exchanges}
+        n_ranks = self.n_hosts * self.devices_per_host
+        wanted = {kind: 2 if kind in ("send", "redistribute") else n_ranks for kind in get_args(Exchange)}
+        missing = [
+            f"{o} at tp={tp}"
+            for tp in self.tp_degrees
+            for o in get_args(Operation)
+            if (o, tp) not in measured
+        ]
+        if n_ranks > 1:
+            missing += [f"{kind} among {n}" for kind, n in wanted.items() if (kind, n) not in exchanged]
+        return ", ".join(missing[:1])
+
     @cached_property
     def operation_tables(self) -> Mapping[tuple[str, int], "Table"]:
         """(operation, tp) -> seconds by (context, tokens)."""
@@ -139,6 +167,10 @@ class MeasuredProfile(Frozen):
         for e in self.exchanges:
             points[e.kind, e.crosses_hosts].append((e.ranks, e.size_bytes, e.seconds))
         return {key: Table(found) for key, found in points.items()}
+
+
+def _can_be(seconds: float) -> bool:
+    return seconds == 0 or LEAST_S <= seconds <= MOST_S
 
 
 class Table:

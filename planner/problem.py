@@ -18,12 +18,14 @@ class Problem:
     graph   the calls of an iteration
     model   what calls and transfers cost: cluster, device, the roles' models, workload
     max_tp  the largest tensor-parallel degree; default: the devices of a host
+    warnings  a sentence for each file of kept figures that was put aside
     Raises ProblemError when a role has no model or max_tp is no positive whole number.
     """
 
     graph: DataflowGraph
     model: CostModel
     max_tp: int | None = None
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         missing = [role for role in self.graph.roles if role not in self.model.models]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from planner.kept_figures import read_kept
 from planner.measured import MeasuredProfile, ProfileError
 from planner.mesh import Cluster
 from planner.workload import RoleModel
@@ -32,14 +33,30 @@ def store(profile: MeasuredProfile, folder: Path) -> Path:
 
 def cached(
     folder: Path, device: str, cluster: Cluster, models: Mapping[str, RoleModel], itemsize: int
-) -> tuple[MeasuredProfile, ...]:
-    """The profiles of a run's models that are in the cache; one of each shape.
+) -> tuple[tuple[MeasuredProfile, ...], tuple[str, ...]]:
+    """The profiles of a run's models that are in the cache, one of each shape; and a warning for each file that was
+    put aside, since it holds no whole profile of what its name says."""
+    profiles: list[MeasuredProfile] = []
+    warnings: list[str] = []
 
-    Raises ProfileError naming a file that cannot be read.
-    """
-    shapes = dict.fromkeys(model.shape for model in models.values())
-    files = [cache_file(folder, device, cluster, shape, itemsize) for shape in shapes]
-    return tuple(profile for path in files if path.exists() for profile in read_profiles(path))
+    def read(path: Path) -> tuple[MeasuredProfile, ...]:
+        found = read_profiles(path)
+        for profile in found:
+            if lacking := profile.lacking():
+                raise ProfileError(f"{path} has no figures for {lacking}.")
+            its_cluster = Cluster(profile.n_hosts, profile.devices_per_host)
+            named = cache_file(folder, profile.device, its_cluster, profile.model, profile.itemsize)
+            if named.name != path.name:
+                raise ProfileError(f"{path} has a profile of another model, device or cluster.")
+        return found
+
+    for shape in dict.fromkeys(model.shape for model in models.values()):
+        path = cache_file(folder, device, cluster, shape, itemsize)
+        if path.exists():
+            found, refused = read_kept(path, read, ())
+            profiles += found
+            warnings += refused
+    return tuple(profiles), tuple(warnings)
 
 
 def write_profiles(profiles: Iterable[MeasuredProfile], path: Path) -> None:
@@ -62,7 +79,7 @@ def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
         raise ProfileError(
             f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}. Measure again with prefect-rlhf profile."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(
             f"{path} is no profile ({error}). Measure again with prefect-rlhf profile."
         ) from None

@@ -6,6 +6,7 @@ the run's figures are kept, and the cost model goes by them (docs/adr/0006-measu
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import exp, log
@@ -16,7 +17,9 @@ from typing import NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 
 from planner.device_classes import DeviceClasses
+from planner.kept_figures import read_kept
 from planner.workload import RoleModel, Workload
+from rlhf_tasks.measurements import LEAST_S, MOST_BYTES, MOST_S
 from rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
 
 LIMIT = 0.25
@@ -33,17 +36,25 @@ class RanCall(Frozen):
 
     call: str
     assignment: CallAssignment
-    seconds: float = Field(gt=0)
-    active_bytes: float | None = Field(default=None, ge=0)
+    seconds: float = Field(ge=LEAST_S, le=MOST_S, allow_inf_nan=False)
+    active_bytes: float | None = Field(default=None, ge=0, le=MOST_BYTES, allow_inf_nan=False)
 
 
 class Factor(NamedTuple):
-    """What a price is multiplied by: a call's seconds, and its memory beyond parameters."""
+    """What a price is multiplied by: a call's seconds, and its memory beyond parameters.
+
+    added_s  seconds of a call that has no price (Python rewards of no stated cost): nothing multiplies that
+    """
 
     seconds: float = 1.0
     memory: float = 1.0
+    added_s: float = 0.0
 
 
+LEAST_PRICE_S = 1e-9
+"""A call of a shorter price has none."""
+
+logger = logging.getLogger(__name__)
 _FIGURES = TypeAdapter(tuple[RanCall, ...])
 
 
@@ -77,14 +88,15 @@ def read_figures(path: Path) -> tuple[RanCall, ...]:
     try:
         return _FIGURES.validate_json(path.read_bytes())
     except (OSError, ValidationError):
-        raise FiguresError(
-            f"{path} holds no measured figures of runs. Remove it, and plans go by profiles alone."
-        ) from None
+        raise FiguresError(f"{path} holds no measured figures of runs.") from None
 
 
 def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
     """Add figures; those of the same call under the same assignment are replaced. The file appears whole."""
-    kept = {(ran.call, ran.assignment): ran for ran in (*read_figures(path), *found)}
+    before, warnings = read_kept(path, read_figures, ())
+    for warning in warnings:
+        logger.warning(warning)
+    kept = {(ran.call, ran.assignment): ran for ran in (*before, *found)}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".tmp")
     partial.write_bytes(_FIGURES.dump_json(tuple(kept.values()), indent=1))
@@ -93,18 +105,21 @@ def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
 
 def factor_of(ran: RanCall, seconds: float, active_bytes: float) -> Factor:
     """What a run says of a call that was priced at so many seconds and bytes (of the fullest device)."""
-    if ran.active_bytes is None or active_bytes == 0:
-        return Factor(ran.seconds / seconds)
-    return Factor(ran.seconds / seconds, ran.active_bytes / active_bytes)
+    memory = 1.0 if ran.active_bytes is None or active_bytes < 1 else ran.active_bytes / active_bytes
+    if seconds < LEAST_PRICE_S:
+        return Factor(memory=memory, added_s=ran.seconds)
+    return Factor(ran.seconds / seconds, memory)
 
 
 def factor_elsewhere(factors: Collection[Factor]) -> Factor:
     """The factor of assignments that have not run, from those that have.
 
-    Of times the geometric mean: twice too slow and twice too fast are no error on the whole. Of memory the largest,
-    and never less than planned: too little of it ends a run, too much only makes a plan slower.
+    Of times the geometric mean: twice too slow and twice too fast are no error on the whole. Of seconds without a
+    price the mean. Of memory the largest, and never less than planned: too little of it ends a run, too much only
+    makes a plan slower.
     """
     if not factors:
         return Factor()
     seconds = exp(fmean(log(factor.seconds) for factor in factors))
-    return Factor(seconds, max(1.0, *(factor.memory for factor in factors)))
+    added_s = fmean(factor.added_s for factor in factors)
+    return Factor(seconds, max(1.0, *(factor.memory for factor in factors)), added_s)

@@ -10,6 +10,7 @@ from planner.device_classes import DeviceClasses
 from planner.price import PlanPrice
 from planner.problem import Problem
 from planner.provenance import figures_source
+from planner.ran import Factor
 from planner.render import format_devices
 from planner.search import SearchResult
 from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNode
@@ -36,7 +37,10 @@ def result_document(result: SearchResult) -> dict[str, Any]:
         "peak_memory_bytes": {
             str(device): round(peak.total_bytes) for device, peak in sorted(result.price.peaks.items())
         },
-        "corrections": corrections(result.tables.problem),
+        "corrections": {
+            call: {"factor": by.seconds, "added_s": by.added_s}
+            for call, by in corrections(result.tables.problem).items()
+        },
         "search": {
             "mode": result.mode,
             "seconds": result.seconds,
@@ -46,12 +50,10 @@ def result_document(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def corrections(problem: Problem) -> dict[str, float]:
-    """Call -> the factor that measured figures of earlier runs put on its price; calls without such are left out."""
+def corrections(problem: Problem) -> dict[str, Factor]:
+    """Call -> what measured figures of earlier runs make of its price; calls without such are left out."""
     ran = {found.call for found in problem.model.ran}
-    return {
-        call.name: problem.model.correction(call).seconds for call in problem.graph.calls if call.name in ran
-    }
+    return {call.name: problem.model.correction(call) for call in problem.graph.calls if call.name in ran}
 
 
 class CallRow(NamedTuple):

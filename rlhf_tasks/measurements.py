@@ -31,6 +31,10 @@ Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share"
 objects of all ranks to all; `redistribute`: samples from one head to another, with what heads tell each other."""
 
 
+LEAST_S, MOST_S, MOST_BYTES = 1e-12, 1e6, 2**60
+"""Nothing that is measured takes less or more seconds, or is of more bytes: figures beyond are errors."""
+
+
 class Timed(Frozen):
     """Seconds of an operation on one model under tensor parallelism of degree tp, its sums over tp included.
 

@@ -90,8 +90,8 @@ def plan(
     check_writable(json_file, out)
     settings = load_config(config, overrides)
     hardware = hardware_of(settings, cluster)
-    show_warnings(hardware.warnings)
     problem = problem_of(settings, hardware, profile)
+    show_warnings((*hardware.warnings, *problem.warnings))
     limit_s = settings.planning.time_limit_s if time_limit is None else time_limit
     used_seed = settings.seed if stated_seed is None else stated_seed
     result = _found(problem, mode, evaluate, limit_s, used_seed)

@@ -51,7 +51,7 @@ def profile(
         return
     hardware = hardware_of(settings)
     only_device(hardware)
-    problem_of(settings, hardware)
+    show_warnings(problem_of(settings, hardware).warnings)
     measured_folders(settings)
     # Prefect takes seconds to import: a faulty configuration was refused before that.
     from flows.session import profile_here

@@ -21,16 +21,16 @@ def test_a_stored_profile_comes_back_the_same(tmp_path, profile):
     assert read_profiles(store(profile, tmp_path)) == (profile,)
 
 
-def test_the_cache_knows_device_cluster_model_and_precision(tmp_path, profile, llama):
+def test_the_cache_knows_device_cluster_model_and_precision(tmp_path, sampled, tiny, llama):
+    profile, here = sampled(), Cluster(1, 4)
     store(profile, tmp_path)
-    models = {"actor": RoleModel(shape=llama()), "critic": RoleModel(shape=llama(), head="scalar")}
-    assert cached(tmp_path, "h100-sxm", Cluster(2, 8), models, 2) == (profile,)
-    assert cached(tmp_path, "h200-sxm", Cluster(2, 8), models, 2) == ()
-    assert cached(tmp_path, "h100-sxm", Cluster(1, 8), models, 2) == ()
-    assert cached(tmp_path, "h100-sxm", Cluster(2, 8), models, 4) == ()
-    assert (
-        cached(tmp_path, "h100-sxm", Cluster(2, 8), {"actor": RoleModel(shape=llama(vocab_size=9))}, 2) == ()
-    )
+    models = {"actor": RoleModel(shape=tiny), "critic": RoleModel(shape=tiny, head="scalar")}
+    other = {"actor": RoleModel(shape=llama())}
+    assert cached(tmp_path, "cpu-slot", here, models, 4) == ((profile,), ())
+    assert cached(tmp_path, "h200-sxm", here, models, 4) == ((), ())
+    assert cached(tmp_path, "cpu-slot", Cluster(2, 4), models, 4) == ((), ())
+    assert cached(tmp_path, "cpu-slot", here, models, 2) == ((), ())
+    assert cached(tmp_path, "cpu-slot", here, other, 4) == ((), ())
 
 
 def test_the_file_is_named_by_what_it_is_of(tmp_path, profile, llama):

@@ -15,6 +15,7 @@ from planner.ran import (
     RanCall,
     drifted,
     factor_elsewhere,
+    factor_of,
     figures_file,
     keep_figures,
     read_figures,
@@ -51,7 +52,7 @@ def test_figures_come_back_and_newer_ones_of_the_same_assignment_replace_older(t
 def test_a_file_of_something_else_is_refused_by_name(tmp_path, text):
     path = tmp_path / "ran.json"
     path.write_text(text)
-    with pytest.raises(FiguresError, match=r"ran.json holds no measured figures of runs. Remove it"):
+    with pytest.raises(FiguresError, match=r"ran.json holds no measured figures of runs"):
         read_figures(path)
 
 
@@ -94,7 +95,7 @@ def test_a_call_costs_what_it_did_where_it_ran_and_elsewhere_as_much_more(small_
     assert model.call(call, both).seconds == pytest.approx(3 * plain["both"])
     assert model.call(other, alone) == problem.model.call(other, alone)
     assert model.call(call, alone).active_bytes == problem.model.call(call, alone).active_bytes
-    assert (model.correction(call), model.correction(other)) == (pytest.approx((3, 1)), (1, 1))
+    assert (model.correction(call), model.correction(other)) == (pytest.approx((3, 1, 0)), (1, 1, 0))
 
 
 def test_a_call_that_ran_in_two_ways_keeps_both_figures_and_their_mean_elsewhere(small_problem, assign):
@@ -109,10 +110,18 @@ def test_a_call_that_ran_in_two_ways_keeps_both_figures_and_their_mean_elsewhere
     ]
 
 
+def test_a_call_without_a_price_costs_what_it_took_on_the_mean_elsewhere(assign):
+    """Python rewards of no stated cost: nothing multiplies 0 s."""
+    runs = [RanCall(call="reward_inference", assignment=assign([0]), seconds=s) for s in (0.25, 0.75)]
+    found = [factor_of(ran, seconds=0.0, active_bytes=0.0) for ran in runs]
+    assert found == [Factor(added_s=0.25), Factor(added_s=0.75)]
+    assert factor_elsewhere(found) == pytest.approx(Factor(added_s=0.5))
+
+
 def test_elsewhere_times_go_by_the_mean_and_memory_by_the_most():
-    assert factor_elsewhere([Factor(2.0, 0.5), Factor(0.5, 3.0)]) == pytest.approx((1, 3))
-    assert factor_elsewhere([Factor(1.0, 0.5)]) == (1, 1)
-    assert factor_elsewhere([]) == (1, 1)
+    assert factor_elsewhere([Factor(2.0, 0.5), Factor(0.5, 3.0)]) == pytest.approx((1, 3, 0))
+    assert factor_elsewhere([Factor(1.0, 0.5)]) == (1, 1, 0)
+    assert factor_elsewhere([]) == (1, 1, 0)
 
 
 def test_memory_that_drifted_is_the_calls_own_where_it_ran_and_never_less_than_planned_elsewhere(
