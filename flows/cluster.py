@@ -1,7 +1,8 @@
 """The Dask cluster of a run: ranks and a controller, made here or found by address.
 
-One made here has its scheduler and nannies inside this process, so it dies with it. One found by address is
-checked first (flows/cluster_checks.py).
+One made here has its scheduler and nannies inside this process, so it dies with it, and speaks TLS with keys that
+are made for it: no other account of this host gets in. One found by address is checked first
+(flows/cluster_checks.py).
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import dask
@@ -42,6 +44,9 @@ SETTINGS = {
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.spill": False,
     "distributed.comm.timeouts.connect": "30s",
+    # The HTTP servers of scheduler and workers ask for no login: they show nothing.
+    "distributed.scheduler.http.routes": [],
+    "distributed.worker.http.routes": [],
 }
 START_DEADLINE_S = 180.0
 CONNECT_S = 30.0  # to a scheduler
@@ -85,9 +90,11 @@ def local_cluster(
     environment  for all workers: the Prefect server's address and login
     gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
                  offers `slot`
-    folder       where workers keep scratch files
+    folder       where workers keep scratch files, and the cluster its keys
     deadline_s   how long to wait for the workers
-    All processes are gone when the context ends. Raises ClusterError when the workers are not up in time.
+    Inside the context, clients of this process reach the cluster by its address alone: its keys stand in Dask's
+    configuration. All processes are gone when the context ends. Raises ClusterError when the workers are not up in
+    time.
     """
     nannies: list[Nanny] = []
 
@@ -95,12 +102,20 @@ def local_cluster(
         nannies.append(Nanny(*arguments, **options))
         return nannies[-1]
 
-    with _environment(environment), dask.config.set(SETTINGS):
-        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, **NO_DASHBOARD}}
+    with _environment(environment), _own_keys(folder) as keys, dask.config.set({**SETTINGS, **keys}):
+        security = Security(require_encryption=True)
+        encrypted = {"protocol": "tls", "security": security}
+        options = {"host": "127.0.0.1", "port": 0, **encrypted, **NO_DASHBOARD}
         with deaf_to_ctrl_c():  # its event loop, which starts the workers
-            cluster = SpecCluster({}, scheduler, name="prefect-rlhf", silence_logs=cast(bool, logging.ERROR))
+            cluster = SpecCluster(
+                {},
+                {"cls": Scheduler, "options": options},
+                security=security,
+                name="prefect-rlhf",
+                silence_logs=cast(bool, logging.ERROR),
+            )
         try:
-            cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, nanny))
+            cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, encrypted, nanny))
             _wait_up(cluster, n_ranks, deadline_s)
             with Client(cluster, set_as_default=False) as client:
                 yield form_cluster(client, n_ranks)
@@ -108,14 +123,38 @@ def local_cluster(
             _close(cluster, nannies)
 
 
+@contextmanager
+def _own_keys(folder: Path) -> Iterator[dict[str, str]]:
+    """A key and a certificate for one cluster, by the names of Dask's configuration.
+
+    Their files lie in a folder of their own below `folder`; only this account reads them, and they go with the
+    context.
+    """
+    made = Security.temporary()
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="tls-", dir=folder) as private:  # mode 0700
+        key, certificate = Path(private, "key.pem"), Path(private, "certificate.pem")
+        for file, text in ((key, made.tls_worker_key), (certificate, made.tls_worker_cert)):
+            file.touch(mode=0o600)
+            file.write_text(text)
+        tls = "distributed.comm.tls"
+        members = ("client", "scheduler", "worker")
+        yield {
+            f"{tls}.ca-file": str(certificate),  # signed by itself: whoever has its key is one of us
+            **{f"{tls}.{member}.cert": str(certificate) for member in members},
+            **{f"{tls}.{member}.key": str(key) for member in members},
+        }
+
+
 def _worker_spec(
-    n_ranks: int, gpus: bool, folder: Path, nanny: Callable[..., Nanny]
+    n_ranks: int, gpus: bool, folder: Path, encrypted: Mapping[str, Any], nanny: Callable[..., Nanny]
 ) -> dict[str, dict[str, Any]]:
     """What `SpecCluster` starts: `n_ranks` ranks, each with its device, and the controller without one."""
     common = {
         "host": "127.0.0.1",
         "memory_limit": 0,
         "local_directory": str(folder),
+        **encrypted,
         **NO_DASHBOARD,
         "silence_logs": logging.ERROR,
     }

@@ -1,4 +1,4 @@
-"""Run folders: one per run, taken by a lock while the run lives.
+"""Run folders: one per run, which only its owner reads, taken by a lock while the run lives.
 
 runs/NAME/config.json      the configuration of the run, for --resume
           data.sha256      digest of its rows: a resumed run must find the same
@@ -63,7 +63,8 @@ def _make(folder: Path, config: AnyConfig) -> bool:
         return False
     fresh = folder.with_name(f".{folder.name}.{uuid4().hex}")
     try:
-        fresh.mkdir(parents=True)
+        fresh.parent.mkdir(parents=True, exist_ok=True)
+        fresh.mkdir(mode=0o700)  # samples, metrics and logins are for this account only
         (fresh / CONFIG).write_text(config.model_dump_json(indent=2), encoding="utf-8")
         fresh.rename(folder)
     except OSError:

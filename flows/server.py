@@ -84,7 +84,8 @@ def own_server(folder: Path) -> Iterator[PrefectServer]:
     Raises TimeoutError when it is not healthy in time, RuntimeError when it ends at once; both name the log.
     """
     home = (folder / "prefect").resolve()
-    home.mkdir(parents=True, exist_ok=True)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, exist_ok=True)  # the data base has prompts and answers
     auth = _login(home)
     with ExitStack() as stack:
         log = stack.enter_context(open(home / "server.log", "ab"))

@@ -37,7 +37,7 @@ def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, p
     monkeypatch.setattr(
         "flows.cluster_checks.version", lambda name: "0.0.1" if name == package else version(name)
     )
-    message = rf"worker tcp://\S+ has {package} {there}; this process has 0\.0\.1"
+    message = rf"worker tls://\S+ has {package} {there}; this process has 0\.0\.1"
     with (
         pytest.raises(ClusterError, match=message),
         found_cluster(cluster.scheduler_address, 2, folder=tmp_path),

@@ -1,6 +1,7 @@
 """Run folders: a name is used once, fresh names never clash, one process writes at a time."""
 
 import asyncio
+import stat
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,11 @@ def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):
         new_run_folder(config(tmp_path, name="a"))
     assert existing_run_folder(folder) == (folder, config(tmp_path, name="a"))
     assert [path.name for path in folder.parent.iterdir()] == ["a"]
+
+
+def test_only_its_owner_reads_a_run_folder(tmp_path):
+    folder = new_run_folder(config(tmp_path, name="a"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_a_run_folder_appears_with_its_configuration(tmp_path, monkeypatch):

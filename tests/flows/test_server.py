@@ -48,6 +48,7 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
         assert PREFECT_API_URL.value() == server.api_url
         assert recorded() == 3
         assert stat.S_IMODE((tmp_path / "prefect" / "auth").stat().st_mode) == 0o600
+        assert stat.S_IMODE((tmp_path / "prefect").stat().st_mode) == 0o700
         with httpx.Client(timeout=ANSWER_S) as client:
             assert client.get(f"{server.api_url}/flows/filter").status_code in (401, 405)
             assert client.post(f"{server.api_url}/flow_runs/count").status_code in (401, 403)

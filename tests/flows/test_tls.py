@@ -1,8 +1,11 @@
-"""A cluster found over TLS: scheduler, workers, lease and links trust one authority, and nobody else."""
+"""Clusters over TLS, found ones and our own: scheduler, workers, lease and links trust one authority, nobody else."""
 
 import asyncio
 import datetime
 import logging
+import stat
+import urllib.error
+import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
-from distributed import Scheduler, Security, SpecCluster, Worker
+from distributed import Client, Scheduler, Security, SpecCluster, Worker
+from distributed.core import connect
 
 from flows.cluster import found_cluster
 from flows.members import ClusterError
@@ -111,6 +115,15 @@ def test_a_cluster_over_tls_serves(tls, tmp_path):
     ]
 
 
+def without_keys():
+    """Dask's own configuration of a process that knows no keys."""
+    names = (
+        "ca-file",
+        *(f"{who}.{part}" for who in ("client", "scheduler", "worker") for part in ("cert", "key")),
+    )
+    return dask.config.set({f"distributed.comm.tls.{name}": None for name in names})
+
+
 @pytest.mark.parametrize("who", ["nobody's", "another authority's"])
 def test_who_has_other_certificates_is_not_let_in(tls, tmp_path, who):
     address, _ = tls
@@ -121,3 +134,34 @@ def test_who_has_other_certificates_is_not_let_in(tls, tmp_path, who):
         found_cluster(address, 2, folder=tmp_path, deadline_s=2),
     ):
         pass
+
+
+@pytest.mark.parametrize("who", ["nobody's", "another authority's", "in clear text"])
+def test_nobody_else_gets_into_a_cluster_of_our_own(cluster, tmp_path, who):
+    addresses = [cluster.scheduler_address, *(m.address for m in (*cluster.ranks, cluster.controller))]
+    assert all(address.startswith("tls://127.0.0.1:") for address in addresses)
+    theirs = trusting(make_certificates(tmp_path / "theirs")) if who.startswith("another") else without_keys()
+
+    async def knock(address):
+        (await connect(address, timeout=3, **Security().get_connection_args("client"))).abort()
+
+    with theirs:
+        for address in addresses:
+            with pytest.raises((OSError, TypeError)):  # TypeError: no certificate to show at all
+                asyncio.run(knock(address.replace("tls://", "tcp://") if who == "in clear text" else address))
+
+
+def test_only_its_owner_reads_the_keys_of_a_cluster_of_our_own(cluster):
+    key, certificate = (Path(getattr(cluster.security, f"tls_client_{part}")) for part in ("key", "cert"))
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (key.parent, key, certificate)]
+    assert modes == [0o700, 0o600, 0o600]
+
+
+def test_the_http_servers_of_a_cluster_of_our_own_show_nothing(cluster):
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        ports = [client.scheduler_info()["services"]["dashboard"]]
+        ports += client.run(lambda dask_worker: dask_worker.http_server.port).values()
+    for port in ports:
+        for page in ("info/main/workers.html", "health", "metrics"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=10)
