@@ -34,9 +34,9 @@ STYLES = {
     "fetch": "black on white",
     "transfer": "black on green",
     "reallocate": "black on magenta",
-    "release": "black on magenta",
-    "onload": "black on magenta",
-    "offload": "black on magenta",
+    "release": "black on bright_magenta",
+    "onload": "black on bright_cyan",
+    "offload": "black on bright_red",
     "save": "black on bright_yellow",
 }
 """Colours of the bars by kind of node, where the terminal has colours."""

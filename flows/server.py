@@ -53,6 +53,11 @@ class PrefectServer:
         return self.api_url.removesuffix("/api")
 
     @property
+    def ui_line(self) -> str:
+        """What a terminal says of it: the address, and the login in the one piece that the login form asks for."""
+        return f"Prefect UI: {self.ui_url}" + (f"   login: {self.auth}" if self.auth else "")
+
+    @property
     def environment(self) -> dict[str, str]:
         """What other processes need to report to this server: their whole Prefect settings."""
         login = {"PREFECT_API_AUTH_STRING": self.auth} if self.auth else {}

@@ -69,8 +69,7 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
         with terminable(), ending_in_time() as watch:
             watch.last_words, watch.to_exit = f"{stopped}\n", True
             with prefect_server(folder) as server:
-                login = f"   login: {server.auth.replace(':', '  password: ')}" if server.auth else ""
-                console.print(f"Prefect UI: {server.ui_url}{login}", highlight=False, soft_wrap=True)
+                console.print(server.ui_line, highlight=False, soft_wrap=True)
                 summary = asyncio.run(_await(run, watch))
     except KeyboardInterrupt:
         console.print(stopped, highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
-"""Graphs and plans as text: a table, and Mermaid for markdown."""
+"""Graphs and plans as text: tables, the short names of nodes, and Mermaid of a graph."""
 
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -17,18 +18,6 @@ from rlhf_tasks.spec import (
     SaveNode,
     TransferNode,
 )
-
-_SHAPES = {
-    "fetch": ("[(", ")]"),
-    "call": ("[", "]"),
-    "transfer": ("([", "])"),
-    "reallocate": ("{{", "}}"),
-    "release": (">", "]"),
-    "onload": ("[[", "]]"),
-    "offload": (">", "]"),
-    "save": ("[/", "/]"),
-}
-"""Mermaid's brackets of a node kind."""
 
 
 def algorithm_graph(algorithm: str) -> DataflowGraph:
@@ -77,22 +66,32 @@ def dataflow_table(graph: DataflowGraph) -> str:
     return _table(("call", "role", "kind", "inputs", "outputs"), rows)
 
 
-def plan_mermaid(plan: ExecutionPlan) -> str:
-    """Mermaid flowchart of one iteration of a plan; edges from the iteration before are dotted."""
-    lines = ["flowchart TD"]
-    for node in plan.nodes:
-        opening, closing = _SHAPES[node.kind]
-        lines.append(f'    {node.name}{opening}"{node.name}<br/>{_where(node)}"{closing}')
-    for node in plan.nodes:
-        lines += [f"    {before} --> {node.name}" for before in node.after]
-        lines += [f"    {before} -.-> {node.name}" for before in node.after_previous]
-    return "\n".join(lines) + "\n"
+def short_names(plan: ExecutionPlan) -> dict[str, str]:
+    """Node -> its name where room is scarce: no two are alike.
+
+    A call keeps its name; what moves data is called by where they go, what moves parameters by the role.
+    """
+    short = {node.name: _short_name(node) for node in plan.nodes}
+    taken = Counter(short.values())
+    return {
+        name: brief if taken[brief] == 1 else name.replace("_to_", " → ") for name, brief in short.items()
+    }
+
+
+def _short_name(node: PlanNode) -> str:
+    match node:
+        case TransferNode():
+            return f"→ {node.name.rpartition('_to_')[2]}"
+        case ReallocateNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode():
+            return f"{node.kind} {node.role}"
+        case _:
+            return node.name
 
 
 def plan_table(plan: ExecutionPlan) -> str:
     """The nodes of a plan in their total order as a text table."""
     rows = [
-        (str(number), node.name, node.kind, _where(node), _detail(node))
+        (str(number), node.name, node.kind, node_devices(node), node_detail(node))
         for number, node in enumerate(plan.nodes)
     ]
     return _table(("", "node", "kind", "devices", "what"), rows)
@@ -109,7 +108,8 @@ def format_devices(devices: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _where(node: PlanNode) -> str:
+def node_devices(node: PlanNode) -> str:
+    """The devices of a node; of what moves, from where to where."""
     match node:
         case TransferNode(source=source, destination=destination):
             return _arrow(source.placement.devices, destination.placement.devices)
@@ -123,7 +123,8 @@ def _arrow(source: Sequence[int], destination: Sequence[int]) -> str:
     return f"{format_devices(source)} → {format_devices(destination)}"
 
 
-def _detail(node: PlanNode) -> str:
+def node_detail(node: PlanNode) -> str:
+    """What a node does there: strategy, columns or role."""
     match node:
         case CallNode(call=call, assignment=assignment):
             detail = f"{call.role}: {assignment.placement.strategy}"

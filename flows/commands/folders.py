@@ -26,7 +26,7 @@ def ui(run: Path, /) -> None:
     if not (run / "prefect").is_dir():
         raise ConfigError(f"{run} has no Prefect server of its own: the run reported to PREFECT_API_URL.")
     with own_server(run) as server:
-        console.print(f"Prefect UI: {server.ui_url}   login: {server.auth}   (Ctrl-C ends it)")
+        console.print(f"{server.ui_line}   (Ctrl-C ends it)", highlight=False, soft_wrap=True)
         while True:
             time.sleep(3600)
 

@@ -31,12 +31,14 @@ from flows.run_view import RunView
 from flows.runs import cluster_of
 from flows.summary import read_jsonl
 from flows.this_machine import device_here
+from planner.render import short_names
 from rlhf_tasks.config import make_config
 from rlhf_tasks.samples_folder import read_samples
-from rlhf_tasks.spec import NodeKey, NodeResult
+from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult
 from rlhf_tasks.tokenizer import Tokenizer
 from rlhf_tasks.transport import Committed
 from tests.flows.events import wait_events
+from tests.markdown import table_of
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config, write_prompts
@@ -148,24 +150,30 @@ def test_the_ui_shows_plan_curves_timeline_completions_and_progress(finished, pr
         "progress",
         "planned-and-measured",
     }
-    nodes = [node["name"] for node in json.loads((folder / "plan.json").read_text())["nodes"]]
-    assert len(nodes) > len(summary["calls"]), "the plan has transfers and reallocations too"
-    table, graph = shown["execution-plan"].split("```mermaid")
-    assert all(name in table and name in graph for name in nodes)
+    plan = ExecutionPlan.model_validate_json((folder / "plan.json").read_text())
+    assert len(plan.nodes) > len(summary["calls"]), "the plan has transfers and reallocations too"
+    assert [row["node"] for row in table_of(shown["execution-plan"])] == list(short_names(plan).values())
     assert f"After {ITERATIONS} iterations" in shown["curves"]
-    assert f"iterations {ITERATIONS - 3} to {ITERATIONS - 1}" in shown["device-timeline"]
+    assert f"iterations {ITERATIONS - 2} to {ITERATIONS}" in shown["device-timeline"]
+    assert colours_of(shown["execution-plan"]) > 10, "the picture is empty"
     assert colours_of(shown["curves"]) > 10, "the picture is empty"
     assert colours_of(shown["device-timeline"]) > 10, "the picture is empty"
     samples = read_jsonl(folder / "samples" / f"{ITERATIONS - 1:08d}-0000.jsonl")
-    columns = ("prompt", "completion", "score", "rewards", "reward_model", "truncated")
-    assert json.loads(shown["completions"]) == [{name: row[name] for name in columns} for row in samples]
+    scores = table_of(shown["completions"])
+    assert [float(row["score"]) for row in scores] == pytest.approx(
+        [row["score"] for row in samples], rel=1e-3
+    )
+    assert all(
+        float(row["length_reward"]) == row_of["rewards"]["length_reward"]
+        for row, row_of in zip(scores, samples, strict=True)
+    )
     assert shown["progress"] == 100.0
-    told = [row["what"] for row in json.loads(shown["planned-and-measured"])]
+    told = [(row["what"], row["unit"]) for row in table_of(shown["planned-and-measured"])]
     assert told == [
-        "iteration, s",
-        *(f"{name}, s" for name in summary["calls"]),
-        *(f"memory in {name}, MB" for name in summary["calls"]),
-        *(f"memory of device {rank}, MB" for rank in range(4)),
+        ("iteration", "s"),
+        *((name, "s") for name in summary["calls"]),
+        *((f"memory in {name}", "MB") for name in summary["calls"]),
+        *((f"memory of device {rank}", "MB") for rank in range(4)),
     ]
 
 
