@@ -132,7 +132,7 @@ def run_plan(
     for iteration in range(iterations):
         if iteration >= 2:
             ended.wait([f"{iteration - 2}/{other}" for other in range(plan.n_devices)])
-        for request in sequencer.requests(iteration).get(rank, ()):
+        for request in sequencer.requests(iteration, in_snapshot=False).get(rank, ()):
             started_s, cpu_s = time.monotonic(), time.process_time()
             result = executor.execute(request, plan.node(request.key.node))
             used_s = time.process_time() - cpu_s
@@ -180,7 +180,6 @@ def generation_spec(
         run_folder=folder,
         restore_step=None,
         iterations=NEVER,
-        snapshot_every=NEVER,
         store_host=host,
         store_port=port,
         store_prefix=prefix,

@@ -20,6 +20,8 @@ app.command("flows.commands.plans:plan")
 app.command("flows.commands.profiles:profile")
 app.command("flows.commands.training:run")
 app.command("flows.commands.training:demo")
+for order in ("pause", "resume", "stop", "cancel"):
+    app.command(f"flows.commands.orders:{order}")
 app.command("flows.commands.folders:ui")
 app.command("flows.commands.folders:export")
 config_app.command("flows.commands.configs:schema")

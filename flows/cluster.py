@@ -248,6 +248,7 @@ def found_cluster(
     deadline_s: float = START_DEADLINE_S,
     assumed: DeviceProfile | None = None,
     needs: Mapping[int, float] | None = None,
+    again: bool = False,
 ) -> Iterator[Cluster]:
     """A cluster that runs already, by its scheduler's address; it is left as it was found.
 
@@ -256,11 +257,12 @@ def found_cluster(
     environment       the Prefect server's address and login, which the controller reports to as soon as the
                       run holds its lease
     deadline_s        how long to wait for enough workers
+    again             the cluster was there and has lost its scheduler or controller: both are waited for
     assumed, needs    what the devices were taken for by a plan that nobody told, and its bytes of tensors by rank
     Certificates for a tls:// address are those of Dask's own configuration, `distributed.comm.tls`. Raises
     ClusterError naming the address, the setting, the version or the number of workers to change.
     """
-    with _connected(address, deadline_s) as client:
+    with _connected(address, deadline_s if again else min(deadline_s, CONNECT_S)) as client:
         refuse_unsafe(client)
         cluster = form_cluster(client, n_ranks, devices_per_host, deadline_s)
         serving = (*cluster.ranks, cluster.controller)
@@ -274,7 +276,7 @@ def found_cluster(
 def _connected(address: str, deadline_s: float) -> Client:
     """A client of a scheduler. Raises ClusterError when there is none, or it does not trust us."""
     try:
-        return Client(address, set_as_default=False, timeout=min(deadline_s, CONNECT_S))
+        return Client(address, set_as_default=False, timeout=deadline_s)
     except (
         OSError,
         ValueError,

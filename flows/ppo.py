@@ -4,22 +4,26 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.states import State
 
 from flows.demo import demo_at, make_models
+from flows.orders import start_again
 from flows.runs import carry_out, flow_run_name
 from rlhf_tasks.config import PPOConfig
 
 RUNS = Path("runs")  # in the folder that the flow runs in
 
 
-@flow(name="rlhf-ppo", flow_run_name=flow_run_name, persist_result=False)
-async def rlhf_ppo(config: PPOConfig | None = None, run_folder: str | None = None) -> dict[str, Any]:
+@flow(name="rlhf-ppo", flow_run_name=flow_run_name, persist_result=False, on_crashed=[start_again])
+async def rlhf_ppo(
+    config: PPOConfig | None = None, run_folder: str | None = None
+) -> dict[str, Any] | State[Any]:
     """Proximal policy optimisation: six model function calls per iteration.
 
     config      the run's configuration; without one the demo's, on the models of runs/demo, which are trained
                 first where they are not there yet
     run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
-    Returns the run's summary.
+    Returns the run's summary; of one that is cancelled, that state.
     """
     if config is not None or run_folder is not None:
         return await carry_out("ppo", config, run_folder)

@@ -13,12 +13,14 @@ runs/NAME/config.json      the configuration of the run, for --resume
           model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run
           prefect/         data base, login and log of the run's own Prefect server
+          order            what `prefect-rlhf pause` and its kin have left for the run's process, which takes it away
+          restarts.json    restarts without a commit in between
 """
 
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,9 +29,13 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config, resolve_paths
+from rlhf_tasks.durable import replace_file
 
 ATTEMPTS = "attempts"
 CONFIG = "config.json"
+LOCK = ".lock"
+ORDER = "order"
+BEGUN = ".flow-runs"  # beside the run folders: a file for each flow run, which names the folder that it began
 
 
 def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
@@ -86,10 +92,13 @@ def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
     return folder.resolve(), make_config(document)
 
 
-def open_run(config: AnyConfig | None, run_folder: str | None = None) -> tuple[Path | None, AnyConfig]:
+def open_run(
+    config: AnyConfig | None, run_folder: str | None = None, flow_run_id: str | None = None
+) -> tuple[Path | None, AnyConfig]:
     """The folder of a run to go on with and its configuration; for a new run None, and its configuration.
 
-    run_folder  of a run to go on with; without it the configuration's `resume` says whether there is one
+    run_folder   of a run to go on with; without it the configuration's `resume` says whether there is one
+    flow_run_id  of the flow run that carries it out: one that Prefect starts again goes on in its run folder
     A run goes on as it began, but where its ranks are is said anew: a cluster may have moved. Raises ConfigError
     when the folder to go on with is none, or no new one can be made.
     """
@@ -97,7 +106,7 @@ def open_run(config: AnyConfig | None, run_folder: str | None = None) -> tuple[P
         assert run_folder is not None, "a run has a configuration or a folder to go on in"
         return existing_run_folder(run_folder)
     config = resolve_paths(config, Path.cwd())
-    begun_in = run_folder or _begun_in(config)
+    begun_in = run_folder or _begun_by(flow_run_id, config) or _begun_in(config)
     if begun_in is None:
         refuse_unwritable(Path(config.output_dir), "output_dir")
         return None, config
@@ -128,6 +137,25 @@ def _begun_in(config: AnyConfig) -> str | Path | None:
     return None
 
 
+def remember_folder(folder: Path, flow_run_id: str) -> None:
+    """Write down that a flow run has begun the run in a folder."""
+    place = folder.parent / BEGUN
+    place.mkdir(exist_ok=True)
+    replace_file(place / flow_run_id, f"{folder.name}\n")
+
+
+def _begun_by(flow_run_id: str | None, config: AnyConfig) -> Path | None:
+    """The run folder that a flow run has begun, if it is still there."""
+    if flow_run_id is None:
+        return None
+    base = Path(config.output_dir)
+    try:
+        folder = base / Path((base / BEGUN / flow_run_id).read_text(encoding="utf-8").strip()).name
+    except FileNotFoundError:
+        return None
+    return folder if (folder / CONFIG).exists() else None
+
+
 @contextmanager
 def run_folder_of(config: AnyConfig, folder: Path | None) -> Iterator[Path]:
     """The folder of a run to go on with, or a new run's (see `new_run_folder`).
@@ -147,11 +175,14 @@ def run_folder_of(config: AnyConfig, folder: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def taken(folder: Path) -> Iterator[None]:
-    """Hold a run folder while a run writes to it. Raises ConfigError when another process does."""
-    lock = FileLock(folder / ".lock")
+def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """Hold a run folder while a run writes to it. Raises ConfigError when another process does.
+
+    patience_s  how long to wait for that process to end
+    """
+    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=patience_s)
     except Timeout:
         raise ConfigError(
             f"{folder} is in use by a run that goes on. Wait for it or choose another name."
@@ -160,3 +191,29 @@ def taken(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def leave_order(folder: Path, command: str) -> Path:
+    """Leave an order for the run that goes on in a folder; gives the file, which the run's process takes away.
+
+    Raises ConfigError when no run goes on there.
+    """
+    lock = FileLock(folder / LOCK)
+    with suppress(Timeout):
+        lock.acquire(timeout=0)
+        lock.release()
+        raise ConfigError(f"no run goes on in {folder}: there is nothing to {command}.")
+    order = folder / ORDER
+    replace_file(order, f"{command}\n")
+    return order
+
+
+def take_order(folder: Path) -> str | None:
+    """The order that was left in a run folder, if any; it is taken away."""
+    order = folder / ORDER
+    try:
+        command = order.read_text(encoding="utf-8").strip()
+        order.unlink()
+    except FileNotFoundError:
+        return None
+    return command

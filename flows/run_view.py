@@ -46,7 +46,7 @@ class RunView:
         self._shown = prepared.plan
         self._recent: deque[dict[str, Any]] = deque()
         self.replanning = Replanning(
-            prepared.config, folder, prepared.plans, expected, prepared.iterations, self._say
+            prepared.config, folder, prepared.plans, expected, prepared.iterations, self.say
         )
         self._drawn_s = 0.0
         self._last_s = time.monotonic()
@@ -67,7 +67,7 @@ class RunView:
         done = committed.iteration + 1
         figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if metrics.get(name) is not None]
         head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
-        self._say(", ".join([head, *figures]))
+        self.say(", ".join([head, *figures]))
         self._last_s = now
         await self._events.tell(committed.iteration, metrics)
         assert self._progress is not None
@@ -81,13 +81,14 @@ class RunView:
     async def on_plan(self, change: PlanChanged | PlanKept) -> None:
         """What came of a change of the plan: a line, and the new plan in the UI."""
         if isinstance(change, PlanKept):
-            self._say(f"the plan stays: {change.reason}")
+            self.say(f"the plan stays: {change.reason}")
             return
         await self.replanning.changed(change.planned)
-        self._say(f"a new plan from iteration {change.planned.iteration + 1} on")
+        self.say(f"a new plan from iteration {change.planned.iteration + 1} on")
         await artifacts.show_plan(change.planned.plan)
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Tell the user a line: in the terminal and in the log of the flow run."""
         get_run_logger().info(line)
         console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
 

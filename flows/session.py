@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from rich.console import Console
 from rich.markup import escape
 
@@ -77,6 +77,12 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
     except (asyncio.CancelledError, TerminationSignal, Terminated):
         console.print(stopped, highlight=False, soft_wrap=True)
         raise SystemExit(TERMINATED) from None
+    except CancelledRun:
+        console.print(f"cancelled. To go on: {again}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    except (Abort, Pause) as ended:
+        console.print(f"ended: {ended}. To go on: {again}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
     except RunFailed as failure:
         console.print(f"[bold red]failed:[/] {escape(str(failure))}\nTo go on: {again}", soft_wrap=True)
         raise SystemExit(1) from None

@@ -17,9 +17,11 @@ from typing import Any
 
 from distributed.comm import CommClosedError
 from distributed.core import connect, rpc
+from prefect.exceptions import Abort
 
 from flows.cluster import Cluster
 from flows.iteration_view import IterationView
+from flows.orders import Order, Orders
 from flows.run_folder import ATTEMPTS
 from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.spec import ExecutionPlan
@@ -33,9 +35,12 @@ from rlhf_tasks.transport import (
     Faulted,
     Finished,
     GaveUp,
+    Held,
     NotEntered,
+    Pause,
     PlanChanged,
     PlanKept,
+    Resume,
     RunSpec,
     StopAfter,
     Writer,
@@ -50,16 +55,29 @@ class RunFailed(RuntimeError):
     """The run has ended without its last commit. The message has the cause, and where to go on from."""
 
 
+class ControllerLost(RuntimeError):
+    """The attempt has ended with its controller, or its scheduler: another one can go on from the last commit.
+
+    rebuilds  attempts and rebuilds since the last commit, before this loss
+    """
+
+    def __init__(self, what: str, rebuilds: int) -> None:
+        super().__init__(what)
+        self.rebuilds = rebuilds
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """How a run ended.
+    """How an attempt ended.
 
     committed_step  number of committed iterations
     faults          the causes of the rebuilds
+    order           GO_ON: the last iteration is committed; else the order for which the attempt ended at a commit
     """
 
     committed_step: int
     faults: tuple[str, ...]
+    order: Order = Order.GO_ON
 
 
 class RunControl:
@@ -93,6 +111,7 @@ async def run_training(
     on_commit: OnCommit | None = None,
     on_plan: OnPlan | None = None,
     dispatch_ahead: bool = True,
+    orders: Orders | None = None,
     **options: Any,
 ) -> TrainingResult:
     """Run a plan to its last iteration, from the last commit in the run folder if there is one. Call it in
@@ -102,9 +121,10 @@ async def run_training(
     on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged
     on_plan         awaited among them for what came of a change of the plan
     dispatch_ahead  False: an iteration is entered only when the one before is committed
+    orders          what the run is to do; default: go on to its last iteration
     options         further fields of `RunSpec`
-    Raises RunFailed with the cause. Cancelling the caller ends the run: the cluster is free again within
-    seconds.
+    Raises RunFailed with the cause, ControllerLost, and `prefect.exceptions.Abort` where it is ordered to END.
+    Cancelling the caller ends the run: the cluster is free again within seconds.
     """
     spec = RunSpec(
         run=run,
@@ -118,7 +138,8 @@ async def run_training(
     )
     with at(attempt=spec.attempt):
         reach(Point.ATTEMPT)
-    return await Training(spec, cluster, Hooks(on_commit, on_plan), dispatch_ahead).run()
+    hooks = Hooks(on_commit, on_plan)
+    return await Training(spec, cluster, hooks, dispatch_ahead, orders or Orders()).run()
 
 
 def next_attempt(run_folder: Path) -> int:
@@ -146,7 +167,9 @@ class Hooks:
 class Training:
     """One attempt, seen from its flow."""
 
-    def __init__(self, spec: RunSpec, cluster: Cluster, hooks: Hooks, dispatch_ahead: bool) -> None:
+    def __init__(
+        self, spec: RunSpec, cluster: Cluster, hooks: Hooks, dispatch_ahead: bool, orders: Orders
+    ) -> None:
         self.spec = spec
         self.cluster = cluster
         self._view = IterationView(spec, cluster)
@@ -154,11 +177,18 @@ class Training:
         self._dispatch_ahead = dispatch_ahead
         self._in_flight: set[tuple[int, int]] = set()  # iteration, generation
         self._held: Enterable | None = None
+        self._orders = orders
         self._faults: list[str] = []
+        self._rebuilds = spec.rebuilds  # since the last commit
 
     async def run(self) -> TrainingResult:
         """Hold the lease, follow the events, and leave nothing running."""
-        comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
+        try:
+            comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
+        except OSError as error:
+            raise ControllerLost(
+                f"the controller of run {self.spec.run} is gone: {error}", self._rebuilds
+            ) from None
         environment = self.cluster.environment
         await comm.write(
             {
@@ -172,7 +202,7 @@ class Training:
         hooks = asyncio.create_task(self._run_hooks(news, writer))
         liveness = asyncio.create_task(self._watch_controller(comm))
         try:
-            step = await self._follow(comm, writer, news)
+            step, order = await self._obey_and_follow(comm, writer, news)
             news.put_nowait(None)
             await hooks
             await self._view.complete()
@@ -180,15 +210,46 @@ class Training:
             what = "is gone"
             if liveness.done() and not liveness.cancelled():
                 what = f"has not answered for {ANSWER_S:g} s, as if its process was stopped"
-            raise RunFailed(
-                f"the controller of run {self.spec.run} {what}; resume to go on from the last commit."
-            ) from None
+            raise ControllerLost(f"the controller of run {self.spec.run} {what}", self._rebuilds) from None
         finally:
             writer.close()
             hooks.cancel()
             liveness.cancel()
             await self._view.close()
-        return TrainingResult(step, tuple(self._faults))
+        return TrainingResult(step, tuple(self._faults), order)
+
+    async def _obey_and_follow(
+        self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]
+    ) -> tuple[int, Order]:
+        """Until the last commit, or the one for which the attempt is to end: its step, and the order."""
+        self._orders.hold(None)
+        obeying = asyncio.create_task(self._obey(writer))
+        following = asyncio.create_task(self._follow(comm, writer, news))
+        try:
+            await asyncio.wait({obeying, following}, return_when=asyncio.FIRST_COMPLETED)
+            return (following.result(), Order.GO_ON) if following.done() else obeying.result()
+        finally:
+            obeying.cancel()
+            following.cancel()
+            await asyncio.gather(obeying, following, return_exceptions=True)
+
+    async def _obey(self, writer: Writer) -> tuple[int, Order]:
+        """Pass the orders on; ends at the commit, with its step and the order, at which the attempt is to end."""
+        orders, passed_on = self._orders, Order.GO_ON
+        while True:
+            order = orders.wanted
+            if order is Order.END:
+                raise Abort(orders.why)
+            if order is not passed_on:
+                passed_on = order
+                if order is Order.GO_ON:
+                    orders.hold(None)
+                    writer.put(Resume())
+                else:
+                    writer.put(StopAfter(iteration=0) if order is Order.STOP else Pause())
+            if orders.held is not None and order in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
+                return orders.held, order
+            await orders.news()
 
     async def _follow(self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]) -> int:
         """Act on the controller's events until the last commit; its step."""
@@ -196,7 +257,11 @@ class Training:
             match EVENT.validate_json(await comm.read()):
                 case Enterable() as place:
                     self._enter(place, writer)
+                case Held(step=step):
+                    if self._orders.wanted not in (Order.GO_ON, Order.STOP):  # taken back meanwhile
+                        self._orders.hold(step)
                 case Committed() as committed:
+                    self._rebuilds = 0
                     news.put_nowait(committed)
                     self._ended(committed)
                     if self._held is not None:
@@ -209,6 +274,7 @@ class Training:
                     news.put_nowait(change)
                 case Faulted(cause=cause, generation=generation):
                     self._faults.append(cause)
+                    self._rebuilds += 1
                     logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
                 case Finished(step=step):
                     return step

@@ -41,6 +41,7 @@ from rlhf_tasks.transport import (
     Finished,
     GaveUp,
     GenerationSpec,
+    Held,
     NotEntered,
     PlanChanged,
     PlanKept,
@@ -82,6 +83,7 @@ class Attempt:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._links: list[RankLink] = []
         self._lost_early: dict[int, str] = {}
+        self._ordered_early: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self._ledger: Ledger | None = None
         self._enterable: tuple[int, int] | None = None
         self._watched: defaultdict[tuple[int, str], asyncio.Event] = defaultdict(asyncio.Event)
@@ -99,6 +101,7 @@ class Attempt:
             do.RefusePlan: lambda i: tell(PlanKept(reason=i.reason)),
             do.AbortIteration: self._aborted,
             do.Fault: self._faulted,
+            do.Held: lambda i: tell(Held(step=i.step)),
             do.Finished: lambda i: tell(Finished(step=i.step)),
             do.GiveUp: lambda i: tell(
                 GaveUp(reason=i.reason, committed_step=i.committed_step, traceback=i.traceback)
@@ -154,9 +157,12 @@ class Attempt:
             cursor=cursor,
             snapshot_every=spec.snapshot_every,
             max_rebuilds=spec.max_rebuilds,
+            rebuilds=spec.rebuilds,
             timeouts=Timeouts(reset_s=RESET_S),
             deadlines=Deadlines(factor=spec.deadline_factor, floor_s=spec.deadline_floor_s),
         )
+        for order, facts in self._ordered_early:
+            self._feed(order, self._ledger, *facts)
         self._feed(self._ledger.start)
         for rank, reason in self._lost_early.items():
             self._feed(self._ledger.rank_lost, rank, reason)
@@ -180,9 +186,24 @@ class Attempt:
         """Deliver an iteration's requests, if that has not been done."""
         self._feed(self.ledger.enter, iteration, generation)
 
+    def pause(self) -> None:
+        """Deliver no more; `Held` is told when all that is delivered is committed."""
+        self._order(Ledger.pause)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._order(Ledger.resume)
+
     def stop_after(self, iteration: int) -> None:
         """Make an iteration the last one."""
-        self._feed(self.ledger.stop_after, iteration)
+        self._order(Ledger.stop_after, iteration)
+
+    def _order(self, order: Callable[..., list[Any]], *facts: Any) -> None:
+        """What the flow may ask at any time: what comes before the start is done first."""
+        if self._ledger is None:
+            self._ordered_early.append((order, facts))
+        else:
+            self._feed(order, self._ledger, *facts)
 
     def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
         """Go by another plan from the first iteration on that is not yet delivered."""
@@ -328,7 +349,6 @@ class Attempt:
             run_folder=spec.run_folder,
             restore_step=instruction.step,
             iterations=spec.iterations,
-            snapshot_every=spec.snapshot_every,
             store_host=self._rendezvous.host,
             store_port=self._rendezvous.port,
             store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",

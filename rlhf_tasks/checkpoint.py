@@ -131,6 +131,11 @@ def sweep(run_folder: Path) -> None:
                 logger.warning("%s is left for the next attempt: %s", path, error)
 
 
+def newest_step(run_folder: Path) -> int | None:
+    """The step of the newest commit, sound or not; None where there is none."""
+    return max(_steps(run_folder), default=None)
+
+
 def _steps(run_folder: Path) -> list[int]:
     matches = [_STEP.fullmatch(path.name) for path in run_folder.iterdir()] if run_folder.is_dir() else []
     return [int(match[1]) for match in matches if match]

@@ -17,7 +17,17 @@ from rlhf_tasks.attempt import Attempt
 from rlhf_tasks.manifest import CheckpointError
 from rlhf_tasks.protocol.progress import NodeSummary
 from rlhf_tasks.rank_link import RankMissing
-from rlhf_tasks.transport import FLOW_MESSAGE, ChangePlan, Enter, GaveUp, RunSpec, Writer
+from rlhf_tasks.transport import (
+    FLOW_MESSAGE,
+    ChangePlan,
+    Enter,
+    GaveUp,
+    Pause,
+    Resume,
+    RunSpec,
+    StopAfter,
+    Writer,
+)
 from rlhf_tasks.worker_process import report_to
 
 logger = logging.getLogger(__name__)
@@ -67,8 +77,12 @@ class Controller:
                         attempt.enter(message.iteration, message.generation)
                     case ChangePlan():
                         attempt.change_plan(message.plan, message.predicted_s)
-                    case _:
+                    case StopAfter():
                         attempt.stop_after(message.iteration)
+                    case Pause():
+                        attempt.pause()
+                    case Resume():
+                        attempt.resume()
         except CommClosedError:
             logger.info("the flow of run %s has left", wanted.run)
         finally:

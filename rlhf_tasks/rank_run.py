@@ -20,7 +20,6 @@ from rlhf_tasks.parallel.reallocation import union_set
 from rlhf_tasks.parallel.redistribution import heads_set, redistribute, survey
 from rlhf_tasks.parallel.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.transfers import shares
-from rlhf_tasks.protocol.commit import SnapshotSchedule
 from rlhf_tasks.reward_process import RewardProcess
 from rlhf_tasks.role_engines import RoleEngines
 from rlhf_tasks.snapshots import SnapshotWriter, restore
@@ -70,7 +69,6 @@ class RankRun:
         self._samples = SampleStore()
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
-        self._schedule = SnapshotSchedule(spec.snapshot_every, spec.iterations)
         self._at_step: dict[str, int] = {}  # role -> the step that it was saved as, until it is trained again
         own = spec.plan.on(spec.rank)
         self._last_node = own[-1].name if own else ""
@@ -206,7 +204,7 @@ class RankRun:
 
     @_perform.register
     def _save(self, node: SaveNode, request: NodeRequest) -> Outcome:
-        if self._schedule.is_snapshot(request.key.iteration):
+        if request.in_snapshot:
             engine = self._engines.get(node.role, node.placement)
             self._save_as(request.key.iteration + 1, node.role, engine)
         return Outcome()

@@ -267,6 +267,7 @@ class NodeRequest:
     first_sample  global id of the iteration's first sample (the data cursor before this iteration's fetch)
     versions      role -> parameter version that must be found, asserted by the engine
     deadline_s    seconds from the moment the node's last rank has entered it
+    in_snapshot   the iteration ends in a snapshot: its save nodes save
 
     Like a result it is no pydantic model, but a dataclass: there is one for each rank and node of an iteration, and
     a model is three objects for the garbage collector to visit.
@@ -279,6 +280,7 @@ class NodeRequest:
     first_sample: int
     versions: dict[str, int]
     deadline_s: float
+    in_snapshot: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

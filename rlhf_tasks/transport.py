@@ -39,6 +39,7 @@ class RunSpec(Frozen):
     deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) seconds
     predicted_s     node name -> seconds that the plan predicts
     peak_flops_per_s  of all devices together, which `mfu` refers to; None where nobody knows it
+    rebuilds        earlier attempts and rebuilds since the last commit: they count among `max_rebuilds`
     changes         plans that later iterations go by, as the run folder's log has them
     """
 
@@ -57,6 +58,7 @@ class RunSpec(Frozen):
     predicted_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)
     max_rebuilds: int = 3
+    rebuilds: int = Field(default=0, ge=0)
     changes: tuple[ScheduledPlan, ...] = ()
 
     @property
@@ -72,7 +74,7 @@ class GenerationSpec(Frozen):
     config         the run's configuration, JSON-able; the executor parses it
     run_folder     a folder that all hosts share
     restore_step   the commit to restore from; None: initialise, and save every trained role as step 0
-    iterations, snapshot_every   which iterations end in a snapshot (`SnapshotSchedule`); others save nothing
+    iterations     of the whole run
     store_host, store_port, store_prefix   the controller's TCPStore and this generation's PrefixStore
     timeout_s      timeout of every process group: longer than any wait that node deadlines allow
     """
@@ -87,7 +89,6 @@ class GenerationSpec(Frozen):
     run_folder: str
     restore_step: int | None
     iterations: int
-    snapshot_every: int
     store_host: str
     store_port: int
     store_prefix: str
@@ -181,8 +182,20 @@ class Enter(Frozen):
     generation: int
 
 
+class Pause(Frozen):
+    """Deliver no more; `Held` follows when all that is delivered is committed."""
+
+    kind: Literal["pause"] = "pause"
+
+
+class Resume(Frozen):
+    """End a pause."""
+
+    kind: Literal["resume"] = "resume"
+
+
 class StopAfter(Frozen):
-    """Make an iteration the last one; delivered ones are completed and committed all the same."""
+    """Make an iteration the last one; delivered ones are completed and committed all the same. This ends a pause."""
 
     kind: Literal["stop_after"] = "stop_after"
     iteration: int
@@ -257,6 +270,13 @@ class Faulted(Frozen):
     traceback: str = ""
 
 
+class Held(Frozen):
+    """The run is paused at a commit: the ranks are idle."""
+
+    kind: Literal["held"] = "held"
+    step: int
+
+
 class Finished(Frozen):
     """The last iteration is committed."""
 
@@ -278,9 +298,18 @@ class GaveUp(Frozen):
 
 RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
 News = Annotated[Told | Done | Failed | SavedPart, Field(discriminator="kind")]
-FlowMessage = Annotated[Enter | StopAfter | ChangePlan, Field(discriminator="kind")]
+FlowMessage = Annotated[Enter | Pause | Resume | StopAfter | ChangePlan, Field(discriminator="kind")]
 Event = Annotated[
-    Enterable | NotEntered | Committed | Aborted | Faulted | PlanChanged | PlanKept | Finished | GaveUp,
+    Enterable
+    | NotEntered
+    | Committed
+    | Aborted
+    | Faulted
+    | PlanChanged
+    | PlanKept
+    | Held
+    | Finished
+    | GaveUp,
     Field(discriminator="kind"),
 ]
 

@@ -93,6 +93,12 @@ class Account:
         """Why an iteration was aborted; None when it was not, or not delivered under that generation."""
         return self._aborted.get((iteration, generation))
 
+    @property
+    def ends_in_commit(self) -> bool:
+        """Whether what this generation has delivered is committed, or will be without anything further."""
+        newest = self.next_iteration - 1
+        return newest < self.commits.first_uncommitted or self.commits.is_snapshot(newest)
+
     # --- delivery and news ------------------------------------------------------------------------------
 
     def changes_plan(self, iteration: int) -> bool:
@@ -114,14 +120,13 @@ class Account:
 
     def deliver(self, iteration: int, now: float) -> list[LedgerInstruction]:
         """Open an iteration and send every rank its requests."""
-        requests = self.sequencer.requests(iteration)
+        in_snapshot = self.commits.is_snapshot(iteration)
+        requests = self.sequencer.requests(iteration, in_snapshot=in_snapshot)
         nodes = {
             name: NodeProgress(ranks, self.sequencer.deadlines.of(name))
             for name, ranks in self.sequencer.devices.items()
         }
-        saves: Mapping[str, tuple[int, ...]] = (
-            self.sequencer.saves if self.commits.schedule.is_snapshot(iteration) else {}
-        )
+        saves: Mapping[str, tuple[int, ...]] = self.sequencer.saves if in_snapshot else {}
         self._iterations[iteration] = IterationProgress(iteration, self.sequencer.generation, nodes, saves)
         for rank, mine in requests.items():
             self.occupancy.delivered(rank, mine, now)

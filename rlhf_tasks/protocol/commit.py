@@ -15,7 +15,7 @@ from rlhf_tasks.spec import NodeResult
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSchedule:
-    """Which iterations end in a snapshot. The ranks' save nodes ask the same function: others save nothing.
+    """Which iterations end in a snapshot by themselves.
 
     every             1: each iteration
     total_iterations  the last iteration always ends in one
@@ -31,12 +31,6 @@ class SnapshotSchedule:
     def is_snapshot(self, iteration: int) -> bool:
         """True for each iteration whose state is saved; SETUP (step 0) always is."""
         return (iteration + 1) % self.every == 0 or iteration == self.total_iterations - 1
-
-    def next_snapshot(self, iteration: int) -> int:
-        """The first iteration at or after this one that ends in a snapshot."""
-        while not self.is_snapshot(iteration):
-            iteration += 1
-        return iteration
 
 
 class Snapshots(Protocol):
@@ -67,6 +61,21 @@ class CommitOrder:
         self.committed = committed
         self.writing: int | None = None
         self._complete: set[int] = set()
+        self._wanted: set[int] = set()
+
+    def want_snapshot(self, iteration: int) -> None:
+        """An iteration that is not delivered yet is to end in a snapshot, whatever the schedule says."""
+        self._wanted.add(iteration)
+
+    def is_snapshot(self, iteration: int) -> bool:
+        """True for each iteration whose state is saved; SETUP (step 0) always is."""
+        return iteration in self._wanted or self.schedule.is_snapshot(iteration)
+
+    def next_snapshot(self, iteration: int) -> int:
+        """The first iteration at or after this one that ends in a snapshot."""
+        while not self.is_snapshot(iteration):
+            iteration += 1
+        return iteration
 
     @property
     def first_uncommitted(self) -> int:
@@ -91,7 +100,7 @@ class CommitOrder:
         if self.writing is not None:
             return None
         for iteration in range(self.first_uncommitted, self.first_incomplete):
-            if self.schedule.is_snapshot(iteration):
+            if self.is_snapshot(iteration):
                 self.writing = iteration + 1
                 return self.writing
         return None
@@ -106,6 +115,7 @@ class CommitOrder:
         covered = self.covered(step)
         self.committed, self.writing = step, None
         self._complete.difference_update(covered)
+        self._wanted.difference_update(covered)
         return covered
 
     def failed(self) -> None:
@@ -117,7 +127,7 @@ class CommitOrder:
         """After a fault: the live iterations that no commit can cover any more; they are forgotten here."""
         reach = self.first_uncommitted
         for iteration in range(self.first_uncommitted, self.first_incomplete):
-            if self.schedule.is_snapshot(iteration):
+            if self.is_snapshot(iteration):
                 reach = iteration + 1
         self._complete = {iteration for iteration in self._complete if iteration < reach}
         return sorted(iteration for iteration in live if iteration >= reach)
@@ -126,5 +136,5 @@ class CommitOrder:
     def pending(self) -> bool:
         """True while a commit is being written or can be."""
         return self.writing is not None or any(
-            self.schedule.is_snapshot(i) for i in range(self.first_uncommitted, self.first_incomplete)
+            self.is_snapshot(i) for i in range(self.first_uncommitted, self.first_incomplete)
         )

@@ -281,6 +281,14 @@ class AbortIteration:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """The run is paused: every iteration that was delivered is committed, and the ranks are idle. They go on after
+    `Ledger.resume`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last iteration is committed."""
 
@@ -318,6 +326,7 @@ LedgerInstruction = (
     | IterationCommitted
     | Fault
     | AbortIteration
+    | Held
     | Finished
     | GiveUp
 )

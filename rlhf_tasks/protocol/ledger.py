@@ -16,6 +16,7 @@ from rlhf_tasks.protocol.instructions import (
     Fault,
     Finished,
     GiveUp,
+    Held,
     LedgerInstruction,
     LogPlan,
     PlanChanges,
@@ -45,6 +46,7 @@ class Ledger:
     committed_step      the commit to start from; None: initialise the roles and commit step 0 first
     cursor              global id of the first sample not fetched by that commit
     max_rebuilds        rebuilds without a commit in between, after which a fault ends the attempt
+    rebuilds            how many of them, or of attempts before this one, have been since the last commit
 
     account             the iterations, for watchers
     fault               the cause of the last fault; None after a change of the plan
@@ -62,6 +64,7 @@ class Ledger:
         cursor: int = 0,
         snapshot_every: int = 1,
         max_rebuilds: int = 3,
+        rebuilds: int = 0,
         deadlines: Deadlines | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
@@ -88,9 +91,11 @@ class Ledger:
             self.timeouts,
         )
         self._unlogged: ScheduledPlan | None = None
+        self._paused = False
+        self._held: int | None = None  # the step that Held told
         self._commit_until = 0.0
         self._rebuild = Rebuild(0, n_ranks, (), 0.0, self.timeouts)
-        self._rebuilds = 0
+        self._rebuilds = rebuilds
         self._suspect: Cause | None = None
         self._suspect_until = 0.0
 
@@ -126,12 +131,33 @@ class Ledger:
         reason = self._entry_refusal(iteration, generation)
         if reason is not None:
             return [RefuseEntry(iteration, generation, reason)]
+        if self._paused:
+            self.account.commits.want_snapshot(iteration)
         return self.account.deliver(iteration, now)
 
     def stop_after(self, iteration: int, now: float) -> list[LedgerInstruction]:
-        """Make an iteration the last: none before the newest delivered, and one that ends in a snapshot."""
-        last = max(iteration, self.account.newest_delivered, 0)
-        self.last_iteration = min(self.last_iteration, self.account.commits.schedule.next_snapshot(last))
+        """Make an iteration the last: none before the newest delivered, and one that ends in a snapshot. This ends a
+        pause."""
+        account = self.account
+        last = max(iteration, account.newest_delivered, 0)
+        if last == account.newest_delivered and not account.commits.is_snapshot(last):
+            last += 1
+        if last < self.last_iteration:
+            self.last_iteration = last
+            account.commits.want_snapshot(last)
+        return self.resume(now)
+
+    def pause(self, now: float) -> list[LedgerInstruction]:
+        """Deliver no more once a commit can cover all that is delivered, and tell by Held when it does.
+
+        Where the newest delivered iteration does not end in a snapshot, one more is entered, which does.
+        """
+        self._paused = True
+        return self._advance(now)
+
+    def resume(self, now: float) -> list[LedgerInstruction]:
+        """End a pause."""
+        self._paused, self._held = False, None
         return self._advance(now)
 
     def change_plan(
@@ -146,7 +172,7 @@ class Ledger:
             return []
         self._check_devices(plan)
         account = self.account
-        first = account.commits.schedule.next_snapshot(account.newest_delivered) + 1
+        first = account.commits.next_snapshot(account.newest_delivered) + 1
         latest = self._unlogged or account.plans[-1]
         if latest.iteration > account.newest_delivered:
             return [RefusePlan(f"no iteration has gone by the plan that begins at {latest.iteration} yet.")]
@@ -310,6 +336,8 @@ class Ledger:
             return f"iteration {self.last_iteration} is the last one."
         if self.account.changes_plan(iteration) or (self._unlogged and iteration >= self._unlogged.iteration):
             return f"the plan changes at iteration {iteration}, when all before it are committed."
+        if self._paused and self.account.ends_in_commit:
+            return "the run is paused."
         return self.account.crowded(iteration, ALONE if self._rebuilds else OVERLAPPING)
 
     def _advance(self, now: float) -> list[LedgerInstruction]:
@@ -337,7 +365,16 @@ class Ledger:
         elif self.phase is Phase.RUNNING and self._plan_is_due:
             self.fault = None
             instructions += self._start_rebuild(self.generation + 1, (), now, keep_state=True)
-        return instructions
+        return instructions + self._hold()
+
+    def _hold(self) -> list[LedgerInstruction]:
+        """Held, once, when a pause has been reached."""
+        step = self.committed_step
+        reached = self.phase is Phase.RUNNING and self._paused and step == self.account.next_iteration
+        if not reached or step is None or step == self._held:
+            return []
+        self._held = step
+        return [Held(step)]
 
     @property
     def _plan_is_due(self) -> bool:

@@ -85,7 +85,7 @@ class Sequencer:
         """The name of one execution of a node in this generation."""
         return NodeKey(self.run, self.attempt, self.generation, iteration, node)
 
-    def requests(self, iteration: int) -> dict[int, tuple[NodeRequest, ...]]:
+    def requests(self, iteration: int, *, in_snapshot: bool = True) -> dict[int, tuple[NodeRequest, ...]]:
         """Rank -> its requests for an iteration, in plan order. Ranks without work are left out."""
         assert iteration >= self.first_iteration, f"iteration {iteration} precedes {self.first_iteration}"
         before = self.versions(iteration)
@@ -102,6 +102,7 @@ class Sequencer:
                         first_sample=self.cursor(iteration),
                         versions=versions,
                         deadline_s=deadline_s,
+                        in_snapshot=in_snapshot,
                     )
                 )
         return {rank: tuple(mine) for rank, mine in requests.items()}

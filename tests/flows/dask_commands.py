@@ -38,10 +38,11 @@ def dask_command(*arguments, **environment):
 
 
 @contextmanager
-def dask_scheduler(folder, *, host=LOOPBACK, **environment):
+def dask_scheduler(folder, *, host=LOOPBACK, port=0, **environment):
     """A scheduler started by command; its address."""
     file = folder / "scheduler.json"
-    options = [*host, "--port", "0", "--no-dashboard", "--scheduler-file", str(file)]
+    file.unlink(missing_ok=True)
+    options = [*host, "--port", str(port), "--no-dashboard", "--scheduler-file", str(file)]
     with dask_command("scheduler", *options, **environment) as scheduler:
         deadline = time.monotonic() + 300
         while (address := _address_in(file)) is None:

@@ -76,7 +76,7 @@ class FakeExecutor:
             role = node.call.role
             self.roles[role] = 3 * self.roles[role] + key.iteration + 1
             self.versions[role] += 1
-        if isinstance(node, SaveNode):
+        if isinstance(node, SaveNode) and request.in_snapshot:
             self.save(node.role, key.iteration + 1)
         return NodeResult(
             key=key, rank=self.rank, started_s=started_s, ended_s=time.time(), metrics={"mark": float(mark)}

@@ -38,7 +38,6 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
             run_folder=str(run_folder),
             restore_step=None,
             iterations=1,
-            snapshot_every=1,
             store_host="127.0.0.1",
             store_port=store.port,
             store_prefix="test",

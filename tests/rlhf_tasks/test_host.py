@@ -72,7 +72,6 @@ async def load(comms, plan, folder, store, config, generation=0):
             run_folder=str(folder),
             restore_step=None,
             iterations=1,
-            snapshot_every=1,
             store_host=store.host,
             store_port=store.port,
             store_prefix=prefix,

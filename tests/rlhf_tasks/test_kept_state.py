@@ -54,7 +54,6 @@ class Rank:
                 run_folder=self.run.run_folder,
                 restore_step=step,
                 iterations=2,
-                snapshot_every=1,
                 store_host="127.0.0.1",
                 store_port=self.store.port,
                 store_prefix=f"generation-{generation}",

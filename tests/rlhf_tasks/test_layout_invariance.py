@@ -66,7 +66,6 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             run_folder=folder,
             restore_step=None,
             iterations=3,
-            snapshot_every=3,
             store_host="127.0.0.1",
             store_port=port,
             store_prefix=f"invariance-{Path(folder).name}",
@@ -77,7 +76,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
     sequencer = Sequencer(plan, "test", 0)
     for iteration in range(3):
         metrics: dict[str, float] = {}
-        for request in sequencer.requests(iteration).get(rank, ()):
+        for request in sequencer.requests(iteration, in_snapshot=iteration == 2).get(rank, ()):
             result = executor.execute(request, plan.node(request.key.node))
             metrics.update({f"{request.key.node}/{name}": value for name, value in result.metrics.items()})
         seen.append(metrics)

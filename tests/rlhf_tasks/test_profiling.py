@@ -41,7 +41,6 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
             run_folder="",
             restore_step=None,
             iterations=1,
-            snapshot_every=1,
             store_host="127.0.0.1",
             store_port=port,
             store_prefix="profile",

@@ -192,7 +192,7 @@ class Rank(Process):
         elif isinstance(node, CallNode) and node.trains and node.call.role in self.params:
             version, chain = self.params[node.call.role]
             self.params[node.call.role] = (version + 1, digest(chain, node.name, request.first_sample))
-        elif isinstance(node, SaveNode) and self.world.controller.is_snapshot(request.key.iteration):
+        elif isinstance(node, SaveNode) and request.in_snapshot:
             self.save(request.key, self.params[node.role])
         seen = digest(node.name, request.first_sample, sorted(self.params.items()))
         result = NodeResult(key=request.key, rank=self.rank, started_s=0, ended_s=self.now, digest=seen)
@@ -261,10 +261,9 @@ class Controller(Process):
         self.faults: list[do.Fault] = []
         self.done: list[tuple[int, str]] = []
         self.later(0, lambda: self.ledger.start(world.now))
+        if world.is_paused:
+            self.later(0, lambda: self.ledger.pause(world.now))
         self.later(TICK_S, self.tick)
-
-    def is_snapshot(self, iteration: int) -> bool:
-        return self.ledger.account.commits.schedule.is_snapshot(iteration)
 
     def tick(self) -> list[Any]:
         """Time, a flow that enters what it may, and a watcher that asks for things long past."""
@@ -327,6 +326,11 @@ class Controller(Process):
     def do_IterationCommitted(self, i: do.IterationCommitted) -> None:
         if self.world.change_after == i.iteration and self.world.next_plan is not None:
             self.carry_out(self.ledger.change_plan(self.world.next_plan, {}, self.world.now))
+        if self.world.pause_after == i.iteration:
+            self.world.pause()
+
+    def do_Held(self, i: do.Held) -> None:
+        self.world.held(i.step)
 
     def do_NodeDone(self, i: do.NodeDone) -> None:
         assert set(i.results) == set(self.world.plan(i.iteration).node(i.node).devices)

@@ -27,11 +27,15 @@ from tests.rlhf_tasks.protocol.simulated_processes import (
     Rank,
 )
 
+HELD_S = 30.0  # longer than anything else takes
+
 
 class World:
     """Clock, network, disk, ranks and controller. Everything random comes from one seed.
 
     next_plan, change_after   the flow changes to this plan when it hears that this iteration is committed
+    pause_after  the flow pauses the run when it hears that this iteration is committed, and resumes it HELD_S after
+                 it has heard that the run is held
     watch  called with (process, "before" | "after", instruction) around every instruction
     """
 
@@ -46,12 +50,14 @@ class World:
         snapshot_every: int = 1,
         next_plan: ExecutionPlan | None = None,
         change_after: int = 0,
+        pause_after: int | None = None,
         watch: Callable[["World", Process, str, Any], None] = lambda world, process, moment, instruction: (
             None
         ),
     ) -> None:
         self.iterations, self.snapshot_every = iterations, snapshot_every
         self.next_plan, self.change_after = next_plan, change_after
+        self.pause_after, self.is_paused, self.held_at = pause_after, False, list[int]()
         self.n_ranks = plan.n_devices if n_ranks is None else n_ranks
         self.network = network or Network()
         self.rng = random.Random(seed)
@@ -103,6 +109,25 @@ class World:
             self.now, _, event = heapq.heappop(self._events)
             event()
         return self.controller.outcome
+
+    def pause(self) -> None:
+        """The flow orders a pause; one that was held, ends."""
+        self.is_paused = True
+        self.delivered_when_paused = self.controller.ledger.account.newest_delivered + 1
+        self._tell(lambda ledger: ledger.pause(self.now))
+
+    def held(self, step: int) -> None:
+        """The flow hears that the run is held, looks on for a while, and resumes it."""
+        assert self.is_paused
+        assert max(self.disk.commits) == step
+        self.held_at.append(step)
+        if len(self.held_at) > 1:  # after a fault, or by the next attempt
+            return
+        self.at(HELD_S, self._resume)
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        self._tell(lambda ledger: ledger.resume(self.now))
 
     # --- processes --------------------------------------------------------------------------------------
 
@@ -167,10 +192,11 @@ class World:
     def record(self, process: Rank, request: NodeRequest) -> None:
         """Order on every rank, no node twice in a generation, the same requests in every generation."""
         key, rank = request.key, process.rank
+        assert not (self.is_paused and self.held_at), f"rank {rank} runs {key} while the run is held"
         order = self.orders.setdefault((key.attempt, key.generation, rank), [])
         assert request.number == len(order), f"rank {rank} ran number {request.number} as number {len(order)}"
         order.append((key.iteration, key.node))
-        plain = replace(request, key=key._replace(attempt=0, generation=0), number=0)
+        plain = replace(request, key=key._replace(attempt=0, generation=0), number=0, in_snapshot=True)
         assert self.requests.setdefault((rank, key.iteration, key.node), plain) == plain
 
     def commit(self, commit: do.WriteCommit, digests: dict[int, dict[str, dict[int, str]]]) -> None:

@@ -113,14 +113,15 @@ def test_too_few_ranks_are_refused():
 
 @pytest.mark.parametrize(
     ("every", "wanted", "delivered", "last"),
-    [(1, 3, 1, 3), (1, 0, 1, 1), (1, 50, 0, 8), (2, 2, 1, 3), (4, 5, 1, 7), (4, 8, 1, 8)],
+    [(1, 3, 1, 3), (1, 0, 1, 1), (1, 50, 0, 8), (2, 2, 1, 2), (4, 0, 1, 2), (4, 5, 1, 5), (4, 8, 1, 8)],
 )
-def test_a_stop_takes_effect_after_what_is_delivered_and_at_a_snapshot(every, wanted, delivered, last):
+def test_a_stop_takes_effect_after_what_is_delivered_and_makes_a_snapshot(every, wanted, delivered, last):
     books = running(snapshot_every=every)
     for iteration in range(delivered + 1):
         books.enter(iteration, 0, 0)
     assert books.stop_after(wanted, 0) == []
     assert books.last_iteration == last
+    assert books.account.commits.is_snapshot(last)
 
 
 def test_the_commit_of_the_last_iteration_finishes_the_attempt():

@@ -1,0 +1,83 @@
+"""`prefect-rlhf pause`, `resume`, `stop` and `cancel`: orders to a run that goes on in a folder."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from flows.run_folder import existing_run_folder, leave_order
+from rlhf_tasks.config import ConfigError
+
+TAKEN_S = 60.0  # the run's process looks twice a second
+LOOK_EVERY_S = 0.1
+
+console = Console()
+
+
+def pause(run: Path, /, *, release: Annotated[bool, Parameter("--release", negative=())] = False) -> None:
+    """Pause a run at its next commit.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    release
+        Give the devices back: to go on, ranks are started and load the commit anew. Otherwise they stay as they are.
+    """
+    devices = "released" if release else "kept"
+    _order(
+        run,
+        "release" if release else "pause",
+        f"pauses when what is under way is committed; its devices are {devices}. To go on: prefect-rlhf resume {run}",
+    )
+
+
+def resume(run: Path, /) -> None:
+    """Go on with a run that is paused.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    """
+    _order(run, "resume", "goes on")
+
+
+def stop(run: Path, /) -> None:
+    """End a run well at its next commit, with its model and summary.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    """
+    _order(run, "stop", "ends when what is under way is committed, with its model and summary")
+
+
+def cancel(run: Path, /) -> None:
+    """End a run at its next commit, without model and summary.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    """
+    _order(run, "cancel", "ends when what is under way is committed")
+
+
+def _order(run: Path, command: str, what: str) -> None:
+    """Have an order taken by the run's process, and tell what it does. Raises ConfigError when it takes none."""
+    folder, _ = existing_run_folder(run)
+    order = leave_order(folder, command)
+    deadline = time.monotonic() + TAKEN_S
+    while order.exists():
+        if time.monotonic() > deadline:
+            order.unlink(missing_ok=True)
+            raise ConfigError(
+                f"the process of the run in {run} has not taken the order within {TAKEN_S:g} s: it ends, or hangs. "
+                "End it with Ctrl-C."
+            )
+        time.sleep(LOOK_EVERY_S)
+    console.print(f"{folder.name} {what}", highlight=False, soft_wrap=True)

@@ -1,0 +1,254 @@
+"""Attempts of a run: one follows the other where a controller or a scheduler is lost, but not without end."""
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+from distributed import Client, Scheduler
+from prefect import flow
+
+from flows import runs
+from flows.orders import Order, Orders
+from flows.prepare import Prepared
+from flows.runs import Attempts
+from flows.training import ControllerLost, RunFailed, TrainingResult, run_training
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
+from tests.flows.test_orders import states_after
+from tests.flows.test_training import FAKES
+from tests.rlhf_tasks.plans import small_plan
+from tests.tiny_runs import ppo_config
+
+ITERATIONS = 8
+
+
+@pytest.fixture
+def attempts(tmp_path, expected):
+    """Makes the attempts of a run of fake ranks; `told` are the lines for the user, `committed` its commits."""
+    told, committed = [], []
+
+    def make(place, orders=None, on_commit=None, max_restarts=3, environment=None):
+        config = ppo_config(tmp_path, cluster=place, runtime={"max_restarts": max_restarts})
+        plans = (ScheduledPlan(iteration=0, plan=small_plan()),)
+
+        async def committed_one(commit, control):
+            committed.append(commit.iteration)
+            if on_commit is not None:
+                await on_commit(commit.iteration)
+
+        view = SimpleNamespace(
+            replanning=SimpleNamespace(plans=plans, expected={0: expected}),
+            on_commit=committed_one,
+            on_plan=None,
+            say=told.append,
+        )
+        prepared = Prepared(config, small_plan(), ITERATIONS, "", 1)
+        return Attempts(prepared, tmp_path, environment or {}, view, orders or Orders(told.append))
+
+    return SimpleNamespace(make=make, told=told, committed=committed)
+
+
+# --- the count ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def endings(monkeypatch):
+    """What each attempt comes to, one after the other: an exception, or a result; `rebuilds` as each was told."""
+    coming, rebuilds = [], []
+
+    async def attempt(self, so_far, again):
+        rebuilds.append(so_far)
+        end = coming.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    monkeypatch.setattr(Attempts, "_attempt", attempt)
+    return SimpleNamespace(coming=coming, rebuilds=rebuilds)
+
+
+def ended(order=Order.GO_ON):
+    return TrainingResult(ITERATIONS, (), order)
+
+
+def test_lost_controllers_count_together_with_rebuilds_until_there_is_a_commit(attempts, endings):
+    endings.coming += [ControllerLost("it is gone", 1), ControllerLost("it is gone", 0), ended()]
+    run = attempts.make({"devices_per_host": 2})
+    assert asyncio.run(run.run(started_again=False)) is Order.GO_ON
+    assert endings.rebuilds == [0, 2, 1], "the second attempt had a commit"
+    assert attempts.told == ["it is gone: a new attempt begins at the last commit"] * 2
+
+
+def test_one_loss_too_many_ends_the_run_with_its_cause(attempts, endings):
+    endings.coming += [ControllerLost("it is gone", n) for n in range(9)]
+    run = attempts.make({"devices_per_host": 2}, max_restarts=2)
+    with pytest.raises(
+        RunFailed, match=r"it is gone \(after runtime.max_restarts=2 restarts without a commit"
+    ):
+        asyncio.run(run.run(started_again=False))
+    assert endings.rebuilds == [0, 1, 2]
+
+
+def test_processes_that_end_without_a_commit_count_until_somebody_else_goes_on(attempts, endings, tmp_path):
+    run = attempts.make({"devices_per_host": 2}, max_restarts=2)
+    run._count(0, "")  # and the process is killed
+    for _ in range(2):
+        endings.coming.append(KilledError())
+        with pytest.raises(KilledError):
+            asyncio.run(run.run(started_again=True))
+    with pytest.raises(RunFailed, match="its process has ended"):
+        asyncio.run(run.run(started_again=True))
+    assert endings.rebuilds == [1, 2]
+    endings.coming.append(ended())
+    assert asyncio.run(run.run(started_again=False)) is Order.GO_ON
+
+
+def test_a_commit_or_an_orderly_end_begins_the_count_anew(attempts, endings, tmp_path):
+    run = attempts.make({"devices_per_host": 2})
+    run._count(2, "")
+    (tmp_path / "step-00000004").mkdir()
+    endings.coming += [ended(Order.LEAVE), ended()]
+    assert asyncio.run(run.run(started_again=True)) is Order.LEAVE
+    assert asyncio.run(run.run(started_again=True)) is Order.GO_ON
+    assert endings.rebuilds == [1, 0]
+
+
+class KilledError(Exception):
+    """As if the process had been killed here."""
+
+
+@pytest.mark.parametrize(("then", "ends"), [(Order.GO_ON, Order.GO_ON), (Order.CANCEL, Order.CANCEL)])
+def test_a_run_whose_devices_are_released_waits_for_another_order(attempts, endings, then, ends):
+    orders = Orders()
+    run = attempts.make({"devices_per_host": 2}, orders)
+    endings.coming += [ended(Order.RELEASE), ended()]
+
+    async def order_later():
+        orders.give(Order.RELEASE, "test")
+        running = asyncio.create_task(run.run(started_again=False))
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        orders.give(then, "test")
+        return await running
+
+    assert asyncio.run(order_later()) is ends
+    assert len(endings.rebuilds) == (2 if then is Order.GO_ON else 1)
+
+
+# --- real clusters --------------------------------------------------------------------------------------
+
+
+def last_roles(folder):
+    newest = max(folder.glob("step-*.json"), key=lambda path: int(path.stem.removeprefix("step-")))
+    return json.loads(newest.read_text())["roles"]
+
+
+async def in_a_flow(run):
+    @flow(name="rlhf-fake", persist_result=False)
+    async def parent():
+        return await run.run(started_again=False)
+
+    return await parent()
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Ranks are fakes; `clusters` are those that were formed."""
+    clusters = []
+    cluster_of = runs.cluster_of
+
+    @contextmanager
+    def noted(*arguments):
+        with cluster_of(*arguments) as cluster:
+            clusters.append(cluster)
+            yield cluster
+
+    async def train(plan, config, cluster, **options):
+        return await run_training(
+            plan, {"sleep_s": 0.1}, cluster, **{**options, **FAKES, "run": f"f-{uuid4().hex[:8]}"}
+        )
+
+    monkeypatch.setattr(runs, "cluster_of", noted)
+    monkeypatch.setattr(runs, "run_training", train)
+    return clusters
+
+
+def kill_controller(cluster):
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        (pid,) = client.run(os.getpid, workers=[cluster.controller.address]).values()
+    os.kill(pid, signal.SIGKILL)
+
+
+def end_scheduler(cluster):
+    """Ours, in this process."""
+    (scheduler,) = (s for s in Scheduler._instances if s.address == cluster.scheduler_address)
+    asyncio.run_coroutine_threadsafe(scheduler.close(), scheduler.loop.asyncio_loop).result(60)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strike", [kill_controller, end_scheduler])
+def test_a_run_on_a_cluster_of_its_own_goes_on_by_itself_without(attempts, fakes, prefect, tmp_path, strike):
+    async def on_commit(iteration):
+        if iteration == 2 and len(fakes) == 1:
+            await asyncio.to_thread(strike, fakes[0])
+
+    run = attempts.make({"devices_per_host": 2}, on_commit=on_commit, environment=prefect.environment)
+    assert asyncio.run(in_a_flow(run)) is Order.GO_ON
+    assert len(fakes) == 2
+    assert sorted(set(attempts.committed)) == list(range(ITERATIONS))
+    assert last_roles(tmp_path) == states_after(ITERATIONS)
+    (line,) = (line for line in attempts.told if "a new attempt begins" in line)
+    assert "the controller of run" in line
+
+
+@contextmanager
+def dask_cluster(folder, port=0):
+    """The address of a scheduler with a controller and two ranks, started by commands."""
+    with dask_scheduler(folder, port=port, **SAFE) as address, ExitStack() as workers:
+        for options in (CONTROLLER, (*RANK, "--name", "r0"), (*RANK, "--name", "r1")):
+            workers.enter_context(dask_worker(address, folder, *LOOPBACK, *options))
+        with Client(address, set_as_default=False, timeout=300) as client:
+            client.wait_for_workers(3, timeout=300)
+        yield address
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", ["controller", "scheduler"])
+def test_a_run_on_a_cluster_found_by_address_waits_for_it_to_come_back(
+    attempts, fakes, prefect, tmp_path, what
+):
+    """A controller's nanny starts it again; workers end with their scheduler, and are started again with it."""
+
+    async def run_on(address, first, again):
+        struck = asyncio.Event()
+
+        async def on_commit(iteration):
+            if iteration == 2:
+                struck.set()
+
+        place = {"devices_per_host": 2, "address": address}
+        run = attempts.make(place, on_commit=on_commit, environment=prefect.environment)
+        running = asyncio.create_task(in_a_flow(run))
+        await struck.wait()
+        if what == "controller":
+            await asyncio.to_thread(kill_controller, fakes[0])
+        else:
+            await asyncio.to_thread(first.close)
+            await asyncio.to_thread(
+                again.enter_context, dask_cluster(tmp_path, int(address.rsplit(":", 1)[1]))
+            )
+        return await running
+
+    with ExitStack() as again, ExitStack() as first:
+        address = first.enter_context(dask_cluster(tmp_path))
+        assert asyncio.run(run_on(address, first, again)) is Order.GO_ON
+    assert len(fakes) == 2
+    assert last_roles(tmp_path) == states_after(ITERATIONS)
