@@ -2,10 +2,12 @@
 
 runs/NAME/config.json      the configuration of the run, for --resume
           data.sha256      digest of its rows: a resumed run must find the same
+          models.json      digests of its model folders, likewise
+          accepted.jsonl   changes of such things between two attempts, said to be wanted by --accept-changes
           plan.json        the execution plan that the run began by
           plan-2.json      the one that it changed to, if it did (replan: auto), and so on
           plans.jsonl      at which iteration each of these begins
-          attempts/        one empty file per attempt, by number
+          attempts/        one file per attempt, by number; empty until the attempt has trained
           step-00000042/   commits
           metrics.jsonl    one row per committed iteration
           lineage.jsonl    one row per node of it: versions, and what each rank did when, by its own clock
@@ -28,10 +30,10 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
+from rlhf_tasks.checkpoint import ATTEMPTS
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config, resolve_paths
 from rlhf_tasks.durable import replace_file
 
-ATTEMPTS = "attempts"
 CONFIG = "config.json"
 LOCK = ".lock"
 ORDER = "order"
@@ -99,8 +101,8 @@ def open_run(
 
     run_folder   of a run to go on with; without it the configuration's `resume` says whether there is one
     flow_run_id  of the flow run that carries it out: one that Prefect starts again goes on in its run folder
-    A run goes on as it began, but where its ranks are is said anew: a cluster may have moved. Raises ConfigError
-    when the folder to go on with is none, or no new one can be made.
+    A run goes on as it began, but where its ranks are and how long they are waited for is said anew. Raises
+    ConfigError when the folder to go on with is none, or no new one can be made.
     """
     if config is None:
         assert run_folder is not None, "a run has a configuration or a folder to go on in"
@@ -111,7 +113,7 @@ def open_run(
         refuse_unwritable(Path(config.output_dir), "output_dir")
         return None, config
     folder, begun = existing_run_folder(begun_in)
-    return folder, begun.model_copy(update={"cluster": config.cluster})
+    return folder, begun.model_copy(update={"cluster": config.cluster, "runtime": config.runtime})
 
 
 def refuse_unwritable(folder: Path, name: str) -> None:

@@ -24,6 +24,7 @@ from flows.planning import hardware_of
 from flows.prepare import Prepared, prepare
 from flows.replanning import Replanning
 from flows.run_folder import open_run, remember_folder, run_folder_of, taken
+from flows.run_identity import keep_identity, refuse_changes
 from flows.run_view import RunView
 from flows.server import prefect_server
 from flows.summary import read_jsonl, rows_by_plan, run_figures
@@ -34,7 +35,7 @@ from rlhf_tasks.config import AnyConfig, ConfigError
 from rlhf_tasks.durable import replace_file
 from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.journals import LINEAGE, METRICS
-from rlhf_tasks.plan_log import PLAN, logged_changes
+from rlhf_tasks.plan_log import logged_changes
 
 SUMMARY = "summary.json"
 RESTARTS = "restarts.json"
@@ -60,6 +61,8 @@ async def carry_out(
             f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
         )
     prepared = prepare(config, folder)
+    if folder is not None:
+        refuse_changes(folder, prepared)
     for warning in prepared.warnings:
         get_run_logger().warning(warning)
     expected = {p.iteration: planned(config, p.plan) for p in prepared.plans}
@@ -70,7 +73,7 @@ async def carry_out(
         prefect_server(folder) as server,
     ):
         remember_folder(folder, flow_run.id)
-        _keep_identity(folder, prepared)
+        keep_identity(folder, prepared)
         view = RunView(prepared, folder, expected)
         await view.begin()
         async with watched_orders(folder, flow_run.id, view.say) as orders:
@@ -264,17 +267,6 @@ def _exported_step(folder: Path) -> int | None:
         return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["iterations"]
     except FileNotFoundError:
         return None
-
-
-def _keep_identity(folder: Path, prepared: Prepared) -> None:
-    """Write the plan and the data's digest down; a resumed run must find its data unchanged."""
-    identity = folder / "data.sha256"
-    if identity.exists() and identity.read_text() != prepared.data_digest:
-        raise ConfigError(
-            f"{prepared.config.data.train} has changed since {folder} began. Put the data back, or start a new run."
-        )
-    replace_file(identity, prepared.data_digest)
-    replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
 
 
 def flow_run_name() -> str:

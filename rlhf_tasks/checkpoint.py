@@ -5,8 +5,6 @@ the controller writes the manifest there and renames the folder: that is the com
 highest one whose manifest and files verify; nothing else says which it is.
 """
 
-import hashlib
-import json
 import logging
 import os
 import re
@@ -15,9 +13,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rlhf_tasks.durable import append_lines, explain, sync
+from rlhf_tasks.accepted import last_accepted
+from rlhf_tasks.durable import explain, sync, write_file
 from rlhf_tasks.failpoints import Point, at, reach
-from rlhf_tasks.journals import LINEAGE, METRICS, IterationResults, MetricsLines, lineage_lines
+from rlhf_tasks.journals import (
+    EMPTY,
+    JOURNALS,
+    LINEAGE,
+    METRICS,
+    IterationResults,
+    Journal,
+    JournalError,
+    JournalMark,
+    MetricsLines,
+    lineage_lines,
+)
 from rlhf_tasks.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -34,6 +44,8 @@ from rlhf_tasks.protocol.instructions import WriteCommit
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d{8})")
 _LEFTOVER = re.compile(r"step-\d{8}\.(tmp-.*|pruned)")
+_REFUSED = re.compile(r"step-\d{8}\.refused-\d+")
+ATTEMPTS = "attempts"
 _AT_LEAST = 2  # commits kept, so that there is one to fall back to
 
 
@@ -89,7 +101,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
 def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError]]:
     """The highest step that verifies, and why each higher one was refused. Reads every byte of them."""
     refused = []
-    for step in sorted(_steps(run_folder), reverse=True):
+    for step in sorted(steps_of(run_folder), reverse=True):
         folder = step_folder(run_folder, step)
         try:
             manifest = verify(folder)
@@ -107,7 +119,7 @@ def prune(run_folder: Path, keep_last: int) -> None:
 
     Raises CheckpointError, and removes nothing, when the newest does not verify.
     """
-    steps = sorted(_steps(run_folder))
+    steps = sorted(steps_of(run_folder))
     old = steps[: -max(keep_last, _AT_LEAST)]
     if old:
         verify(step_folder(run_folder, steps[-1]))
@@ -133,10 +145,37 @@ def sweep(run_folder: Path) -> None:
 
 def newest_step(run_folder: Path) -> int | None:
     """The step of the newest commit, sound or not; None where there is none."""
-    return max(_steps(run_folder), default=None)
+    return max(steps_of(run_folder), default=None)
 
 
-def _steps(run_folder: Path) -> list[int]:
+def lost_commits(run_folder: Path) -> str | None:
+    """What a folder without commits says of commits that it once had, in one sentence; None where it had none.
+
+    Whoever begins anew there removes what is left of that run.
+    """
+    if not run_folder.is_dir() or steps_of(run_folder):
+        return None
+    found = [f"{name} with rows" for name in JOURNALS if _size_bytes(run_folder / name)]
+    found += sorted(path.name for path in run_folder.iterdir() if _REFUSED.fullmatch(path.name))
+    found += [
+        f"attempt {path.name}, which has committed step {path.read_text(errors='replace').strip()}"
+        for path in sorted((run_folder / ATTEMPTS).glob("*"))
+        if _size_bytes(path)
+    ]
+    if not found:
+        return None
+    return (
+        f"{run_folder} has {', '.join(found)}, but no commit to go on from: its folders step-* are gone. Put them "
+        "back, or move the folder away to train anew."
+    )
+
+
+def _size_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def steps_of(run_folder: Path) -> list[int]:
+    """The numbers of a run folder's commits, whether they verify or not."""
     matches = [_STEP.fullmatch(path.name) for path in run_folder.iterdir()] if run_folder.is_dir() else []
     return [int(match[1]) for match in matches if match]
 
@@ -167,29 +206,35 @@ class RunSnapshots:
     def __init__(self, spec: RunIdentity) -> None:
         self._spec = spec
         self._folder = Path(spec.run_folder)
-        self._journals = {METRICS: 0, LINEAGE: 0}
+        self._journals = self._open_journals({})
+        self._marked = False
         self._metrics = MetricsLines(spec.peak_flops_per_s)
 
     def latest(self) -> tuple[int, int] | None:
         """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
 
         Puts the run folder into the state of that commit: unfinished folders go, journals are cut back.
-        Raises CheckpointError naming the files when there are commits and none can be used.
+        Raises CheckpointError naming the files when there are commits and none can be used, when there were some,
+        and when what is committed of a journal has changed.
         """
         found, refused = latest_commit(self._folder)
         for error in refused:
             logger.warning("checkpoint refused: %s", error)
         if found is None and refused:
             reasons = " ".join(map(str, refused))
-            raise CheckpointError(f"no commit in {self._folder} can be used. {reasons}")
+            raise CheckpointError(
+                f"no commit in {self._folder} can be used. {reasons} Put one back from a copy, or move the folder "
+                "away to train anew."
+            )
+        if found is None and (lost := lost_commits(self._folder)) is not None:
+            raise CheckpointError(lost)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._journals = self._open_journals({} if found is None else self._marks(found))
         sweep(self._folder)
         with at(attempt=self._spec.attempt):
             reach(Point.SWEEP)
-        if found is not None:
-            self._journals = {**self._journals, **found.manifest.journals}
-        for name, size_bytes in self._journals.items():
-            append_lines(self._folder / name, size_bytes, ())
+        for journal in self._journals.values():
+            journal.cut()
         return None if found is None else (found.step, found.manifest.cursor)
 
     def commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
@@ -208,7 +253,7 @@ class RunSnapshots:
         if versions != dict(order.versions):
             raise CheckpointError(f"step {order.step}: parts of versions {versions}, not {order.versions}.")
         reach(Point.COMMIT)
-        journals = self._append(order.iterations, results)
+        marks = self._append(order.iterations, results)
         reach(Point.JOURNALS)
         manifest = Manifest(
             run=self._spec.run,
@@ -219,8 +264,8 @@ class RunSnapshots:
             versions=versions,
             roles=roles,
             files=tuple(sorted((part.stored for part in parts), key=lambda stored: stored.file)),
-            journals=journals,
-            config_sha256=_sha256(self._spec.config),
+            journals=marks,
+            config=dict(self._spec.config),
             plan_sha256=plan_digest(order.plan),
         )
         try:
@@ -228,28 +273,51 @@ class RunSnapshots:
         except OSError as error:
             path = unfinished_folder(self._folder, order.step, self._spec.attempt) / MANIFEST
             raise OSError(explain(error, path, len(manifest.model_dump_json(indent=1)))) from error
-        self._journals = journals
+        for journal in self._journals.values():
+            journal.keep()
+        self._mark_attempt(order.step)
         try:
             prune(self._folder, self._spec.config.get("keep_last", _AT_LEAST))
         except (CheckpointError, OSError) as error:
             logger.error("older commits are kept: %s", error)
 
-    def _append(self, iterations: Iterable[int], results: Mapping[int, IterationResults]) -> dict[str, int]:
-        """Append to both journals behind the last commit. Returns their new sizes."""
+    def _marks(self, found: Commit) -> Mapping[str, JournalMark]:
+        """What is committed of the journals: by the commit's manifest, or by what was accepted since."""
+        accepted = last_accepted(self._folder)
+        return accepted.journals if accepted and accepted.step == found.step else found.manifest.journals
+
+    def _open_journals(self, marks: Mapping[str, JournalMark]) -> dict[str, Journal]:
+        try:
+            return {name: Journal(self._folder / name, marks.get(name, EMPTY)) for name in JOURNALS}
+        except JournalError as error:
+            raise CheckpointError(str(error)) from None
+
+    def _append(
+        self, iterations: Iterable[int], results: Mapping[int, IterationResults]
+    ) -> dict[str, JournalMark]:
+        """Append to both journals behind the last commit. Returns what is then to be committed of them."""
         lines = {
             METRICS: [self._metrics.line(i, results[i]) for i in iterations if i in results],
             LINEAGE: [line for i in iterations if i in results for line in lineage_lines(i, results[i])],
         }
-        sizes = {}
+        marks = {}
         for name, more in lines.items():
             path = self._folder / name
             try:
-                sizes[name] = append_lines(path, self._journals[name], more)
-                if name == METRICS:
-                    reach(Point.METRICS)
+                marks[name] = self._journals[name].append(more)
             except OSError as error:
                 raise OSError(explain(error, path, sum(map(len, more)))) from error
-        return sizes
+            if name == METRICS:
+                reach(Point.METRICS)
+        return marks
+
+    def _mark_attempt(self, step: int) -> None:
+        """Note in the attempt's own file that it has trained: without its commits, the run is not to begin anew."""
+        if step > 0 and not self._marked:
+            attempts = self._folder / ATTEMPTS
+            attempts.mkdir(exist_ok=True)
+            write_file(attempts / str(self._spec.attempt), f"{step}\n".encode())
+            self._marked = True
 
 
 def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:
@@ -262,7 +330,3 @@ def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:
                 f"ranks disagree on the state of role {role!r}: {roles[role]} {part.record}"
             )
     return roles
-
-
-def _sha256(document: Any) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

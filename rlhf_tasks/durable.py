@@ -1,4 +1,7 @@
-"""Files that survive a crash: written, synced, and only then counted on. Torch-free."""
+"""Files that survive a crash: written, synced, and only then counted on. Torch-free.
+
+None is written through a symbolic link: whoever may write into a run folder could lead a run to any other file.
+"""
 
 import errno
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a whole file and make it durable. Raises OSError."""
-    with path.open("wb") as file:
+    with open(path, "wb", opener=no_link) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -22,6 +25,11 @@ def replace_file(path: Path, text: str) -> None:
     write_file(fresh, text.encode())
     fresh.rename(path)
     sync(path.parent)
+
+
+def no_link(path: str, flags: int) -> int:
+    """Opens a file that is no symbolic link; for `open`. Raises OSError for one that is."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def sync(path: Path) -> None:
@@ -38,8 +46,8 @@ def append_lines(path: Path, size_bytes: int, lines: Iterable[str]) -> int:
 
     So what a failed attempt to append has left behind is overwritten.
     """
-    with path.open("ab") as file:
-        file.truncate(min(size_bytes, path.stat().st_size))
+    with open(path, "ab", opener=no_link) as file:
+        file.truncate(min(size_bytes, os.fstat(file.fileno()).st_size))
         file.seek(0, os.SEEK_END)
         for line in lines:
             file.write(line.encode() + b"\n")

@@ -1,16 +1,118 @@
-"""What a commit appends to the run's journals: one line of metrics per iteration, one of lineage per node."""
+"""What a commit appends to the run's journals: one line of metrics per iteration, one of lineage per node.
 
+A commit names how much of them is committed, and the hash of that. Torch-free.
+"""
+
+import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from rlhf_tasks.spec import NodeResult
+from pydantic import Field
+
+from rlhf_tasks.durable import append_lines, no_link
+from rlhf_tasks.spec import Frozen, NodeResult
 
 METRICS = "metrics.jsonl"
 LINEAGE = "lineage.jsonl"
+JOURNALS = (METRICS, LINEAGE)
+_CHUNK_BYTES = 1 << 22
 
 IterationResults = Mapping[str, Mapping[int, NodeResult]]
 """Node -> rank -> result."""
+
+
+class JournalMark(Frozen):
+    """How much of a journal is committed: its first `size_bytes` bytes, which have this hash."""
+
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+EMPTY = JournalMark(size_bytes=0, sha256=hashlib.sha256().hexdigest())
+
+
+class JournalError(ValueError):
+    """A journal is not as it was committed: which file, which line."""
+
+
+class Journal:
+    """A journal as its run writes it: what is committed of it, and what the commit under way appends.
+
+    The hash goes on where it stood: a long journal is read once in an attempt.
+    """
+
+    def __init__(self, path: Path, mark: JournalMark = EMPTY) -> None:
+        """Raises JournalError when the file is not what `mark` says, OSError when it cannot be read."""
+        self.path = path
+        self._size_bytes, self._digest = mark.size_bytes, _hashed(path, mark)
+        self._appended = (self._size_bytes, self._digest)
+
+    def cut(self) -> None:
+        """Remove what is behind the committed part: lines of a commit that never was. Raises OSError."""
+        append_lines(self.path, self._size_bytes, ())
+
+    def append(self, lines: Iterable[str]) -> JournalMark:
+        """Write lines behind the committed part, durably, in place of what a failed commit left there."""
+        written = list(lines)
+        size_bytes, digest = append_lines(self.path, self._size_bytes, written), self._digest.copy()
+        for line in written:
+            digest.update(line.encode() + b"\n")
+        self._appended = (size_bytes, digest)
+        return JournalMark(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+    def keep(self) -> None:
+        """What was appended last is committed."""
+        self._size_bytes, self._digest = self._appended
+
+
+def _hashed(path: Path, mark: JournalMark) -> "hashlib._Hash":
+    """The hash of a journal's committed part. Raises JournalError when it is another than the mark's."""
+    digest, left = hashlib.sha256(), mark.size_bytes
+    if path.is_symlink():
+        raise JournalError(f"{path} is a symbolic link.")
+    if left == 0:
+        return digest
+    try:
+        with open(path, "rb", opener=no_link) as file:
+            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                digest.update(chunk)
+                left -= len(chunk)
+    except FileNotFoundError:
+        raise JournalError(f"{path} is missing.") from None
+    if left:
+        has_bytes = mark.size_bytes - left
+        raise JournalError(f"{path} has {has_bytes} of the {mark.size_bytes} bytes that are committed.")
+    if digest.hexdigest() != mark.sha256:
+        raise JournalError(f"{path}{_damage(path, mark.size_bytes)}")
+    return digest
+
+
+def _damage(path: Path, size_bytes: int) -> str:
+    """Where the committed part of a journal is not what a run writes, as far as that shows."""
+    number = 0
+    for number, line in enumerate(committed_lines(path, size_bytes), start=1):
+        if not is_row(line):
+            return f":{number} is not as it was written."
+    return f": one of its {number} committed lines is not as it was written, though each reads as JSON."
+
+
+def committed_lines(path: Path, size_bytes: int) -> Iterator[bytes]:
+    """The lines of a journal's first bytes, one of which may be cut."""
+    left = size_bytes
+    with open(path, "rb", opener=no_link) as file:
+        while left > 0 and (line := file.readline(left)):
+            left -= len(line)
+            yield line
+
+
+def is_row(line: bytes) -> bool:
+    """Whether a line is one that a run may have written."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class MetricsLines:

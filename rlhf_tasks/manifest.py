@@ -5,16 +5,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, field_validator
 
-from rlhf_tasks.durable import sync, write_file
+from rlhf_tasks.durable import no_link, sync, write_file
 from rlhf_tasks.failpoints import Point, reach
+from rlhf_tasks.journals import JOURNALS, JournalMark
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.parallel.topology import Placement
 from rlhf_tasks.spec import Frozen
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.json.sha256"  # in the format of `sha256sum -c`
 _CHUNK_BYTES = 1 << 22
@@ -66,23 +67,30 @@ class Manifest(Frozen):
     step      number of committed iterations
     cursor    global id of the first sample not yet fetched
     versions  trained role -> number of its train calls
-    journals  file in the run folder -> its size in bytes at this commit
-    config_sha256   names the configuration
+    journals  each of the two journals -> what of it is committed
+    config    the run's configuration
     plan_sha256     names the execution plan of the last committed iteration; of step 0, the first plan
     """
 
     schema_version: int = SCHEMA
     run: str
-    attempt: int
+    attempt: int = Field(ge=0)
     step: int = Field(ge=0)
     seed: int
     cursor: int = Field(ge=0)
     versions: dict[str, int]
     roles: dict[str, RoleRecord]
     files: tuple[StoredFile, ...]
-    journals: dict[str, int]
-    config_sha256: str
+    journals: dict[str, JournalMark]
+    config: dict[str, Any]
     plan_sha256: str
+
+    @field_validator("journals")
+    @classmethod
+    def _names_the_journals(cls, journals: dict[str, JournalMark]) -> dict[str, JournalMark]:
+        if set(journals) != set(JOURNALS):
+            raise ValueError(f"journals are {', '.join(JOURNALS)}, not {', '.join(map(repr, journals))}")
+        return journals
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -97,8 +105,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read and check a folder's manifest. Raises CheckpointError naming the file."""
     path = folder / MANIFEST
+    if folder.is_symlink():
+        raise CheckpointError(f"{path}: {folder} is a symbolic link.")
     try:
-        data, checksum = path.read_bytes(), (folder / CHECKSUM).read_bytes()
+        data, checksum = _read(path), _read(folder / CHECKSUM)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}.") from error
     if checksum != _checksum(data):
@@ -106,9 +116,12 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         schema = json.loads(data).get("schema_version")
         if schema != SCHEMA:
-            raise CheckpointError(f"{path}: schema {schema}; this version of prefect-rlhf reads {SCHEMA}.")
+            raise CheckpointError(
+                f"{path}: schema {schema}; this version of prefect-rlhf reads {SCHEMA}. Go on with the version that "
+                "wrote it."
+            )
         return Manifest.model_validate_json(data)
-    except (ValidationError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:  # pydantic's and json's are ValueErrors
         raise CheckpointError(f"{path}: not a manifest: {error}") from error
 
 
@@ -126,6 +139,11 @@ def verify(folder: Path) -> Manifest:
         if _hash_file(path) != stored.sha256:
             raise CheckpointError(f"{path}: its content has changed since it was written.")
     return manifest
+
+
+def _read(path: Path) -> bytes:
+    with open(path, "rb", opener=no_link) as file:
+        return file.read()
 
 
 def _checksum(data: bytes) -> bytes:

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from flows import run_identity
 from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
 from flows.demo_data import DATA, refuse_without_task
@@ -24,6 +25,7 @@ def run(
     *overrides: str,
     config: Annotated[Path | None, Parameter("--config")] = None,
     resume: Annotated[Path | None, Parameter("--resume")] = None,
+    accept_changes: Annotated[bool, Parameter("--accept-changes", negative="")] = False,
 ) -> None:
     """Run a training: prefect-rlhf run ppo --config FILE [key.sub=value ...].
 
@@ -32,21 +34,25 @@ def run(
     algorithm
         ppo, sft, reward-model or rollout.
     overrides
-        `key.sub=value`, the value being YAML; with --resume only `cluster.*`, as a cluster may have moved.
+        `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
+        accepted.
     config
         The run's configuration, a YAML file.
     resume
         A run folder: go on with that run from its last commit.
+    accept_changes
+        With --resume: go on although configuration, data, models or journals are not as the last commit left them;
+        what differs is written to accepted.jsonl in the run folder.
     """
     if (config is None) == (resume is None):
         raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to go on with one.")
     if resume is not None:
         folder, settings = existing_run_folder(resume)
-        foreign = [change for change in overrides if not change.startswith("cluster.")]
-        if foreign:
+        foreign = [change for change in overrides if not change.startswith(("cluster.", "runtime."))]
+        if foreign and not accept_changes:
             raise ConfigError(
                 f"--resume goes on with {resume} as it began, and {' '.join(foreign)} would change it. Leave that "
-                "out (only cluster.* may be given), or start a new run."
+                "out (only cluster.* and runtime.* may be given), add --accept-changes, or start a new run."
             )
         settings = override(settings, overrides)
     else:
@@ -56,6 +62,12 @@ def run(
         raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
     prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
+    if folder is None and accept_changes:
+        raise ConfigError("--accept-changes is for a run that goes on: give --resume FOLDER, too.")
+    if folder is not None and accept_changes:
+        show_warnings([f"accepted: {change}" for change in run_identity.accept_changes(folder, prepared)])
+    elif folder is not None:
+        run_identity.refuse_changes(folder, prepared)
     # Prefect takes seconds to import: a faulty configuration was refused before that, and a run folder is made when
     # Ctrl-C names the way to go on in it.
     from flows.session import run_here
