@@ -21,14 +21,14 @@ from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import ObjectNotFound, Pause
+from prefect.exceptions import ObjectNotFound, Pause, PrefectException
 from prefect.states import AwaitingRetry, Paused, Running, Suspended
 
 from flows.run_folder import take_order
 
 LOOK_EVERY_S = 0.5  # for a file in the run folder
 ASK_EVERY_S = 3.0  # the Prefect server, for states
-ANSWER_S = 5.0  # it answers within this, or is asked again later
+ANSWER_S = 20.0  # it answers within this, or is asked again later
 FINAL = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
 
 logger = logging.getLogger(__name__)
@@ -160,9 +160,14 @@ class StateWatch:
         """Ask for ever."""
         while True:
             try:
-                async with asyncio.timeout(4 * ANSWER_S), get_client() as client:
-                    await self._look(client)
-            except (HTTPError, TimeoutError, OSError) as error:
+                async with get_client() as client:
+                    while True:
+                        async with asyncio.timeout(ANSWER_S):
+                            await self._look(client)
+                        await asyncio.sleep(ASK_EVERY_S)
+            except ObjectNotFound:
+                self._orders.give(Order.END, "its flow run was deleted")
+            except (HTTPError, PrefectException, TimeoutError, OSError) as error:
                 logger.debug("the flow run's state is not known now: %r", error)
             await asyncio.sleep(ASK_EVERY_S)
 
@@ -172,8 +177,7 @@ class StateWatch:
         asked = FlowRunFilter(id=FlowRunFilterId(any_=self._chain))
         runs = {run.id: run for run in await client.read_flow_runs(flow_run_filter=asked)}
         if self._own not in runs:
-            self._orders.give(Order.END, "its flow run was deleted")
-            return
+            raise ObjectNotFound(KeyError(self._own))
         news = [run for run in runs.values() if run.state and self._seen.get(run.id) != run.state.id]
         for run in news:
             assert run.state is not None
@@ -196,10 +200,7 @@ class StateWatch:
             state = Running(message=f"Resumed: {self._orders.why}")
         else:
             return
-        try:
-            result = await client.set_flow_run_state(run.id, state, force=True)
-        except ObjectNotFound:
-            return  # the next look finds it missing
+        result = await client.set_flow_run_state(run.id, state, force=True)
         if result.state is not None:
             self._seen[run.id] = result.state.id
 
@@ -261,7 +262,7 @@ async def leave_to_prefect(flow_run_id: str, step: int) -> NoReturn:
     """Leave the flow run as suspended: the process ends, and Prefect starts it again when it is resumed. Raises
     `prefect.exceptions.Pause`, which the flow is to let pass."""
     state: State[None] = Paused()
-    async with asyncio.timeout(4 * ANSWER_S), get_client() as client:
+    async with asyncio.timeout(ANSWER_S), get_client() as client:
         run = await client.read_flow_run(UUID(flow_run_id))
         if run.state is not None and run.state.type in (StateType.PAUSED, StateType.RUNNING):
             state = Paused() if run.deployment_id is None else Suspended()

@@ -2,7 +2,6 @@
 `tests.deployments.deployed`."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -150,15 +149,6 @@ def wait_for(reached: Callable[[], Any], seconds: float = 400.0) -> Any:
             return found
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
         time.sleep(0.3)
-
-
-def processes_in(folder: Path) -> list[str]:
-    """Command lines of the live processes whose working or scratch files are below a folder."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        if str(folder) in json.dumps(process.info["cmdline"] or []):
-            found.append(" ".join(process.info["cmdline"]))
-    return found
 
 
 @contextmanager

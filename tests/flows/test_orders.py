@@ -118,7 +118,17 @@ class Watched:
     def __init__(self, cluster, folder, **options):
         self.cluster, self.folder, self.options = cluster, folder, options
         self.committed, self.progress = [], asyncio.Condition()
-        self.flow_run_id = None
+        self.flow_run_id = self.pipeline_id = None
+
+    async def run_in_pipeline(self):
+        @flow(name="rlhf-outer", persist_result=False)
+        async def pipeline():
+            from prefect.runtime import flow_run
+
+            self.pipeline_id = flow_run.id
+            return await self.run()
+
+        return await pipeline()
 
     async def run(self):
         @flow(name="rlhf-fake", persist_result=False)
@@ -159,7 +169,7 @@ class Watched:
 
     async def set_state(self, state):
         async with get_client() as client:
-            await client.set_flow_run_state(self.flow_run_id, state, force=True)
+            await client.set_flow_run_state(self.pipeline_id or self.flow_run_id, state, force=True)
 
     async def shown(self, name):
         """The flow run's state as soon as it has a name."""
@@ -191,9 +201,9 @@ pytestmark = [pytest.mark.timeout(600)]
 cluster_test = pytest.mark.cluster
 
 
-async def with_orders(run, disturb):
+async def with_orders(run, disturb, in_pipeline=False):
     """The run's outcome, and what disturbing it gave."""
-    running = asyncio.create_task(run.run())
+    running = asyncio.create_task(run.run_in_pipeline() if in_pipeline else run.run())
     try:
         async with asyncio.timeout(300):
             await run.reached(1)
@@ -205,13 +215,13 @@ async def with_orders(run, disturb):
 
 
 @cluster_test
-@pytest.mark.parametrize("source", ["api", "folder"])
+@pytest.mark.parametrize("source", ["api", "api of a pipeline", "folder"])
 def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluster, tmp_path, last, source):
     async def order(command, state):
-        if source == "api":
-            await run.set_state(state)
-        else:
+        if source == "folder":
             leave_order(tmp_path, command)
+        else:
+            await run.set_state(state)
 
     async def disturb():
         await order("pause", Paused())
@@ -227,7 +237,7 @@ def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluste
         return step
 
     run = Watched(cluster, tmp_path)
-    result, step = asyncio.run(with_orders(run, disturb))
+    result, step = asyncio.run(with_orders(run, disturb, source == "api of a pipeline"))
     assert 2 <= step < ITERATIONS
     assert (result.committed_step, result.faults, result.order) == (ITERATIONS, (), Order.GO_ON)
     assert run.committed == list(range(ITERATIONS))

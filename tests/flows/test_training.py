@@ -17,7 +17,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 
 from flows import training
 from flows.cluster import Cluster, Member
-from flows.training import RunFailed, Training, run_training
+from flows.training import ControllerLost, RunFailed, Training, run_training
 from rlhf_tasks.plan_log import logged_changes
 from rlhf_tasks.spec import SaveNode
 from rlhf_tasks.transport import PlanChanged
@@ -263,7 +263,7 @@ def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):
     assert result.committed_step == 1
 
 
-def test_a_controller_that_hangs_ends_the_run_and_says_so(tmp_path, monkeypatch):
+def test_a_controller_that_hangs_ends_the_attempt_and_says_so(tmp_path, monkeypatch):
     """Its connections stay open, as those of a stopped process do."""
 
     async def hang(**_):
@@ -288,5 +288,5 @@ def test_a_controller_that_hangs_ends_the_run_and_says_so(tmp_path, monkeypatch)
 
     monkeypatch.setattr(training, "ASK_EVERY_S", 0.1)
     monkeypatch.setattr(training, "ANSWER_S", 1.0)
-    with pytest.raises(RunFailed, match="the controller of run fake has not answered for 1 s"):
+    with pytest.raises(ControllerLost, match="the controller of run fake has not answered for 1 s"):
         asyncio.run(run())
