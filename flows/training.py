@@ -55,7 +55,7 @@ class RunFailed(RuntimeError):
     """The run has ended without its last commit. The message has the cause, and where to go on from."""
 
 
-class ControllerLost(RuntimeError):
+class ControllerLost(RunFailed):
     """The attempt has ended with its controller, or its scheduler: another one can go on from the last commit.
 
     rebuilds  attempts and rebuilds since the last commit, before this loss
