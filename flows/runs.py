@@ -39,7 +39,7 @@ from rlhf_tasks.plan_log import logged_changes
 
 SUMMARY = "summary.json"
 RESTARTS = "restarts.json"
-ENDS_S = 60.0  # what the process of a flow run that is started again may take to end
+ENDS_S = 600.0  # what the process before may take to end where Prefect starts a flow run again
 
 
 async def carry_out(

@@ -215,7 +215,7 @@ async def with_orders(run, disturb, in_pipeline=False):
 
 
 @cluster_test
-@pytest.mark.parametrize("source", ["api", "api of a pipeline", "folder"])
+@pytest.mark.parametrize("source", ["api of a pipeline", "folder"])
 def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluster, tmp_path, last, source):
     async def order(command, state):
         if source == "folder":
