@@ -353,6 +353,7 @@ class Attempt:
             store_port=self._rendezvous.port,
             store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",
             timeout_s=group_timeout_s(self.plan, self.ledger.account.sequencer.deadlines),
+            blocks=spec.blocks,
         )
         self._links[instruction.rank].send(Restore(spec=generation_spec))
 

@@ -114,7 +114,10 @@ class RewardFunction(Settings):
         pattern=r"^[^:]+:[A-Za-z_]\w*$", description="Where it is: `module:function` or `file.py:function`."
     )
     weight: float = Field(default=1.0, description="Factor of its value in the score.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further keyword arguments; a secret by its name: {env: VARIABLE} or {block: PREFECT_SECRET}.",
+    )
 
     @property
     def name(self) -> str:
@@ -147,6 +150,11 @@ class ScoringConfig(Settings):
     )
     reward_timeout_s: float = Field(
         default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards get per batch."
+    )
+    reward_memory_bytes: int = Field(
+        default=4 * 2**30,
+        gt=0,
+        description="Memory of the Python rewards' process beside each rank, with all that it starts.",
     )
 
 

@@ -27,7 +27,7 @@ from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.instructions import SETUP
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode, UserCodeError
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.transport import (
     HOST,
     RANK_MESSAGE,
@@ -41,6 +41,7 @@ from rlhf_tasks.transport import (
     Told,
     Writer,
 )
+from rlhf_tasks.user_code import UserCodeError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5

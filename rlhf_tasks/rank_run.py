@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.fetch import row_of
 from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
 from rlhf_tasks.config import RUN_CONFIG
 from rlhf_tasks.dataset import load_rows
@@ -65,7 +66,7 @@ class RankRun:
         reach(Point.JOINED)
         self._rows = load_rows(self._config.data)
         self._tokenizer = Tokenizer.from_folder(self._config.models.tokenizer)
-        self._rewards = RewardProcess(self._config)
+        self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks)
         self._samples = SampleStore()
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
@@ -153,6 +154,7 @@ class RankRun:
             tokenizer=self._tokenizer,
             rewards=self._rewards,
             run_folder=Path(self._spec.run_folder),
+            where=lambda sample: self._rows.where(row_of(self._rows, self._config, sample)),
         )
         if node.trains:
             self._at_step.pop(call.role, None)

@@ -1,162 +1,320 @@
-"""The helper process beside a rank that runs the user's Python rewards, and its two ends of the pipe.
+"""The helper process beside a rank that runs the user's Python rewards, as the rank sees it.
 
-A reward may import anything, print, hang or crash: none of that may reach the rank, whose threads belong to
-the engine. `subprocess`, not multiprocessing: Dask's workers are daemonic and may have no such children.
-Each request and each answer is one line of JSON. The helper ends when its standard input closes, even in the
-middle of a reward.
+A reward may import anything, print, hang, fork or crash: none of that may reach the rank, whose threads belong to the
+engine. `subprocess`, not multiprocessing: Dask's workers are daemonic and may have no such children. A keeper
+(kept_process.py) stands between rank and helper: whatever a reward is doing and whatever it has started ends when the
+rank does.
 """
 
 import contextlib
 import json
 import os
-import queue
+import re
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
+import traceback
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
-from typing import IO, Any
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
 
 from rlhf_tasks.config import AnyConfig, PPOConfig, RolloutConfig
-from rlhf_tasks.config_parts import RewardFunction
-from rlhf_tasks.rewards import Answers, RewardError, Values, call_reward, load_reward
+from rlhf_tasks.reward_helper import STACK_SIGNAL, late_message
+from rlhf_tasks.rewards import Answers, RewardError, Values
+from rlhf_tasks.user_code import at_line, traced, users_frames
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rlhf_tasks.reward_process import serve; serve()"
+    "from rlhf_tasks.kept_process import keep; keep('rlhf_tasks.reward_helper:serve')"
 )
+OURS = "PREFECT_"
+"""Variables that begin so are not the rewards': the login of the run's Prefect server is among them."""
+LOOK_EVERY_S = 0.25  # at a helper's memory
+SEARCH_S = 5.0  # for the answer that a reward fails on
+STACK_S = 1.0  # for a helper to write down where it is
+END_S = 10.0  # for a keeper to kill everything below it
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the rewards say of n answers.
+
+    values  reward -> n values
+    logged  reward -> what it logged by `log_extra` (column -> n values) and `log_metric` (name -> number)
+    """
+
+    values: Mapping[str, Values]
+    logged: Mapping[str, Mapping[str, Any]]
 
 
 class RewardProcess:
     """One rank's helper, started with the first request and again after it was lost.
 
+    iterations  of the whole run
+    blocks      Prefect Secret block that kwargs name -> its value
     Requests are answered one at a time, in order.
     """
 
-    def __init__(self, config: AnyConfig) -> None:
-        scores = isinstance(config, PPOConfig | RolloutConfig)
-        self._rewards: tuple[RewardFunction, ...] = config.rewards if scores else ()
-        self._timeout_s = config.reward_timeout_s if scores else 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(
+        self, config: AnyConfig, iterations: int = 1, blocks: Mapping[str, str] | None = None
+    ) -> None:
+        self._config = config if isinstance(config, PPOConfig | RolloutConfig) else None
+        self._iterations, self._blocks = iterations, dict(blocks or {})
+        self._helper: _Helper | None = None
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
-    def submit(self, answers: Answers) -> "Future[dict[str, Values]]":
-        """Start judging; the future gives name -> values.
+    def submit(self, answers: Answers, iteration: int = 0) -> "Future[Judged]":
+        """Start judging.
 
-        Its exception is a RewardError when a reward raised, returned something but n finite numbers, took
-        longer than `reward_timeout_s` or ended its process.
+        The future's exception is a RewardError when a reward raised, returned something but n finite numbers, took
+        longer than `reward_timeout_s`, more than `reward_memory_bytes`, or ended its process.
         """
-        return self._thread.submit(self._judge, answers)
+        return self._thread.submit(self._judge, answers, iteration)
 
     def close(self) -> None:
-        """End the helper, whatever it is doing; a request under way fails."""
-        process = self._process  # read once: the judging thread may take it away meanwhile
-        if process is not None:
-            process.kill()
+        """End the helper and all that it has started, whatever they are doing; a request under way fails."""
+        self._closed = True
+        helper = self._helper  # read once: the judging thread may take it away meanwhile
+        if helper is not None:
+            helper.end()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._kill()
+        self._end()
 
-    def _judge(self, answers: Answers) -> dict[str, Values]:
-        if not self._rewards:
-            return {}
-        deadline = time.monotonic() + self._timeout_s
-        process = self._started()
+    def _judge(self, answers: Answers, iteration: int) -> Judged:
+        config = self._config
+        if config is None or not config.rewards:
+            return Judged({}, {})
+        until_s = time.monotonic() + config.reward_timeout_s
+        request = {
+            "answers": asdict(answers),
+            "progress": [iteration, self._iterations],
+            "until_s": until_s,  # by the machine's clock, which both go by
+            "timeout_s": config.reward_timeout_s,
+        }
         try:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(asdict(answers)).encode() + b"\n")
-            process.stdin.flush()
-            line = self._read_line(process, deadline)
-        except BrokenPipeError:
-            line = b""
-        if not line:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5.0)  # its own exit status says more than that of our kill
-            self._kill()
-            names = ", ".join(repr(reward.name) for reward in self._rewards)
+            try:
+                return self._ask(config, request, until_s)
+            except (
+                _Killed
+            ):  # nothing that a reward does: somebody has killed the process, so it is started again
+                self._end()
+                return self._ask(config, request, until_s)
+        except _Killed:
             raise RewardError(
-                f"the process of the rewards {names} ended with exit status {process.returncode}."
-            )
+                f"the process of the rewards {_names(config)} was killed twice, as the system does when memory "
+                "runs out."
+            ) from None
+        except RewardError:
+            self._end()
+            raise
+
+    def _ask(self, config: PPOConfig | RolloutConfig, request: dict[str, Any], until_s: float) -> Judged:
+        """Raises RewardError, and _Killed when the helper was killed from outside."""
+        if self._closed:
+            raise RewardError("the rank's reward process is closed.")
+        helper = self._helper = self._helper or _Helper()
+        with _naming(helper, config):
+            if not helper.started:
+                rewards = [
+                    {"name": r.name, "function": r.function, "kwargs": r.kwargs} for r in config.rewards
+                ]
+                helper.send({"rewards": rewards, "blocks": self._blocks}, until_s)
+                helper.started = True
+            helper.send(request, until_s)
+            while (reply := helper.read(until_s, config.reward_memory_bytes)) is not None:
+                match reply:
+                    case {"at": [name, place]}:
+                        helper.at, helper.place = f"reward {name!r}", place
+                    case {"fault": message, "traceback": trace, "place": place, "searching": searching}:
+                        raise RewardError(message, trace, helper.read_place() if searching else place)
+                    case {"values": values, "logged": logged}:
+                        helper.at, helper.place = "", None
+                        return Judged(values, logged)
+        raise self._ended(helper, config)
+
+    def _ended(self, helper: "_Helper", config: PPOConfig | RolloutConfig) -> Exception:
+        """Why there is no reply: a reward has ended the helper, or somebody else has."""
+        status = helper.status()
+        if self._closed:
+            return RewardError("the rank's reward process is closed.")
+        if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) or status < 0:
+            return _Killed()
+        where, frames = helper.written_stack()
+        how = f"exit status {status}"
+        if status > 128 and status - 128 in {s.value for s in signal.Signals}:
+            how = signal.Signals(status - 128).name
+        who = helper.at or f"one of the rewards {_names(config)}"
+        return RewardError(f"{who} ended its process with {how}{where}.", frames, helper.place)
+
+    def _end(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.close()
+
+
+class _Killed(Exception):
+    """The helper was killed, and not by what a reward did."""
+
+
+class _TooLarge(Exception):
+    """The helper and what it has started take more memory than they may."""
+
+    def __init__(self, used_bytes: int) -> None:
+        super().__init__()
+        self.used_bytes = used_bytes
+
+
+class _Helper:
+    """A helper that was started, with its keeper.
+
+    started    whether it has been told its rewards
+    at, place  the reward that it is at, and which answer, where it judges them one by one
+    """
+
+    def __init__(self) -> None:
+        self.started = False
+        self.at, self.place = "", None
+        self._stacks = os.memfd_create("stacks")
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(sys.path), str(self._stacks)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._stacks],
+            env={name: value for name, value in os.environ.items() if not name.startswith(OURS)},
+            start_new_session=True,
+        )
+        assert self._keeper.stdin is not None
+        os.set_blocking(self._keeper.stdin.fileno(), False)  # who does not read must not keep us
+        self._pid: int | None = None
+        self._unread = b""
+        self._looked_s = 0.0
+
+    def send(self, message: Mapping[str, Any], until_s: float) -> None:
+        """Hand over a request; where nobody is left to read it, `read` says so. Raises TimeoutError."""
+        assert self._keeper.stdin is not None
+        pipe, text = self._keeper.stdin.fileno(), json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):
+            while text:
+                if not select.select([], [pipe], [], max(until_s - time.monotonic(), 0.0))[1]:
+                    raise TimeoutError
+                text = text[os.write(pipe, text) :]
+
+    def read(self, until_s: float, most_bytes: int | None = None) -> dict[str, Any] | None:
+        """The next reply; None when the helper has ended. Raises TimeoutError, and _TooLarge."""
+        assert self._keeper.stdout is not None
+        while b"\n" not in self._unread:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            if most_bytes is not None:
+                self._refuse_large(most_bytes)
+            if select.select([self._keeper.stdout], [], [], min(left_s, LOOK_EVERY_S))[0]:
+                piece = os.read(self._keeper.stdout.fileno(), 1 << 16)
+                if not piece:
+                    return None
+                self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
         reply = json.loads(line)
-        if "error" in reply:
-            self._kill()
-            raise RewardError(reply["error"])
-        return reply["values"]
+        if "pid" in reply:
+            self._pid = reply["pid"]
+            return self.read(until_s, most_bytes)
+        return reply
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-c", _START, json.dumps(sys.path)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            assert self._process.stdin is not None
-            settings = [reward.model_dump() for reward in self._rewards]
-            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-        return self._process
+    def read_place(self) -> int | None:
+        """The answer that the reward fails on, where the helper finds it soon."""
+        with contextlib.suppress(TimeoutError):
+            reply = self.read(time.monotonic() + SEARCH_S)
+            while reply is not None and "place" not in reply:
+                reply = self.read(time.monotonic() + SEARCH_S)
+            return None if reply is None else reply["place"]
+        return None
 
-    def _read_line(self, process: "subprocess.Popen[bytes]", deadline: float) -> bytes:
-        """One line of the helper's output, empty when it ended. Kills it at the deadline."""
-        assert process.stdout is not None
-        line = b""
-        while not line.endswith(b"\n"):
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not select.select([process.stdout], [], [], remaining_s)[0]:
-                self._kill()
-                names = ", ".join(repr(reward.name) for reward in self._rewards)
-                raise RewardError(
-                    f"the rewards {names} gave no answer in {self._timeout_s:g} s. "
-                    "Mend them or raise reward_timeout_s."
-                )
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
-                return b""
-            line += piece
-        return line
+    def stack(self) -> tuple[str, str]:
+        """` at FILE:LINE` that the helper is at, and the frames of the user's code."""
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, STACK_SIGNAL)
+            until_s = time.monotonic() + STACK_S
+            while not self._written().strip() and time.monotonic() < until_s:
+                time.sleep(0.02)
+            time.sleep(0.02)
+        return self.written_stack()
 
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
+    def written_stack(self) -> tuple[str, str]:
+        """The same, of the stack that was written last."""
+        found = [
+            _FRAME.fullmatch(line)
+            for line in self._written().rpartition("(most recent call first):")[2].split("\n")
+        ]
+        frames = [traceback.FrameSummary(m[1], int(m[2]), m[3]) for m in reversed(found) if m is not None]
+        theirs = users_frames(frames)
+        return at_line(theirs), traced(theirs)
+
+    def status(self) -> int:
+        """Of the keeper that has ended or is about to: the helper's, 128 + the number of a signal."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(END_S)
+        return self._keeper.poll() or 0
+
+    def end(self) -> None:
+        """Ask the keeper to kill everything. Called from any thread."""
+        self._keeper.terminate()
+
+    def close(self) -> None:
+        """Kill everything, and take leave of the keeper."""
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # what was not written is of no use any more
+            self._keeper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(END_S)
+        self._keeper.kill()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+        os.close(self._stacks)
+
+    def _written(self) -> str:
+        return os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
+
+    def _refuse_large(self, most_bytes: int) -> None:
+        """Look at the memory now and then: first roughly, then without counting shared pages twice."""
+        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what was not written is of no use to a dead process
-                pipe.close()
+        self._looked_s = time.monotonic()
+        with contextlib.suppress(psutil.Error):  # one of them ends just now
+            processes = psutil.Process(self._keeper.pid).children(recursive=True)
+            if sum(process.memory_info().rss for process in processes) > most_bytes:
+                used_bytes = sum(process.memory_full_info().pss for process in processes)
+                if used_bytes > most_bytes:
+                    raise _TooLarge(used_bytes)
 
 
-def serve() -> None:
-    """The helper's own life: read the list of rewards, then answer requests until standard input closes."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is the run's to handle; it closes our standard input
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what rewards print must not mix with the answers
-    lines: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_read_requests, args=(sys.stdin.buffer, lines), daemon=True).start()
+@contextlib.contextmanager
+def _naming(helper: _Helper, config: PPOConfig | RolloutConfig) -> Iterator[None]:
+    """A helper that is late or too large becomes a RewardError that says where in the user's code it is."""
     try:
-        settings = [RewardFunction.model_validate(entry) for entry in json.loads(lines.get())]
-        rewards = {entry.name: load_reward(entry.function, entry.kwargs) for entry in settings}
-    except RewardError as error:
-        _reply(replies, {"error": str(error)})
-        return
-    while True:
-        answers = Answers(**json.loads(lines.get()))
-        try:
-            values = {name: call_reward(name, reward, answers) for name, reward in rewards.items()}
-        except RewardError as error:
-            _reply(replies, {"error": str(error)})
-            return
-        _reply(replies, {"values": values})
+        yield
+    except TimeoutError:
+        where, frames = helper.stack()
+        who = helper.at or f"the process of the rewards {_names(config)}"
+        message = late_message(who, config.reward_timeout_s, where)
+        raise RewardError(message, frames, helper.place) from None
+    except _TooLarge as error:
+        where, frames = helper.stack()
+        raise RewardError(
+            f"{helper.at or 'a reward'} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes "
+            f"allows {config.reward_memory_bytes / 1e9:.1f} GB. Mend it or raise that.",
+            frames,
+            helper.place,
+        ) from None
 
 
-def _read_requests(stdin: IO[bytes], lines: "queue.Queue[bytes]") -> None:
-    """Hand on each line; when the rank closes the pipe or dies, end this process at once."""
-    for line in stdin:
-        lines.put(line)
-    os._exit(0)
-
-
-def _reply(replies: IO[bytes], reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply).encode() + b"\n")
-    replies.flush()
+def _names(config: PPOConfig | RolloutConfig) -> str:
+    return ", ".join(repr(reward.name) for reward in config.rewards)

@@ -307,17 +307,6 @@ class NodeResult:
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class UserCodeError(RuntimeError):
-    """What code that the user brought did wrong. It would go wrong again: a run ends by it, and no rank is at fault.
-
-    traceback  of their code alone, empty where there is none
-    """
-
-    def __init__(self, message: str, traceback: str = "") -> None:
-        super().__init__(message)
-        self.traceback = traceback
-
-
 class NodeFailure(Frozen):
     """An error on one rank: what happened, where, and the traceback for the log.
 

@@ -41,6 +41,7 @@ class RunSpec(Frozen):
     peak_flops_per_s  of all devices together, which `mfu` refers to; None where nobody knows it
     rebuilds        earlier attempts and rebuilds since the last commit: they count among `max_rebuilds`
     changes         plans that later iterations go by, as the run folder's log has them
+    blocks          Prefect Secret block that a reward's kwargs name -> its value; written nowhere
     """
 
     run: str
@@ -60,6 +61,7 @@ class RunSpec(Frozen):
     max_rebuilds: int = 3
     rebuilds: int = Field(default=0, ge=0)
     changes: tuple[ScheduledPlan, ...] = ()
+    blocks: dict[str, str] = Field(default_factory=dict, repr=False)
 
     @property
     def plans(self) -> tuple[ScheduledPlan, ...]:
@@ -77,6 +79,7 @@ class GenerationSpec(Frozen):
     iterations     of the whole run
     store_host, store_port, store_prefix   the controller's TCPStore and this generation's PrefixStore
     timeout_s      timeout of every process group: longer than any wait that node deadlines allow
+    blocks         as in the run's `RunSpec`
     """
 
     run: str
@@ -93,6 +96,7 @@ class GenerationSpec(Frozen):
     store_port: int
     store_prefix: str
     timeout_s: float
+    blocks: dict[str, str] = Field(default_factory=dict, repr=False)
 
 
 # --- controller -> rank ---------------------------------------------------------------------------------

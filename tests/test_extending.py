@@ -9,7 +9,7 @@ from planner.heuristic import Limits, heuristic
 from planner.mesh import Cluster
 from planner.plan import build_plan
 from rlhf_tasks.parallel.shape import FAMILIES
-from rlhf_tasks.rewards import Answers, call_reward, load_reward
+from rlhf_tasks.rewards import Answers, TrainerState, load_reward
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 REWARD, GRAPH, FAMILY = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -17,9 +17,10 @@ REWARD, GRAPH, FAMILY = re.findall(r"```python\n(.*?)```", PAGE.read_text(encodi
 
 def test_the_reward_is_found_and_judges(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD)
-    reward = load_reward(f"{tmp_path / 'rewards.py'}:brief", {"most": 8})
-    answers = Answers(["p"] * 3, ["yes", "no", "yes, indeed"], [[0]] * 3, {"answer": ["yes"] * 3})
-    assert call_reward("brief", reward, answers) == [1.0, 0.0, 0.0]
+    reward = load_reward("brief", f"{tmp_path / 'rewards.py'}:brief", {"most": 8})
+    answers = Answers(["p"] * 3, ["yes", "no", "yes, indeed"], [[0]] * 3, {"answer": ["yes"] * 3}, ["p"] * 3)
+    (arguments,) = reward.arguments(answers, TrainerState(0, 1), {})
+    assert reward.values([reward.function(**arguments)], 3) == [1.0, 0.0, 0.0]
 
 
 def test_the_graph_gets_a_plan():

@@ -23,6 +23,7 @@ class CallContext:
     micro_batches  micro-batches that this dp rank's share of one (mini-)batch is cut into
     run_folder     shared by all hosts; a rollout writes its parts there
     rewards        this rank's helper process for Python rewards
+    where          global id of a sample -> `file:line` of its row
     """
 
     config: AnyConfig
@@ -33,6 +34,7 @@ class CallContext:
     tokenizer: "Tokenizer"
     rewards: "RewardProcess"
     run_folder: Path
+    where: Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)

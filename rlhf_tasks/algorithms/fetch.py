@@ -11,13 +11,16 @@ from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.tokenizer import Tokenizer
 
 
-def fetch_prompts(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
-    """`prompt_ids` and `columns`. A rollout reads the rows in file order, `num_generations` ids for each."""
+def row_of(rows: Rows, config: AnyConfig, sample: int) -> int:
+    """The row that a sample's prompt is. A rollout reads the rows in file order, `num_generations` ids for each."""
     if isinstance(config, RolloutConfig):
-        places = [sample // config.num_generations % len(rows) for sample in ids]
-    else:
-        places = [rows.row_of(sample, config.seed) for sample in ids]
-    examples = [read_example(prompt_example, rows, place, tokenizer) for place in places]
+        return sample // config.num_generations % len(rows)
+    return rows.row_of(sample, config.seed)
+
+
+def fetch_prompts(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
+    """`prompt_ids` and `columns`."""
+    examples = [read_example(prompt_example, rows, row_of(rows, config, sample), tokenizer) for sample in ids]
     return SampleBatch(
         tuple(ids),
         {

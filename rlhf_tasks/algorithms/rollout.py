@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.scoring import Scored, reward_metrics, score, scores_batch
@@ -36,8 +37,8 @@ def _scored(engine: Engine, batch: SampleBatch, context: CallContext, written: i
 
 
 def write_samples(path: Path, batch: SampleBatch, scored: Scored, count: int) -> None:
-    """One line for each of the first `count` samples: id, prompt, completion, score, rewards, reward_model,
-    truncated, columns.
+    """One line for each of the first `count` samples: id, prompt, completion, score, rewards, reward_model, logged
+    (by rewards: of the sample, or of its batch), truncated, columns.
 
     The file appears whole or not at all, so that a repeated call leaves the same as one call.
     """
@@ -52,8 +53,19 @@ def write_samples(path: Path, batch: SampleBatch, scored: Scored, count: int) ->
                 "score": float(scored.scores[place]),
                 "rewards": {name: values[place] for name, values in scored.rewards.items()},
                 "reward_model": None if scored.reward_model is None else float(scored.reward_model[place]),
+                "logged": _logged(scored, place),
                 "truncated": bool(batch["truncated"].values[place]),
                 "columns": {name: values[place] for name, values in answers.columns.items()},
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     os.replace(path.with_suffix(".tmp"), path)
+
+
+def _logged(scored: Scored, place: int) -> dict[str, Any]:
+    """What rewards have logged about a sample, or about the batch that it was judged in."""
+    n = len(scored.answers)
+    return {
+        f"{reward}/{name}": value[place] if isinstance(value, list) and len(value) == n else value
+        for reward, told in scored.logged.items()
+        for name, value in told.items()
+    }

@@ -1,7 +1,9 @@
 """The reward call that PPO and rollouts share: Python rewards and the reward model, summed with weights."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,10 @@ from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.parallel.engine import Engine
 from rlhf_tasks.parallel.micro_batch import MicroBatch
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
-from rlhf_tasks.reward_process import Answers, Values
+from rlhf_tasks.rewards import Answers, RewardError, Values, shortened
+
+PROMPT_CHARACTERS = 100
+"""Of a prompt in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +27,14 @@ class Scored:
 
     scores        [n] float64, the weighted sum
     rewards       name of a Python reward -> n values, None where it has no opinion
+    logged        name of a Python reward -> what it logged, see `Judged`
     reward_model  [n] float64, raw scores of the reward model; None without one
     answers       what was judged, as the rewards saw it
     """
 
     scores: Tensor
     rewards: Mapping[str, Values]
+    logged: Mapping[str, Mapping[str, Any]]
     reward_model: Tensor | None
     answers: Answers
 
@@ -43,19 +50,25 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
     """Score this replica's samples; on the head, None elsewhere.
 
     The Python rewards run in the head's helper process while the reward model computes.
-    Raises RewardError when a Python reward fails or is late.
+    Raises RewardError, with the sample, when a Python reward fails or is late, or none judges a sample.
     """
     config = context.config
     assert isinstance(config, PPOConfig | RolloutConfig), f"{config.type} runs do not score"
     answers = read_answers(batch, context) if engine.is_head else None
-    pending = None if answers is None else context.rewards.submit(answers)
+    pending = None if answers is None else context.rewards.submit(answers, context.iteration)
     raw = None
     if config.models.reward is not None:
         rows = engine.inference(batch, last_value, context.micro_batches)
         raw = None if rows is None else rows.values.double().cpu()
     if answers is None or pending is None:
         return None
-    rewards = pending.result()
+    try:
+        judged = pending.result()
+        rewards = judged.values
+        if raw is None:
+            _refuse_unjudged(rewards, len(answers))
+    except RewardError as error:
+        raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
     reach(Point.REWARD)
     total = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
     for function in config.rewards:
@@ -64,7 +77,25 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
         )
     if raw is not None:
         total += reward_model_part(raw, config.reward_model)
-    return Scored(total, rewards, raw, answers)
+    return Scored(total, rewards, judged.logged, raw, answers)
+
+
+def _refuse_unjudged(rewards: Mapping[str, Values], n_answers: int) -> None:
+    """Raises RewardError for the first answer on which no reward has an opinion."""
+    for place in range(n_answers if rewards else 0):
+        if all(values[place] is None for values in rewards.values()):
+            names = ", ".join(map(repr, rewards))
+            raise RewardError(
+                f"no reward has an opinion on a sample: {names} returned None for it.", place=place
+            )
+
+
+def _about(place: int | None, batch: SampleBatch, answers: Answers, context: CallContext) -> str:
+    """Which sample a reward went wrong on: its number, its row, the begin of its prompt."""
+    if place is None:
+        return f" It was judging samples {min(batch.ids)} to {max(batch.ids)}."
+    prompt = json.dumps(shortened(answers.prompt_texts[place], PROMPT_CHARACTERS), ensure_ascii=False)
+    return f" It was judging sample {batch.ids[place]} ({context.where(batch.ids[place])}, prompt {prompt})."
 
 
 def reward_model_part(raw: Tensor, settings: RewardModelScore) -> Tensor:
@@ -86,8 +117,12 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
         ids[mask].tolist()
         for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
     ]
+    read = [
+        context.tokenizer.decode(ids[~mask].tolist(), special_tokens=True)
+        for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
+    ]
     texts = [context.tokenizer.decode(ids) for ids in responses]
-    return Answers.of_columns(batch["columns"].texts(), texts, responses)
+    return Answers.of_columns(batch["columns"].texts(), texts, responses, read)
 
 
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:

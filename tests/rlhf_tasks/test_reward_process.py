@@ -1,6 +1,7 @@
-"""The helper process of Python rewards: conventions, weights, and every way in which a reward can fail."""
+"""The helper process of Python rewards: every form, every way in which a reward can fail, and nothing left behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,70 +9,41 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlhf_tasks.config import make_config
 from rlhf_tasks.reward_process import RewardProcess
 from rlhf_tasks.rewards import Answers, RewardError
+from tests.judged import LABELLED, SUMS, VERL
 
-REWARDS = """
-import asyncio, os, sys, time
-
-def length(prompts, completions, **columns):
-    print("a reward may print")
-    return [len(c) for c in completions]
-
-async def slow_length(prompts, completions):
-    await asyncio.sleep(0.01)
-    return [float(len(c)) for c in completions]
-
-def graded(prompts, completions, completion_ids=None, answer=None, bonus=0):
-    return [None if a is None else float(c == a) + bonus + 0 * len(i)
-            for c, a, i in zip(completions, answer, completion_ids)]
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str == ground_truth), "source": data_source}
-
-def reward_func(queries, prompts, labels):
-    return {"rewards": [float(q == p + l) for q, p, l in zip(queries, prompts, labels)]}
-
-def roles(prompts, completions): return [float(c[0]["role"] == "assistant") for c in completions]
-def raises(prompts, completions): raise KeyError("ground_truth")
-def nan(prompts, completions): return [float("nan")] * len(completions)
-def short(prompts, completions): return [1.0]
-def text(prompts, completions): return ["good"] * len(completions)
-def number(prompts, completions): return 1.0
-def hangs(prompts, completions):
-    open(__file__ + ".hangs", "w").close()
-    time.sleep(600)
-def exits(prompts, completions): os._exit(3)
-def odd(first, second): return []
-constant = 7
-"""
+ROOT = Path(__file__).parents[2]
+BROKEN = "second_user_rewards/broken.py"
 
 
 @pytest.fixture
-def module(tmp_path: Path) -> Path:
-    path = tmp_path / "my_rewards.py"
-    path.write_text(REWARDS)
-    return path
+def start() -> Iterator[Any]:
+    """Start the process of rewards, named as `file:function` of `tests/second_user_rewards`."""
+    started: list[RewardProcess] = []
 
-
-@pytest.fixture
-def start(module: Path) -> Iterator[Any]:
-    started = []
-
-    def make(*names: str, timeout_s: float = 100.0, **kwargs: Any) -> RewardProcess:
+    def make(
+        *names: str, kwargs: dict[str, Any] | None = None, blocks: Any = None, **settings: Any
+    ) -> RewardProcess:
+        places = [name.partition(":")[::2] for name in names]
         document = {
             "type": "ppo",
             "models": {"actor": "a"},
             "data": {"train": "d"},
             "sampling": {"max_completion_length": 4},
             "total_iterations": 1,
-            "rewards": [{"function": f"{module}:{name}", "kwargs": kwargs} for name in names],
-            "reward_timeout_s": timeout_s,
+            "rewards": [
+                {"function": f"{ROOT / 'tests/second_user_rewards' / file}.py:{name}", "kwargs": kwargs or {}}
+                for file, name in places
+            ],
+            "reward_timeout_s": 100.0,
+            **settings,
         }
-        started.append(RewardProcess(make_config(document)))
+        started.append(RewardProcess(make_config(document), iterations=10, blocks=blocks))
         return started[-1]
 
     yield make
@@ -79,121 +51,284 @@ def start(module: Path) -> Iterator[Any]:
         process.close()
 
 
-def hanging(module: Path) -> Path:
-    """The file that the reward `hangs` makes before it hangs."""
-    return Path(f"{module}.hangs")
-
-
-ANSWERS = Answers.of_columns(
-    ['{"prompt": "p", "answer": "aa"}', '{"prompt": "q", "answer": null}'], ["aa", "b"], [[1, 2], [3]]
-)
-
-
-def judge(process: RewardProcess, answers: Answers = ANSWERS) -> dict[str, list]:
-    return process.submit(answers).result(timeout=110)
-
-
-def test_several_rewards_sync_and_async_with_columns_and_kwargs(start: Any):
-    process = start("length", "slow_length", "graded", bonus=2)
-    expected = {"length": [2.0, 1.0], "slow_length": [2.0, 1.0], "graded": [3.0, None]}
-    assert judge(process) == expected
-    assert judge(process) == expected  # the same process answers again
-
-
-def test_rewards_of_verl_and_openrlhf_are_called_their_way(start: Any):
-    rows = ['{"prompt": "p", "data_source": "s", "reward_model": {"ground_truth": "aa"}, "label": "aa"}'] * 2
-    answers = Answers.of_columns(rows, ["aa", "b"], [[1], [2]])
-    assert judge(start("compute_score", "reward_func"), answers) == {
-        "compute_score": [1.0, 0.0],
-        "reward_func": [1.0, 0.0],
-    }
-
-
-def test_answers_to_conversations_are_messages(start: Any):
-    answers = Answers.of_columns(['{"prompt": [{"role": "user", "content": "hi"}]}'], ["ho"], [[1]])
-    assert judge(start("roles"), answers) == {"roles": [1.0]}
-
-
-def test_columns_that_some_rows_lack_are_none():
-    answers = Answers.of_columns(
-        ['{"prompt": "p", "a": 1}', '{"prompt": "q", "b": 2}'], ["x", "y"], [[1], [2]]
-    )
-    assert answers.columns == {"a": [1, None], "b": [None, 2]}
+def judge(process: RewardProcess, judged: Answers = SUMS, iteration: int = 0) -> dict[str, list]:
+    return dict(process.submit(judged, iteration).result(timeout=110).values)
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("judged", "expected"),
     [
-        ("raises", "reward 'raises' raised KeyError: 'ground_truth'."),
-        ("nan", "reward 'nan' returned nan for answer 0: not a finite number."),
-        ("short", "reward 'short' returned 1 values for 2 answers."),
-        ("text", "reward 'text' returned 'good' for answer 0: not a number."),
-        ("number", "reward 'number' returned float instead of a list of numbers."),
-        ("exits", "the process of the rewards 'exits' ended with exit status 3."),
-        ("missing", "has no function 'missing'."),
-        ("constant", "'constant' is not a function."),
-        ("odd", "takes (first, second). Give it the parameters (prompts, completions, **columns)."),
+        (
+            SUMS,
+            {
+                "trl:exact": [1.0, 0.0, 1.0],
+                "trl:length": [0.05, 0.1, 0.35],
+                "trl:token_count": [0.125, 0.25, 0.875],
+                "trl:with_prompts": [1.0] * 3,
+                "trl:everything": [0.5] * 3,
+                "trl:for_sums": [1.0, 1.0, None],
+                "trl:slow": [1.0] * 3,
+                "trl:by_progress": [0.4] * 3,
+                "trl:logging": [1.0] * 3,
+                "trl:Threshold": [1.0] * 3,
+                "trl:AsyncThreshold": [1.0] * 3,
+                "trl:made": [1.0, 1.0, 0.0],
+            },
+        ),
+        (
+            VERL,
+            {
+                "trl:chat_format": [1.0, 1.0],
+                "verl:compute_score": [1.0, 0.0],
+                "verl:detailed": [1.0, -1.0],
+                "verl:with_arguments": [1.0, 2.0],
+                "verl:loop_score": [0.0, 1.0],
+                "verl:batched": [0.1, 0.2],
+            },
+        ),
+        (
+            LABELLED,
+            {
+                "openrlhf:as_list": [1.0, 0.0],
+                "openrlhf:reward_func": [1.0, 1.0],
+                "openrlhf:as_tensor": [1.0, 1.0],
+                "openrlhf:scores_only": [0.25, 0.25],
+            },
+        ),
+    ],
+    ids=["TRL", "verl", "OpenRLHF"],
+)
+def test_every_documented_form_is_called_its_way_again_and_again(start: Any, judged: Answers, expected: dict):
+    process = start(*expected)
+    values = {name.partition(":")[2]: value for name, value in expected.items()}
+    assert judge(process, judged, iteration=4) == values
+    assert judge(process, judged, iteration=4) == values
+
+
+def test_kwargs_go_to_a_function_and_make_an_object(start: Any):
+    assert judge(start("verl:with_arguments", kwargs={"scale": 3.0}), VERL) == {"with_arguments": [3.0, 6.0]}
+    assert judge(start("trl:Threshold", kwargs={"most": 2})) == {"Threshold": [1.0, 1.0, 0.0]}
+
+
+def test_what_rewards_log_comes_back_with_their_values(start: Any):
+    judged = start("trl:logging").submit(SUMS).result(timeout=110)
+    assert judged.logged == {"logging": {"length": [1, 2, 7], "mean_length": 10 / 3}}
+
+
+def test_what_a_reward_prints_is_no_answer(start: Any):
+    assert judge(start("broken:prints")) == {"prints": [1.0] * 3}
+
+
+def line_of(text: str) -> str:
+    """`FILE:LINE` of a line of broken.py."""
+    lines = (ROOT / "tests" / BROKEN).read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if text in line)
+    return f"{BROKEN}:{number}"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence", "line", "place"),
+    [
+        ("raises", "reward 'raises' raised KeyError: '7' at ", 'return {"one": 1.0}[truth]', 0),
+        ("raises_on_one", "raised ZeroDivisionError: division by zero at ", "return [1 / (prompt", 1),
+        ("leaves", "reward 'leaves' raised SystemExit: no key at ", "sys.exit(", 0),
+        ("exits", "reward 'exits' ended its process with exit status 3.", None, None),
+        ("crashes", "reward 'crashes' ended its process with SIGSEGV at ", "os.kill(os.getpid(), 11)", None),
+        ("nan", "reward 'nan' returned nan: not a finite number.", None, 2),
+        ("missing", "has no function 'missing'.", None, None),
     ],
 )
-def test_every_fault_is_named(start: Any, name: str, sentence: str):
+def test_every_fault_is_named_with_the_answer_and_the_line(
+    start: Any, name: str, sentence: str, line: Any, place: Any
+):
     with pytest.raises(RewardError) as caught:
-        judge(start(name))
+        judge(start(f"broken:{name}"))
     assert sentence in str(caught.value)
+    assert caught.value.place == place
+    if line is not None:
+        assert line_of(line) in str(caught.value)
+        assert line_of(line).split(":")[0] in caught.value.traceback
+        assert line in caught.value.traceback
+    assert "rlhf_tasks" not in caught.value.traceback
+    assert "asyncio" not in caught.value.traceback
 
 
-def test_a_hanging_reward_ends_at_its_deadline_and_leaves_no_process(start: Any):
-    process = start("hangs", timeout_s=1.5)
-    with pytest.raises(RewardError, match=r"'hangs' gave no answer in 1\.5 s"):
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("hangs", "time.sleep(600)"),
+        ("stuck_in_a_regex", "return [float(bool(re.match("),
+        ("waits_for_ever", "await asyncio.sleep(600)"),
+    ],
+)
+def test_a_late_reward_ends_at_its_deadline_and_says_where_it_was(start: Any, name: str, line: str):
+    process = start(f"broken:{name}", reward_timeout_s=6.0)
+    with pytest.raises(RewardError) as caught:
         judge(process)
-    assert process._process is None
+    assert f"reward {name!r} gave no answer in 6 s at " in str(caught.value)
+    assert line_of(line) in str(caught.value)
+    assert "raise reward_timeout_s." in str(caught.value)
+    assert line in caught.value.traceback
+    assert process._helper is None
 
 
-def test_a_module_that_cannot_be_imported_is_named(start: Any, module: Path):
-    module.write_text("import nothing_of_that_name")
-    with pytest.raises(RewardError, match=r"importing .* raised ModuleNotFoundError"):
-        judge(start("length"))
+def test_a_reward_that_takes_too_much_memory_is_ended_and_the_figure_told(start: Any):
+    with pytest.raises(RewardError) as caught:
+        judge(start("broken:takes_memory", reward_memory_bytes=600_000_000))
+    assert "reward 'takes_memory' takes 0." in str(caught.value)
+    assert "reward_memory_bytes allows 0.6 GB" in str(caught.value)
+    assert line_of('block += b"x"') in str(caught.value)
 
 
-def test_closing_ends_a_reward_under_way(start: Any, module: Path):
-    process = start("hangs")
-    pending = process.submit(ANSWERS)
-    while not hanging(module).exists():
-        time.sleep(0.01)
-    helper = process._process
+def test_a_fork_that_comes_back_too_says_nothing(start: Any):
+    process = start("broken:forks")
+    assert judge(process) == {"forks": [1.0] * 3}
+    assert judge(process) == {"forks": [1.0] * 3}
+
+
+def test_a_module_that_cannot_be_imported_is_named(start: Any, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("\nimport nothing_of_that_name")
+    reward = {"function": f"{tmp_path / 'mine.py'}:good"}
+    with pytest.raises(RewardError, match=r"importing it raised ModuleNotFoundError.* at .*mine\.py:2\."):
+        judge(start(rewards=[reward]))
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_what_a_reward_starts_ends_with_it_at_a_good_end_too(start: Any, tmp_path: Path):
+    process = start("broken:starts_a_process", kwargs={"pid_file": str(tmp_path / "pids")})
+    judge(process)
+    (pid,) = map(int, (tmp_path / "pids").read_text().split())
+    assert alive(pid)
     process.close()
-    assert helper is not None
-    assert helper.poll() is not None
+    assert gone(pid)
+
+
+def hanging(process: RewardProcess) -> int:
+    """The pid of a helper that is inside its reward."""
+    while process._helper is None or not process._helper.at:
+        time.sleep(0.01)
+    return process._helper._pid
+
+
+def test_closing_ends_a_reward_under_way(start: Any):
+    process = start("broken:stuck_in_a_regex")
+    pending = process.submit(SUMS)
+    pid = hanging(process)
+    process.close()
+    assert gone(pid)
     with pytest.raises(RewardError):
         pending.result(timeout=5)
 
 
-def test_the_helper_dies_with_its_rank(module: Path):
-    code = f"""
-import os, time
+def test_a_helper_that_somebody_kills_is_started_again(start: Any):
+    process = start("trl:exact")
+    assert judge(process) == {"exact": [1.0, 0.0, 1.0]}
+    for of in (lambda helper: helper._pid, lambda helper: helper._keeper.pid):
+        victim = of(process._helper)
+        os.kill(victim, signal.SIGKILL)
+        assert gone(victim)
+        assert judge(process) == {"exact": [1.0, 0.0, 1.0]}
+
+
+def test_a_reward_that_kills_its_process_again_and_again_is_named(start: Any):
+    with pytest.raises(RewardError, match="the process of the rewards 'kills_itself' was killed twice"):
+        judge(start("broken:kills_itself"))
+
+
+RANK = """
+import sys, time
+sys.path.insert(0, {root!r})
 from rlhf_tasks.config import make_config
 from rlhf_tasks.reward_process import RewardProcess
 from rlhf_tasks.rewards import Answers
 config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d"), total_iterations=1,
-    sampling=dict(max_completion_length=4), rewards=[dict(function={f"{module}:hangs"!r})]))
+    sampling=dict(max_completion_length=4), rewards=[dict(function=f) for f in {functions!r}]))
+config = config.model_copy(update={{"rewards": (config.rewards[0].model_copy(update={{"kwargs": {kwargs!r}}}),
+    *config.rewards[1:])}})
 process = RewardProcess(config)
-process.submit(Answers(["p"], ["c"], [[1]], {{}}))
-while not os.path.exists({str(hanging(module))!r}): time.sleep(0.01)
-print(process._process.pid, flush=True)
-os.kill(os.getpid(), 9)
+process.submit(Answers(["p"], ["c"], [[1]], {{}}, ["p"]))
+while process._helper is None or "regex" not in process._helper.at: time.sleep(0.01)
+print(process._helper._pid, flush=True)
+time.sleep(600)
 """
-    rank = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True
-    )
-    helper = int(rank.communicate(timeout=100)[0])
-    deadline = time.monotonic() + 60
-    while _alive(helper) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(helper)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_helper_in_a_regex_and_what_it_has_started_die_with_their_rank(tmp_path: Path, how: signal.Signals):
+    """The helper holds its interpreter; what a reward before it has started has a session of its own."""
+    rewards = ROOT / "tests" / BROKEN
+    functions = [f"{rewards}:starts_a_process", f"{rewards}:stuck_in_a_regex"]
+    code = RANK.format(root=str(ROOT), functions=functions, kwargs={"pid_file": str(tmp_path / "pids")})
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    helper = int(rank.stdout.readline())
+    (started,) = map(int, (tmp_path / "pids").read_text().split())
+    assert alive(helper)
+    assert alive(started)
+    rank.send_signal(how)
+    rank.wait(60)
+    rank.stdout.close()
+    assert gone(helper)
+    assert gone(started)
+
+
+# --- secrets ------------------------------------------------------------------------------------------------
+
+CANARY = "canary-7f3a91"
+
+
+@pytest.mark.parametrize("kind", ["env", "block"])
+def test_a_named_secret_reaches_the_reward_and_no_message(
+    start: Any, monkeypatch: Any, capfd: Any, kind: str
+):
+    monkeypatch.setenv("MY_KEY", CANARY)
+    name = {"env": "MY_KEY", "block": "my-key"}[kind]
+    process = start("broken:tells_its_key", kwargs={"api_key": {kind: name}}, blocks={"my-key": CANARY})
+    with pytest.raises(RewardError) as caught:
+        judge(process)
+    assert "raised RuntimeError: 401 Unauthorized: *** at" in str(caught.value)
+    assert CANARY not in str(caught.value) + caught.value.traceback
+    out, err = capfd.readouterr()
+    assert "calling with ***" in err
+    assert CANARY not in out + err
+
+
+@pytest.mark.parametrize(
+    ("named", "sentence"),
+    [
+        (
+            {"env": "NOT_SET_ANYWHERE"},
+            "name the environment variable 'NOT_SET_ANYWHERE' for api_key, which is not set",
+        ),
+        ({"block": "nowhere"}, "name the Prefect Secret block 'nowhere' for api_key, which is not set"),
+    ],
+)
+def test_a_secret_that_is_not_there_is_named(start: Any, named: dict, sentence: str):
+    with pytest.raises(RewardError, match=sentence):
+        judge(start("broken:tells_its_key", kwargs={"api_key": named}))
+
+
+def test_prefects_login_is_in_no_environment_of_a_reward(start: Any, monkeypatch: Any):
+    for name in ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"):
+        monkeypatch.setenv(name, CANARY)
+    process = start("broken:looks_for", kwargs={"text": CANARY})
+    assert judge(process) == {"looks_for": [0.0] * 3}
+    helper = psutil.Process(process._helper._pid)
+    for found in (helper, helper.parent()):
+        assert CANARY not in "".join(found.environ().values())

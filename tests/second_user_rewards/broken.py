@@ -31,6 +31,10 @@ def crashes(completions, **kwargs):
     os.kill(os.getpid(), 11)
 
 
+def kills_itself(completions, **kwargs):
+    os.kill(os.getpid(), 9)
+
+
 def hangs(completions, **kwargs):
     time.sleep(600)
 
@@ -100,7 +104,10 @@ def takes_memory(completions, **kwargs):
 
 def starts_a_process(completions, pid_file, **kwargs):
     """What it starts has a session of its own, and its parent ends."""
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    code = (
+        "import subprocess, sys; quiet = subprocess.DEVNULL; "
+        "print(subprocess.Popen(['sleep', '600'], stdout=quiet, start_new_session=True).pid)"
+    )
     out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout
     with open(pid_file, "ab") as file:
         file.write(out)
@@ -124,6 +131,11 @@ def lacks_a_column(completions, nowhere, **kwargs):
 def tells_its_key(completions, api_key, **kwargs):
     print(f"calling with {api_key}")
     raise RuntimeError(f"401 Unauthorized: {api_key}")
+
+
+def looks_for(completions, text, **kwargs):
+    """1 where the environment has it."""
+    return [float(any(text in value for value in os.environ.values()))] * len(completions)
 
 
 constant = 7

@@ -91,6 +91,7 @@ class OneRank:
             tokenizer=self.tokenizer,
             rewards=self.rewards,
             run_folder=self.run_folder,
+            where=str,
         )
         batch = _renamed(store.get(list(ids), call.inputs), call.remap)
         output = FUNCTIONS[self.config.type][call.name](self.engines[call.role], batch, context)

@@ -152,7 +152,9 @@ def run_calls(
         )
         for name in calls:
             nothing: Any = SimpleNamespace()
-            context = CallContext(config, iteration, N_SEQS * iteration, N_SEQS, 2, nothing, nothing, Path())
+            context = CallContext(
+                config, iteration, N_SEQS * iteration, N_SEQS, 2, nothing, nothing, Path(), str
+            )
             output: CallOutput = FUNCTIONS[kind][name](engine, batch, context)
             metrics.append(dict(output.metrics))
             for key, packed in output.batch.data.items() if output.batch else ():
