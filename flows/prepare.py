@@ -75,14 +75,16 @@ def prepare(config: AnyConfig, folder: Path | None = None) -> Prepared:
 
 def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
     _refuse_what_only_plans(config)
-    if isinstance(config, PPOConfig | RolloutConfig):
-        check_rewards(config.rewards)
     shapes = shapes_of(config)
     for name, role in config.roles().items():
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             weight_files(Path(role.folder), specs, needs_head)
     rows, tokenizer = load_and_check(config)
+    warnings: list[str] = []
+    if isinstance(config, PPOConfig | RolloutConfig):
+        columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+        warnings = check_rewards(config.rewards, list(columns), config.cluster.address is None)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:
         raise ConfigError(
@@ -100,7 +102,7 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
         data_digest=rows.digest,
         n_rows=len(rows),
         changes=() if folder is None else logged_changes(folder),
-        warnings=(*hardware.warnings, *problem.warnings, *filter(None, [stretched])),
+        warnings=(*warnings, *hardware.warnings, *problem.warnings, *filter(None, [stretched])),
     )
 
 

@@ -50,7 +50,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
     """Score this replica's samples; on the head, None elsewhere.
 
     The Python rewards run in the head's helper process while the reward model computes.
-    Raises RewardError, with the sample, when a Python reward fails or is late, or none judges a sample.
+    Raises RewardError, with the sample, when a Python reward fails or is late, or none judges any.
     """
     config = context.config
     assert isinstance(config, PPOConfig | RolloutConfig), f"{config.type} runs do not score"
@@ -66,7 +66,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
         judged = pending.result()
         rewards = judged.values
         if raw is None:
-            _refuse_unjudged(rewards, len(answers))
+            _refuse_unjudged(rewards)
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
     reach(Point.REWARD)
@@ -80,14 +80,11 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
     return Scored(total, rewards, judged.logged, raw, answers)
 
 
-def _refuse_unjudged(rewards: Mapping[str, Values], n_answers: int) -> None:
-    """Raises RewardError for the first answer on which no reward has an opinion."""
-    for place in range(n_answers if rewards else 0):
-        if all(values[place] is None for values in rewards.values()):
-            names = ", ".join(map(repr, rewards))
-            raise RewardError(
-                f"no reward has an opinion on a sample: {names} returned None for it.", place=place
-            )
+def _refuse_unjudged(rewards: Mapping[str, Values]) -> None:
+    """Raises RewardError where no reward has an opinion on any answer: there is nothing to learn from."""
+    if rewards and all(value is None for values in rewards.values() for value in values):
+        names = ", ".join(map(repr, rewards))
+        raise RewardError(f"the rewards {names} returned None for every sample: none has an opinion.")
 
 
 def _about(place: int | None, batch: SampleBatch, answers: Answers, context: CallContext) -> str:
