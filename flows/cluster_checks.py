@@ -17,7 +17,7 @@ from flows.this_machine import device_here
 from planner.profile import DeviceProfile
 
 MIN_WORKER_TTL_S = 120.0  # shorter: a long call that holds the GIL would count as a dead worker
-SAME_VERSIONS = ("distributed", "prefect", "prefect-dask", "torch", "transformers")
+SAME_VERSIONS = ("distributed", "prefect", "torch", "transformers")
 
 
 def refuse_unsafe(client: Client) -> None:

@@ -22,6 +22,7 @@ from prefect.exceptions import Abort
 from flows.cluster import Cluster
 from flows.iteration_view import IterationView
 from flows.orders import Order, Orders
+from flows.prefect_api import PrefectApi
 from flows.run_folder import ATTEMPTS
 from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.spec import ExecutionPlan
@@ -36,6 +37,8 @@ from rlhf_tasks.transport import (
     Finished,
     GaveUp,
     Held,
+    NodeBegun,
+    NodeEnded,
     NotEntered,
     Pause,
     PlanChanged,
@@ -110,6 +113,7 @@ async def run_training(
     iterations: int,
     on_commit: OnCommit | None = None,
     on_plan: OnPlan | None = None,
+    api: PrefectApi | None = None,
     dispatch_ahead: bool = True,
     orders: Orders | None = None,
     **options: Any,
@@ -120,6 +124,7 @@ async def run_training(
     config          JSON-able; what the executor and the snapshots parse
     on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged
     on_plan         awaited among them for what came of a change of the plan
+    api             the door to Prefect that the hooks use too
     dispatch_ahead  False: an iteration is entered only when the one before is committed
     orders          what the run is to do; default: go on to its last iteration
     options         further fields of `RunSpec`
@@ -138,8 +143,8 @@ async def run_training(
     )
     with at(attempt=spec.attempt):
         reach(Point.ATTEMPT)
-    hooks = Hooks(on_commit, on_plan)
-    return await Training(spec, cluster, hooks, dispatch_ahead, orders or Orders()).run()
+    hooks, api, orders = Hooks(on_commit, on_plan), api or PrefectApi(run), orders or Orders()
+    return await Training(spec, cluster, hooks, api, dispatch_ahead, orders).run()
 
 
 def next_attempt(run_folder: Path) -> int:
@@ -168,11 +173,17 @@ class Training:
     """One attempt, seen from its flow."""
 
     def __init__(
-        self, spec: RunSpec, cluster: Cluster, hooks: Hooks, dispatch_ahead: bool, orders: Orders
+        self,
+        spec: RunSpec,
+        cluster: Cluster,
+        hooks: Hooks,
+        api: PrefectApi,
+        dispatch_ahead: bool,
+        orders: Orders,
     ) -> None:
         self.spec = spec
         self.cluster = cluster
-        self._view = IterationView(spec, cluster)
+        self._view = IterationView(spec, api)
         self._hooks = hooks
         self._dispatch_ahead = dispatch_ahead
         self._in_flight: set[tuple[int, int]] = set()  # iteration, generation
@@ -266,6 +277,8 @@ class Training:
                     self._ended(committed)
                     if self._held is not None:
                         self._enter(self._held, writer)
+                case NodeBegun() | NodeEnded() as node:
+                    self._view.node(node)
                 case Aborted() | NotEntered() as end:
                     self._ended(end)
                 case PlanChanged() | PlanKept() as change:

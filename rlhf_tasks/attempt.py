@@ -1,13 +1,12 @@
 """One attempt of a run on the controller: drives the ledger, on the worker's event loop.
 
 The ledger decides; this module carries out what it asks (sends, restarts, commits), tells it what ranks,
-disk and clock report, and lets flow and Prefect tasks watch.
+disk and clock report, and tells the flow.
 """
 
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,6 @@ from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
-from rlhf_tasks.protocol.progress import NodeSummary
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.rank_link import RankLink
@@ -42,6 +40,8 @@ from rlhf_tasks.transport import (
     GaveUp,
     GenerationSpec,
     Held,
+    NodeBegun,
+    NodeEnded,
     NotEntered,
     PlanChanged,
     PlanKept,
@@ -60,10 +60,6 @@ RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
 ALIVE_S = (
     2.0  # a process that runs answers within this; killing one that does not wakes the peers that it blocks
 )
-
-
-class NodeAborted(RuntimeError):
-    """The node's iteration was aborted; the message is the cause: rank, call, iteration, error, traceback."""
 
 
 class Attempt:
@@ -86,8 +82,7 @@ class Attempt:
         self._ordered_early: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self._ledger: Ledger | None = None
         self._enterable: tuple[int, int] | None = None
-        self._watched: defaultdict[tuple[int, str], asyncio.Event] = defaultdict(asyncio.Event)
-        self._closed = False
+        self._inside: set[tuple[int, str]] = set()  # iteration, node: a rank has entered, not all have left
         self._tasks: set[asyncio.Task[None]] = set()
         self._act: dict[type, Callable[[Any], None]] = {
             do.ResetRank: self._reset_rank,
@@ -110,7 +105,7 @@ class Attempt:
                 NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
             ),
             do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
-            do.NodeDone: lambda i: self._wake((i.iteration, i.node)),
+            do.NodeDone: self._node_done,
             do.IterationDone: lambda i: None,
         }
 
@@ -169,10 +164,7 @@ class Attempt:
         self._background(self._tick())
 
     async def close(self) -> None:
-        """Let every rank go, and leave the run folder to the next attempt: a commit under way is completed first.
-        Watchers learn that the attempt has ended."""
-        self._closed = True
-        self._wake(*self._watched)
+        """Let every rank go, and leave the run folder to the next attempt: a commit under way is completed first."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -180,7 +172,7 @@ class Attempt:
         self._rendezvous.close()
         await asyncio.to_thread(self._disk.shutdown)
 
-    # --- for the flow and the tasks ---------------------------------------------------------------------
+    # --- for the flow -----------------------------------------------------------------------------------
 
     def enter(self, iteration: int, generation: int) -> None:
         """Deliver an iteration's requests, if that has not been done."""
@@ -209,21 +201,6 @@ class Attempt:
         """Go by another plan from the first iteration on that is not yet delivered."""
         self._feed(self.ledger.change_plan, plan, predicted_s)
 
-    async def wait_node(self, iteration: int, generation: int, node: str) -> NodeSummary | None:
-        """Wait until a node is done, for what it has cost; None where that is forgotten. Raises NodeAborted with the
-        cause."""
-        while not self._closed:
-            account = self.ledger.account
-            state = account.node_state(iteration, generation, node)
-            if state is State.ABORTED:
-                cause = account.abort_cause(iteration, generation)
-                why = f"{cause}\n{cause.traceback}" if cause else f"generation {generation} has ended."
-                raise NodeAborted(f"iteration {iteration} was aborted: {why}")
-            if state is State.DONE:
-                return account.summary(iteration, node)
-            await self._watched[iteration, node].wait()
-        raise NodeAborted("the attempt has ended.")
-
     # --- news of the ranks ------------------------------------------------------------------------------
 
     def _receive(self, news: Told | Done | Failed | SavedPart) -> None:
@@ -244,12 +221,22 @@ class Attempt:
         match news.kind:
             case "entered":
                 self._feed(ledger.rank_entered, rank, key)
+                self._node_begun(key)
             case "reset":
                 self._feed(ledger.rank_reset, rank, key.generation)
             case "restored":
                 self._feed(ledger.rank_restored, rank, key.generation)
             case "refused":
                 self._feed(ledger.rank_refused, rank, key, news.reason)
+
+    def _node_begun(self, key: NodeKey) -> None:
+        """Tell the flow of a node's first rank; news of what was aborted or is done comes too late."""
+        iteration, generation, node = key.iteration, key.generation, key.node
+        live = self.ledger.account.node_state(iteration, generation, node) in (State.WAITING, State.RUNNING)
+        if live and (iteration, node) not in self._inside:
+            self._inside.add((iteration, node))
+            now = time.time()
+            self._tell(NodeBegun(iteration=iteration, generation=generation, node=node, started_s=now))
 
     def _saved(self, part: SavedPart) -> None:
         key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, self._save_node(part.role))
@@ -292,11 +279,20 @@ class Attempt:
             if place is not None:
                 self._tell(Enterable(iteration=place[0], generation=place[1]))
 
-    def _wake(self, *nodes: tuple[int, str]) -> None:
-        """Have those who watch these nodes look at the account."""
-        for node in nodes:
-            if node in self._watched:
-                self._watched.pop(node).set()
+    def _node_done(self, instruction: do.NodeDone) -> None:
+        iteration, node = instruction.iteration, instruction.node
+        summary = self.ledger.account.summary(iteration, node)
+        assert summary is not None, f"{node} of iteration {iteration} is done"
+        self._inside.discard((iteration, node))
+        self._tell(
+            NodeEnded(
+                iteration=iteration,
+                generation=self.ledger.generation,
+                node=node,
+                started_s=summary.started_s,
+                ended_s=summary.ended_s,
+            )
+        )
 
     def _reset_rank(self, instruction: do.ResetRank) -> None:
         spec, rank = self.spec, instruction.rank
@@ -376,7 +372,7 @@ class Attempt:
     def _faulted(self, instruction: do.Fault) -> None:
         cause = instruction.cause
         logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
-        self._wake(*self._watched)  # whatever was entered under it, delivered or not
+        self._inside.clear()
         if not cause.by_user_code:
             self._tell(
                 Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback)

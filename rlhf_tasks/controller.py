@@ -1,7 +1,7 @@
 """The controller: what the controller's Dask worker does for us. It serves one run at a time.
 
 The lease is the flow's connection: it is refused while another flow holds one, and ends when its flow does,
-however that comes about. Prefect tasks, which run on this worker's threads, use `deliver_and_wait`.
+however that comes about.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from distributed.core import Status
 
 from rlhf_tasks.attempt import Attempt
 from rlhf_tasks.manifest import CheckpointError
-from rlhf_tasks.protocol.progress import NodeSummary
 from rlhf_tasks.rank_link import RankMissing
 from rlhf_tasks.transport import (
     FLOW_MESSAGE,
@@ -98,25 +97,6 @@ class Controller:
         """The worker ends."""
         if self._attempt is not None:
             await self._attempt.close()
-
-    def deliver_and_wait(self, run: str, iteration: int, generation: int, node: str) -> NodeSummary | None:
-        """For a task's thread: make sure that an iteration is delivered, and wait for one node (`Attempt.wait_node`).
-
-        Raises NodeAborted when its iteration was aborted, LookupError when this controller does not serve
-        the run.
-        """
-        return asyncio.run_coroutine_threadsafe(
-            self._deliver_and_wait(run, iteration, generation, node), self._loop
-        ).result()
-
-    async def _deliver_and_wait(
-        self, run: str, iteration: int, generation: int, node: str
-    ) -> NodeSummary | None:
-        attempt = self._attempt
-        if attempt is None or attempt.spec.run != run:
-            raise LookupError(f"this controller does not serve run {run!r} (any more).")
-        attempt.enter(iteration, generation)
-        return await attempt.wait_node(iteration, generation, node)
 
 
 async def _start(attempt: Attempt, writer: Writer) -> None:

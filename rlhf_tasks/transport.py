@@ -179,7 +179,7 @@ class SavedPart(Frozen):
 
 
 class Enter(Frozen):
-    """The subflow of an iteration has begun: deliver its requests."""
+    """Deliver the requests of an iteration."""
 
     kind: Literal["enter"] = "enter"
     iteration: int
@@ -247,6 +247,27 @@ class NotEntered(Frozen):
     reason: str
 
 
+class NodeBegun(Frozen):
+    """The first rank is inside a node. started_s: time.time() of the controller."""
+
+    kind: Literal["node_begun"] = "node_begun"
+    iteration: int
+    generation: int
+    node: str
+    started_s: float
+
+
+class NodeEnded(Frozen):
+    """The last rank has left a node. started_s, ended_s: time.time() of the ranks, first in and last out."""
+
+    kind: Literal["node_ended"] = "node_ended"
+    iteration: int
+    generation: int
+    node: str
+    started_s: float
+    ended_s: float
+
+
 class Committed(Frozen):
     """The iteration is part of a written commit. results: node -> one result per rank."""
 
@@ -306,6 +327,8 @@ FlowMessage = Annotated[Enter | Pause | Resume | StopAfter | ChangePlan, Field(d
 Event = Annotated[
     Enterable
     | NotEntered
+    | NodeBegun
+    | NodeEnded
     | Committed
     | Aborted
     | Faulted

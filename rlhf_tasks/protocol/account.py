@@ -25,7 +25,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult
 
 REMEMBERED = 8
-"""Committed iterations whose summaries stay, for watchers that lag (Prefect backs off for seconds)."""
+"""Committed iterations whose summaries stay, for whoever asks late."""
 
 
 class Account:

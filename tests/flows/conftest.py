@@ -32,8 +32,10 @@ def commanded(tmp_path_factory):
 
 @pytest.fixture
 def whole_view(monkeypatch):
-    """A run waits for all that Prefect shows of it: on a starved machine that lags more than a run would wait."""
-    monkeypatch.setattr("flows.iteration_view.VIEW_LAG_S", 300.0)
+    """Each iteration is shown by itself, and a run waits for that, on a starved machine too."""
+    for constant in ("VIEW_LAG_S", "COMPLETE_S", "GIVE_UP_S", "RETIRE_S"):
+        monkeypatch.setattr(f"flows.iteration_view.{constant}", 300.0)
+    monkeypatch.setattr("flows.prefect_api.ANSWER_S", 60.0)
 
 
 @pytest.fixture

@@ -93,14 +93,14 @@ def wait_runs(parent_id, recorded, seconds=240.0):
 
 
 def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
-    commits = []
+    commits = {}
 
     async def on_commit(committed, control):
-        commits.append(committed.iteration)
+        commits[committed.iteration] = committed.results
 
-    result, parent = train(cluster, tmp_path, on_commit=on_commit)
+    result, parent = train(cluster, tmp_path, config={"sleep_s": 0.1}, on_commit=on_commit)
     assert result.committed_step == 3
-    assert commits == [0, 1, 2]
+    assert list(commits) == [0, 1, 2]
     plan = small_plan()
 
     def recorded(runs):
@@ -108,6 +108,7 @@ def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
         return states.count("Completed") >= 3 * len(plan.nodes)
 
     runs = wait_runs(parent, recorded)
+    assert {run.state_name for run, _ in runs.values()} == {"Completed"}
     assert sorted(runs) == ["it-00000", "it-00001", "it-00002"]
     for iteration in range(3):
         run, tasks = runs[f"it-{iteration:05d}"]
@@ -119,6 +120,16 @@ def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
             assert task.state_name == "Completed"
             upstream = {names[source.id] for source in task.task_inputs.get("wait_for", [])}
             assert upstream == {f"{name}-it{iteration}" for name in node.after}
+            ranks = commits[iteration][node.name]
+            assert_at(task.start_time, min(result.started_s for result in ranks))
+            assert_at(task.end_time, max(result.ended_s for result in ranks))
+    starts = [run.start_time for run, _ in (runs[f"it-{t:05d}"] for t in range(3))]
+    assert starts == sorted(starts)
+
+
+def assert_at(shown, clock_s):
+    """Prefect shows a moment as the ranks' clocks have it."""
+    assert shown.timestamp() == pytest.approx(clock_s, abs=0.001)
 
 
 def test_a_killed_rank_fails_its_subflow_by_name_and_the_run_goes_on(cluster, tmp_path):
@@ -131,6 +142,14 @@ def test_a_killed_rank_fails_its_subflow_by_name_and_the_run_goes_on(cluster, tm
     assert failed.state_name == "Failed"
     assert "rank 1, call critic_train, iteration 1: lost" in failed.state.message
     assert runs["it-00001-r1"][0].state_name == "Completed"
+
+    def recorded(runs):
+        return "Failed" in (task.state_name for task in runs["it-00001"][1].values())
+
+    states = {name: task.state_name for name, task in wait_runs(parent, recorded)["it-00001"][1].items()}
+    assert states["generate-it1"] == "Completed"
+    assert states["critic_train-it1"] == "Failed"
+    assert states["save_critic-it1"] == "Cancelled"
     assert json.loads((tmp_path / "step-3.json").read_text())["roles"] == {"actor": 18, "critic": 18}
 
 

@@ -5,7 +5,6 @@ import asyncio
 import json
 import threading
 import time
-from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,7 +15,18 @@ from rlhf_tasks.attempt import group_timeout_s
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.transport import Aborted, Committed, Faulted, Finished, GaveUp, RunSpec
+from rlhf_tasks.transport import (
+    Aborted,
+    Committed,
+    Done,
+    Faulted,
+    Finished,
+    GaveUp,
+    NodeBegun,
+    NodeEnded,
+    RunSpec,
+    Told,
+)
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
 from tests.rlhf_tasks.fake_rank import FakeSnapshots
 from tests.rlhf_tasks.plans import small_plan
@@ -225,32 +235,30 @@ async def running(tmp_path, monkeypatch, link):
     return begun
 
 
-def test_who_watches_a_node_is_woken_by_its_end_alone(tmp_path, monkeypatch):
-    looks = Counter()
+def test_the_flow_hears_once_when_a_node_begins_and_when_it_has_ended(tmp_path, monkeypatch):
+    told = []
 
     async def run():
         watched = await running(tmp_path, monkeypatch, StayingLink)
-        ledger = watched.ledger
+        watched._tell = lambda event: told.append(event) if isinstance(event, NodeBegun | NodeEnded) else None
         watched.enter(0, 0)
-        account = ledger.account
-        state = account.node_state
-        monkeypatch.setattr(account, "node_state", lambda *node: looks.update([node[2]]) or state(*node))
-        waiting = {
-            node: asyncio.create_task(watched.wait_node(0, 0, node)) for node in ("generate", "critic_train")
-        }
-        await asyncio.sleep(0)
+        key = watched.ledger.account.sequencer.key(0, "generate")
         for rank in (0, 1):
-            key = account.sequencer.key(0, "generate")
-            watched._feed(ledger.rank_done, NodeResult(key=key, rank=rank, started_s=0.0, ended_s=1.0))
-        assert (await waiting["generate"]).ranks == (0, 1)
-        await asyncio.sleep(0)
-        assert looks == {"generate": 2, "critic_train": 1}
-        watched._feed(ledger.rank_lost, 1, "killed")
-        with pytest.raises(attempt.NodeAborted, match="lost: killed"):
-            await waiting["critic_train"]
+            watched._receive(Told(kind="entered", rank=rank, key=key))
+        for rank in (1, 0, 0):
+            watched._receive(
+                Done(result=NodeResult(key=key, rank=rank, started_s=5.0 - rank, ended_s=6.0 + rank))
+            )
+        watched._receive(Told(kind="entered", rank=1, key=key))  # late
         await watched.close()
 
+    before = time.time()
     asyncio.run(run())
+    begun, ended = told
+    place = {"iteration": 0, "generation": 0, "node": "generate"}
+    assert ended == NodeEnded(**place, started_s=4.0, ended_s=7.0)
+    assert begun == NodeBegun(**place, started_s=begun.started_s)
+    assert before <= begun.started_s <= time.time()
 
 
 class DeafLink(StayingLink):

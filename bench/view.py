@@ -1,0 +1,204 @@
+"""Whether Prefect shows what the ranks did: order and lag of the subflows, error of the tasks' bars, growth.
+
+    python -m bench.view [--iterations 300] [--iteration-s 0.5] [--plan demo|small] [--json FILE]
+
+A plan whose nodes only sleep runs on ranks that do no work, through a Prefect server and a Dask cluster of its own.
+What the server then says of subflows and task runs is compared with the ranks' clocks. `lag` is how long after an
+iteration's end by the ranks' clocks its subflow has ended in Prefect. Resident memory (KiB per iteration) is the
+slope of a line through all commits after the first third.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import linear_regression, median
+from typing import Any
+from uuid import UUID
+
+import psutil
+from prefect import flow
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.sorting import TaskRunSort
+from prefect.runtime import flow_run
+
+from bench.overhead import RANKS, SHARES, cpu_s, demo_plan, pid_of, write
+from flows.cluster import Cluster, local_cluster
+from flows.server import own_server
+from flows.training import RunControl, run_training
+from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.transport import Committed
+from tests.rlhf_tasks.plans import small_plan
+
+NAME = re.compile(r"it-(\d+)(?:\.\.(\d+))?")
+PAGE = 200  # rows that the server gives at once
+RECORDED_S = 60.0  # what its recorder may lag behind
+
+Clocks = dict[tuple[int, str], tuple[float, float]]
+
+
+class Watched:
+    """What is seen of a run from beside it: (iteration, node) -> start and end, memory at each commit.
+
+    processes  what is called how -> pid
+    """
+
+    def __init__(self, processes: Mapping[str, int]) -> None:
+        self.clocks: Clocks = {}
+        self.flow_run = ""
+        self.memory: dict[str, list[float]] = {name: [] for name in processes}
+        self._processes = {name: psutil.Process(pid) for name, pid in processes.items()}
+
+    async def on_commit(self, committed: Committed, _: RunControl) -> None:
+        for node, results in committed.results.items():
+            span = min(r.started_s for r in results), max(r.ended_s for r in results)
+            self.clocks[committed.iteration, node] = span
+        for name, process in self._processes.items():
+            self.memory[name].append(process.memory_info().rss / 1024)
+
+    def grown_kib(self) -> dict[str, float]:
+        """Per iteration, after a third of them."""
+        grown = {}
+        for name, rss in self.memory.items():
+            late = rss[len(rss) // 3 :]
+            grown[name] = linear_regression(range(len(late)), late).slope if len(late) > 1 else 0.0
+        return grown
+
+
+def run(
+    cluster: Cluster, plan: ExecutionPlan, iterations: int, iteration_s: float, watched: Watched
+) -> float:
+    """One run; seconds from the last commit to its end."""
+    shares = SHARES if plan.n_devices == RANKS else {"generate": 0.4, "actor_train": 0.5, "critic_train": 0.5}
+
+    @flow(name="bench-view", persist_result=False)
+    async def parent() -> None:
+        watched.flow_run = flow_run.id or ""
+        with tempfile.TemporaryDirectory() as folder:
+            await run_training(
+                plan,
+                {"sleep_s": {name: share * iteration_s for name, share in shares.items()}},
+                cluster,
+                run="bench",
+                run_folder=Path(folder),
+                iterations=iterations,
+                on_commit=watched.on_commit,
+                executor="tests.rlhf_tasks.fake_rank:make_executor",
+                snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+            )
+
+    asyncio.run(parent())
+    return time.time() - max(end for _, end in watched.clocks.values())
+
+
+async def shown(parent: str, nodes: int) -> tuple[list[Any], list[Any]]:
+    """The subflows of a flow run, by their start, and their task runs, once the server has recorded as many."""
+    deadline = time.monotonic() + RECORDED_S
+    async with get_client() as client:
+        while True:
+            subflows = await _subflows(client, parent)
+            tasks: list[Any] = []
+            for subflow in subflows:
+                only = FlowRunFilter.model_validate({"id": {"any_": [str(subflow.id)]}})
+                tasks += await client.read_task_runs(
+                    flow_run_filter=only, limit=PAGE, sort=TaskRunSort.ID_DESC
+                )
+            ended = sum(task.end_time is not None for task in tasks)
+            if ended >= len(subflows) * nodes or time.monotonic() > deadline:
+                return sorted(subflows, key=lambda s: s.start_time or s.created), tasks
+            await asyncio.sleep(2.0)
+
+
+async def _subflows(client: PrefectClient, parent: str) -> list[Any]:
+    found: list[Any] = []
+    only = FlowRunFilter.model_validate({"parent_flow_run_id": {"any_": [str(UUID(parent))]}})
+    while page := await client.read_flow_runs(flow_run_filter=only, limit=PAGE, offset=len(found)):
+        found += page
+    return found
+
+
+def figures(watched: Watched, subflows: list[Any], tasks: list[Any]) -> dict[str, Any]:
+    """What Prefect shows against what the ranks' clocks say."""
+    ended: dict[int, float] = {}
+    for (iteration, _), (_, end) in watched.clocks.items():
+        ended[iteration] = max(end, ended.get(iteration, 0.0))
+    covered: list[int] = []
+    lags: list[float] = []
+    for subflow in subflows:
+        found = NAME.match(subflow.name)
+        assert found is not None, subflow.name
+        first, last = int(found[1]), int(found[2] or found[1])
+        covered += range(first, last + 1)
+        if subflow.end_time is not None:
+            lags.append(subflow.end_time.timestamp() - ended[last])
+    starts: list[float] = []
+    ends: list[float] = []
+    for task in tasks:
+        node, _, place = task.name.rpartition("-it")
+        if place.isdigit() and task.start_time and task.end_time:
+            start, end = watched.clocks[int(place), node]
+            starts.append(abs(task.start_time.timestamp() - start))
+            ends.append(abs(task.end_time.timestamp() - end))
+    states: dict[str, int] = {}
+    for subflow in subflows:
+        states[subflow.state_name] = states.get(subflow.state_name, 0) + 1
+    return {
+        "subflows": len(subflows),
+        "subflow_states": states,
+        "merged": sum(".." in subflow.name for subflow in subflows),
+        "iterations_shown": len(set(covered)),
+        "in_order": covered == sorted(covered) and len(covered) == len(set(covered)),
+        "lag_s": _spread(lags),
+        "task_runs": len(tasks),
+        "task_runs_completed": sum(task.state_name == "Completed" for task in tasks),
+        "start_off_s": _spread(starts),
+        "end_off_s": _spread(ends),
+        "grown_kib": watched.grown_kib(),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "most": max(values)} if values else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--iteration-s", type=float, default=0.5)
+    parser.add_argument("--plan", choices=("demo", "small"), default="demo")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    plan = demo_plan() if arguments.plan == "demo" else small_plan()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        own_server(Path(folder)) as server,
+        local_cluster(plan.n_devices, server.environment, folder=Path(folder)) as cluster,
+    ):
+        controller = pid_of(cluster, cluster.controller)
+        (served,) = (
+            child.pid
+            for child in psutil.Process().children()
+            if "server_process.py" in " ".join(child.cmdline())
+        )
+        watched = Watched({"flow": os.getpid(), "controller": controller, "server": served})
+        before, began_s = cpu_s(controller), time.time()
+        waited_s = run(cluster, plan, arguments.iterations, arguments.iteration_s, watched)
+        wall_s, after = time.time() - began_s, cpu_s(controller)
+        found = figures(watched, *asyncio.run(shown(watched.flow_run, len(plan.nodes))))
+    found["iteration_s"] = wall_s / arguments.iterations
+    found["waited_at_end_s"] = waited_s
+    found["cpu_s"] = {name: (after[name] - before[name]) / arguments.iterations for name in before}
+    print(json.dumps(found, indent=2))
+    write(found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

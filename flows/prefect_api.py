@@ -1,0 +1,115 @@
+"""The door to Prefect's API: what a run shows there may fail, be late or be left out, and never holds the run up."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from httpx import HTTPError, HTTPStatusError
+from prefect.context import SettingsContext, get_settings_context
+from prefect.exceptions import PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+
+T = TypeVar("T")
+
+ANSWER_S = 15.0  # what one piece of work may take; a server that is there needs some milliseconds, a busy one seconds
+PAUSE_S = 5.0  # after a failure nothing is sent for so long; twice as long after each further one
+LONGEST_PAUSE_S = 60.0
+BUSY = {408, 429, 502, 503}  # the server is there, and asks to come again: SQLite's lock is taken
+BUSY_PAUSE_S = 0.3
+
+logger = logging.getLogger(__name__)
+
+
+class Away(Exception):
+    """The server was not asked, or has not answered in time."""
+
+
+class PrefectApi:
+    """A circuit breaker: after a failure the server is left alone for a while, which is said once.
+
+    run      the run's name, for the log
+    skipped  pieces of work that were left out since the server was away
+    away_s   seconds in which it was
+    """
+
+    def __init__(self, run: str) -> None:
+        self.skipped = 0
+        self._run = run
+        self._away_since: float | None = None
+        self._away_before_s = 0.0
+        self._next_try = 0.0
+        self._pause_s = PAUSE_S
+        # Made once: Prefect needs a twentieth of a second for its settings.
+        found = get_settings_context()
+        impatient = found.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
+        self._settings = found.profile, impatient
+
+    @property
+    def away_s(self) -> float:
+        """Seconds without an answer so far, of this outage and all before."""
+        return self._away_before_s + self.outage_s
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds since the first failure of the present outage; 0 when the server answers."""
+        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the server is asked again."""
+        return max(0.0, self._next_try - time.monotonic())
+
+    async def show(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        """Do a piece of work that may be left out; None where it was."""
+        with suppress(Away):
+            return await self.ask(work)
+        self.skipped += 1
+        return None
+
+    async def ask(self, work: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
+        """Do a piece of work within its time, `ANSWER_S` by default. Raises Away, at once while the server is left
+        alone."""
+        limit_s = ANSWER_S if limit_s is None else limit_s
+        if self.wait_s > 0:
+            raise Away(f"no answer for {self.outage_s:.0f} s")
+        try:
+            profile, settings = self._settings
+            async with asyncio.timeout(limit_s):
+                with SettingsContext(profile=profile, settings=settings):
+                    answer = await _patiently(work)
+        except (HTTPError, PrefectException, OSError, TimeoutError) as error:
+            raise self._failed(error, limit_s) from None
+        self._answered()
+        return answer
+
+    def _failed(self, error: Exception, limit_s: float) -> Away:
+        reason = f"{type(error).__name__}: {error}" if str(error) else f"no answer in {limit_s:g} s"
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            self._pause_s = PAUSE_S
+            logger.warning(
+                "run %s goes on without the Prefect server, until that answers again: %s", self._run, reason
+            )
+        self._next_try = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return Away(reason)
+
+    def _answered(self) -> None:
+        if self._away_since is not None:
+            logger.warning("the Prefect server answers again, after %.0f s", self.outage_s)
+            self._away_before_s += self.outage_s
+            self._away_since = None
+
+
+async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Ask a busy server again soon: Prefect's own client would wait for 2, 4, 8, 16 and 32 seconds."""
+    while True:
+        try:
+            return await work()
+        except HTTPStatusError as error:
+            if error.response.status_code not in BUSY:
+                raise
+        await asyncio.sleep(BUSY_PAUSE_S)
