@@ -8,7 +8,7 @@ them: their messages say when the iteration really was.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 from prefect.client.orchestration import PrefectClient
@@ -147,7 +147,12 @@ async def end_subflow(client: PrefectClient, subflow: Subflow) -> None:
             f"iterations {subflow.first} to {subflow.last} are shown as one: Prefect could not keep up"
         )
     state = {"type": kind.value, "name": NAMES[kind], "message": "; ".join(part for part in parts if part)}
-    await client.request("POST", f"/flow_runs/{subflow.id}/set_state", json={"state": state, "force": True})
+    await client.request(
+        "POST",
+        "/flow_runs/{id}/set_state",
+        path_params={"id": subflow.id},
+        json={"state": state, "force": True},
+    )
 
 
 def news_of(subflow: Subflow) -> list[tuple[NodeRun, list[StateType]]]:
@@ -198,7 +203,7 @@ def _event(subflow: Subflow, node: NodeRun, state: StateType, at: datetime) -> d
     before, name = node.reported, f"{node.node.name}-it{_places(subflow)}"
     message = _message(subflow, node, state)
     event = Event(
-        occurred=at,
+        occurred=cast(Any, at),  # declared as a type that newer Pythons do not have
         event=f"prefect.task-run.{NAMES[state]}",
         resource=Resource(
             {
