@@ -318,7 +318,7 @@ def resolve_paths(config: AnyConfig, base: Path) -> AnyConfig:
     """The same with every relative path made absolute against `base`, as workers have other folders."""
 
     def absolute(path: str) -> str:
-        with reading(path, "path"):
+        with reading(path, "no path"):
             return str(base / Path(path).expanduser())
 
     document = config.model_dump()
@@ -349,7 +349,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     keys, what = dotted.strip().split("."), f"override {shown(override)}"
     if not equals or not all(keys):
         raise ConfigError(f"{what} is not of the form key.sub=value.")
-    with reading(what, "YAML") as place:
+    with reading(what, "not valid YAML") as place:
         value = parse_yaml(text, place)
     target: Any = document
     for position, key in enumerate(keys):

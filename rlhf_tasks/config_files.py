@@ -90,7 +90,7 @@ def parse_yaml(text: str, place: Place) -> Any:
 
 def read_yaml(path: Path, most_bytes: int = MOST_YAML_BYTES) -> dict[str, Any]:
     """A YAML file's mapping. Raises ConfigError naming file and line."""
-    with reading(path, "YAML") as place:
+    with reading(path, "not valid YAML") as place:
         document = parse_yaml(read_bytes(path, most_bytes).decode("utf-8-sig"), place)
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(document).__name__}.")
@@ -105,7 +105,7 @@ def read_kept(
     remedy: str = "",
 ) -> Value:
     """What one of our own JSON files holds. Raises `error` of one sentence: file, field, fault and remedy."""
-    with reading(path, what, error, remedy):
+    with reading(path, f"not valid {what}", error, remedy):
         content = read_bytes(path, MOST_KEPT_BYTES)
         try:
             return kind.validate_json(content)

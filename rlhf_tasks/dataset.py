@@ -10,10 +10,12 @@ import glob
 import gzip
 import hashlib
 import json
+import re
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,12 +26,25 @@ from numpy.typing import NDArray
 
 from rlhf_tasks.config_parts import DataConfig
 from rlhf_tasks.parallel.random import permutation
+from rlhf_tasks.reading import ConfigError, reading
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
-class DataError(ValueError):
+MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
+FREE_BYTES, MOST_GROWTH = 64 << 20, 100
+"""A file may hold so many bytes of rows, or so many times its own: text shrinks to a tenth, seldom to a fiftieth;
+more is a file made to fill memory."""
+MAX_DEPTH = 64  # of a row's lists and objects in one another
+ROW_BYTES = 8  # of a row at least: Parquet's columns of nothing have none
+PIECE_BYTES = 1 << 20  # read at once
+ROWS_AT_ONCE = 256  # of Parquet
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character beyond 16 bits, written as an escape
+
+
+class DataError(ConfigError):
     """A data set that cannot be used: one sentence that names `file:line` (Parquet: `file:row`)."""
 
 
@@ -42,30 +57,41 @@ class _File(Protocol):
 
 
 class _JsonLines:
-    """Lines of one JSONL file, kept as bytes. Blank lines are no rows."""
+    """Lines of one JSONL file, kept as bytes one after another. Blank lines are no rows."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        content = _read_bytes(path).removeprefix(codecs.BOM_UTF8)
-        lines = content.split(b"\n")
-        self._numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
-        self._lines = [lines[number - 1] for number in self._numbers]
+        self.path, self._content = path, _decompressed(path)
+        self._numbers, self._starts, self._ends = array("q"), array("q"), array("q")
+        start = len(codecs.BOM_UTF8) if self._content.startswith(codecs.BOM_UTF8) else 0
+        for number in count(1):
+            if start >= len(self._content):
+                break
+            end = self._content.find(b"\n", start)
+            end = len(self._content) if end < 0 else end
+            if end - start > MOST_LINE_BYTES:
+                raise DataError(f"{path}:{number}: the line has more than {MOST_LINE_BYTES:,} bytes.")
+            if self._content[start:end].strip():
+                self._numbers.append(number)
+                self._starts.append(start)
+                self._ends.append(end)
+            start = end + 1
         for i in range(len(self)):
             self.row(i)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._numbers)
 
     def where(self, i: int) -> str:
         return f"{self.path}:{self._numbers[i]}"
 
     def row(self, i: int) -> dict[str, Any]:
-        try:
-            row = json.loads(self._lines[i].decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(i)}: not UTF-8 ({error.reason} at byte {error.start}).") from None
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{self.where(i)}: not valid JSON ({error}).") from None
+        line = self._content[self._starts[i] : self._ends[i]]
+        with reading(self.where(i), "not valid JSON", DataError):
+            row = json.loads(line.decode())
+            if _HALF.search(line):
+                json.dumps(row, ensure_ascii=False).encode()  # refuses a half without the other
+            if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deeper(row, MAX_DEPTH):
+                raise RecursionError
         if not isinstance(row, dict):
             raise DataError(f"{self.where(i)}: expected a JSON object, found {type(row).__name__}.")
         return row
@@ -76,10 +102,15 @@ class _Parquet:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._table = pyarrow.parquet.read_table(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: cannot be read as Parquet ({error}).") from None
+        batches, held, most = list[pyarrow.RecordBatch](), 0, _most_bytes(path)
+        with reading(path, "cannot be read as Parquet", DataError), pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE):
+                batches.append(batch)
+                held += batch.nbytes + ROW_BYTES * batch.num_rows
+                if held > most:
+                    raise DataError(_too_much(path))
+            self._table = pyarrow.Table.from_batches(batches, file.schema_arrow)
+            self._table.validate(full=True)
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -88,7 +119,8 @@ class _Parquet:
         return f"{self.path}:{i + 1}"
 
     def row(self, i: int) -> dict[str, Any]:
-        return self._table.slice(i, 1).to_pylist()[0]
+        with reading(self.where(i), "cannot be read as Parquet", DataError):
+            return self._table.slice(i, 1).to_pylist()[0]
 
 
 @dataclass(frozen=True)
@@ -154,8 +186,8 @@ def load_rows(data: DataConfig) -> Rows:
     for path in paths:
         if not path.name.endswith(SUFFIXES):
             raise DataError(f"{path}: unknown kind of file. Use one of {', '.join(SUFFIXES)}.")
-        content = hashlib.sha256(_read_bytes(path, raw=True))
-        digest.update(content.digest())
+        with reading(path, "cannot be read", DataError), path.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
         files.append(_Parquet(path) if path.name.endswith(".parquet") else _JsonLines(path))
     rows = Rows(tuple(file for file in files if len(file)), data.column_map, digest.hexdigest())
     if not len(rows):
@@ -185,11 +217,33 @@ def _paths(pattern: str) -> list[Path]:
     return found
 
 
-def _read_bytes(path: Path, raw: bool = False) -> bytes:
-    """A file's content, decompressed unless `raw`."""
-    try:
-        if path.name.endswith(".gz") and not raw:
-            return gzip.decompress(path.read_bytes())
-        return path.read_bytes()
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: cannot be read ({error}).") from None
+def _decompressed(path: Path) -> bytearray:
+    """A file's content. Raises DataError for one that cannot be read, or grows too much."""
+    content, most = bytearray(), _most_bytes(path)
+    opened = gzip.open if path.name.endswith(".gz") else open
+    with reading(path, "cannot be read", DataError), opened(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            content += piece
+            if len(content) > most:
+                raise DataError(_too_much(path))
+    return content
+
+
+def _most_bytes(path: Path) -> int:
+    """How many bytes a file's rows may have."""
+    return max(FREE_BYTES, MOST_GROWTH * path.stat().st_size)
+
+
+def _too_much(path: Path) -> str:
+    return (
+        f"{path}: its rows have more than {_most_bytes(path):,} bytes, {MOST_GROWTH} times the file's: it is made to "
+        "fill memory. Store the rows uncompressed where they are your own."
+    )
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects stand in one another more than `most` deep."""
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(_is_deeper(each, most - 1) for each in inner)

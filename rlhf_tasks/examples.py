@@ -6,11 +6,11 @@ verl's Parquet files. Everything an algorithm does not read itself is a further 
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rlhf_tasks.config import AnyConfig, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.dataset import DataError, Row, Rows, load_rows
+from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.tokenizer import Tokenizer, TokenizerError
 
 Example = TypeVar("Example", bound=tuple)
@@ -77,6 +77,8 @@ def pair_example(row: Row, tokenizer: Tokenizer) -> PairExample:
         if not isinstance(chosen, str):
             pairs = zip(_messages(chosen, "chosen"), _messages(rejected, "rejected"), strict=False)
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+        elif not isinstance(rejected, str):
+            raise DataError("chosen is text, but rejected is not. Give both as text or both as messages.")
         prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
     ids = [first + then for first, then in (_answer_ids(prompt, a, tokenizer) for a in (chosen, rejected))]
     if not all(ids):
@@ -130,7 +132,7 @@ class Context(NamedTuple):
     tokens: int
 
 
-def _check_length(config: AnyConfig, tokens: int, context: Context | None, place: str) -> None:
+def _check_length(config: AnyConfig, tokens: int, context: Context, place: str) -> None:
     """Refuse a row that is longer than the user allows or than a model's context holds."""
     if tokens > config.data.max_prompt_tokens:
         raise DataError(
@@ -142,7 +144,7 @@ def _check_length(config: AnyConfig, tokens: int, context: Context | None, place
         if isinstance(config, PPOConfig | GRPOConfig | RolloutConfig)
         else 0
     )
-    if context is not None and tokens + answer > context.tokens:
+    if tokens + answer > context.tokens:
         both = f"{tokens} tokens and an answer up to {answer} more" if answer else f"{tokens} tokens"
         raise DataError(
             f"{place}: has {both}, but the context of role {context.role!r} ({context.folder}) holds "
@@ -150,17 +152,13 @@ def _check_length(config: AnyConfig, tokens: int, context: Context | None, place
         )
 
 
-def _shortest_context(config: AnyConfig) -> Context | None:
-    """Of the roles' models; every role reads whole sequences. None where no configuration says it."""
-    found: list[Context] = []
-    for role, parts in config.roles().items():
-        try:
-            stated = json.loads((Path(parts.folder) / "config.json").read_text())
-        except FileNotFoundError:
-            raise TokenizerError(f"{parts.folder}: has no config.json, so it is no model folder.") from None
-        if "max_position_embeddings" in stated:
-            found.append(Context(role, parts.folder, stated["max_position_embeddings"]))
-    return min(found, key=lambda context: context.tokens, default=None)
+def _shortest_context(config: AnyConfig) -> Context:
+    """Of the roles' models; every role reads whole sequences."""
+    found = (
+        Context(role, parts.folder, ModelShape.from_folder(parts.folder).context)
+        for role, parts in config.roles().items()
+    )
+    return min(found, key=lambda context: context.tokens)
 
 
 def _column(row: Row, name: str) -> Any:

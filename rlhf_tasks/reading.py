@@ -31,13 +31,13 @@ class Place:
 
 @contextmanager
 def reading(
-    where: Path | str, what: str, error: type[ValueError] = ConfigError, remedy: str = ""
+    where: Path | str, predicate: str, error: type[ValueError] = ConfigError, remedy: str = ""
 ) -> Iterator[Place]:
     """Run a parser; whatever it raises becomes an `error` of one sentence.
 
-    where   the file, or else what a sentence about it begins with (then without a line's number)
-    what    that it should be, as in `not valid JSON`
-    remedy  a sentence that says what to do
+    where      the file, or else what a sentence about it begins with (then without a line's number)
+    predicate  what stands before the fault, as in `not valid JSON`
+    remedy     a sentence that says what to do
     """
     place, end = Place(str(where)), remedy and f" {remedy}"
     try:
@@ -48,11 +48,13 @@ def reading(
         raise error(f"{where}: no such file.{end}") from None
     except OSError as fault:
         raise error(f"{where}: cannot be read ({one_line(fault.strerror or str(fault))}).{end}") from None
-    except Exception as fault:  # noqa: BLE001  the only one: this is what the boundary is for
+    except BaseException as fault:  # the only one: this is what the boundary is for
+        if not isinstance(fault, Exception) and type(fault).__module__ != "pyo3_runtime":  # a panic of Rust
+            raise
         mark = getattr(fault, "problem_mark", None)  # YAML's
         line = mark.line + 1 if mark else getattr(fault, "lineno", 0) or place.line
         at = f":{line}" if line and isinstance(where, Path) else ""
-        raise error(f"{where}{at}: not valid {what}: {sentence_of(fault)}.{end}") from None
+        raise error(f"{where}{at}: {predicate}: {sentence_of(fault)}.{end}") from None
 
 
 def sentence_of(fault: BaseException) -> str:
@@ -62,8 +64,10 @@ def sentence_of(fault: BaseException) -> str:
             return "nested too deeply"
         case MemoryError():
             return "it takes more memory than there is"
-        case UnicodeError():
-            return f"no Unicode text ({one_line(str(fault))})"
+        case UnicodeDecodeError():
+            return f"not UTF-8 ({fault.reason} at byte {fault.start})"
+        case UnicodeEncodeError():
+            return f"half of a surrogate pair at character {fault.start} of a text"
         case KeyError():
             return f"{shown(fault.args[0] if fault.args else None)} is not there"
     said = str(getattr(fault, "problem", None) or fault)
@@ -108,7 +112,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 def read_json(path: Path, error: type[ValueError] = ConfigError, remedy: str = "") -> dict[str, Any]:
     """The object in a JSON file. Raises `error`, naming file and line."""
-    with reading(path, "JSON", error, remedy):
+    with reading(path, "not valid JSON", error, remedy):
         document = json.loads(read_bytes(path, MOST_JSON_BYTES))
     if not isinstance(document, dict):
         raise error(

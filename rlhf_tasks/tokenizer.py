@@ -4,44 +4,39 @@ Reads `tokenizer.json` (through the `tokenizers` package), `tokenizer_config.jso
 `config.json` and `chat_template.jinja`, as far as they are there.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = Mapping[str, Any]
+from rlhf_tasks.chat_template import ChatTemplate, Message, Source, TokenizerError
+from rlhf_tasks.reading import read_bytes, read_json, reading, shown
 
-
-class TokenizerError(ValueError):
-    """A tokenizer folder or a chat template that cannot be used."""
+MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
+MOST_TEMPLATE_BYTES = 1 << 20
 
 
 class Tokenizer:
     """Text to token ids and back.
 
+    folder    what sentences about it name
     stop_ids  tokens that end a response; the first is `eos_id`, which training examples end with
     pad_id    never computed on by us; written to the exported generation configuration
     """
 
     def __init__(
         self,
+        folder: Path,
         backend: tokenizers.Tokenizer,
         stop_ids: tuple[int, ...],
         pad_id: int,
-        special_tokens: Mapping[str, str],
-        chat_template: str | None,
+        chat_template: ChatTemplate | None,
     ) -> None:
-        self._backend = backend
+        self._file, self._backend = folder / "tokenizer.json", backend
         self.stop_ids = stop_ids
         self.pad_id = pad_id
-        self._special_tokens = special_tokens
-        self._template = None if chat_template is None else _environment().from_string(chat_template)
+        self._template = chat_template
 
     @staticmethod
     def from_folder(folder: str | Path) -> "Tokenizer":
@@ -56,26 +51,26 @@ class Tokenizer:
                 f"{folder}: has no tokenizer.json. Save the model's fast tokenizer there with "
                 "transformers' `AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
             )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  the Rust library raises bare Exceptions
-            raise TokenizerError(f"{path}: cannot be read as a tokenizer ({error}).") from None
-        backend.no_padding()
-        backend.no_truncation()
-        settings = _read_json(folder / "tokenizer_config.json")
-        model = _read_json(folder / "config.json")
-        stop_ids = _stop_ids(backend, settings, model, _read_json(folder / "generation_config.json"))
+        with reading(path, "cannot be read as a tokenizer", TokenizerError):
+            backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, MOST_TOKENIZER_BYTES))
+            backend.no_padding()
+            backend.no_truncation()
+        names = ("tokenizer_config.json", "config.json", "generation_config.json")
+        settings, model, generation = (_Declared.of(folder / name) for name in names)
+        special = {name: settings.token(name) for name in ("bos_token", "eos_token", "pad_token")}
+        own = backend.token_to_id(special["eos_token"])
+        declared = generation.ids("eos_token_id") or model.ids("eos_token_id")
+        stop_ids = tuple(dict.fromkeys(i for i in (own, *declared) if i is not None))
         if not stop_ids:
             raise TokenizerError(
                 f"{folder}: declares no end token. Set eos_token in tokenizer_config.json or eos_token_id in "
                 "generation_config.json."
             )
-        special = {
-            name: _token_text(settings.get(name)) or "" for name in ("bos_token", "eos_token", "pad_token")
-        }
         pad = backend.token_to_id(special["pad_token"])
-        pad_id = next(i for i in (pad, model.get("pad_token_id"), stop_ids[0]) if i is not None)
-        return Tokenizer(backend, stop_ids, pad_id, special, _chat_template(folder, settings))
+        pad_id = next(i for i in (pad, *model.ids("pad_token_id"), stop_ids[0]) if i is not None)
+        source = _chat_template(folder, settings)
+        template = None if source is None else ChatTemplate(source, special)
+        return Tokenizer(folder, backend, stop_ids, pad_id, template)
 
     @property
     def eos_id(self) -> int:
@@ -84,12 +79,16 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Number of token ids, added tokens included."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        """One more than the largest token id, added tokens included: so many embeddings a model needs."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; with `special_tokens`, those too that the tokenizer puts around it (BOS)."""
-        return self._backend.encode(text, add_special_tokens=special_tokens).ids
+        """Token ids of a text; with `special_tokens`, those too that the tokenizer puts around it (BOS).
+
+        Raises TokenizerError where it has no token for a part of the text.
+        """
+        with reading(str(self._file), "it does not take the text", TokenizerError):
+            return self._backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int], special_tokens: bool = False) -> str:
         """Text of token ids; special tokens are left out unless asked for."""
@@ -99,76 +98,58 @@ class Tokenizer:
         """Text of a conversation in the model's own chat format.
 
         generation_prompt  True opens the assistant's turn at the end
-        Raises TokenizerError when there is no template or it refuses the messages.
+        Raises TokenizerError when there is no template, it refuses the messages or takes too much of the machine.
         """
         if self._template is None:
             raise TokenizerError(
                 "the rows are conversations, but the model has no chat template. Add chat_template.jinja "
-                "to its "
-                "folder, or give prompts as text."
+                "to its folder, or give prompts as text."
             )
-        try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=generation_prompt, **self._special_tokens
+        return self._template.render(messages, generation_prompt)
+
+
+class _Declared:
+    """What one of a folder's JSON files says of tokens; nothing where there is no such file."""
+
+    def __init__(self, path: Path, document: Mapping[str, Any]) -> None:
+        self.path, self.document = path, document
+
+    @staticmethod
+    def of(path: Path) -> "_Declared":
+        """Raises TokenizerError for a file that is there and holds no JSON object."""
+        return _Declared(path, read_json(path, TokenizerError) if path.is_file() else {})
+
+    def token(self, name: str) -> str:
+        """A special token: text, or an object with `content`; empty where there is none."""
+        value = self.document.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            raise TokenizerError(f"{self.path}: {name}={shown(value)} is no text.")
+        return text
+
+    def ids(self, name: str) -> list[int]:
+        """Ids of tokens: a number or a list. Below 0 they mean that there is none."""
+        value = self.document.get(name)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(i) is int and i < 2**31 for i in found):
+            raise TokenizerError(
+                f"{self.path}: {name}={shown(value)} is neither a token's id nor a list of them."
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise TokenizerError(f"the chat template refuses the messages ({error}).") from None
+        return [i for i in found if i >= 0]
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that transformers renders chat templates in: sandboxed, with the same extras."""
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return environment
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise TokenizerError(f"{path}: not valid JSON ({error}).") from None
-    if not isinstance(document, dict):
-        raise TokenizerError(f"{path}: expected a JSON object, found {type(document).__name__}.")
-    return document
-
-
-def _token_text(token: Any) -> str | None:
-    """A special token as tokenizer_config.json writes it: text, or an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _stop_ids(
-    backend: tokenizers.Tokenizer, settings: Mapping, model: Mapping, generation: Mapping
-) -> tuple[int, ...]:
-    """End tokens: the tokenizer's own first, then those of the generation or model configuration."""
-    own = backend.token_to_id(_token_text(settings.get("eos_token")) or "")
-    declared = generation.get("eos_token_id", model.get("eos_token_id"))
-    more = declared if isinstance(declared, list) else [declared]
-    return tuple(dict.fromkeys(i for i in (own, *more) if i is not None))
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, settings: _Declared) -> Source | None:
     """chat_template.jinja, or the (default) template inside tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
+        with reading(file, "cannot be read", TokenizerError):
+            return Source(read_bytes(file, MOST_TEMPLATE_BYTES).decode(), file)
+    stated = settings.document.get("chat_template")
+    if isinstance(stated, list):  # several named ones
+        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+        stated = named.get("default")
+    if stated is not None and not isinstance(stated, str):
+        raise TokenizerError(f"{settings.path}: chat_template={shown(stated)} is no text.")
+    return None if stated is None else Source(stated, settings.path, whole=False)

@@ -4,13 +4,14 @@ Pure Python: `transformers.AutoConfig` would import torch (1.5 s), which neither
 needs. Parameter names are Hugging Face's. A family of models that we do not know is refused by its name.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
+
+from rlhf_tasks.reading import ConfigError, read_json, shown
 
 Head = Literal["lm", "scalar"]
 """What stands on the last stage: logits over the vocabulary, or one value per token (`score.weight`)."""
@@ -63,6 +64,19 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
 
 
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**28,
+    "max_position_embeddings": 2**31,
+}
+"""What no model comes near: larger figures are mistakes, and each layer of them has a dozen objects here."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a decoder. All counts are whole numbers; `context` is the longest sequence in tokens."""
@@ -86,24 +100,20 @@ class ModelShape:
     def from_folder(folder: str | Path) -> "ModelShape":
         """Read `config.json` of a Hugging Face model folder.
 
-        Raises ValueError naming the folder when there is no readable config or no decoder that we know.
+        Raises ConfigError naming the folder when there is no readable config or no decoder that we know.
         """
         path = Path(folder) / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(
+        if not path.is_file():
+            raise ConfigError(
                 f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
-            ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} cannot be read: {error}.") from error
-        return ModelShape.from_config(config, source=str(folder))
+            )
+        return ModelShape.from_config(read_json(path), source=str(folder))
 
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "inline config") -> "ModelShape":
-        """Read a Hugging Face config that is already a mapping; `source` names it in errors (ValueError)."""
+        """Read a Hugging Face config that is already a mapping; `source` names it in errors (ConfigError)."""
         if not isinstance(config, Mapping):
-            raise ValueError(f"Model {source!r}: the config is not a JSON object.")
+            raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
         family = _family(config, source)
         _check_arithmetic(config, source)
         read = _Reader(config, source)
@@ -114,7 +124,7 @@ class ModelShape:
             layers=read.count("num_hidden_layers"),
             query_heads=heads,
             kv_heads=read.count("num_key_value_heads", family.kv_heads or heads),
-            head_dim=read.count("head_dim", family.head_dim or hidden // heads),
+            head_dim=read.count("head_dim", family.head_dim or max(1, hidden // heads)),
             intermediate=read.count("intermediate_size"),
             vocab=read.count("vocab_size"),
             context=read.count("max_position_embeddings"),
@@ -125,7 +135,7 @@ class ModelShape:
             qk_norm=family.qk_norm,
         )
         if shape.query_heads % shape.kv_heads:
-            raise ValueError(
+            raise ConfigError(
                 f"Model {source!r}: {heads} query heads are not a multiple of {shape.kv_heads} KV heads."
             )
         return shape
@@ -137,47 +147,47 @@ class ModelShape:
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
-    """The model's family. Raises ValueError saying why a model is not one that we can split."""
+    """The model's family. Raises ConfigError saying why a model is not one that we can split."""
     kind = config.get("model_type")
     if "auto_map" in config:
-        raise ValueError(
+        raise ConfigError(
             f"Model {source!r} brings its own code (auto_map), which is never run. Use a built-in model."
         )
     experts = [key for key in _EXPERT_KEYS if config.get(key)]
     if experts:
-        raise ValueError(
-            f"Model {source!r} ({kind}) is a mixture of experts ({experts[0]}). Use a dense decoder."
+        raise ConfigError(
+            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}). Use a dense decoder."
         )
-    if kind in _PACKED:
-        raise ValueError(
+    if isinstance(kind, str) and kind in _PACKED:
+        raise ConfigError(
             f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split."
         )
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"Model {source!r} has model_type {kind!r}, which is not a decoder with a tensor-parallel plan "
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(
+            f"Model {source!r} has model_type {shown(kind)}, which is not a decoder with a tensor-parallel plan "
             f"that we know. Known: {', '.join(sorted(FAMILIES))}."
         )
-    return FAMILIES[str(kind)]
+    return FAMILIES[kind]
 
 
 def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
-    """Raises ValueError for what the engine would compute otherwise than the model means it."""
+    """Raises ConfigError for what the engine would compute otherwise than the model means it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(f"Model {source!r}: rope_scaling={rope!r} in its config is not a JSON object.")
+        raise ConfigError(f"Model {source!r}: rope_scaling={shown(rope)} in its config is not a JSON object.")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _STATIC_ROPE:
-        raise ValueError(
-            f"Model {source!r} has rope_type {kind!r}: the angles that it gives a token depend on the other "
+        raise ConfigError(
+            f"Model {source!r} has rope_type {shown(kind)}: the angles that it gives a token depend on the other "
             f"sequences of a batch. Use a model with one of {', '.join(_STATIC_ROPE)}."
         )
     if config.get("quantization_config"):
-        raise ValueError(
+        raise ConfigError(
             f"Model {source!r} has quantised weights (quantization_config), which cannot be trained. "
             "Save it unquantised."
         )
     if config.get("use_bidirectional_attention"):
-        raise ValueError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
+        raise ConfigError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +201,13 @@ class _Reader:
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"Model {self.source!r}: {key}={value!r} in its config is not a positive whole number."
+            raise ConfigError(
+                f"Model {self.source!r}: {key}={shown(value)} in its config is not a positive whole number."
+            )
+        if value > MOST[key]:
+            raise ConfigError(
+                f"Model {self.source!r}: {key}={shown(value)} in its config is more than {MOST[key]:,}, which no "
+                "model has."
             )
         return value
 
@@ -200,8 +215,8 @@ class _Reader:
         value = self.config.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ValueError(
-                f"Model {self.source!r}: {key}={value!r} in its config is neither true nor false."
+            raise ConfigError(
+                f"Model {self.source!r}: {key}={shown(value)} in its config is neither true nor false."
             )
         return value
 

@@ -214,7 +214,7 @@ def test_faulty_overrides_are_named(file: Path, override: str, sentence: str):
         (b"", "expected a mapping of keys to values, found NoneType"),
         (
             b"\xff\xfe\x00",
-            "not valid YAML: no Unicode text ('utf-8' codec can't decode byte 0xff in position 0",
+            "not valid YAML: not UTF-8 (invalid start byte at byte 0)",
         ),
         (b"!!python/object/apply:os.system ['true']\n", "not valid YAML"),
     ],

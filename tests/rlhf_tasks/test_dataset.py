@@ -63,7 +63,7 @@ def test_columns_are_renamed_and_a_missing_one_is_named(tmp_path: Path):
     ("content", "sentence"),
     [
         (lines({"prompt": "a"}) + b"{broken\n", ":2: not valid JSON"),
-        (lines({"prompt": "a"}) + b'{"prompt": "\xff"}\n', ":2: not UTF-8"),
+        (lines({"prompt": "a"}) + b'{"prompt": "\xff"}\n', ":2: not valid JSON: not UTF-8"),
         (lines({"prompt": "a"}, [1]), ":2: expected a JSON object, found list."),
         (b"", "has no rows."),
         (b"\n\n", "has no rows."),

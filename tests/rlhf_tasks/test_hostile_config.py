@@ -33,7 +33,7 @@ YAML = {
     "a tag of no value": ("seed: !!bool maybe", ":1: not valid YAML: 'maybe' is not there."),
     "a set": ("seed: !!set {a, b}", ":1: not valid YAML: could not determine a constructor for"),
     "itself": ("seed: &a [*a]", ":1: not valid YAML: an alias of what it stands in."),
-    "half a character": ('seed: 1\nname: "\\ud800"', ":2: not valid YAML: no Unicode text ("),
+    "half a character": ('seed: 1\nname: "\\ud800"', ":2: not valid YAML: half of a surrogate pair"),
     "a list as a key": ("? [a]\n: 1", ":1: not valid YAML: a key is a list or mapping."),
     "a NUL": ("seed: 1\0", "not valid YAML: unacceptable character #x0000"),
 }

@@ -118,7 +118,7 @@ def test_faults_of_a_folder_are_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[23\].*\[24\]"):
         load(stage, tmp_path, seed=0)
     file.write_bytes(b"no safetensors")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="not valid safetensors"):
         load(stage, tmp_path, seed=0)
     file.unlink()
     with pytest.raises(ValueError, match="has neither"):
@@ -159,7 +159,7 @@ def test_a_folder_with_an_index_of_missing_files_is_refused(tmp_path: Path):
     [stage] = make_stages(load_config(tmp_path), 1)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     (tmp_path / index["weight_map"]["model.norm.weight"]).unlink()
-    with pytest.raises(ValueError, match="names files that are not there: model-"):
+    with pytest.raises(ValueError, match=r"names files that are not there: .*model-"):
         load(stage, tmp_path, seed=0)
 
 
@@ -168,7 +168,9 @@ def test_an_index_without_its_map_is_refused(tmp_path: Path, text: str):
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
     [stage] = make_stages(load_config(tmp_path), 1)
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match=r"index\.json has no weight_map"):
+    with pytest.raises(
+        ValueError, match=r"index\.json.*(has no weight_map|not valid JSON|expected a JSON object)"
+    ):
         load(stage, tmp_path, seed=0)
 
 
@@ -189,7 +191,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
     [stage] = make_stages(load_config(tmp_path), 1)
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+    with pytest.raises(ValueError, match="not valid safetensors"):
         load(stage, tmp_path, seed=0)
 
 
