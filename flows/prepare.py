@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from flows.ending import beside
 from flows.find_rewards import check_rewards
 from flows.planning import hardware_of, problem_of, shapes_of
@@ -27,7 +25,7 @@ from rlhf_tasks.config_parts import InlineModel
 from rlhf_tasks.examples import load_and_check
 from rlhf_tasks.parallel.shape import parameters
 from rlhf_tasks.parallel.weight_files import weight_files
-from rlhf_tasks.plan_log import PLAN, logged_changes
+from rlhf_tasks.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
@@ -150,10 +148,7 @@ def _devices_assumed(config: AnyConfig, problem: Problem) -> str:
 
 def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> ExecutionPlan:
     """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
-    try:
-        plan = ExecutionPlan.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        raise ConfigError(f"{path} is no execution plan. Remove it, and the run is planned anew.") from None
+    plan = read_plan(path, "Remove it, and the run is planned anew.")
     planned = [node.name for node in plan.nodes if isinstance(node, CallNode)]
     if sorted(planned) != sorted(calls) or plan.n_seqs != n_seqs:
         raise ConfigError(

@@ -20,7 +20,7 @@ from flows.training import RunControl
 from planner.price import price_plan
 from planner.search import find_plan
 from rlhf_tasks.config import AnyConfig
-from rlhf_tasks.plan_log import PLAN, logged_changes
+from rlhf_tasks.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 
@@ -76,7 +76,7 @@ def answer(folder: str, iteration: str) -> None:
     a folder goes by."""
     os.nice(NICE)
     path, config = existing_run_folder(folder)
-    first = ExecutionPlan.model_validate_json((path / PLAN).read_text(encoding="utf-8"))
+    first = read_plan(path / PLAN, "Put it back.")
     plans = (ScheduledPlan(iteration=0, plan=first), *logged_changes(path))
     print(propose(config, plan_at(plans, int(iteration)).plan).model_dump_json())
 

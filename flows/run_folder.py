@@ -19,7 +19,6 @@ runs/NAME/config.json      the configuration of the run, for --resume
           restarts.json    restarts without a commit in between
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from filelock import FileLock, Timeout
 from rlhf_tasks.checkpoint import ATTEMPTS
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config, resolve_paths
 from rlhf_tasks.durable import replace_file
+from rlhf_tasks.reading import read_json
 
 CONFIG = "config.json"
 LOCK = ".lock"
@@ -87,11 +87,9 @@ def _make(folder: Path, config: AnyConfig) -> bool:
 def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
     """A run folder to go on with, and its configuration. Raises ConfigError when it is none."""
     folder = Path(path)
-    try:
-        document = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no run folder: {error}. Name one that a run has written.") from None
-    return folder.resolve(), make_config(document)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}. Name one that a run has written.")
+    return folder.resolve(), make_config(read_json(folder / CONFIG))
 
 
 def open_run(

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter
 
 from planner.kept_figures import read_kept
 from planner.measured import MeasuredProfile, ProfileError
 from planner.mesh import Cluster
 from planner.workload import RoleModel
+from rlhf_tasks.config_files import read_document
 from rlhf_tasks.parallel.shape import ModelShape
+
+_PROFILES = TypeAdapter(tuple[MeasuredProfile, ...])
 
 
 def cache_file(folder: Path, device: str, cluster: Cluster, model: ModelShape, itemsize: int) -> Path:
@@ -68,18 +71,6 @@ def write_profiles(profiles: Iterable[MeasuredProfile], path: Path) -> None:
 
 def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
     """The profiles in a file of `write_profiles`. Raises ProfileError naming the file and what is wrong."""
-    try:
-        documents = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(documents, list):
-            raise ValueError("not a list of profiles")
-        return tuple(MeasuredProfile.model_validate(document) for document in documents)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ProfileError(
-            f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}. Measure again with prefect-rlhf profile."
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{path} is no profile ({error}). Measure again with prefect-rlhf profile."
-        ) from None
+    return read_document(
+        path, _PROFILES, "no profile", ProfileError, "Measure again with prefect-rlhf profile."
+    )

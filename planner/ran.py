@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from planner.device_classes import DeviceClasses
 from planner.kept_figures import read_kept
 from planner.workload import RoleModel, Workload
+from rlhf_tasks.config_files import read_document
 from rlhf_tasks.measurements import LEAST_S, MOST_BYTES, MOST_S
 from rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
 
@@ -85,10 +86,7 @@ def read_figures(path: Path) -> tuple[RanCall, ...]:
     """The figures in a file; none where there is no file. Raises FiguresError."""
     if not path.exists():
         return ()
-    try:
-        return _FIGURES.validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        raise FiguresError(f"{path} holds no measured figures of runs.") from None
+    return read_document(path, _FIGURES, "no measured figures of runs", FiguresError)
 
 
 def keep_figures(path: Path, found: Sequence[RanCall]) -> None:

@@ -97,20 +97,20 @@ def read_yaml(path: Path, most_bytes: int = MOST_YAML_BYTES) -> dict[str, Any]:
     return document
 
 
-def read_kept(
+def read_document(
     path: Path,
     kind: TypeAdapter[Value],
-    what: str,
+    predicate: str,
     error: type[ValueError] = ConfigError,
     remedy: str = "",
 ) -> Value:
-    """What one of our own JSON files holds. Raises `error` of one sentence: file, field, fault and remedy."""
-    with reading(path, f"not valid {what}", error, remedy):
+    """What one of our own JSON files holds. Raises `error` of one sentence, as `reading` does: file, field, fault."""
+    with reading(path, predicate, error, remedy):
         content = read_bytes(path, MOST_KEPT_BYTES)
         try:
             return kind.validate_json(content)
         except ValidationError as fault:
-            raise error(f"{path}: not valid {what}: {first_fault(fault)} {remedy}".rstrip()) from None
+            raise error(f"{path}: {predicate}: {first_fault(fault)} {remedy}".rstrip()) from None
 
 
 def first_fault(error: ValidationError, model: type[BaseModel] | None = None, kind: str = "") -> str:

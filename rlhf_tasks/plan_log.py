@@ -10,15 +10,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from rlhf_tasks.config_files import first_fault, read_document
 from rlhf_tasks.durable import append_lines, sync, write_file
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
-from rlhf_tasks.reading import ConfigError
+from rlhf_tasks.reading import ConfigError, reading, shown
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 
 PLAN = "plan.json"
 CHANGES = "plans.jsonl"
+
+
+_PLAN = TypeAdapter(ExecutionPlan)
 
 
 class PlanChange(Frozen):
@@ -54,14 +58,29 @@ def logged_changes(folder: Path) -> tuple[ScheduledPlan, ...]:
     )
 
 
+def read_plan(path: Path, remedy: str) -> ExecutionPlan:
+    """A plan in a file. Raises ConfigError naming the file and the fault, with what to do, for one that is none: its
+    nodes must have names of their own, wait for nodes that stand before them, and name devices that there are."""
+    plan = read_document(path, _PLAN, "no execution plan", remedy=remedy)
+    names, fault = [node.name for node in plan.nodes], None
+    for i, node in enumerate(plan.nodes):
+        if node.name in names[:i]:
+            fault = f"two nodes are named {shown(node.name)}"
+        elif unknown := [name for name in node.after if name not in names[:i]]:
+            fault = f"node {shown(node.name)} waits for {shown(unknown[0])}, which does not stand before it"
+        elif unknown := [name for name in node.after_previous if name not in names]:
+            fault = f"node {shown(node.name)} waits for {shown(unknown[0])}, which is no node"
+        elif not all(0 <= device < plan.n_devices for device in node.devices):
+            fault = f"node {shown(node.name)} names devices that are not among the plan's {plan.n_devices}"
+        if fault is not None:
+            raise ConfigError(f"{path}: no execution plan: {fault}. {remedy}")
+    return plan
+
+
 def _read(path: Path, change: PlanChange) -> ExecutionPlan:
-    try:
-        plan = ExecutionPlan.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        raise ConfigError(
-            f"{path} is no execution plan, and the run goes by it from iteration {change.iteration} on. "
-            "Put it back, or start a new run."
-        ) from None
+    plan = read_plan(
+        path, f"The run goes by it from iteration {change.iteration} on. Put it back, or start a new run."
+    )
     if plan_digest(plan) != change.sha256:
         raise ConfigError(
             f"{path} is not the plan that {CHANGES} names for iteration {change.iteration}. Put it back, or start "
@@ -71,10 +90,15 @@ def _read(path: Path, change: PlanChange) -> ExecutionPlan:
 
 
 def _changes(folder: Path) -> Sequence[PlanChange]:
+    path = folder / CHANGES
+    with reading(path, "it is not as the run wrote it", remedy="Put it back."):
+        lines = _lines(folder)
     try:
-        return [PlanChange.model_validate_json(line) for line in _lines(folder)]
-    except ValidationError:
-        raise ConfigError(f"{folder / CHANGES} is not as the run wrote it. Put it back.") from None
+        return [PlanChange.model_validate_json(line) for line in lines]
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path}: it is not as the run wrote it: {first_fault(error)} Put it back."
+        ) from None
 
 
 def _lines(folder: Path) -> list[str]:

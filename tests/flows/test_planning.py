@@ -343,7 +343,7 @@ def test_a_profile_from_elsewhere_is_gone_by_as_one_measured_here_is(run_plan, t
         ([measured(device="h100-sxm")], ("a profile of h100-sxm; the cluster has cpu-slot", "measured.json")),
         ([measured(n_hosts=2)], ("is of 2x2 cpu-slot; the cluster has 1x2", "measured.json")),
         ([], ("measured.json has no profile",)),
-        (None, ("measured.json is no profile", "No such file")),
+        (None, ("measured.json: no such file", "Measure again")),
     ],
     ids=["model", "device", "cluster", "empty", "missing"],
 )

@@ -46,5 +46,5 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, profile):
     with pytest.raises(ProfileError, match=r"seconds=-1.* cannot be.*prefect-rlhf profile"):
         read_profiles(path)
     path.write_text("no JSON")
-    with pytest.raises(ProfileError, match="is no profile"):
+    with pytest.raises(ProfileError, match="no profile"):
         read_profiles(path)

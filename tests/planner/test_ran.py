@@ -52,7 +52,7 @@ def test_figures_come_back_and_newer_ones_of_the_same_assignment_replace_older(t
 def test_a_file_of_something_else_is_refused_by_name(tmp_path, text):
     path = tmp_path / "ran.json"
     path.write_text(text)
-    with pytest.raises(FiguresError, match=r"ran.json holds no measured figures of runs"):
+    with pytest.raises(FiguresError, match=r"ran.json: no measured figures of runs"):
         read_figures(path)
 
 

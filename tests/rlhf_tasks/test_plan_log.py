@@ -40,7 +40,7 @@ def test_other_files_than_were_written_are_refused_by_name(tmp_path):
     ):
         logged_changes(tmp_path)
     path.unlink()
-    with pytest.raises(ConfigError, match=r"plan-2.json is no execution plan, .* from iteration 4 on"):
+    with pytest.raises(ConfigError, match=r"plan-2.json: no such file.* from iteration 4 on"):
         logged_changes(tmp_path)
     (tmp_path / CHANGES).write_text("{}\n")
     with pytest.raises(ConfigError, match="is not as the run wrote it"):
