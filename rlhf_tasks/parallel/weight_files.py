@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.parallel.shape import ParameterSpec
-from rlhf_tasks.reading import ConfigError, read_json, reading, shown
+from rlhf_tasks.reading import ConfigError, one_line, read_json, reading, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,7 +73,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
             raise ConfigError(f"{index} names {shown(elsewhere)}, which is no plain file name. {SAVE_ANEW}")
         absent = sorted(set(names.values()) - {path.name for path in folder.iterdir() if path.is_file()})
         if absent:
-            raise ConfigError(f"{index} names files that are not there: {shown(absent)}.")
+            raise ConfigError(f"{index} names files that are not there: {one_line(', '.join(absent[:4]))}.")
         return {name: folder / file for name, file in names.items()}
     if not single.is_file():
         raise ConfigError(

@@ -159,7 +159,7 @@ def test_a_folder_with_an_index_of_missing_files_is_refused(tmp_path: Path):
     [stage] = make_stages(load_config(tmp_path), 1)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     (tmp_path / index["weight_map"]["model.norm.weight"]).unlink()
-    with pytest.raises(ValueError, match=r"names files that are not there: .*model-"):
+    with pytest.raises(ValueError, match="names files that are not there: model-"):
         load(stage, tmp_path, seed=0)
 
 
