@@ -10,6 +10,7 @@ from pydantic import Field
 
 from blocks.plan import ExecutionPlan
 from flows import artifacts
+from flows.forms import Form
 from flows.planning import compare, hardware_of, limits_of, plan_for, problem_of
 from planner.alternatives import rejected_alternatives
 from planner.provenance import extrapolation
@@ -25,7 +26,7 @@ def _run_name() -> str:
 
 @flow(name="plan", flow_run_name=_run_name, persist_result=False)
 async def plan(
-    config: RunConfig,
+    config: Annotated[RunConfig, Form()],
     cluster: str | None = None,
     profile: str | None = None,
     mode: str = "search",
@@ -34,18 +35,19 @@ async def plan(
     comparison: bool = True,
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None,
 ) -> dict[str, Any]:
-    """Plan a run without running it. Needs no GPU, no cluster and no weights.
+    """Plan a run without running it. Needs no GPU, no cluster and no weights. Returns the figures that
+    `prefect-rlhf plan --json` writes.
 
-    config        the run's configuration; models may be inline Hugging Face configurations
-    cluster       a YAML file with n_hosts, devices_per_host and device; default: what the configuration says
-    profile       a file of `prefect-rlhf profile --out` with profiles of a cluster like this one, measured or
-                  computed; default: the measured ones in <output_dir>/profiles/
-    mode          search, mcmc, heuristic, symmetric or disjoint
-    time_limit_s  seconds that a search may take; default: planning.time_limit_s
-    block         name of the block that keeps the plan; default: the configuration's name, or its type
-    comparison    whether to find the plans of the other modes too, and why each call is not elsewhere
-    seed          of the search; default: the configuration's
-    Returns the figures that `prefect-rlhf plan --json` writes.
+    Args:
+        config: The run's configuration; models may be inline Hugging Face configurations.
+        cluster: A YAML file with n_hosts, devices_per_host and device; default: what the configuration says.
+        profile: A file of `prefect-rlhf profile --out` with profiles of a cluster like this one, measured or
+            computed; default: the measured ones in <output_dir>/profiles/.
+        mode: search, mcmc, heuristic, symmetric or disjoint.
+        time_limit_s: Seconds that a search may take; default: planning.time_limit_s.
+        block: Name of the block that keeps the plan; default: the configuration's name, or its type.
+        comparison: Whether to find the plans of the other modes too, and why each call is not elsewhere.
+        seed: Seed of the search; default: the configuration's.
     """
     settings = resolve_paths(config, Path.cwd())
     hardware = hardware_of(settings, Path(cluster) if cluster else None)

@@ -1,12 +1,13 @@
 """Flow `rlhf-ppo`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.states import State
 
 from flows.demo import demo_at, make_models
+from flows.forms import Form
 from flows.orders import start_again
 from flows.runs import carry_out, flow_run_name
 from rlhf_tasks.config import PPOConfig
@@ -16,14 +17,17 @@ RUNS = Path("runs")  # in the folder that the flow runs in
 
 @flow(name="rlhf-ppo", flow_run_name=flow_run_name, persist_result=False, on_crashed=[start_again])
 async def rlhf_ppo(
-    config: PPOConfig | None = None, run_folder: str | None = None
+    config: Annotated[PPOConfig | None, Form(none="The demo")] = None,
+    run_folder: str | None = None,
 ) -> dict[str, Any] | State[Any]:
     """Proximal policy optimisation: six model function calls per iteration.
 
-    config      the run's configuration; without one the demo's, on the models of runs/demo, which are trained
-                first where they are not there yet
-    run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
-    Returns the run's summary; of one that is cancelled, that state.
+    Returns the run's summary; of a run that is cancelled, that state.
+
+    Args:
+        config: The run's configuration, as in a YAML file. Without one the demo runs, on the models of runs/demo,
+            which are trained first where they are not there yet.
+        run_folder: An existing run folder to go on in; its configuration counts then, apart from its cluster.
     """
     if config is not None or run_folder is not None:
         return await carry_out("ppo", config, run_folder)

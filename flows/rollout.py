@@ -1,21 +1,26 @@
 """Flow `rollout`."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.states import State
 
+from flows.forms import Form
 from flows.orders import start_again
 from flows.runs import carry_out, flow_run_name
 from rlhf_tasks.config import RolloutConfig
 
 
 @flow(name="rollout", flow_run_name=flow_run_name, persist_result=False, on_crashed=[start_again])
-async def rollout(config: RolloutConfig, run_folder: str | None = None) -> dict[str, Any] | State[Any]:
+async def rollout(
+    config: Annotated[RolloutConfig, Form()], run_folder: str | None = None
+) -> dict[str, Any] | State[Any]:
     """Samples from a model, scored and written as JSONL into the run folder.
 
-    config      the run's configuration
-    run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
-    Returns the run's summary; of one that is cancelled, that state.
+    Returns the run's summary; of a run that is cancelled, that state.
+
+    Args:
+        config: The run's configuration, as in a YAML file.
+        run_folder: An existing run folder to go on in; its configuration counts then, apart from its cluster.
     """
     return await carry_out("rollout", config, run_folder)

@@ -1,21 +1,26 @@
 """Flow `sft`."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.states import State
 
+from flows.forms import Form
 from flows.orders import start_again
 from flows.runs import carry_out, flow_run_name
 from rlhf_tasks.config import SFTConfig
 
 
 @flow(name="sft", flow_run_name=flow_run_name, persist_result=False, on_crashed=[start_again])
-async def sft(config: SFTConfig, run_folder: str | None = None) -> dict[str, Any] | State[Any]:
+async def sft(
+    config: Annotated[SFTConfig, Form()], run_folder: str | None = None
+) -> dict[str, Any] | State[Any]:
     """Supervised fine-tuning on completion tokens.
 
-    config      the run's configuration
-    run_folder  an existing run folder to go on in; its configuration counts then, apart from `cluster`
-    Returns the run's summary; of one that is cancelled, that state.
+    Returns the run's summary; of a run that is cancelled, that state.
+
+    Args:
+        config: The run's configuration, as in a YAML file.
+        run_folder: An existing run folder to go on in; its configuration counts then, apart from its cluster.
     """
     return await carry_out("sft", config, run_folder)

@@ -33,6 +33,25 @@ class Settings(Frozen):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_section_is_the_default(cls, values: Any) -> Any:
+        """A section of which nothing is said is the default one: an empty key in YAML, or one closed in a form."""
+        if not isinstance(values, Mapping):
+            return values
+        return {
+            key: value
+            for key, value in values.items()
+            if value is not None or not cls._has_default_section(key)
+        }
+
+    @classmethod
+    def _has_default_section(cls, key: Any) -> bool:
+        field = cls.model_fields.get(key)
+        if field is None or field.is_required():
+            return False
+        return isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
+
 
 class InlineModel(Settings):
     """A model that exists as a configuration only: enough to plan with, not to run."""
