@@ -19,7 +19,14 @@ GROUPS = {
         *("optimizer", "critic_optimizer", "center_rewards_coefficient", "random_init"),
         *("critic_warmup_iterations", "early_stop_ratio", "gradient_checkpointing"),
     ),
-    "Score": ("reward_model", "score_clip", "missing_eos_penalty", "truncated_responses", "reward_timeout_s"),
+    "Score": (
+        "reward_model",
+        "score_clip",
+        "missing_eos_penalty",
+        "truncated_responses",
+        "reward_timeout_s",
+        "reward_memory_bytes",
+    ),
     "KL": ("kl_coef", "kl_estimator", "kl_target", "kl_horizon"),
     "Advantages": ("gamma", "lam", "whiten_advantages", "normalize_values"),
     "Loss": ("cliprange", "cliprange_value", "dual_clip", "value_huber_delta"),
@@ -29,6 +36,7 @@ GROUPS = {
 }
 """The fields of all configurations, in the order of the form."""
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+OTHER = "Further"  # what a new field is under until it has a group
 PLACE_OF = {name: place for place, name in enumerate(GROUP_OF)}
 
 WORDS = {
@@ -38,6 +46,7 @@ WORDS = {
     "dir": "folder",
     "dtype": "type of parameters",
     "eos": "end token",
+    "bytes": "(bytes)",
     "grpo": "GRPO",
     "huber": "Huber",
     "kl": "KL",
@@ -92,10 +101,10 @@ def _arrange(definition: dict[str, Any]) -> None:
     definition["title"] = f"{title} configuration" if grouped else title
     for name, field in properties.items():
         properties[name] = field = _field(field, name in required)
-        field["title"] = title_of(name, GROUP_OF[name] if grouped else "")
+        field["title"] = title_of(name, GROUP_OF.get(name, OTHER) if grouped else "")
 
     def place(name: str) -> tuple[int, bool]:
-        return PLACE_OF[name] if grouped else 0, name not in required
+        return PLACE_OF.get(name, len(PLACE_OF)) if grouped else 0, name not in required
 
     for position, name in enumerate(sorted(properties, key=place)):
         properties[name]["position"] = position
