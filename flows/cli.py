@@ -1,5 +1,6 @@
 """The command line: `prefect-rlhf COMMAND`. Each command's module is loaded when the command runs."""
 
+import ast
 import os
 import sys
 from importlib.util import find_spec
@@ -15,18 +16,33 @@ app = App(
     version_flags=["--version"],
 )
 config_app = App(name="config", help="Look at run configurations.")
-app.command("flows.commands.graphs:graph")
-app.command("flows.commands.plans:plan")
-app.command("flows.commands.profiles:profile")
-app.command("flows.commands.training:run")
-app.command("flows.commands.training:demo")
-for order in ("pause", "resume", "stop", "cancel"):
-    app.command(f"flows.commands.orders:{order}")
-app.command("flows.commands.folders:ui")
-app.command("flows.commands.folders:export")
-config_app.command("flows.commands.configs:schema")
-config_app.command("flows.commands.configs:show")
-config_app.command("flows.commands.configs:validate")
+COMMANDS = {
+    "run": "training",
+    "demo": "training",
+    "plan": "plans",
+    "profile": "profiles",
+    "pause": "orders",
+    "resume": "orders",
+    "stop": "orders",
+    "cancel": "orders",
+    "ui": "folders",
+    "export": "folders",
+    "graph": "graphs",
+}
+CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"}
+"""Command -> its module in flows/commands."""
+
+
+def _about(name: str, module: str) -> str:
+    """What a command's docstring says above its parameters, read from the source: `--help` loads no module."""
+    tree = ast.parse(Path(__file__).with_name("commands").joinpath(f"{module}.py").read_bytes())
+    [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return (ast.get_docstring(function) or "").partition("\nParameters\n")[0].strip()
+
+
+for group, commands in ((app, COMMANDS), (config_app, CONFIG_COMMANDS)):
+    for name, module in commands.items():
+        group.command(f"flows.commands.{module}:{name}", name=name, help=_about(name, module))
 app.command(config_app)
 
 USER_ERROR = 2  # exit status of a command that the user must mend

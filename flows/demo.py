@@ -31,6 +31,7 @@ from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.server import prefect_server
 from flows.sft import sft
+from flows.terminal import entering
 from rlhf_tasks.config import AnyConfig, ConfigError, PPOConfig, make_config, resolve_paths
 from rlhf_tasks.samples_folder import read_samples
 
@@ -80,7 +81,7 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
     with (
         ending_in_time(asyncio.current_task()),
         prefect_server(place) as server,
-        local_cluster(RANKS, server.environment, folder=place / "scratch") as cluster,
+        entering("cluster", local_cluster(RANKS, server.environment, folder=place / "scratch")) as cluster,
     ):
         yield Demo(place, seed, cluster.scheduler_address)
 

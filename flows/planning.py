@@ -27,6 +27,7 @@ from planner.workload import Lengths, RoleModel, Workload
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.config_base import TrainingConfig
+from rlhf_tasks.config_files import how_to_download
 from rlhf_tasks.config_parts import Role
 from rlhf_tasks.examples import mean_prompt_tokens
 from rlhf_tasks.measurements import Grid
@@ -259,6 +260,7 @@ def _shape(role: str, parts: Role) -> ModelShape:
     if not Path(parts.folder).is_dir():
         raise ConfigError(
             f"the folder of role {role!r}, {parts.folder}, is not there. Name a Hugging Face model folder."
+            f"{how_to_download(parts.folder)}"
         )
     return _shape_of_folder(parts.folder)
 

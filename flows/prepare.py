@@ -1,11 +1,14 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.ending import beside
 from flows.find_rewards import check_rewards
-from flows.planning import hardware_of, problem_of, shapes_of
+from flows.planning import ITEMSIZES, hardware_of, problem_of, shapes_of
+from flows.this_machine import gpus_here
 from planner.baselines import check_strategies, heuristic_plan
 from planner.mesh import Cluster
 from planner.plan import PlanError, build_plan
@@ -38,7 +41,8 @@ class Prepared:
     data_digest  of the rows' content; a resumed run must find the same
     n_rows       rows of the data set
     warnings     a sentence for each figure of planning.device that is hardly true, for each file of kept figures that
-                 was put aside, and for prices by extrapolation
+                 was put aside, for prices by extrapolation, and for ranks that crowd this machine
+    disk         what the run writes
     """
 
     config: AnyConfig
@@ -48,6 +52,7 @@ class Prepared:
     n_rows: int
     changes: tuple[ScheduledPlan, ...] = ()
     warnings: tuple[str, ...] = ()
+    disk: DiskNeed = NO_DISK
 
     @property
     def plans(self) -> tuple[ScheduledPlan, ...]:
@@ -79,28 +84,43 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             weight_files(Path(role.folder), specs, needs_head)
     rows, tokenizer = load_and_check(config)
-    warnings: list[str] = []
+    of_rewards: list[str] = []
     if isinstance(config, PPOConfig | RolloutConfig):
         columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-        warnings = check_rewards(config.rewards, list(columns), config.cluster.address is None)
+        of_rewards = check_rewards(config.rewards, list(columns), config.cluster.address is None)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:
         raise ConfigError(
             f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
             "All models of a run must share the actor's tokenizer."
         )
+    iterations = iterations_of(config, len(rows))
+    need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
+    refuse_full_disk(need, folder or Path(config.output_dir))
     hardware = hardware_of(config)
     problem = problem_of(config, hardware)
     plan = make_plan(config, problem, folder)
-    stretched = extrapolation(plan, problem.model)
+    of_plan = (*hardware.warnings, *problem.warnings, extrapolation(plan, problem.model), crowding(config))
     return Prepared(
         config=config,
         plan=plan,
-        iterations=iterations_of(config, len(rows)),
+        iterations=iterations,
         data_digest=rows.digest,
         n_rows=len(rows),
         changes=() if folder is None else logged_changes(folder),
-        warnings=(*warnings, *hardware.warnings, *problem.warnings, *filter(None, [stretched])),
+        warnings=(*of_rewards, *filter(None, of_plan)),
+        disk=need,
+    )
+
+
+def crowding(config: AnyConfig) -> str | None:
+    """A warning where ranks of our own cluster share the cores of this machine."""
+    ranks, cores = config.cluster.n_devices, len(os.sched_getaffinity(0))
+    if config.cluster.address is not None or gpus_here() or ranks <= 2 * cores:
+        return None
+    return (
+        f"{ranks} ranks (cluster.n_hosts x devices_per_host) share the {cores} CPU cores of this machine: to start "
+        "them takes minutes and much memory. Ask for fewer, or name a cluster by cluster.address."
     )
 
 

@@ -174,6 +174,12 @@ def run_folder_of(config: AnyConfig, folder: Path | None) -> Iterator[Path]:
         raise
 
 
+def refuse_taken(folder: Path) -> None:
+    """Raises ConfigError when a run goes on in a folder: asked before minutes are spent on another one's start."""
+    with taken(folder):
+        pass
+
+
 @contextmanager
 def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold a run folder while a run writes to it. Raises ConfigError when another process does.

@@ -10,7 +10,6 @@ from typing import Any
 from uuid import UUID
 
 from prefect.logging import get_run_logger
-from rich.console import Console
 
 from flows import artifacts
 from flows.clocks import spans_of
@@ -19,19 +18,17 @@ from flows.planned import Planned
 from flows.prepare import Prepared
 from flows.replanning import Replanning
 from flows.summary import read_jsonl
+from flows.terminal import RunProgress, tell
 from flows.training import RunControl
 from rlhf_tasks.config import MADE_PLANS, AnyConfig
-from rlhf_tasks.journals import METRICS, MetricsLines, lineage_lines
+from rlhf_tasks.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
 from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.samples_folder import SAMPLES
 from rlhf_tasks.spec import NodeResult
-from rlhf_tasks.transport import Committed, PlanChanged, PlanKept
+from rlhf_tasks.transport import Committed, Enterable, Faulted, IterationRan, PlanChanged, PlanKept
 
 REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
-SHOWN_METRICS = ("reward", "rewards/exact/mean", "kl", "accuracy", "loss/sft", "loss/policy", "loss/value")
-
-console = Console()
 
 
 class RunView:
@@ -49,7 +46,8 @@ class RunView:
             prepared.config, folder, prepared.plans, expected, prepared.iterations, self.say
         )
         self._drawn_s = 0.0
-        self._last_s = time.monotonic()
+        self._loaded = False
+        self._terminal = RunProgress(folder.name, prepared.iterations, self.say)
 
     async def begin(self) -> None:
         """Show the plan and an empty progress bar, and tag the flow run."""
@@ -57,18 +55,27 @@ class RunView:
         await artifacts.show_plan(self._prepared.plans[-1].plan)
         self._progress = await artifacts.start_progress(self._prepared.iterations)
 
+    def on_event(self, event: Any) -> None:
+        """What the terminal shows, at once: hooks that wait for the Prefect server may lag behind."""
+        match event:
+            case Enterable() if not self._loaded:
+                self._loaded = True
+                self._terminal.begin_phase("first iteration")
+            case IterationRan(iteration=iteration, metrics=metrics):
+                self._terminal.ran(iteration, metrics[ITERATION_S] or 0.0, metrics)
+            case Committed(iteration=iteration):
+                self._terminal.committed(iteration + 1)
+            case Faulted(cause=cause, generation=generation):
+                self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
+
     async def on_commit(self, committed: Committed, control: RunControl) -> None:
-        """After each commit: a line and the bar; curves and timeline every so often."""
+        """After each commit: an event and the bar in the UI; curves and timeline every so often."""
         now = time.monotonic()
         results = by_rank(committed)
         metrics = json.loads(self._lines.line(committed.iteration, results))
         rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
         self._keep_recent(committed.iteration, rows)
         done = committed.iteration + 1
-        figures = [f"{name} {metrics[name]:.3f}" for name in SHOWN_METRICS if metrics.get(name) is not None]
-        head = f"iteration {done} of {self._prepared.iterations}, {now - self._last_s:.1f} s"
-        self.say(", ".join([head, *figures]))
-        self._last_s = now
         await self._events.tell(committed.iteration, metrics)
         assert self._progress is not None
         await artifacts.show_progress(self._progress, done, self._prepared.iterations)
@@ -88,9 +95,9 @@ class RunView:
         await artifacts.show_plan(change.planned.plan)
 
     def say(self, line: str) -> None:
-        """Tell the user a line: in the terminal and in the log of the flow run."""
+        """A line in the terminal and in the flow run's log."""
         get_run_logger().info(line)
-        console.print(f"{self._folder.name}: {line}", highlight=False, soft_wrap=True)
+        tell(f"{self._folder.name}: {line}")
 
     def _keep_recent(self, iteration: int, rows: list[dict[str, Any]]) -> None:
         plan = plan_at(self.replanning.plans, iteration).plan
@@ -100,6 +107,28 @@ class RunView:
         self._recent.extend(rows)
         while len(self._recent) > TIMELINE_ITERATIONS * len(plan.nodes):
             self._recent.popleft()
+
+    def starting(self) -> None:
+        """An attempt begins: there is no cluster yet, or none any more."""
+        self._terminal.close()
+
+    def loading(self) -> None:
+        """The cluster is there, its ranks load the models."""
+        self._loaded = False
+        self._terminal.begin_phase("models")
+
+    def finishing(self) -> None:
+        """The last commit is written: what is left is to export the model."""
+        self._terminal.begin_phase("model and summary")
+
+    def finished(self) -> None:
+        """All is done."""
+        self._terminal.end_phase()
+
+    async def close(self) -> None:
+        """End what moves in the terminal, and a search for a plan that is under way."""
+        self._terminal.close()
+        await self.replanning.close()
 
     async def end(self) -> None:
         """Show everything in its final state."""

@@ -16,6 +16,7 @@ from prefect.states import Cancelled, State
 
 from flows import artifacts
 from flows.cluster import Cluster, ClusterError, found_cluster, local_cluster
+from flows.disk_room import full_disk
 from flows.ending import ending_in_time
 from flows.model_card import model_card
 from flows.orders import Order, Orders, leave_to_prefect, watched_orders
@@ -28,6 +29,7 @@ from flows.run_identity import keep_identity, refuse_changes
 from flows.run_view import RunView
 from flows.server import prefect_server
 from flows.summary import read_jsonl, rows_by_plan, run_figures
+from flows.terminal import entering
 from flows.this_machine import gpus_here
 from flows.training import ControllerLost, RunFailed, TrainingResult, run_training
 from rlhf_tasks.checkpoint import latest_commit, newest_step
@@ -75,19 +77,21 @@ async def carry_out(
         remember_folder(folder, flow_run.id)
         keep_identity(folder, prepared)
         view = RunView(prepared, folder, expected)
-        await view.begin()
-        async with watched_orders(folder, flow_run.id, view.say) as orders:
-            try:
+        try:
+            await view.begin()
+            async with watched_orders(folder, flow_run.id, view.say) as orders:
                 order = await Attempts(prepared, folder, server.environment, view, orders).run(started_again)
-            finally:
-                await view.replanning.close()
-        if order is Order.LEAVE:
-            await leave_to_prefect(flow_run.id, newest_step(folder) or 0)
-        if order is Order.CANCEL:
-            return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
-        await view.end()
-        summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning)
-        await artifacts.show_planned_and_measured(summary["planned_and_measured"])
+            if order is Order.LEAVE:
+                await leave_to_prefect(flow_run.id, newest_step(folder) or 0)
+            if order is Order.CANCEL:
+                return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
+            view.finishing()
+            await view.end()
+            summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning)
+            await artifacts.show_planned_and_measured(summary["planned_and_measured"])
+            view.finished()
+        finally:
+            await view.close()
     return summary
 
 
@@ -137,7 +141,10 @@ class Attempts:
         for change in logged_changes(self._folder)[len(view.replanning.plans) - 1 :]:
             await view.replanning.changed(change)  # written down, but not told before its controller was lost
         expected = view.replanning.expected
-        with cluster_of(config, self._folder, self._environment, expected[0].needs, again) as cluster:
+        view.starting()
+        cluster_context = cluster_of(config, self._folder, self._environment, expected[0].needs, again)
+        with entering("cluster", cluster_context, view.say) as cluster:
+            view.loading()
             return await run_training(
                 prepared.plan,
                 config.model_dump(mode="json"),
@@ -147,6 +154,7 @@ class Attempts:
                 iterations=prepared.iterations,
                 on_commit=view.on_commit,
                 on_plan=view.on_plan,
+                on_event=view.on_event,
                 orders=self._orders,
                 changes=[
                     p.model_copy(update={"predicted_s": expected[p.iteration].price.duration_s})
@@ -242,15 +250,13 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning) -> dict[st
     summary["metrics"] = metrics[-1] if metrics else {}
     trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]
     if trained:
-        from rlhf_tasks.export import export_commit  # torch, which a flow process needs for nothing else
-
         commit, _ = latest_commit(folder)
         assert commit is not None, "a finished run has a commit"
         model, role = folder / "model", "actor" if "actor" in trained else trained[0]
         if _exported_step(folder) != commit.step:  # a run that was stopped may have gone on
             shutil.rmtree(model, ignore_errors=True)
             reach(Point.EXPORT)
-            export_commit(commit.folder, prepared.config, role, model)
+            _export(commit.folder, prepared, role, model)
             reach(Point.EXPORTED)
         by_now = replace(prepared, changes=replanning.plans[1:])
         card = model_card(by_now, folder.name, role, summary["metrics"])
@@ -267,6 +273,19 @@ def _exported_step(folder: Path) -> int | None:
         return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["iterations"]
     except FileNotFoundError:
         return None
+
+
+def _export(commit: Path, prepared: Prepared, role: str, model: Path) -> None:
+    """Write the trained model. Raises RunFailed, with bytes needed and free, when the disk is full."""
+    from rlhf_tasks.export import export_commit  # torch, which a flow process needs for nothing else
+
+    try:
+        export_commit(commit, prepared.config, role, model)
+    except Exception as error:  # safetensors has an error of its own
+        full = full_disk(error, model.parent, prepared.disk.export_bytes)
+        if full is None:
+            raise
+        raise RunFailed(f"the model could not be written, all iterations are committed. {full}") from error
 
 
 def flow_run_name() -> str:

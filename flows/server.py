@@ -7,6 +7,7 @@ protection and an exact CORS origin; it ends when the context does, and also whe
 
 import os
 import secrets
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from inspect import isawaitable
 from pathlib import Path
 
@@ -29,9 +31,12 @@ from prefect.settings import (
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.ending import leave_if_cancelled
+from flows.terminal import entering
+from rlhf_tasks.config import ConfigError
 
 START_DEADLINE_S = 300.0  # 10-17 s on two quiet cores the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
+FOREIGN_ANSWER_S = 30.0  # of a server that takes the connection: a busy one may need some
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,28 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
         auth = get_current_settings().api.auth_string
         yield PrefectServer(configured, auth.get_secret_value() if auth else "", own=False)
         return
-    with own_server(folder) as server:
+    with entering("Prefect server", own_server(folder)) as server:
         yield server
+
+
+def refuse_dead_server() -> None:
+    """Raises ConfigError when the settings name a server and none answers there. Any answer will do: some have no
+    health route for everybody."""
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        return
+    try:
+        urllib.request.urlopen(f"{api_url}/health", timeout=FOREIGN_ANSWER_S).close()
+    except urllib.error.HTTPError:
+        return
+    except (OSError, ValueError, HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        if isinstance(reason, ssl.SSLError):
+            return  # Prefect has certificates of its own settings
+        raise ConfigError(
+            f"PREFECT_API_URL={api_url}: no Prefect server answers there ({reason}). Start it, or unset "
+            "PREFECT_API_URL and the run starts its own."
+        ) from None
 
 
 @contextmanager

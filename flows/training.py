@@ -100,6 +100,7 @@ class RunControl:
 
 OnCommit = Callable[[Committed, RunControl], Awaitable[None]]
 OnPlan = Callable[[PlanChanged | PlanKept], Awaitable[None]]
+OnEvent = Callable[[Any], None]
 HookNews = Committed | PlanChanged | PlanKept
 
 
@@ -114,6 +115,7 @@ async def run_training(
     on_commit: OnCommit | None = None,
     on_plan: OnPlan | None = None,
     api: PrefectApi | None = None,
+    on_event: OnEvent | None = None,
     dispatch_ahead: bool = True,
     orders: Orders | None = None,
     **options: Any,
@@ -125,6 +127,7 @@ async def run_training(
     on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged
     on_plan         awaited among them for what came of a change of the plan
     api             the door to Prefect that the hooks use too
+    on_event        called at once with each of the controller's events, whatever the other hooks wait for
     dispatch_ahead  False: an iteration is entered only when the one before is committed
     orders          what the run is to do; default: go on to its last iteration
     options         further fields of `RunSpec`
@@ -143,7 +146,7 @@ async def run_training(
     )
     with at(attempt=spec.attempt):
         reach(Point.ATTEMPT)
-    hooks, api, orders = Hooks(on_commit, on_plan), api or PrefectApi(run), orders or Orders()
+    hooks, api, orders = Hooks(on_commit, on_plan, on_event), api or PrefectApi(run), orders or Orders()
     return await Training(spec, cluster, hooks, api, dispatch_ahead, orders).run()
 
 
@@ -167,6 +170,7 @@ class Hooks:
 
     on_commit: OnCommit | None = None
     on_plan: OnPlan | None = None
+    on_event: OnEvent | None = None
 
 
 class Training:
@@ -265,7 +269,10 @@ class Training:
     async def _follow(self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]) -> int:
         """Act on the controller's events until the last commit; its step."""
         while True:
-            match EVENT.validate_json(await comm.read()):
+            event = EVENT.validate_json(await comm.read())
+            if self._hooks.on_event is not None:
+                self._hooks.on_event(event)
+            match event:
                 case Enterable() as place:
                     self._enter(place, writer)
                 case Held(step=step):

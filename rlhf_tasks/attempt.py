@@ -17,6 +17,7 @@ from uuid import uuid4
 from distributed import Worker
 
 from rlhf_tasks.failpoints import Point, at, reach
+from rlhf_tasks.journals import MetricsLines
 from rlhf_tasks.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
@@ -40,6 +41,7 @@ from rlhf_tasks.transport import (
     GaveUp,
     GenerationSpec,
     Held,
+    IterationRan,
     NodeBegun,
     NodeEnded,
     NotEntered,
@@ -81,6 +83,7 @@ class Attempt:
         self._lost_early: dict[int, str] = {}
         self._ordered_early: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self._ledger: Ledger | None = None
+        self._metrics = MetricsLines(spec.peak_flops_per_s)
         self._enterable: tuple[int, int] | None = None
         self._inside: set[tuple[int, str]] = set()  # iteration, node: a rank has entered, not all have left
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,7 +109,7 @@ class Attempt:
             ),
             do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
             do.NodeDone: self._node_done,
-            do.IterationDone: lambda i: None,
+            do.IterationDone: self._ran,
         }
 
     @property
@@ -352,6 +355,11 @@ class Attempt:
             blocks=spec.blocks,
         )
         self._links[instruction.rank].send(Restore(spec=generation_spec))
+
+    def _ran(self, instruction: do.IterationDone) -> None:
+        iteration, ledger = instruction.iteration, self.ledger
+        metrics = self._metrics.metrics(iteration, ledger.account.results(iteration))
+        self._tell(IterationRan(iteration=iteration, generation=ledger.generation, metrics=metrics))
 
     def _committed(self, instruction: do.IterationCommitted) -> None:
         found = self.ledger.account.results(instruction.iteration)

@@ -46,7 +46,7 @@ _STEP = re.compile(r"step-(\d{8})")
 _LEFTOVER = re.compile(r"step-\d{8}\.(tmp-.*|pruned)")
 _REFUSED = re.compile(r"step-\d{8}\.refused-\d+")
 ATTEMPTS = "attempts"
-_AT_LEAST = 2  # commits kept, so that there is one to fall back to
+KEPT_AT_LEAST = 2  # commits kept, so that there is one to fall back to
 
 
 class Commit(NamedTuple):
@@ -120,7 +120,7 @@ def prune(run_folder: Path, keep_last: int) -> None:
     Raises CheckpointError, and removes nothing, when the newest does not verify.
     """
     steps = sorted(steps_of(run_folder))
-    old = steps[: -max(keep_last, _AT_LEAST)]
+    old = steps[: -max(keep_last, KEPT_AT_LEAST)]
     if old:
         verify(step_folder(run_folder, steps[-1]))
     for step in old:
@@ -172,6 +172,11 @@ def lost_commits(run_folder: Path) -> str | None:
 
 def _size_bytes(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
+
+
+def step_folders(run_folder: Path) -> list[Path]:
+    """The folders of a run's commits, whether they verify or not."""
+    return [step_folder(run_folder, step) for step in steps_of(run_folder)]
 
 
 def steps_of(run_folder: Path) -> list[int]:
@@ -277,7 +282,7 @@ class RunSnapshots:
             journal.keep()
         self._mark_attempt(order.step)
         try:
-            prune(self._folder, self._spec.config.get("keep_last", _AT_LEAST))
+            prune(self._folder, self._spec.config.get("keep_last", KEPT_AT_LEAST))
         except (CheckpointError, OSError) as error:
             logger.error("older commits are kept: %s", error)
 

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,3 +148,23 @@ def _submodel(annotation: Any) -> type[BaseModel] | None:
     """The model inside `Model`, `Model | None` or `tuple[Model, ...]`."""
     candidates = (annotation, *getattr(annotation, "__args__", ()))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def how_to_download(path: str, kind: str = "model") -> str:
+    """A sentence for a path that is not there and looks like a name on the Hugging Face Hub; empty for others.
+
+    kind  model or dataset
+    """
+    given = Path(path)
+    with suppress(ValueError):
+        given = given.relative_to(Path.cwd())
+    if not _HUB_ID.fullmatch(str(given)) or given.suffix in (".jsonl", ".gz", ".parquet", ".json"):
+        return ""
+    what = "" if kind == "model" else f"--repo-type {kind} "
+    return (
+        f" Nothing is downloaded by itself: where {given} is a {kind} on the Hugging Face Hub, get it by "
+        f"`hf download {what}{given} --local-dir FOLDER` and name FOLDER."
+    )

@@ -24,6 +24,7 @@ import pyarrow
 import pyarrow.parquet
 from numpy.typing import NDArray
 
+from rlhf_tasks.config_files import how_to_download
 from rlhf_tasks.config_parts import DataConfig
 from rlhf_tasks.parallel.random import permutation
 from rlhf_tasks.reading import ConfigError, reading
@@ -213,7 +214,10 @@ def _paths(pattern: str) -> list[Path]:
         return found
     found = sorted(Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
     if not found:
-        raise DataError(f"{pattern}: no such file or folder, and no file matches it as a glob.")
+        raise DataError(
+            f"{pattern}: no such file or folder, and no file matches it as a glob."
+            f"{how_to_download(pattern, 'dataset')}"
+        )
     return found
 
 

@@ -18,6 +18,7 @@ METRICS = "metrics.jsonl"
 LINEAGE = "lineage.jsonl"
 JOURNALS = (METRICS, LINEAGE)
 _CHUNK_BYTES = 1 << 22
+ITERATION_S = "time/iteration"  # metric: an iteration's seconds by the ranks' clocks
 
 IterationResults = Mapping[str, Mapping[int, NodeResult]]
 """Node -> rank -> result."""
@@ -127,20 +128,24 @@ class MetricsLines:
         self._ended_s = 0.0
 
     def line(self, iteration: int, results: IterationResults) -> str:
-        """One iteration's metrics: those of `reported`, and `mfu`: the models' work (parallel/flops.py) over what
-        the devices could have done meanwhile.
+        """`metrics` as a line of JSON."""
+        return json.dumps(self.metrics(iteration, results), allow_nan=False)
 
-        Meanwhile: since the iteration before ended, for iterations overlap; from its own start where the one before
-        was of another generation or attempt.
+    def metrics(self, iteration: int, results: IterationResults) -> dict[str, float | None]:
+        """One iteration's metrics: those of `reported`, ITERATION_S, and `mfu`: the models' work (parallel/flops.py)
+        over what the devices could have done meanwhile.
+
+        An iteration's seconds are those since the one before ended, for iterations overlap; from its own start where
+        the one before was of another generation or attempt.
         A value that is not finite stands as null: JSON has no other word for it (a step that was skipped has such).
         """
         line = reported(iteration, results)
         seconds = self._seconds([result for ranks in results.values() for result in ranks.values()])
+        line[ITERATION_S] = seconds
         if self._peak_flops_per_s is not None and seconds > 0:
             flops = sum(result.flops for ranks in results.values() for result in ranks.values())
             line["mfu"] = flops / (seconds * self._peak_flops_per_s)
-        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
-        return json.dumps(finite, allow_nan=False)
+        return {name: value if math.isfinite(value) else None for name, value in line.items()}
 
     def _seconds(self, results: Sequence[NodeResult]) -> float:
         if not results:
@@ -150,7 +155,7 @@ class MetricsLines:
         if self._generation == (key.attempt, key.generation):
             began_s = self._ended_s
         self._generation, self._ended_s = (key.attempt, key.generation), ended_s
-        return ended_s - began_s
+        return max(ended_s - began_s, 0.0)
 
 
 def reported(iteration: int, results: IterationResults) -> dict[str, float]:

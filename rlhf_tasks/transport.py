@@ -268,6 +268,15 @@ class NodeEnded(Frozen):
     ended_s: float
 
 
+class IterationRan(Frozen):
+    """Every node of the iteration has ended on every rank; its commit is still to come. metrics: of the journal."""
+
+    kind: Literal["iteration_ran"] = "iteration_ran"
+    iteration: int
+    generation: int
+    metrics: dict[str, float | None]
+
+
 class Committed(Frozen):
     """The iteration is part of a written commit. results: node -> one result per rank."""
 
@@ -329,6 +338,7 @@ Event = Annotated[
     | NotEntered
     | NodeBegun
     | NodeEnded
+    | IterationRan
     | Committed
     | Aborted
     | Faulted

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from flows.run_folder import existing_run_folder
+from flows.run_folder import CONFIG, existing_run_folder
 from flows.server import own_server
 from rlhf_tasks.checkpoint import latest_commit
 from rlhf_tasks.config import ConfigError
@@ -23,6 +23,8 @@ def ui(run: Path, /) -> None:
     run
         The run's folder.
     """
+    if not (run / "prefect").is_dir() and not (run / CONFIG).is_file():
+        raise ConfigError(f"{run} holds no run. Name the folder of a run or of a demo.")
     if not (run / "prefect").is_dir():
         raise ConfigError(f"{run} has no Prefect server of its own: the run reported to PREFECT_API_URL.")
     with own_server(run) as server:

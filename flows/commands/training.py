@@ -4,19 +4,17 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from flows import run_identity
 from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
 from flows.demo_data import DATA, refuse_without_task
 from flows.prepare import prepare
-from flows.run_folder import existing_run_folder, open_run, refuse_unwritable, run_folder_of
+from flows.run_folder import existing_run_folder, open_run, refuse_taken, refuse_unwritable, run_folder_of
+from flows.terminal import phase
 from rlhf_tasks.config import ConfigError, load_config, override
 from rlhf_tasks.durable import replace_file
 from rlhf_tasks.plan_log import PLAN
-
-console = Console()
 
 
 def run(
@@ -58,9 +56,12 @@ def run(
     else:
         assert config is not None
         folder, settings = open_run(load_config(config, overrides))
+    if folder is not None:
+        refuse_taken(folder)
     if settings.type != algorithm.replace("-", "_"):
         raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
-    prepared = prepare(settings, folder)
+    with phase("models, data and plan"):
+        prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
     if folder is None and accept_changes:
         raise ConfigError("--accept-changes is for a run that goes on: give --resume FOLDER, too.")
@@ -70,8 +71,11 @@ def run(
         run_identity.refuse_changes(folder, prepared)
     # Prefect takes seconds to import: a faulty configuration was refused before that, and a run folder is made when
     # Ctrl-C names the way to go on in it.
-    from flows.session import run_here
+    with phase("Prefect"):
+        from flows.server import refuse_dead_server
+        from flows.session import run_here
 
+    refuse_dead_server()
     with run_folder_of(settings, folder) as folder:
         if settings.plan == "auto":  # the flow takes up what was planned here
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
@@ -95,6 +99,7 @@ def demo(
     number = whole_seed(seed)
     refuse_without_task(folder / DATA)
     refuse_unwritable(folder, "--folder")
-    from flows.session import demo_here
+    with phase("Prefect"):
+        from flows.session import demo_here
 
     demo_here(folder, number)

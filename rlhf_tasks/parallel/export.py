@@ -84,8 +84,11 @@ class FolderWriter:
             total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        for path in (*self._unfinished.iterdir(), self._unfinished):
+        mode = self._unfinished.stat().st_mode & 0o666  # the umask's: writers and sources may have others
+        for path in self._unfinished.iterdir():
+            path.chmod(mode)
             sync(path)
+        sync(self._unfinished)
         self._unfinished.rename(self.folder)
         sync(self.folder.parent)
 

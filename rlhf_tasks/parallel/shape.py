@@ -60,6 +60,9 @@ _PACKED = {
     "gpt_neox": "query_key_value",
     "falcon": "query_key_value",
 }
+_KNOWN = (
+    "Use a dense decoder of one of the families Llama, Mistral, Qwen2, Qwen3 and Gemma (first generation)."
+)
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend on the position alone."""
 
@@ -156,16 +159,16 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
     experts = [key for key in _EXPERT_KEYS if config.get(key)]
     if experts:
         raise ConfigError(
-            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}). Use a dense decoder."
+            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}). {_KNOWN}"
         )
     if isinstance(kind, str) and kind in _PACKED:
         raise ConfigError(
-            f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split."
+            f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split. {_KNOWN}"
         )
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
             f"Model {source!r} has model_type {shown(kind)}, which is not a decoder with a tensor-parallel plan "
-            f"that we know. Known: {', '.join(sorted(FAMILIES))}."
+            f"that we know. {_KNOWN}"
         )
     return FAMILIES[kind]
 

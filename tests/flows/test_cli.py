@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli import run_command
+from flows.cli import COMMANDS, CONFIG_COMMANDS, run_command
 from flows.demo_data import DATA, write_model_folder
+from flows.run_folder import new_run_folder, taken
+from rlhf_tasks.config import make_config
 from tests.flows.checked_files import PLACE, refused
 from tests.ppo_calls import PPO_CALLS
 
@@ -124,6 +127,83 @@ def test_a_demo_of_no_seed_is_refused_and_begins_no_folder(call, tmp_path, seed)
     assert not (tmp_path / "demo").exists()
 
 
+def test_help_describes_every_command(capsys):
+    for group, commands in (((), COMMANDS), (("config",), CONFIG_COMMANDS)):
+        assert run_command([*group, "--help"]) == 0
+        listed = {
+            words[0]: words[1:]
+            for line in capsys.readouterr().out.splitlines()
+            if (words := line.strip("│ ").split())
+        }
+        for name in commands:
+            assert len(listed[name]) > 3, f"{name} is not described"
+            assert run_command([*group, name, "--help"]) == 0
+            shown = capsys.readouterr().out
+            assert "RST" not in shown
+            assert " ".join(listed[name][:3]) in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"models": {"actor": "HuggingFaceTB/SmolLM2-135M"}},
+            "`hf download HuggingFaceTB/SmolLM2-135M --local-dir",
+        ),
+        ({"models": {"actor": "gpt2"}}, "`hf download gpt2 --local-dir FOLDER` and name FOLDER"),
+        ({"data": {"train": "trl-lib/tldr"}}, "`hf download --repo-type dataset trl-lib/tldr --local-dir"),
+    ],
+)
+def test_a_name_on_the_hub_says_how_to_download_it(call, document, tmp_path, monkeypatch, change, told):
+    monkeypatch.chdir(tmp_path)
+    document |= change
+    refused(call, told)
+
+
+def test_a_path_that_is_not_there_is_not_taken_for_a_name_on_the_hub(call, document, tmp_path):
+    document["models"] = {"actor": str(tmp_path / "no" / "model")}
+    _, _, err = call("config", "validate", "FILE")
+    assert "Name a Hugging Face model folder." in err
+    assert "hf download" not in err
+
+
+def test_many_ranks_on_few_cores_are_warned_of(call, document):
+    document |= {"cluster": {"devices_per_host": 64}, "batch_size": 64, "num_mini_batches": 1}
+    document["plan"] = {name: {"devices": [0]} for name in PPO_CALLS}
+    status, _, err = call("config", "validate", "FILE")
+    assert status == 0, err
+    assert "warning: 64 ranks" in " ".join(err.split())
+
+
+def test_a_run_that_the_disk_has_no_room_for_is_refused(call, document):
+    document |= {"keep_last": 10**9, "total_iterations": 10**9}
+    refused(call, "bytes and its disk has", "free: 1000000001 commits of", "lower keep_last")
+
+
+def test_a_dead_server_of_the_users_is_one_sentence_and_leaves_nothing(call):
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        refused(
+            call,
+            "PREFECT_API_URL=http://127.0.0.1:9/api: no Prefect server answers there",
+            "Connection refused",
+            command=("run", "ppo", "--config", "FILE"),
+        )
+
+
+def test_a_ui_of_no_run_is_refused(call, tmp_path):
+    refused(call, f"{tmp_path} holds no run", command=("ui", str(tmp_path)))
+    refused(call, "nowhere holds no run", command=("ui", str(tmp_path / "nowhere")))
+    (tmp_path / "config.json").write_text("{}")
+    refused(call, "reported to PREFECT_API_URL", command=("ui", str(tmp_path)))
+
+
+def test_a_run_that_goes_on_is_not_resumed_a_second_time(call, document, monkeypatch):
+    folder = new_run_folder(make_config(document))
+    monkeypatch.setattr("flows.commands.training.prepare", lambda *_: pytest.fail("it is refused at first"))
+    with taken(folder):
+        refused(call, "is in use by a run that goes on", command=("run", "ppo", "--resume", str(folder)))
+
+
 def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch, call):
     def broken(config):
         raise ValueError("a bug")
@@ -146,7 +226,7 @@ def test_a_faulty_run_is_refused_as_a_process_before_prefect_or_torch_are_loaded
             [*command, change, "rewards.0.function=no_module:f"], capture_output=True, text=True
         )
         assert done.returncode == 2, done.stderr
-        assert done.stdout == "[]\n"
+        assert done.stdout.splitlines()[-1] == "[]"
         assert sentence in done.stderr
         assert done.stderr.count("\n") == 1
 

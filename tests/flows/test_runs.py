@@ -8,7 +8,6 @@ from base64 import b64decode
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 import torch
@@ -34,9 +33,9 @@ from flows.this_machine import device_here
 from planner.render import short_names
 from rlhf_tasks.config import make_config
 from rlhf_tasks.samples_folder import read_samples
-from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeResult
+from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.tokenizer import Tokenizer
-from rlhf_tasks.transport import Committed
+from rlhf_tasks.transport import Enterable, Faulted, IterationRan
 from tests.flows.events import wait_events
 from tests.markdown import table_of
 from tests.ppo_calls import PPO_CALLS
@@ -201,24 +200,21 @@ def test_the_model_folder_has_its_card(finished):
     assert "| reward |" in card
 
 
-def test_a_line_in_the_terminal_is_of_the_iteration_that_it_names(tmp_path, monkeypatch, capsys, expected):
-    """Hooks run beside the training: when they are late, the journal is further on already."""
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 7, "reward": 7.0}) + "\n")
-
-    async def nothing(*_):
-        pass
-
-    for name in ("show_progress", "show_curves", "show_timeline", "show_completions"):
-        monkeypatch.setattr(f"flows.artifacts.{name}", nothing)
-    monkeypatch.setattr("flows.events.CommitEvents.tell", nothing)
+def test_a_complete_iteration_shows_before_its_commit_whatever_hooks_wait_for(
+    tmp_path, monkeypatch, capsys, expected
+):
     monkeypatch.setattr("flows.run_view.get_run_logger", lambda: logging.getLogger("test"))
     view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path, {0: expected})
-    monkeypatch.setattr(view, "_progress", uuid4())
-    key = NodeKey("r", 1, 0, 3, "generate")
-    result = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"reward": 3.0})
-    asyncio.run(view.on_commit(Committed(iteration=3, results={"generate": (result,)}), lambda _: None))
-    assert "iteration 4 of 9" in (line := capsys.readouterr().out)
-    assert "reward 3.000" in line
+    metrics = {"reward": 3.0, "rewards/brevity/mean": 2.0, "time/iteration": 1.5}
+    for event in (
+        Enterable(iteration=3, generation=0),
+        IterationRan(iteration=3, generation=0, metrics=metrics),
+        Faulted(generation=0, cause="rank 1 is lost"),
+    ):
+        view.on_event(event)
+    *_, line, fault = capsys.readouterr().out.splitlines()
+    assert "iteration 4 of 9, 1.50 s, 0:00:08 left, reward 3.000, rewards/brevity/mean 2.000" in line
+    assert "rank 1 is lost" in fault
 
 
 @pytest.mark.parametrize(("device", "checked"), [(None, device_here(2).name), ("h100-sxm", None)])

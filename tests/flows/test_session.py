@@ -1,9 +1,72 @@
-"""flows/session.py: what a command's process loads before it starts a run."""
+"""flows/session.py: what a command's process loads before it starts a run, and what is said first when a run ends."""
 
 import subprocess
 import sys
+from contextlib import nullcontext
+
+import pytest
+
+from flows import session
+from flows.disk_room import full_disk
+from flows.server import PrefectServer
 
 
 def test_a_flow_process_starts_without_torch():
     code = "import sys, flows.session; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+def write_to_a_full_disk() -> None:
+    with open("/dev/full", "w") as file:
+        file.write("more than there is room for")
+
+
+def ends_by(error: Exception):
+    async def run():
+        raise error
+
+    return run
+
+
+@pytest.fixture
+def end_of(tmp_path, monkeypatch, capsys):
+    """What a command says whose run ends by an error."""
+    server = PrefectServer("http://127.0.0.1:9/api", "", own=True)
+    monkeypatch.setattr(session, "prefect_server", lambda _: nullcontext(server))
+
+    def end(error: Exception) -> list[str]:
+        with pytest.raises(SystemExit) as ended:
+            session._watched(tmp_path, "prefect-rlhf run ppo --resume x", ends_by(error))
+        assert ended.value.code == 1
+        address, *said = capsys.readouterr().out.splitlines()
+        assert "http://127.0.0.1:9" in address
+        return said
+
+    return end
+
+
+def test_a_full_disk_is_the_first_thing_said_whatever_error_tells_of_it(end_of, tmp_path):
+    with pytest.raises(OSError, match="No space left") as full:
+        write_to_a_full_disk()
+    wrapped = RuntimeError("Prefect has failed")
+    wrapped.__cause__ = full.value
+    for error in (full.value, wrapped, RuntimeError("database: No space left on device")):
+        cause, again, whole = end_of(error)
+        assert cause.startswith(f"failed: No space left on device: {tmp_path} ")
+        assert "are free" in cause
+        assert again == "To go on: prefect-rlhf run ppo --resume x"
+        assert whole == f"The whole error: {tmp_path / 'error.log'}"
+
+
+def test_an_error_that_nobody_has_foreseen_is_one_line_and_whole_in_a_file(end_of, tmp_path):
+    assert end_of(KeyError("what")) == [
+        "failed: KeyError: 'what'",
+        "To go on: prefect-rlhf run ppo --resume x",
+        f"The whole error: {tmp_path / 'error.log'}",
+    ]
+    assert "Traceback" in (tmp_path / "error.log").read_text()
+
+
+def test_an_error_on_a_disk_with_room_is_none_of_a_full_disk(tmp_path):
+    assert full_disk(ValueError("no"), tmp_path) is None
+    assert full_disk(OSError(13, "Permission denied"), tmp_path) is None

@@ -22,6 +22,7 @@ from rlhf_tasks.transport import (
     Faulted,
     Finished,
     GaveUp,
+    IterationRan,
     NodeBegun,
     NodeEnded,
     RunSpec,
@@ -78,6 +79,22 @@ def test_nodes_run_in_plan_order_and_iterations_overlap(cluster, tmp_path):
         assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(ran)), ran
     for now, after in pairwise(committed):
         assert after.results["generate"][0].started_s < now.results["critic_train"][0].ended_s
+
+
+def test_an_iteration_that_ran_is_told_before_the_commit_that_covers_it(cluster, tmp_path):
+    spec = run_spec(cluster, small_plan(), tmp_path, config={}, snapshot_every=2, iterations=4)
+    events = [event for _, event in asyncio.run(follow(cluster, spec))]
+    ran = [event for event in events if isinstance(event, IterationRan)]
+    assert [event.iteration for event in ran] == [0, 1, 2, 3]
+    first_commit = next(i for i, event in enumerate(events) if isinstance(event, Committed))
+    assert [e.iteration for e in events[:first_commit] if isinstance(e, IterationRan)][:2] == [0, 1]
+    clocks = [
+        max(result.ended_s for ranks in event.results.values() for result in ranks)
+        for event in events
+        if isinstance(event, Committed)
+    ]
+    told = [event.metrics["time/iteration"] for event in ran]
+    assert told[1:] == pytest.approx([after - before for before, after in pairwise(clocks)])
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_commit_is_found_again_with_everything_in_it(tmp_path):
     assert (found.manifest.versions, found.manifest.seed) == ({"actor": 2}, 5)
     assert journal(tmp_path) == [0, 1]
     metrics = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
-    assert metrics == {"iteration": 1, "loss": 1.0, "time/actor_train": 11.0}
+    assert metrics == {"iteration": 1, "loss": 1.0, "time/actor_train": 11.0, "time/iteration": 0.0}
     lineage = json.loads((tmp_path / "lineage.jsonl").read_text().splitlines()[1])
     assert lineage["versions"] == {"actor": 2}
     assert lineage["bytes_sent"] == 1

@@ -19,7 +19,8 @@ def test_values_that_are_not_finite_stand_as_null():
     result = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.5, metrics=metrics)
     line = json.loads(MetricsLines().line(3, {"actor_train": {0: result}}), parse_constant=_refuse)
     nothing = dict.fromkeys(("loss/policy", "grad_norm/actor", "kl"))
-    assert line == {"iteration": 3, "reward": 0.5, "time/actor_train": 1.5, **nothing}
+    times = {"time/actor_train": 1.5, "time/iteration": 1.5}
+    assert line == {"iteration": 3, "reward": 0.5, **times, **nothing}
 
 
 def ran(iteration, *spans, generation=0, attempt=1):

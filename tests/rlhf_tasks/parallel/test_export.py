@@ -92,6 +92,23 @@ def test_a_reward_model_is_saved_as_a_sequence_classifier(tmp_path: Path):
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_every_file_has_the_mode_that_the_umask_grants(tmp_path: Path, umask: int, mode: int):
+    source, folder = tmp_path / "source", tmp_path / "out"
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(source)
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "tokenizer_config.json").chmod(0o400)
+    before = os.umask(umask)
+    try:
+        write(folder, source, "lm", model.state_dict(), shard_bytes=9999)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert len(modes) > 3
+    assert set(modes.values()) == {mode}, modes
+
+
 def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path):
     config = tiny_config("llama")
     config.save_pretrained(tmp_path)

@@ -64,9 +64,9 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert'.*Known: gemma, llama"),
+        ({"model_type": "bert"}, "model_type 'bert'.*Llama, Mistral, Qwen2, Qwen3 and Gemma"),
         ({"model_type": None}, "model_type None"),
-        ({"model_type": "gpt2"}, r"packed projections \(c_attn\)"),
+        ({"model_type": "gpt2"}, r"packed projections \(c_attn\).*Llama, Mistral, Qwen2, Qwen3 and Gemma"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),

@@ -1,0 +1,168 @@
+"""What a run shows in the terminal: its phases while it starts, then a bar and a line for each iteration. Where there
+is no terminal, plain lines say the same. Loads no Prefect."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from statistics import median
+from typing import TypeVar
+
+import psutil
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+T = TypeVar("T")
+
+REFRESHES_PER_S = 2  # of what moves: each costs some milliseconds, which the ranks could use
+RECENT = 10  # iterations whose median tells how long the rest will take
+SHOW_CURSOR = "\x1b[?25h"  # for a process that ends at once while something moves
+
+console = Console()
+
+
+def since_start_s() -> float:
+    """Seconds since this process began."""
+    return time.time() - psutil.Process().create_time()
+
+
+@contextmanager
+def phase(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Show that `what` is under way and for how long; a line with its seconds stays when it has ended well.
+
+    say  takes the lines, default: the terminal
+    """
+    say = say or tell
+    began_s = time.monotonic()
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        moving = Progress(*columns, console=console, transient=True, refresh_per_second=REFRESHES_PER_S)
+        with moving:
+            moving.add_task(what, total=None)
+            yield
+    else:
+        say(f"{what} ...")
+        yield
+    say(f"{what}: {time.monotonic() - began_s:.1f} s")
+
+
+@contextmanager
+def entering(
+    what: str, context: AbstractContextManager[T], say: Callable[[str], None] | None = None
+) -> Iterator[T]:
+    """A context, shown as a phase while it is entered."""
+    with ExitStack() as stack:
+        with phase(what, say):
+            value = stack.enter_context(context)
+        yield value
+
+
+def tell(line: str) -> None:
+    """Print a line as it is, however wide the terminal."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
+    """The names of what is shown of an iteration, in their order: reward, each reward's own mean, KL, accuracy,
+    losses."""
+    own = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
+    losses = [name for name in metrics if name.startswith("loss/")]
+    return [name for name in ("reward", *own, "kl", "accuracy", *losses) if metrics.get(name) is not None]
+
+
+class RunProgress:
+    """The iterations of a run: a line for each one that is complete, and where they are by now.
+
+    iterations  of the whole run
+    say         takes the lines
+    """
+
+    def __init__(self, run: str, iterations: int, say: Callable[[str], None]) -> None:
+        self._run, self._iterations, self._say = run, iterations, say
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._newest = -1
+        self._phase = ExitStack()
+        self._bar: Progress | None = None
+
+    def begin_phase(self, what: str) -> None:
+        """What the run does next; the phase before has ended well."""
+        self.end_phase()
+        self._phase.enter_context(phase(what, self._say))
+
+    def end_phase(self) -> None:
+        """What was under way has ended well."""
+        self._phase.close()
+        self._bar = None
+
+    def ran(self, iteration: int, seconds: float, metrics: Mapping[str, float | None]) -> None:
+        """An iteration is complete. seconds: by the ranks' clocks."""
+        self._recent.append(seconds)
+        left_s = median(self._recent) * (self._iterations - iteration - 1)
+        if self._bar is None:
+            self._phase.close()
+            self._begin_bar()
+        again = " again" if iteration <= self._newest else ""
+        self._newest = max(self._newest, iteration)
+        figures = [f"{name} {metrics[name]:.3f}" for name in shown_metrics(metrics)]
+        head = f"iteration {iteration + 1} of {self._iterations}{again}, {seconds:.2f} s"
+        if not console.is_terminal:
+            head = f"{head}, {as_time(left_s)} left"
+        self._say(", ".join([head, *figures]))
+        self._update(
+            completed=iteration + 1, pace=f"{seconds:.2f} s/iteration", ends_s=time.monotonic() + left_s
+        )
+
+    def committed(self, step: int) -> None:
+        """So many iterations are committed."""
+        self._update(committed=f"{step} committed")
+
+    def close(self) -> None:
+        """Nothing moves any more; a phase that is under way has not ended well."""
+        self._phase.__exit__(GeneratorExit, GeneratorExit(), None)
+        self._bar = None
+
+    def _begin_bar(self) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[pace]}"),
+            _Left(),
+            TextColumn("{task.fields[committed]}"),
+        )
+        self._bar = Progress(
+            *columns,
+            console=console,
+            transient=True,
+            expand=True,
+            refresh_per_second=REFRESHES_PER_S,
+            disable=not console.is_terminal,
+        )
+        self._phase.enter_context(self._bar)
+        self._bar.add_task(self._run, total=self._iterations, pace="", ends_s=time.monotonic(), committed="")
+
+    def _update(self, completed: int | None = None, **fields: object) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=completed, **fields)  # pyright: ignore[reportArgumentType]  fields are anything
+
+
+class _Left(ProgressColumn):
+    """Time until the end, as far as one can know."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{as_time(task.fields['ends_s'] - time.monotonic())} left")
+
+
+def as_time(seconds: float) -> str:
+    """Hours, minutes and seconds, as in 0:01:05."""
+    return str(timedelta(seconds=max(round(seconds), 0)))
