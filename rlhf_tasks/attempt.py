@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from distributed import Worker
 
+from rlhf_tasks.durable import NotWritable
 from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.journals import MetricsLines
 from rlhf_tasks.plan_log import log_change
@@ -244,7 +245,8 @@ class Attempt:
     def _saved(self, part: SavedPart) -> None:
         key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, self._save_node(part.role))
         if part.error:
-            self._feed(self.ledger.rank_failed, NodeFailure(key=key, rank=part.rank, error=part.error))
+            failure = NodeFailure(key=key, rank=part.rank, error=part.error, lasting=part.lasting)
+            self._feed(self.ledger.rank_failed, failure)
         else:
             self._feed(self.ledger.part_durable, part.rank, key, part.details)
 
@@ -381,7 +383,7 @@ class Attempt:
         cause = instruction.cause
         logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
         self._inside.clear()
-        if not cause.by_user_code:
+        if not cause.lasting:
             self._tell(
                 Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback)
             )
@@ -395,7 +397,9 @@ class Attempt:
             await loop.run_in_executor(self._disk, self._snapshots.commit, order, results)
         except Exception as error:
             logger.exception("step %d could not be committed", order.step)
-            self._feed(self.ledger.commit_failed, order.step, f"{type(error).__name__}: {error}")
+            full = isinstance(error, NotWritable)
+            reason = str(error) if full else f"{type(error).__name__}: {error}"
+            self._feed(self.ledger.commit_failed, order.step, reason, full)
         else:
             self._feed(self.ledger.commit_done, order.step)
 

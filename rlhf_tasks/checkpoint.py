@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf_tasks.accepted import last_accepted
-from rlhf_tasks.durable import explain, sync, write_file
+from rlhf_tasks.durable import explained, refuse_full, sync, write_file
 from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.journals import (
     EMPTY,
@@ -273,11 +273,14 @@ class RunSnapshots:
             config=dict(self._spec.config),
             plan_sha256=plan_digest(order.plan),
         )
+        path = unfinished_folder(self._folder, order.step, self._spec.attempt) / MANIFEST
+        size_bytes = len(manifest.model_dump_json(indent=1))
         try:
+            path.parent.mkdir(exist_ok=True)
+            refuse_full(path, size_bytes)
             commit(self._folder, manifest)
         except OSError as error:
-            path = unfinished_folder(self._folder, order.step, self._spec.attempt) / MANIFEST
-            raise OSError(explain(error, path, len(manifest.model_dump_json(indent=1)))) from error
+            raise explained(error, path, size_bytes) from error
         for journal in self._journals.values():
             journal.keep()
         self._mark_attempt(order.step)
@@ -309,9 +312,10 @@ class RunSnapshots:
         for name, more in lines.items():
             path = self._folder / name
             try:
+                refuse_full(path, size_bytes := sum(map(len, more)))
                 marks[name] = self._journals[name].append(more)
             except OSError as error:
-                raise OSError(explain(error, path, sum(map(len, more)))) from error
+                raise explained(error, path, size_bytes) from error
             if name == METRICS:
                 reach(Point.METRICS)
         return marks
@@ -320,9 +324,12 @@ class RunSnapshots:
         """Note in the attempt's own file that it has trained: without its commits, the run is not to begin anew."""
         if step > 0 and not self._marked:
             attempts = self._folder / ATTEMPTS
-            attempts.mkdir(exist_ok=True)
-            write_file(attempts / str(self._spec.attempt), f"{step}\n".encode())
-            self._marked = True
+            try:
+                attempts.mkdir(exist_ok=True)
+                write_file(attempts / str(self._spec.attempt), f"{step}\n".encode())
+                self._marked = True
+            except OSError as error:
+                logger.warning("%s: %s; the step is committed all the same", attempts, error)
 
 
 def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:

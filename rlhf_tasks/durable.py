@@ -56,11 +56,33 @@ def append_lines(path: Path, size_bytes: int, lines: Iterable[str]) -> int:
         return file.tell()
 
 
-def explain(error: OSError, path: Path, needed_bytes: int) -> str:
-    """What went wrong with a file; for a full disk with the bytes needed and free."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{path}: {error.strerror or error}"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the process' limit
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class NotWritable(OSError):
+    """A file cannot be written now nor in a moment: there is no room, or no right to. The message has its path and
+    what to do, and where it does not fit the bytes it needs and those that are free."""
+
+
+def refuse_full(path: Path, needed_bytes: int) -> None:
+    """Raises NotWritable when a file of this size does not fit beside what lies there. Before a long write, that is:
+    others may take the room meanwhile."""
+    if shutil.disk_usage(path.parent).free < needed_bytes:
+        raise NotWritable(_no_room(path, needed_bytes))
+
+
+def explained(error: OSError, path: Path, needed_bytes: int) -> OSError:
+    """What went wrong with a file, with its path."""
+    if isinstance(error, NotWritable):
+        return error
+    if error.errno in _FULL:
+        return NotWritable(_no_room(path, needed_bytes))
+    if error.errno in _FORBIDDEN:
+        return NotWritable(f"{path} cannot be written: {error.strerror}. Mend that and resume.")
+    return OSError(f"{path}: {error.strerror or error}")
+
+
+def _no_room(path: Path, needed_bytes: int) -> str:
     free_bytes = shutil.disk_usage(path.parent).free
-    return (
-        f"{error.strerror}: {path} needs {needed_bytes} bytes, {free_bytes} are free. Free some and resume."
-    )
+    return f"no space left: {path} needs {needed_bytes} bytes, {free_bytes} are free. Free some and resume."

@@ -345,6 +345,6 @@ class EngineHost:
 
 def _failure(key: NodeKey, rank: int, error: Exception) -> NodeFailure:
     if isinstance(error, UserCodeError):
-        return NodeFailure(key=key, rank=rank, error=str(error), traceback=error.traceback, by_user_code=True)
+        return NodeFailure(key=key, rank=rank, error=str(error), traceback=error.traceback, lasting=True)
     text = "".join(traceback.format_exception(error))
     return NodeFailure(key=key, rank=rank, error=f"{type(error).__name__}: {error}", traceback=text)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint import step_folder, unfinished_folder
-from rlhf_tasks.durable import explain, sync
+from rlhf_tasks.durable import NotWritable, explained, refuse_full, sync
 from rlhf_tasks.failpoints import Point, at, reach
 from rlhf_tasks.manifest import CheckpointError, Manifest, Part, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.parallel.groups import ProcessGroups
@@ -77,6 +77,7 @@ class SnapshotWriter:
         spec = self._spec
         with at(spec.rank, step - 1, spec.generation, spec.attempt):
             path.parent.mkdir(parents=True, exist_ok=True)
+            refuse_full(path, state_size_bytes(shards))
             written = write_shards(path, spec.rank, shards)
             reach(Point.SHARD_SYNCED)
             sync(path.parent)
@@ -88,7 +89,8 @@ class SnapshotWriter:
         """Say how a save has ended, whatever happened."""
         error = done.exception()
         if isinstance(error, OSError):
-            reason = explain(error, path, needed_bytes)
+            error = explained(error, path, needed_bytes)
+            reason = str(error)
         else:
             reason = "" if error is None else f"{type(error).__name__}: {error}"
         spec = self._spec
@@ -101,6 +103,7 @@ class SnapshotWriter:
             rank=spec.rank,
             details={} if error else done.result().model_dump(mode="json"),
             error=reason,
+            lasting=isinstance(error, NotWritable),
         )
         self._on_saved(part)
 

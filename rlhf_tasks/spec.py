@@ -310,11 +310,11 @@ class NodeResult:
 class NodeFailure(Frozen):
     """An error on one rank: what happened, where, and the traceback for the log.
 
-    by_user_code  the rank is sound: a `UserCodeError` was raised on it
+    lasting  the rank is sound, and repeating would fail again: a `UserCodeError` was raised, or the disk is full
     """
 
     key: NodeKey
     rank: int
     error: str
     traceback: str = ""
-    by_user_code: bool = False
+    lasting: bool = False

@@ -161,7 +161,8 @@ class SavedPart(Frozen):
 
     step     committed iterations that the snapshot stands for: a save node of iteration t makes step t + 1
     details  what the manifest needs to know about the part (file names, sizes, digests), JSON-able
-    error    empty, or what went wrong (`No space left on device: PATH needs N bytes, M free`)
+    error    empty, or what went wrong (`no space left: PATH needs N bytes, M are free`)
+    lasting  it would go wrong again, whatever the ranks do: the disk is full, or read-only
     """
 
     kind: Literal["saved"] = "saved"
@@ -173,6 +174,7 @@ class SavedPart(Frozen):
     rank: int
     details: dict[str, Any] = Field(default_factory=dict)
     error: str = ""
+    lasting: bool = False
 
 
 # --- flow <-> controller --------------------------------------------------------------------------------

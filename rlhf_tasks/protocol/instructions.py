@@ -22,7 +22,7 @@ SETUP = -1
 class Cause:
     """Why iterations were aborted: which ranks, in which node of which iteration, and what happened.
 
-    by_user_code  no rank is at fault: repeating the iteration would fail again
+    lasting  no rank is at fault: repeating the iteration would fail again
     """
 
     error: str
@@ -30,7 +30,7 @@ class Cause:
     node: str | None = None
     iteration: int | None = None
     traceback: str = ""
-    by_user_code: bool = False
+    lasting: bool = False
 
     def __str__(self) -> str:
         where = []
@@ -265,7 +265,7 @@ class IterationCommitted:
 @dataclass(frozen=True, slots=True)
 class Fault:
     """The generation has ended by an error. AbortIteration follows, and the rebuild's instructions; GiveUp where the
-    user's code is the cause."""
+    cause is a lasting one."""
 
     generation: int
     cause: Cause

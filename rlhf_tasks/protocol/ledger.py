@@ -226,8 +226,8 @@ class Ledger:
         if self.phase is Phase.RESETTING:
             return self._rebuild.stuck(failure.rank)
         cause = _cause(failure.rank, failure.key, failure.error, failure.traceback)
-        if failure.by_user_code:
-            return self._end_by(replace(cause, by_user_code=True), now)
+        if failure.lasting:
+            return self._end_by(replace(cause, lasting=True), now)
         return self._suspect_error(cause, now)
 
     def rank_refused(self, rank: int, key: NodeKey, reason: str, now: float) -> list[LedgerInstruction]:
@@ -276,13 +276,15 @@ class Ledger:
         self._rebuilds = 0
         return self.account.committed(step) + self._advance(now)
 
-    def commit_failed(self, step: int, error: str, now: float) -> list[LedgerInstruction]:
-        """A commit could not be written: what it covered is done again."""
+    def commit_failed(self, step: int, error: str, lasting: bool, now: float) -> list[LedgerInstruction]:
+        """A commit could not be written: what it covered is done again, unless it would fail again (`lasting`)."""
         if self.phase is Phase.STOPPED or step != self.account.commits.writing:
             return []
         self.account.commits.failed()
-        cause = Cause(f"step {step} could not be committed: {error}")
-        return self._give_up(f"{self.fault}; {cause}") if self._is_over else self._declare(cause, now)
+        cause = Cause(f"step {step} could not be committed: {error}", lasting=lasting)
+        if self._is_over:
+            return self._give_up(f"{self.fault}; {cause}")
+        return self._end_by(cause, now) if lasting else self._declare(cause, now)
 
     def tick(self, now: float) -> list[LedgerInstruction]:
         """Time has passed: every wait ends here if nothing else ends it. Call it about twice a second."""
@@ -425,7 +427,7 @@ class Ledger:
         return Cause(error, (rank,), node, iteration)
 
     def _end_by(self, cause: Cause, now: float) -> list[LedgerInstruction]:
-        """The user's code has failed: what can be committed will be, the rest is aborted, and that is the end."""
+        """It would fail again: what can be committed will be, the rest is aborted, and that is the end."""
         instructions = self._abort(cause)
         self._move(Phase.ENDING)
         return instructions + self._advance(now)

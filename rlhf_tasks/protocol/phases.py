@@ -12,13 +12,13 @@ class Phase(Enum):
     RESTORING = "all ranks join the groups and load the last commit"
     RUNNING = "iterations may be entered"
     SUSPECTING = "an error was reported; a moment is left for news of a lost rank that explains it"
-    ENDING = "the user's code has failed: what is complete is committed, then the attempt ends"
+    ENDING = "what would fail again has failed: what is complete is committed, then the attempt ends"
     STOPPED = "finished or given up"
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.NEW: frozenset({Phase.RESETTING, Phase.STOPPED}),
-    Phase.RESETTING: frozenset({Phase.RESETTING, Phase.RESTORING, Phase.STOPPED}),
+    Phase.RESETTING: frozenset({Phase.RESETTING, Phase.RESTORING, Phase.ENDING, Phase.STOPPED}),
     Phase.RESTORING: frozenset(
         {Phase.RUNNING, Phase.SUSPECTING, Phase.RESETTING, Phase.ENDING, Phase.STOPPED}
     ),

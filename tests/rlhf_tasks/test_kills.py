@@ -13,7 +13,7 @@ from distributed.comm import CommClosedError
 from flows.prepare import prepare
 from rlhf_tasks import failpoints
 from rlhf_tasks.failpoints import CONTROLLER, RANK, Point
-from rlhf_tasks.transport import Faulted, Finished
+from rlhf_tasks.transport import Faulted, Finished, GaveUp
 from tests.committed import assert_same_run, metrics_of
 from tests.rlhf_tasks.attempts import attend, committed, of_type, resume
 from tests.rlhf_tasks.fake_flow import run_spec
@@ -158,4 +158,30 @@ def test_a_controller_killed_there_is_replaced_and_the_run_resumed_to_the_same_b
     if point in (Point.RENAMED, Point.COMMITTED):
         assert committed(events)[0] == AT + 1, "the step was committed"
     assert len(metrics_of(folder)) == ITERATIONS
+    assert_same_run(folder, undisturbed)
+
+
+FULL = {
+    "shard_written:full@rank1@iter{at}@gen0": "critic.rank-00001.gen-0.safetensors",
+    "metrics:full@iter{at}@attempt1": "metrics.jsonl",
+    "manifest_written:full@iter{at}@attempt1": "manifest.json",
+}
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[pytest.mark.slow] if "written" in text else []) for text in FULL]
+)
+def test_a_full_disk_ends_the_run_at_once_with_file_and_bytes_and_it_goes_on_when_there_is_room(
+    cluster, job, undisturbed, tmp_path, text
+):
+    folder = tmp_path / "run"
+    with armed(cluster, text.format(at=AT)):
+        events = asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
+    end = events[-1][1]
+    assert isinstance(end, GaveUp)
+    assert (of_type(events, Faulted), end.committed_step) == ([], AT), "no rank was rebuilt"
+    assert "no space left: " in end.reason
+    assert f"{FULL[text]} needs " in end.reason
+    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder, attempt=2)))
+    assert committed(events) == list(range(AT, ITERATIONS))
     assert_same_run(folder, undisturbed)

@@ -1,5 +1,10 @@
 import hashlib
+import resource
+import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf_tasks import failpoints
 from rlhf_tasks.checkpoint import RunSnapshots, step_folder, unfinished_folder
+from rlhf_tasks.durable import NotWritable
 from rlhf_tasks.manifest import CheckpointError, Part
 from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout import Layout
@@ -217,6 +224,67 @@ def test_a_failed_write_is_reported(tmp_path):
 
     assert "step-00000003.tmp-1" in told[0].error
     assert told[0].details == {}
+
+
+DISK_BYTES = 64 * 1024
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Inside, there is room for DISK_BYTES in a folder; where nobody may mount (False), for as much in each file."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode == 0:
+        try:
+            yield True
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, before[1]))
+    try:
+        yield False
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
+    role, told = small_role(), []
+    large = torch.zeros(DISK_BYTES)
+    role.optimizer.state.append(StateShard("large", "master", 0, len(large), large))  # type: ignore[attr-defined]
+    disk = tmp_path / "disk"
+    with small_disk(disk):
+        writer = SnapshotWriter(generation(disk, 0), told.append)
+        writer.save("actor", role, 3)
+        writer.close()
+    part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
+    needed = sum(shard.tensor.nbytes for shard in role.optimizer.state)  # type: ignore[attr-defined]
+    assert f"no space left: {part} needs {needed} bytes, " in told[0].error
+    assert "are free. Free some and resume." in told[0].error
+    assert told[0].lasting
+
+
+def test_a_manifest_that_does_not_fit_leaves_the_last_commit(tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk) as mounted:
+        part = written_part(disk, small_role())
+        commit_part(disk, part)
+        snapshots = RunSnapshots(Spec(str(disk), 2))
+        assert snapshots.latest() == (3, 24)
+        shutil.copytree(step_folder(disk, 3), unfinished_folder(disk, 4, 2))
+        order = WriteCommit(4, (), {"save": {0: part.model_dump(mode="json")}}, 32, {"actor": 7}, plan())
+        filler = disk / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        failpoints.arm("" if mounted else "manifest_written:full")
+        with pytest.raises(
+            NotWritable, match=r"no space left: .*manifest\.json needs \d+ bytes, \d+ are free"
+        ):
+            snapshots.commit(order, {})
+        failpoints.arm("")
+        filler.unlink()
+        assert RunSnapshots(Spec(str(disk), 3)).latest() == (3, 24)
 
 
 def test_an_aborted_generation_leaves_what_it_has_not_begun(tmp_path):

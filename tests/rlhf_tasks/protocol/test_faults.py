@@ -188,7 +188,7 @@ def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
 def fails_by_user_code(process: Process, instruction: do.Run) -> None:
     """What the rank runs ends by an error of the user's code."""
     key = instruction.request.key
-    error = NodeFailure(key=key, rank=process.rank, error="reward", traceback="mine", by_user_code=True)
+    error = NodeFailure(key=key, rank=process.rank, error="reward", traceback="mine", lasting=True)
     process.job = None
     process.carry_out(process.inbox.failed(error, process.now))
 

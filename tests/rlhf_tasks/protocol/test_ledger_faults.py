@@ -216,9 +216,9 @@ def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt()
     books.enter(0, 0, 0)
     do_nodes(books, 0)
     do_parts(books, 0, now=5)
-    told = books.commit_failed(1, "disk full", 6)
+    told = books.commit_failed(1, "bits", False, 6)
     assert kinds(told) == [do.Fault, do.AbortIteration, do.ResetRank, do.ResetRank]
-    assert str(told[0].cause) == "step 1 could not be committed: disk full"
+    assert str(told[0].cause) == "step 1 could not be committed: bits"
     rebuilt(books, 7)
     books.enter(0, 1, 8)
     do_nodes(books, 0, 8)
@@ -231,14 +231,14 @@ def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt()
 
 
 def by_user_code(rank, node, iteration=0, generation=0):
-    return failure(rank, node, iteration, generation).model_copy(update={"by_user_code": True})
+    return failure(rank, node, iteration, generation).model_copy(update={"lasting": True})
 
 
 def test_a_fault_of_the_users_code_ends_the_attempt_at_once_without_a_rebuild():
     books = running()
     books.enter(0, 0, 0)
     books.enter(1, 0, 0)
-    cause = Cause("broke", (0,), "train", 0, "where", by_user_code=True)
+    cause = Cause("broke", (0,), "train", 0, "where", lasting=True)
     assert books.rank_failed(by_user_code(0, "train"), 5) == [
         do.Fault(0, cause),
         do.AbortIteration(0, 0, cause),
@@ -304,7 +304,7 @@ def test_nothing_but_the_commit_counts_after_a_fault_of_the_users_code(news):
 
 def test_a_fault_of_the_users_code_ends_the_attempt_also_where_that_commit_fails_or_hangs():
     cause = "rank 0, call train, iteration 1: broke"
-    assert ending().commit_failed(1, "disk full", 0) == [
+    assert ending().commit_failed(1, "disk full", True, 0) == [
         do.GiveUp(f"{cause}; step 1 could not be committed: disk full", 0)
     ]
     assert ending().tick(301) == [do.GiveUp("step 1 was not committed within 300 s", 0)]
@@ -324,3 +324,32 @@ def test_a_fault_of_the_users_code_in_a_generation_that_has_ended_changes_nothin
     books.rank_lost(1, "killed", 0)
     assert books.rank_failed(by_user_code(0, "train"), 0) == []
     assert books.phase is Phase.RESETTING
+
+
+# --- the disk -----------------------------------------------------------------------------------------------
+
+
+def writing():
+    """Iteration 0 is complete and being committed, 1 is running."""
+    books = running()
+    books.enter(0, 0, 0)
+    books.enter(1, 0, 0)
+    do_nodes(books, 0)
+    do_parts(books, 0)
+    return books
+
+
+def test_a_commit_that_a_full_disk_refuses_ends_the_attempt_at_once_without_a_rebuild():
+    told = writing().commit_failed(1, "no space left", True, 6)
+    assert kinds(told) == [do.Fault, do.AbortIteration, do.AbortIteration, do.GiveUp]
+    assert told[-1] == do.GiveUp("step 1 could not be committed: no space left", 0)
+
+
+def test_so_does_one_that_is_refused_while_the_ranks_reset():
+    books = writing()
+    books.rank_lost(1, "killed", 1)
+    assert books.phase is Phase.RESETTING
+    assert books.commit_failed(1, "no space left", True, 6)[-1] == do.GiveUp(
+        "step 1 could not be committed: no space left", 0
+    )
+    assert books.phase is Phase.STOPPED
