@@ -310,9 +310,9 @@ class RunSnapshots:
         }
         marks = {}
         for name, more in lines.items():
-            path = self._folder / name
+            path, size_bytes = self._folder / name, sum(map(len, more))
             try:
-                refuse_full(path, size_bytes := sum(map(len, more)))
+                refuse_full(path, size_bytes)
                 marks[name] = self._journals[name].append(more)
             except OSError as error:
                 raise explained(error, path, size_bytes) from error

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,24 @@ def test_damage_in_what_is_committed_of_a_journal_is_named(tmp_path, damage):
         RunSnapshots(Spec(str(tmp_path), 2)).latest()
 
     assert damaged is None or path.read_bytes() == damaged
+
+
+def test_a_pickle_in_the_folder_of_a_commit_is_never_opened(tmp_path):
+    started(tmp_path, steps=1)
+    for folder in (tmp_path, step_folder(tmp_path, 0), step_folder(tmp_path, 1)):
+        for name in (".metadata", "optimizer.pt", "actor.pkl"):
+            (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    opened, listening = [], True
+
+    def listen(event, arguments):
+        if listening and event in ("open", "pickle.find_class"):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(listen)
+    assert RunSnapshots(Spec(str(tmp_path), 2)).latest() == (1, 8)
+    listening = False
+    assert any(MANIFEST in name for name in opened), "the hook hears"
+    assert [name for name in opened if name.endswith((".metadata", ".pt", ".pkl", "system"))] == []
 
 
 def test_a_damaged_last_line_that_no_commit_counts_on_is_cut(tmp_path):

@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import os
 import resource
 import shutil
 import subprocess
@@ -262,6 +264,26 @@ def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
     assert f"no space left: {part} needs {needed} bytes, " in told[0].error
     assert "are free. Free some and resume." in told[0].error
     assert told[0].lasting
+
+
+def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
+    told, disk = [], tmp_path / "disk"
+    with small_disk(disk) as mounted:
+        unfinished_folder(disk, 3, 1).mkdir()
+        if mounted:
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        else:
+            monkeypatch.setattr("rlhf_tasks.parallel.state_files.os.fsync", read_only)
+        writer = SnapshotWriter(generation(disk, 0), told.append)
+        writer.save("actor", small_role(), 3)
+        writer.close()
+    part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
+    assert told[0].error == f"{part} cannot be written: Read-only file system. Mend that and resume."
+    assert told[0].lasting
+
+
+def read_only(descriptor: int) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def test_a_manifest_that_does_not_fit_leaves_the_last_commit(tmp_path):
