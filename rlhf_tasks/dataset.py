@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from rlhf_tasks.config_files import how_to_download
 from rlhf_tasks.config_parts import DataConfig
 from rlhf_tasks.parallel.random import permutation
-from rlhf_tasks.reading import ConfigError, reading
+from rlhf_tasks.reading import ConfigError, one_line, reading
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -197,7 +197,7 @@ def load_rows(data: DataConfig) -> Rows:
         if name not in rows.files[0].row(0):
             raise DataError(
                 f"{rows.where(0)}: has no column {name!r}, which data.column_map renames to {renamed!r} "
-                f"(columns: {', '.join(rows.files[0].row(0))})."
+                f"(columns: {one_line(', '.join(rows.files[0].row(0)))})."
             )
     return rows
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from rlhf_tasks.config import AnyConfig, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.dataset import DataError, Row, Rows, load_rows
 from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.reading import one_line
 from rlhf_tasks.tokenizer import Tokenizer, TokenizerError
 
 Example = TypeVar("Example", bound=tuple)
@@ -165,7 +166,7 @@ def _column(row: Row, name: str) -> Any:
     value = row.get(name)
     if value is None:
         raise DataError(
-            f"has no column {name!r} (columns: {', '.join(row)}). Rename one with data.column_map."
+            f"has no column {name!r} (columns: {one_line(', '.join(row))}). Rename one with data.column_map."
         )
     return value
 

@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
+from rlhf_tasks.config_files import first_fault
 from rlhf_tasks.durable import no_link, sync, write_file
 from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.journals import JOURNALS, JournalMark
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.parallel.topology import Placement
+from rlhf_tasks.reading import reading, shown
 from rlhf_tasks.spec import Frozen
 
 SCHEMA = 2
@@ -113,16 +115,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{error.filename}: {error.strerror}.") from error
     if checksum != _checksum(data):
         raise CheckpointError(f"{path}: its checksum is not the one in {CHECKSUM}.")
-    try:
+    with reading(path, "not a manifest", CheckpointError):
         schema = json.loads(data).get("schema_version")
         if schema != SCHEMA:
             raise CheckpointError(
-                f"{path}: schema {schema}; this version of prefect-rlhf reads {SCHEMA}. Go on with the version that "
-                "wrote it."
+                f"{path}: schema {shown(schema)}; this version of prefect-rlhf reads {SCHEMA}. Go on with the "
+                "version that wrote it."
             )
-        return Manifest.model_validate_json(data)
-    except (ValueError, AttributeError, RecursionError) as error:  # pydantic's and json's are ValueErrors
-        raise CheckpointError(f"{path}: not a manifest: {error}") from error
+        try:
+            return Manifest.model_validate_json(data)
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: not a manifest: {first_fault(error)}") from None
 
 
 def verify(folder: Path) -> Manifest:
