@@ -172,6 +172,14 @@ class Hooks:
     on_plan: OnPlan | None = None
     on_event: OnEvent | None = None
 
+    def hear(self, event: Any) -> None:
+        """Hand an event to whoever shows it; what goes wrong there is logged, and training goes on."""
+        if self.on_event is not None:
+            try:
+                self.on_event(event)
+            except Exception:
+                logger.exception("what is shown of %s has failed; training goes on", event.kind)
+
 
 class Training:
     """One attempt, seen from its flow."""
@@ -270,8 +278,7 @@ class Training:
         """Act on the controller's events until the last commit; its step."""
         while True:
             event = EVENT.validate_json(await comm.read())
-            if self._hooks.on_event is not None:
-                self._hooks.on_event(event)
+            self._hooks.hear(event)
             match event:
                 case Enterable() as place:
                     self._enter(place, writer)

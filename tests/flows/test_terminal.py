@@ -7,6 +7,8 @@ from rich.console import Console
 
 from flows import terminal
 from flows.terminal import RunProgress, as_time, phase, shown_metrics
+from flows.training import Hooks
+from rlhf_tasks.transport import Finished
 
 METRICS = {
     "iteration": 3,
@@ -87,3 +89,11 @@ def test_a_phase_that_fails_leaves_no_line_of_its_end(shown):
 @pytest.mark.parametrize(("seconds", "text"), [(-3, "0:00:00"), (65.4, "0:01:05"), (90000, "1 day, 1:00:00")])
 def test_time_is_told_in_hours_minutes_and_seconds(seconds, text):
     assert as_time(seconds) == text
+
+
+def test_a_broken_terminal_does_not_end_the_training(caplog):
+    def broken(_):
+        raise BrokenPipeError("nobody reads")
+
+    Hooks(on_event=broken).hear(Finished(step=3))
+    assert "training goes on" in caplog.text
