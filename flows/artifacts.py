@@ -222,7 +222,10 @@ def scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _shown(text: str) -> str:
+def _shown(text: str | Sequence[Mapping[str, Any]]) -> str:
+    """A text, or the messages of a conversation."""
+    if not isinstance(text, str):
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
     return _plain(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…") or "(nothing)"
 
 

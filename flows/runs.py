@@ -27,6 +27,7 @@ from flows.replanning import Replanning
 from flows.run_folder import open_run, remember_folder, run_folder_of, taken
 from flows.run_identity import keep_identity, refuse_changes
 from flows.run_view import RunView
+from flows.secret_blocks import secret_blocks
 from flows.server import prefect_server
 from flows.summary import read_jsonl, rows_by_plan, run_figures
 from flows.terminal import entering
@@ -140,7 +141,7 @@ class Attempts:
         prepared, config, view = self._prepared, self._prepared.config, self._view
         for change in logged_changes(self._folder)[len(view.replanning.plans) - 1 :]:
             await view.replanning.changed(change)  # written down, but not told before its controller was lost
-        expected = view.replanning.expected
+        expected, blocks = view.replanning.expected, await secret_blocks(config)
         view.starting()
         cluster_context = cluster_of(config, self._folder, self._environment, expected[0].needs, again)
         with entering("cluster", cluster_context, view.say) as cluster:
@@ -167,6 +168,7 @@ class Attempts:
                 rebuilds=rebuilds,
                 predicted_s=expected[0].price.duration_s,
                 peak_flops_per_s=expected[0].peak_flops_per_s,
+                blocks=blocks,
             )
 
     def _count(self, rebuilds: int, why: str) -> None:

@@ -9,6 +9,7 @@ Torch-free: `tasks` and the flows import this module, a worker loads what it nee
 """
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
+
+from rlhf_tasks.kept_process import die_with_parent
 
 CONTROLLER_RESOURCE = "controller"
 RANK_RESOURCES = ("GPU", "slot")
@@ -41,6 +44,11 @@ class ProcessPlugin(WorkerPlugin):
         global process  # the exception that this module is for
         kind = offered(worker.state.total_resources)
         if kind is not None:
+            starter = multiprocessing.parent_process()
+            if worker.nanny and starter is not None and starter.pid is not None:
+                # Dask's own thread that ends a worker when its nanny has gone cannot run while the worker is stopped.
+                # The thread that the nanny started it by lives as long as it does (distributed.process.AsyncProcess).
+                die_with_parent(starter.pid)
             if worker.nanny and threading.current_thread() is threading.main_thread():
                 # Ctrl-C in a terminal reaches every process; the flow decides, and ends us through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import yaml
+from cyclopts import Parameter
 
 from flows.commands.plans import show_warnings
 from flows.prepare import prepare
 from flows.run_folder import open_run
+from flows.try_rewards import try_rewards
 from planner.render import plan_table
-from rlhf_tasks.config import CONFIG_TYPES, ConfigError, load_config
+from rlhf_tasks.config import CONFIG_TYPES, AnyConfig, ConfigError, PPOConfig, RolloutConfig, load_config
 
 
 def schema(type_: str = "ppo", /) -> None:
@@ -39,7 +42,9 @@ def show(config: Path, *overrides: str) -> None:
     print(yaml.safe_dump(load_config(config, overrides).model_dump(mode="json"), sort_keys=False), end="")
 
 
-def validate(config: Path, *overrides: str) -> None:
+def validate(
+    config: Path, *overrides: str, rewards: Annotated[bool, Parameter("--rewards", negative="")] = False
+) -> None:
     """Check a configuration with its models, data and plan, and print the plan; nothing is started.
 
     Parameters
@@ -48,9 +53,28 @@ def validate(config: Path, *overrides: str) -> None:
         A YAML file.
     overrides
         `key.sub=value`, the value being YAML.
+    rewards
+        Call each Python reward once too, on the first row of the data, in a process of its own.
     """
     folder, settings = open_run(load_config(config, overrides))
     prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
     print(plan_table(prepared.plan))
+    if rewards:
+        _try_rewards(settings)
     print(f"{config}: sound. {prepared.n_rows} rows, {prepared.iterations} iterations.")
+
+
+def _try_rewards(settings: AnyConfig) -> None:
+    """Print what each reward gave. Raises ConfigError with a sentence for each that failed."""
+    if not isinstance(settings, PPOConfig | RolloutConfig):
+        raise ConfigError(f"--rewards: a run of type {settings.type!r} has no rewards. Leave it out.")
+    faults = []
+    for tried in try_rewards(settings):
+        if tried.fault:
+            faults.append(tried.fault)
+            continue
+        gave = "no opinion" if tried.value is None else f"{tried.value:g}"
+        print(f"reward {tried.name}: {gave} for {tried.where} ({tried.seconds:.2f} s)")
+    if faults:
+        raise ConfigError(" ".join(faults))

@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -198,3 +201,48 @@ def test_a_cluster_of_dask_commands_serves_and_replaces_a_rank_that_is_killed(co
         result = asyncio.run(parent())
     assert result.committed_step == 3
     assert len(result.faults) == 1
+
+
+CLUSTER = """
+import sys, time
+from pathlib import Path
+from flows.cluster import local_cluster
+
+if __name__ == "__main__":
+    with local_cluster(1, {}, folder=Path(sys.argv[1]), deadline_s=400.0) as cluster:
+        from distributed import Client
+        with Client(cluster.scheduler_address, set_as_default=False, security=cluster.security) as client:
+            pids = client.run(lambda dask_worker: __import__("os").getpid())
+        print(*pids.values(), flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_stopped_workers_of_our_cluster_die_with_the_process_that_started_them(tmp_path):
+    """Dask's own watch over its parent needs a worker that runs."""
+    (tmp_path / "start.py").write_text(CLUSTER)
+    root = str(Path(__file__).parents[2])
+    starter = subprocess.Popen(
+        [sys.executable, str(tmp_path / "start.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert starter.stdout is not None
+    pids = [int(pid) for pid in starter.stdout.readline().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    starter.kill()
+    starter.wait(60)
+    starter.stdout.close()
+    try:
+        deadline = time.monotonic() + 30
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(psutil.pid_exists, pids))
+    finally:
+        for pid in filter(psutil.pid_exists, pids):
+            os.kill(pid, signal.SIGKILL)
