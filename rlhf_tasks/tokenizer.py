@@ -148,8 +148,8 @@ def _chat_template(folder: Path, settings: _Declared) -> Source | None:
             return Source(read_bytes(file, MOST_TEMPLATE_BYTES).decode(), file)
     stated = settings.document.get("chat_template")
     if isinstance(stated, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
-        stated = named.get("default")
+        default = (e for e in stated if isinstance(e, dict) and e.get("name") == "default")
+        stated = next(default, {}).get("template")
     if stated is not None and not isinstance(stated, str):
         raise TokenizerError(f"{settings.path}: chat_template={shown(stated)} is no text.")
     return None if stated is None else Source(stated, settings.path, whole=False)

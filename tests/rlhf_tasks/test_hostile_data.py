@@ -257,7 +257,7 @@ TOKENS = {
     "a template of numbers": ("tokenizer_config.json", {"chat_template": 7}, "chat_template=7 is no text"),
     "a named template": (
         "tokenizer_config.json",
-        {"chat_template": [{"name": "default", "template": []}, 3]},
+        {"chat_template": [3, {"name": {}}, {"name": "default", "template": []}]},
         "chat_template=[] is no text",
     ),
     "a list": ("tokenizer_config.json", [], "expected a JSON object, found list"),
