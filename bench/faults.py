@@ -1,0 +1,226 @@
+"""The faults that the project promises to survive: runs the tests of each, and writes down what was seen.
+
+    python -m bench.faults [ROW ...] [--timeout 600] [--page docs/reliability.md]
+
+Without rows, all; a row that is not run keeps what the page says of it. Rows whose tests need ranks take half a
+minute and more on two quiet cores.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_tasks.failpoints import Point
+
+ROOT = Path(__file__).parents[1]
+NOT_RUN = "not run"
+NOTHING = "no test shows it"
+CHECKPOINT, KILLS = "tests/rlhf_tasks/test_checkpoint.py", "tests/rlhf_tasks/test_kills.py"
+RECOVERY, SNAPSHOTS = "tests/rlhf_tasks/test_recovery.py", "tests/rlhf_tasks/test_snapshots.py"
+IDENTITY, ORDERS = "tests/flows/test_run_identity.py", "tests/flows/test_attempts.py"
+
+
+class Fault(NamedTuple):
+    """A row: what happens, what is to come of it, a test file, which of its tests, and what they leave out."""
+
+    what: str
+    expected: str
+    file: str = ""
+    tests: str = ""
+    lacks: str = ""
+
+
+FAULTS = {
+    "1": Fault("rank SIGKILL in generation", "R", KILLS, "generation"),
+    "2": Fault("rank SIGKILL in reward", "R", KILLS, "reward-rank"),
+    "3": Fault("rank SIGKILL in backward", "R", KILLS, "backward"),
+    "4": Fault(
+        "rank SIGKILL after the optimizer step",
+        "no double step, R",
+        KILLS,
+        "optimizer_step or trained or answer",
+    ),
+    "5": Fault("rank SIGKILL in a reallocation", "no mixed versions, R", KILLS, "realloc"),
+    "6": Fault("killed in a shard", "old commit, R", KILLS, "shard"),
+    "7": Fault(
+        "killed in journals or manifest, before the rename",
+        "old commit, R",
+        KILLS,
+        "manifest or journals or metrics-",
+    ),
+    "8": Fault("killed just after the rename", "new commit, R", KILLS, "renamed or committed"),
+    "9": Fault("SIGSTOP inside a collective", "noticed by its deadline, R", RECOVERY, "stops"),
+    "10": Fault(
+        "SIGSTOP outside a collective", "noticed, R", "tests/rlhf_tasks/test_attempt.py", "does_not_answer"
+    ),
+    "11": Fault("Dask scheduler killed", "R", ORDERS, "goes_on_by_itself or waits_for_it"),
+    "12": Fault(
+        "worker killed",
+        "capacity restored",
+        "tests/flows/test_cluster.py",
+        "replaces_a_rank",
+        "its nanny lives",
+    ),
+    "13": Fault(
+        "the same fault again and again",
+        "clear stop",
+        "tests/rlhf_tasks/test_attempt.py",
+        "without_end",
+        "it raises",
+    ),
+    "14": Fault("flow process SIGKILL", "workers gone, R", "tests/flows/test_killed_run.py", "killed"),
+    "15-17": Fault(
+        "SIGTERM, Ctrl-C, cancelling",
+        "clean stop, no orphans",
+        "tests/flows/test_command_runs.py",
+        "told_to_end",
+    ),
+    "18-20": Fault("Prefect server down, its database locked", "training goes on"),
+    "21": Fault(
+        "disk full in a shard", "path, bytes, last commit intact", SNAPSHOTS, "does_not_fit_on_its_disk"
+    ),
+    "22": Fault(
+        "disk full in manifest or journal",
+        "the same",
+        f"{CHECKPOINT} {SNAPSHOTS}",
+        "full_disk or manifest_that",
+    ),
+    "23": Fault("disk read-only", "the same", SNAPSHOTS, "read_only"),
+    "24": Fault("files truncated", "refused, falls back", CHECKPOINT, "truncated or empty or longer"),
+    "25": Fault("one bit at 100 random places of each file", "refused, falls back", CHECKPOINT, "bits"),
+    "26": Fault(
+        "manifest missing, of a future schema, hostile",
+        "refused",
+        CHECKPOINT,
+        "missing or schema or manifest_names",
+    ),
+    "27": Fault("pickle beside a commit", "never opened", CHECKPOINT, "pickle"),
+    "28": Fault(
+        "every commit corrupt, or all gone", "stops, nothing begins anew", CHECKPOINT, "no_commit or lost"
+    ),
+    "29": Fault(
+        "another model or configuration at resume", "refused with the difference", IDENTITY, "model or change"
+    ),
+    "30": Fault("another layout at resume", "equal", SNAPSHOTS, "into_any_layout"),
+    "31-32": Fault(
+        "NaN in loss or gradient, repeated", "skip, stop", "tests/rlhf_tasks/algorithms/test_steps.py", ""
+    ),
+    "33": Fault(
+        "bad rows and files", "file:line", "tests/rlhf_tasks/test_dataset.py", "", "refused, not quarantined"
+    ),
+    "34": Fault("data changed before resume", "refused unless accepted", IDENTITY, "data"),
+    "35": Fault(
+        "rewards that raise, hang, exit", "contained, named", "tests/rlhf_tasks/test_reward_process.py", ""
+    ),
+    "36": Fault("reward server fails or redirects", "bounded", "", "", "there are no rewards by URL"),
+    "37": Fault("rank out of memory", "hint"),
+    "38": Fault(
+        "a configuration too large for memory", "refused", "tests/flows/test_prepare.py", "does_not_fit"
+    ),
+    "39": Fault(
+        "port in use", "next port", "", "", "no test shows it: servers of ours ask the system for a free port"
+    ),
+    "40": Fault("two runs on one folder", "refused", "tests/flows/test_run_folder.py", "only_one_run"),
+    "41": Fault(
+        "clock jumps a day", "no timeout", "", "", "no test shows it: deadlines go by monotonic clocks"
+    ),
+    "42": Fault("YAML bombs, unknown keys, NaN", "refused", "tests/rlhf_tasks/test_hostile_config.py", ""),
+    "43": Fault("path traversal, links", "refused", CHECKPOINT, "link or file_name or names_nothing_but"),
+    "44": Fault(
+        "many iterations",
+        "memory flat",
+        "tests/flows/test_training.py",
+        "nothing_is_kept",
+        "not 200 of them; file descriptors and /dev/shm are not looked at",
+    ),
+}
+"""R: the run goes on, and its weights, moments and metrics end bit-equal to an undisturbed run's."""
+
+
+def outcome(fault: Fault, timeout_s: float) -> str:
+    """What the tests of a fault say, and when."""
+    if not fault.file:
+        return fault.lacks or NOTHING
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", *fault.file.split(), "-k", fault.tests]
+    started_s = time.monotonic()
+    try:
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"**no end within {timeout_s:g} s**"
+    counts = re.findall(r"\d+ (?:passed|failed|errors?)", ended.stdout.rsplit("\n", 2)[-2])
+    said = ", ".join(counts) or "no test was found"
+    text = said if ended.returncode == 0 else f"**{said}**"
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    lacks = f"; {fault.lacks}" if fault.lacks else ""
+    return f"{text} ({time.monotonic() - started_s:.0f} s, {today}){lacks}"
+
+
+def page(outcomes: Mapping[str, str]) -> str:
+    """The page: faults with what was seen, and the failpoints."""
+    rows = [
+        f"| {number} | {fault.what} | {fault.expected} | {_named(fault)} | {outcomes.get(number, NOT_RUN)} |"
+        for number, fault in FAULTS.items()
+    ]
+    points = [f"| `{point.label}` | {point.process} | {point.when} |" for point in Point]
+    return "\n".join([_HEAD, *rows, _POINTS, *points, ""])
+
+
+def _named(fault: Fault) -> str:
+    chosen = f" -k '{fault.tests}'" if fault.tests else ""
+    return f"`{fault.file}{chosen}`" if fault.file else ""
+
+
+_HEAD = """# Reliability
+
+Written by `python -m bench.faults`, which runs the tests of each fault. *R*: the run goes on, and its weights,
+moments and metrics end bit-equal to an undisturbed run's. A row without a test, or that was not run, promises
+nothing.
+
+What a run needs to go on stands in its folder (flows/run_folder.py): commits that appear by a rename and are hashed,
+journals whose committed part is hashed, configuration, digests of data and models. What has changed since the last
+commit is refused with the difference, until `--accept-changes`. A disk that is full or read-only is no fault of the
+ranks: the run ends at once, with path and bytes, and the last commit is intact. Digests of a model file above 64 MiB
+are of samples: they find another or a newly trained model, not a few altered bytes.
+
+| # | fault | expected | tests | seen |
+|---|---|---|---|---|"""
+_POINTS = """
+## Failpoints
+
+`PREFECT_RLHF_FAILPOINT=NAME:ACTION[@rankN][@iterN][@genN][@attemptN]` makes a process die (`kill`), stop, fail
+(`raise`, `full`) or wait (`delay=S`) at one of these places (rlhf_tasks/failpoints.py).
+tests/rlhf_tasks/test_kills.py kills ranks and controller at each.
+
+| name | process | what has happened by then |
+|---|---|---|"""
+
+
+def known(path: Path) -> dict[str, str]:
+    """Row -> what the page says of it."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    cells = [[cell.strip() for cell in line.split(" | ")] for line in lines if line.startswith("| ")]
+    return {row[0].removeprefix("| "): row[-1].removesuffix(" |") for row in cells if len(row) == 5}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", nargs="*", choices=[*FAULTS, []], help="numbers of faults")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the tests of a row")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "reliability.md")
+    arguments = parser.parse_args()
+    for number in arguments.rows or FAULTS:
+        seen = outcome(FAULTS[number], arguments.timeout)
+        print(f"{number}: {FAULTS[number].what}: {seen}", flush=True)
+        arguments.page.write_text(page({**known(arguments.page), number: seen}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
