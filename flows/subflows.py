@@ -15,6 +15,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.events import Event, RelatedResource, Resource
 
+from planner.render import short_names
 from rlhf_tasks.spec import ExecutionPlan, PlanNode
 
 NAMES = {
@@ -200,7 +201,8 @@ def _time_of(node: NodeRun, state: StateType, subflow: Subflow) -> datetime:
 
 def _event(subflow: Subflow, node: NodeRun, state: StateType, at: datetime) -> dict[str, Any]:
     """One state of one task run, as Prefect's recorder reads it."""
-    before, name = node.reported, f"{node.node.name}-it{_places(subflow)}"
+    name = f"{short_names(subflow.plan)[node.node.name]}-it{_places(subflow)}"  # graphs have no room for long ones
+    before = node.reported
     message = _message(subflow, node, state)
     event = Event(
         occurred=cast(Any, at),  # declared as a type that newer Pythons do not have

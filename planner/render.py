@@ -74,7 +74,8 @@ def short_names(plan: ExecutionPlan) -> dict[str, str]:
     short = {node.name: _short_name(node) for node in plan.nodes}
     taken = Counter(short.values())
     return {
-        name: brief if taken[brief] == 1 else name.replace("_to_", " → ") for name, brief in short.items()
+        name: brief if taken[brief] == 1 else name.removeprefix("transfer_").replace("_to_", " → ")
+        for name, brief in short.items()
     }
 
 
@@ -83,7 +84,7 @@ def _short_name(node: PlanNode) -> str:
         case TransferNode():
             return f"→ {node.name.rpartition('_to_')[2]}"
         case ReallocateNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode():
-            return f"{node.kind} {node.role}"
+            return f"{node.kind}_{node.role}"
         case _:
             return node.name
 

@@ -48,7 +48,7 @@ def test_onloads_and_offloads_are_shown(make_graph, assign):
     assert any(line.split()[1:] == ["offload_ref_of_ref_inference", "offload", "0", "ref"] for line in lines)
     shown = [line.split()[1] for line in lines if line.endswith(", offloaded")]
     assert shown == ["ref_inference"]
-    assert {"onload ref", "offload ref"} < set(short_names(plan).values())
+    assert {"onload_ref", "offload_ref"} < set(short_names(plan).values())
 
 
 def test_short_names_are_short_and_no_two_are_alike(demo_plan):
@@ -56,7 +56,7 @@ def test_short_names_are_short_and_no_two_are_alike(demo_plan):
     assert list(names) == [node.name for node in demo_plan.nodes]
     assert len(set(names.values())) == len(names)
     assert names["actor_generate"] == "actor_generate"
-    assert names["reallocate_actor_to_actor_generate"] == "reallocate actor"
+    assert names["reallocate_actor_to_actor_generate"] == "reallocate_actor"
     assert names["transfer_actor_generate_to_ref_inference"] == "→ ref_inference"
     assert names["transfer_ref_inference_to_actor_train"] == "ref_inference → actor_train"
     assert max(map(len, names.values())) <= 31
