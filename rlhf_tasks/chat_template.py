@@ -9,7 +9,6 @@ import json
 import math
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -117,7 +117,7 @@ def _exchange(process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
     deadline, answer = time.monotonic() + DEADLINE_S, bytearray()
     while not answer.endswith(b"\n"):
         left_s = max(0.0, deadline - time.monotonic())
-        ready = select.select([process.stdout], [], [], left_s)[0]
+        ready = wait([process.stdout], left_s)  # select takes no file numbers from 1024 on
         piece = os.read(process.stdout.fileno(), 1 << 20) if ready else b""
         if not piece:
             if not ready:
