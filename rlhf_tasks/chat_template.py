@@ -117,7 +117,7 @@ def _exchange(process: "subprocess.Popen[bytes]", line: bytes) -> bytes:
     deadline, answer = time.monotonic() + DEADLINE_S, bytearray()
     while not answer.endswith(b"\n"):
         left_s = max(0.0, deadline - time.monotonic())
-        ready = wait([process.stdout], left_s)  # select takes no file numbers from 1024 on
+        ready = wait([process.stdout.fileno()], left_s)  # select takes no file numbers from 1024 on
         piece = os.read(process.stdout.fileno(), 1 << 20) if ready else b""
         if not piece:
             if not ready:
