@@ -314,10 +314,10 @@ class RunSnapshots:
             try:
                 refuse_full(path, size_bytes)
                 marks[name] = self._journals[name].append(more)
+                if name == METRICS:
+                    reach(Point.METRICS)
             except OSError as error:
                 raise explained(error, path, size_bytes) from error
-            if name == METRICS:
-                reach(Point.METRICS)
         return marks
 
     def _mark_attempt(self, step: int) -> None:

@@ -15,7 +15,7 @@ from rlhf_tasks import failpoints
 from rlhf_tasks.failpoints import CONTROLLER, RANK, Point
 from rlhf_tasks.transport import Faulted, Finished, GaveUp
 from tests.committed import assert_same_run, metrics_of
-from tests.rlhf_tasks.attempts import attend, committed, of_type, resume
+from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume
 from tests.rlhf_tasks.fake_flow import run_spec
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
@@ -148,9 +148,9 @@ def test_a_controller_killed_there_is_replaced_and_the_run_resumed_to_the_same_b
 ):
     folder = tmp_path / "run"
     folder.mkdir()
-    with armed(cluster, text_of(point)), pytest.raises(CommClosedError):
-        asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
-    gone = {cluster.controller.address}
+    with found(cluster, folder) as now, armed(now, text_of(point)), pytest.raises(CommClosedError):
+        asyncio.run(attend(now, spec_of(now, job, folder)))
+    gone = {now.controller.address}
     events = resume(cluster, folder, gone, lambda now: spec_of(now, job, folder, attempt=2))
     assert committed(events)[-1] == ITERATIONS - 1
     if point in (Point.METRICS, Point.JOURNALS, Point.MANIFEST_SYNCED):
@@ -168,20 +168,21 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=[pytest.mark.slow] if "written" in text else []) for text in FULL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("text", FULL)
 def test_a_full_disk_ends_the_run_at_once_with_file_and_bytes_and_it_goes_on_when_there_is_room(
     cluster, job, undisturbed, tmp_path, text
 ):
     folder = tmp_path / "run"
-    with armed(cluster, text.format(at=AT)):
-        events = asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
+    folder.mkdir()
+    with found(cluster, folder) as now, armed(now, text.format(at=AT)):
+        events = asyncio.run(attend(now, spec_of(now, job, folder)))
     end = events[-1][1]
     assert isinstance(end, GaveUp)
     assert (of_type(events, Faulted), end.committed_step) == ([], AT), "no rank was rebuilt"
     assert "no space left: " in end.reason
     assert f"{FULL[text]} needs " in end.reason
-    events = asyncio.run(attend(cluster, spec_of(cluster, job, folder, attempt=2)))
+    with found(cluster, folder) as now:
+        events = asyncio.run(attend(now, spec_of(now, job, folder, attempt=2)))
     assert committed(events) == list(range(AT, ITERATIONS))
     assert_same_run(folder, undisturbed)
