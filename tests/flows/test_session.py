@@ -70,3 +70,9 @@ def test_an_error_that_nobody_has_foreseen_is_one_line_and_whole_in_a_file(end_o
 def test_an_error_on_a_disk_with_room_is_none_of_a_full_disk(tmp_path):
     assert full_disk(ValueError("no"), tmp_path) is None
     assert full_disk(OSError(13, "Permission denied"), tmp_path) is None
+
+
+def test_the_login_is_printed_in_the_one_piece_that_the_login_form_asks_for():
+    server = PrefectServer("http://127.0.0.1:4711/api", "admin:secret", own=True)
+    assert server.ui_line == "Prefect UI: http://127.0.0.1:4711   login: admin:secret"
+    assert PrefectServer("http://h/api", "", own=False).ui_line == "Prefect UI: http://h"
