@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -203,6 +204,8 @@ def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, p
             with demo.demo_at(tmp_path, seed=0):
                 await lose_a_signal()
 
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "1")
     monkeypatch.setattr(runs, "cluster_of", no_cluster)
     monkeypatch.setattr(demo, "local_cluster", no_cluster)
     monkeypatch.setattr(runs.RunView, "begin", begin)
