@@ -45,6 +45,9 @@ def attempts(tmp_path, expected):
             replanning=SimpleNamespace(plans=plans, expected={0: expected}),
             on_commit=committed_one,
             on_plan=None,
+            on_event=lambda event: None,
+            starting=lambda: None,
+            loading=lambda: None,
             say=told.append,
         )
         prepared = Prepared(config, small_plan(), ITERATIONS, "", 1)
