@@ -7,6 +7,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           plan.json        the execution plan that the run began by
           plan-2.json      the one that it changed to, if it did (replan: auto), and so on
           plans.jsonl      at which iteration each of these begins
+          flow-runs/       one empty file for each Prefect flow run that has carried the run on, by its id
           attempts/        one file per attempt, by number; empty until the attempt has trained
           step-00000042/   commits
           metrics.jsonl    one row per committed iteration
@@ -37,7 +38,9 @@ from rlhf_tasks.reading import read_json
 CONFIG = "config.json"
 LOCK = ".lock"
 ORDER = "order"
-BEGUN = ".flow-runs"  # beside the run folders: a file for each flow run, which names the folder that it began
+BEGUN = (
+    "flow-runs"  # in a run folder: an empty file for each flow run that has carried it on, named by its id
+)
 
 
 def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
@@ -139,21 +142,17 @@ def _begun_in(config: AnyConfig) -> str | Path | None:
 
 def remember_folder(folder: Path, flow_run_id: str) -> None:
     """Write down that a flow run has begun the run in a folder."""
-    place = folder.parent / BEGUN
+    place = folder / BEGUN
     place.mkdir(exist_ok=True)
-    replace_file(place / flow_run_id, f"{folder.name}\n")
+    (place / flow_run_id).touch()
 
 
 def _begun_by(flow_run_id: str | None, config: AnyConfig) -> Path | None:
     """The run folder that a flow run has begun, if it is still there."""
     if flow_run_id is None:
         return None
-    base = Path(config.output_dir)
-    try:
-        folder = base / Path((base / BEGUN / flow_run_id).read_text(encoding="utf-8").strip()).name
-    except FileNotFoundError:
-        return None
-    return folder if (folder / CONFIG).exists() else None
+    found = Path(config.output_dir).glob(f"*/{BEGUN}/{flow_run_id}")
+    return next((place.parent.parent for place in found), None)
 
 
 @contextmanager

@@ -130,8 +130,14 @@ def test_a_pause_between_two_attempts_is_no_part_of_an_iteration(expected):
 
 
 def test_the_table_says_how_far_off():
-    line = _planned_row("iteration, s", {"planned": 3.0, "measured": 2.0})
-    assert line == {"what": "iteration, s", "planned": "3", "measured": "2", "difference": "+50%"}
+    line = _planned_row("iteration", "s", {"planned": 3.0, "measured": 2.0})
+    assert line == {
+        "what": "iteration",
+        "planned": 3.0,
+        "measured": 2.0,
+        "unit": "s",
+        "measured is": "33% less than planned",
+    }
 
 
 def test_a_run_is_priced_before_it_starts(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flows.planning import hardware_of, problem_of
-from planner.profile_cache import cache_file, read_profiles
+from planner.profile_cache import read_profiles
 from planner.provenance import figures_source
 from rlhf_tasks.config import make_config
 from tests.flows.checked_files import LLAMA, refused
@@ -47,21 +47,6 @@ def test_a_profile_needs_no_file_of_a_model_but_its_configuration(call, document
     document["models"]["actor"] = {"config": LLAMA}
     refused(call, "role 'actor' are given inline", command=("profile", "--config", "FILE"))
     assert len(measured) == 1
-
-
-def test_a_profile_that_is_damaged_is_refused(call, document, tmp_path):
-    """The cache is read with the plan; the sentence names the file."""
-    config = make_config({**document, "output_dir": str(tmp_path / "runs"), "plan": "heuristic"})
-    hardware = hardware_of(config)
-    model = problem_of(config, hardware).model
-    shape = model.models["actor"].shape
-    path = cache_file(
-        tmp_path / "runs/profiles", hardware.classes.profiles[0].name, hardware.cluster, shape, 4
-    )
-    path.parent.mkdir(parents=True)
-    path.write_text("{}")
-    document |= {"output_dir": str(tmp_path / "runs")}
-    refused(call, path.name, "prefect-rlhf profile", command=("plan", "--config", "FILE"))
 
 
 def computed(call, document, *arguments: str) -> str:

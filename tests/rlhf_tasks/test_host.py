@@ -137,7 +137,7 @@ def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):
             for rank, mine in requests.items():
                 await send(comms[rank], Deliver(requests=mine))
             entered = await read(comms[busy])
-            async with rpc(cluster.ranks[busy].address) as rank:
+            async with rpc(cluster.ranks[busy].address, connection_args=cluster.connection_args) as rank:
                 status = await rank.rlhf_status()
             await send(others[busy], Reset(run="other", attempt=1, generation=0, rank=busy))
             refused = await read(others[busy])
@@ -158,8 +158,8 @@ def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):
     assert isinstance(done, Done)
 
 
-async def lease_of(member):
-    async with rpc(member.address) as rank:
+async def lease_of(cluster, member):
+    async with rpc(member.address, connection_args=cluster.connection_args) as rank:
         return (await rank.rlhf_status())["lease"]
 
 

@@ -161,7 +161,8 @@ def test_truncated_responses_are_scored_as_the_option_says(start: Any):
     assert shaped["keep"] == shaped["bootstrap"] == pytest.approx(scores.mean().item())
     assert shaped["zero"] == pytest.approx((scores * (1 - cut)).mean().item())
     values = run.engines["critic"].inference(batch, lambda y, micro: y, 1)
-    torch.testing.assert_close(finals, torch.stack([part[-1] for part in values.split()]).double())
+    last = torch.stack([part[-1] for part in values.split()]).double()
+    torch.testing.assert_close(finals, last, rtol=1e-6, atol=1e-6)  # float32, of other micro-batches
     # With lambda 1, values cancel: a return is the discounted end, at every token of the response.
     lengths = torch.stack([mask.sum() for mask in batch["response_mask"].split()])
     discounts = torch.stack([(0.5 ** torch.arange(int(n)).double()).sum() for n in lengths])

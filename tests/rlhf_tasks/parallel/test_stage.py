@@ -15,6 +15,9 @@ from tests.tiny_models import CONFIGS, packed, shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 9, 1, 7)
+# Largest relative difference of float32 gradients. Those of key biases are what is left of large terms that cancel:
+# other orders of summation, which processors choose, change their fifth digit.
+GRADIENT = 3e-5
 
 
 def build(config, model: nn.Module, placement: Placement, device: int, head: Head = "lm", **kwargs) -> Stage:
@@ -86,7 +89,7 @@ def test_a_pipeline_equals_transformers(family: str, tied: bool):
     for name, parameter in model.named_parameters():
         holders = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
         assert len(holders) == (2 if tied and "embed_tokens" in name else 1)
-        assert_close(sum(holders), parameter.grad, 1e-5, name)
+        assert_close(sum(holders), parameter.grad, GRADIENT, name)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_the_scalar_head_gives_a_value_per_token(family: str):
     weigh(ours).backward()
     for name, parameter in model.named_parameters():
         [mine] = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
-        assert_close(mine, parameter.grad, 1e-5, name)
+        assert_close(mine, parameter.grad, GRADIENT, name)
 
 
 def test_values_of_16_bit_models_are_float32():
@@ -321,6 +324,6 @@ def test_split_models_equal_transformers(
                 part += mine
             else:
                 expected = whole.narrow(spec.dim, rows.start, rows.size)
-                assert_close(mine, expected, 2e-5, f"{spec.name} on {device}")
+                assert_close(mine, expected, GRADIENT, f"{spec.name} on {device}")
                 part.copy_(mine)
-        assert_close(total, whole, 1e-5, spec.name)
+        assert_close(total, whole, GRADIENT, spec.name)
