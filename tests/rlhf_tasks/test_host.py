@@ -177,11 +177,11 @@ def test_a_rank_taken_over_before_its_last_job_has_ended_goes_by_its_new_number(
             await load(comms, plan, tmp_path, store, {"held": str(answered)})
             await send(comms[busy], Deliver(requests=requests[busy]))
             await read(comms[busy])
-        while await lease_of(member):
+        while await lease_of(cluster, member):
             await asyncio.sleep(0.01)
         async with links(cluster) as comms:
             loading = asyncio.create_task(load(comms[::-1], plan, tmp_path, store, {}))
-            while not await lease_of(member):
+            while not await lease_of(cluster, member):
                 await asyncio.sleep(0.01)
             answered.touch()
             await loading
