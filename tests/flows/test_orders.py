@@ -249,10 +249,9 @@ def test_a_run_pauses_at_a_commit_is_shown_so_and_goes_on_to_the_same_end(cluste
     ("states", "order"),
     [
         ((Suspended(),), Order.RELEASE),
-        ((Cancelling(),), Order.CANCEL),
         ((Paused(), Cancelling()), Order.CANCEL),
     ],
-    ids=["suspended", "cancelled", "cancelled after a pause"],
+    ids=["suspended", "cancelled after a pause"],
 )
 def test_an_attempt_ends_at_a_commit_for(cluster, tmp_path, last, states, order):
     async def disturb():
