@@ -206,20 +206,19 @@ class Training:
 
     async def run(self) -> TrainingResult:
         """Hold the lease, follow the events, and leave nothing running."""
+        environment = self.cluster.environment
+        lease = {
+            "op": "rlhf_lease",
+            "spec": self.spec.model_dump_json().encode(),
+            "environment": None if environment is None else dict(environment),
+        }
         try:
             comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
+            await comm.write(lease)
         except OSError as error:
             raise ControllerLost(
                 f"the controller of run {self.spec.run} is gone: {error}", self._rebuilds
             ) from None
-        environment = self.cluster.environment
-        await comm.write(
-            {
-                "op": "rlhf_lease",
-                "spec": self.spec.model_dump_json().encode(),
-                "environment": None if environment is None else dict(environment),
-            }
-        )
         writer = Writer(comm)
         news: asyncio.Queue[HookNews | None] = asyncio.Queue()
         hooks = asyncio.create_task(self._run_hooks(news, writer))
