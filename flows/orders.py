@@ -13,16 +13,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from uuid import UUID
 
 from httpx import HTTPError
-from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound, Pause, PrefectException
-from prefect.states import AwaitingRetry, Paused, Running, Suspended
+from prefect.states import Paused, Running, Suspended
 
 from flows.run_folder import take_order
 
@@ -279,12 +278,3 @@ async def leave_to_prefect(flow_run_id: str, step: int) -> NoReturn:
 def holds_slot(state: State) -> bool:
     """Whether a flow run in a state has, or had until this state, a slot of its deployment's concurrency limit."""
     return state.state_details.deployment_concurrency_lease_id is not None
-
-
-async def start_again(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """A hook of flows for when their process was killed, which their worker calls: Prefect schedules the flow run
-    again, and it goes on in its run folder. `runtime.max_restarts` bounds that (`flows.runs.Attempts`)."""
-    if flow_run.deployment_id is None:
-        return  # there is nobody to start it
-    async with get_client() as client:
-        await client.set_flow_run_state(flow_run.id, AwaitingRetry(message=f"Goes on: {state.message}"))

@@ -9,7 +9,6 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from flows.demo import demo_at, make_models, measure, settle_seed
-from flows.orders import start_again
 from flows.ppo import rlhf_ppo
 from rlhf_tasks.durable import replace_file
 
@@ -18,7 +17,7 @@ def _run_name() -> str:
     return f"pipeline/{Path(flow_run.parameters['folder']).name}"
 
 
-@flow(name="rlhf-pipeline", flow_run_name=_run_name, persist_result=False, on_crashed=[start_again])
+@flow(name="rlhf-pipeline", flow_run_name=_run_name, persist_result=False)
 async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, Any]:
     """Supervised fine-tuning on sloppy demonstrations, a reward model, then PPO; accuracy before and after. Returns
     the summary that is also written to FOLDER/summary.json.

@@ -8,14 +8,13 @@ from prefect.states import State
 
 from flows.demo import demo_at, make_models
 from flows.forms import Form
-from flows.orders import start_again
 from flows.runs import carry_out, flow_run_name
 from rlhf_tasks.config import PPOConfig
 
 RUNS = Path("runs")  # in the folder that the flow runs in
 
 
-@flow(name="rlhf-ppo", flow_run_name=flow_run_name, persist_result=False, on_crashed=[start_again])
+@flow(name="rlhf-ppo", flow_run_name=flow_run_name, persist_result=False)
 async def rlhf_ppo(
     config: Annotated[PPOConfig | None, Form(none="The demo")] = None,
     run_folder: str | None = None,

@@ -6,12 +6,11 @@ from prefect import flow
 from prefect.states import State
 
 from flows.forms import Form
-from flows.orders import start_again
 from flows.runs import carry_out, flow_run_name
 from rlhf_tasks.config import SFTConfig
 
 
-@flow(name="sft", flow_run_name=flow_run_name, persist_result=False, on_crashed=[start_again])
+@flow(name="sft", flow_run_name=flow_run_name, persist_result=False)
 async def sft(
     config: Annotated[SFTConfig, Form()], run_folder: str | None = None
 ) -> dict[str, Any] | State[Any]:
