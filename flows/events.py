@@ -4,35 +4,32 @@
 flow, deployment and tags; the payload has `run`, `iteration`, `step` and `metrics`, the row of `metrics.jsonl`.
 """
 
-import asyncio
-import logging
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from httpx import HTTPError
 from prefect.client.orchestration import get_client
 from prefect.events import Event, Resource
 from prefect.events.related import related_resources_from_run_context
+
+from flows.prefect_api import Away, PrefectApi
 
 COMMITTED = "prefect-rlhf.iteration.committed"
 ANSWER_S = 3.0  # what a commit's event may take; a server that is there needs some milliseconds
 KEPT = 1000  # events that no server has taken yet; older ones are given up
 
-logger = logging.getLogger(__name__)
-
 
 class CommitEvents:
     """Tells the Prefect server of a run's commits, in order. Used inside a flow.
 
-    A server that is away costs a commit at most `ANSWER_S`, and one line in the log: the next commit sends what is
-    still due. (`prefect.events.emit_event` would try for eight seconds with each event, also when the process ends.)
+    A server that is away costs a commit at most `ANSWER_S`: the next one sends what is still due.
+    (`prefect.events.emit_event` would try for eight seconds with each event, also when the process ends.)
     """
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    def __init__(self, run: str, api: PrefectApi) -> None:
+        self._run, self._api = run, api
         self._due: deque[Event] = deque(maxlen=KEPT)
-        self._away = False
 
     async def tell(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
         """An iteration has been committed."""
@@ -43,16 +40,8 @@ class CommitEvents:
         payload: dict[str, Any] = {"run": self._run, "iteration": iteration, "step": iteration + 1}
         payload["metrics"] = dict(metrics)
         self._due.append(Event(event=COMMITTED, resource=Resource(resource), payload=payload))
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await self._send()
-        except (HTTPError, TimeoutError) as error:
-            if not self._away:
-                reason = str(error) or f"no answer in {ANSWER_S:g} s"
-                logger.warning("events of run %s wait for the Prefect server: %s", self._run, reason)
-            self._away = True
-        else:
-            self._away = False
+        with suppress(Away):
+            await self._api.ask(self._send, ANSWER_S)
 
     async def _send(self) -> None:
         async with get_client() as client:

@@ -128,6 +128,8 @@ class IterationView:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
             self._writing = None
+        self._api.unshown += self.unshown
+        self._shown.clear()
 
     @property
     def unshown(self) -> list[str]:

@@ -32,11 +32,13 @@ class PrefectApi:
 
     run      the run's name, for the log
     skipped  pieces of work that were left out since the server was away
+    unshown  names of subflows that Prefect does not show to their end
     away_s   seconds in which it was
     """
 
     def __init__(self, run: str) -> None:
         self.skipped = 0
+        self.unshown: list[str] = []
         self._run = run
         self._away_since: float | None = None
         self._away_before_s = 0.0
@@ -62,10 +64,16 @@ class PrefectApi:
         """Seconds until the server is asked again."""
         return max(0.0, self._next_try - time.monotonic())
 
-    async def show(self, work: Callable[[], Awaitable[T]]) -> T | None:
+    def missing(self) -> dict[str, object]:
+        """What Prefect does not show of the run, for its summary; empty when it was always there."""
+        if not (self.skipped or self.unshown or self.away_s):
+            return {}
+        return {"away_s": round(self.away_s, 1), "left_out": self.skipped, "subflows_not_shown": self.unshown}
+
+    async def show(self, work: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T | None:
         """Do a piece of work that may be left out; None where it was."""
         with suppress(Away):
-            return await self.ask(work)
+            return await self.ask(work, limit_s)
         self.skipped += 1
         return None
 

@@ -15,6 +15,7 @@ from flows import artifacts
 from flows.clocks import spans_of
 from flows.events import CommitEvents
 from flows.planned import Planned
+from flows.prefect_api import PrefectApi
 from flows.prepare import Prepared
 from flows.replanning import Replanning
 from flows.summary import read_jsonl
@@ -27,6 +28,7 @@ from rlhf_tasks.samples_folder import SAMPLES
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.transport import Committed, Enterable, Faulted, IterationRan, PlanChanged, PlanKept
 
+DRAWN_S = 40.0  # for what is drawn first, on a core that others use too
 REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
 
@@ -37,7 +39,8 @@ class RunView:
     def __init__(self, prepared: Prepared, folder: Path, expected: Mapping[int, Planned]) -> None:
         self._prepared, self._folder = prepared, folder
         self._progress: UUID | None = None
-        self._events = CommitEvents(folder.name)
+        self.api = PrefectApi(folder.name)
+        self._events = CommitEvents(folder.name, self.api)
         self._lines = MetricsLines(expected[0].peak_flops_per_s)
         # Lineage of the newest iterations of one plan. A long run's journal is too large to read again and again.
         self._shown = prepared.plan
@@ -51,9 +54,10 @@ class RunView:
 
     async def begin(self) -> None:
         """Show the plan and an empty progress bar, and tag the flow run."""
-        await artifacts.tag_flow_run(run_tags(self._prepared.config))
-        await artifacts.show_plan(self._prepared.plans[-1].plan)
-        self._progress = await artifacts.start_progress(self._prepared.iterations)
+        api, prepared = self.api, self._prepared
+        await api.show(lambda: artifacts.tag_flow_run(run_tags(prepared.config)))
+        await api.show(lambda: artifacts.show_plan(prepared.plans[-1].plan), DRAWN_S)
+        await self._show_progress(0)
 
     def on_event(self, event: Any) -> None:
         """What the terminal shows, at once: hooks that wait for the Prefect server may lag behind."""
@@ -77,8 +81,7 @@ class RunView:
         self._keep_recent(committed.iteration, rows)
         done = committed.iteration + 1
         await self._events.tell(committed.iteration, metrics)
-        assert self._progress is not None
-        await artifacts.show_progress(self._progress, done, self._prepared.iterations)
+        await self._show_progress(done)
         if now - self._drawn_s > REFRESH_S:
             self._drawn_s = now
             await self._draw()
@@ -92,7 +95,7 @@ class RunView:
             return
         await self.replanning.changed(change.planned)
         self.say(f"a new plan from iteration {change.planned.iteration + 1} on")
-        await artifacts.show_plan(change.planned.plan)
+        await self.api.show(lambda: artifacts.show_plan(change.planned.plan), DRAWN_S)
 
     def say(self, line: str) -> None:
         """A line in the terminal and in the flow run's log."""
@@ -130,14 +133,24 @@ class RunView:
         self._terminal.close()
         await self.replanning.close()
 
+    async def _show_progress(self, done: int) -> None:
+        """The bar, which is made as soon as Prefect takes it."""
+        known, total = self._progress, self._prepared.iterations
+        if known is None:
+            known = self._progress = await self.api.show(lambda: artifacts.start_progress(total))
+        if known is not None and done:
+            await self.api.show(lambda: artifacts.show_progress(known, done, total))
+
     async def end(self) -> None:
         """Show everything in its final state."""
         await self._draw()
 
     async def _draw(self) -> None:
-        await artifacts.show_curves(await asyncio.to_thread(read_jsonl, self._folder / METRICS))
-        await artifacts.show_timeline(spans_of(self._shown, self._recent))
-        await artifacts.show_completions(await asyncio.to_thread(latest_samples, self._folder))
+        metrics = await asyncio.to_thread(read_jsonl, self._folder / METRICS)
+        await self.api.show(lambda: artifacts.show_curves(metrics), DRAWN_S)
+        await self.api.show(lambda: artifacts.show_timeline(spans_of(self._shown, self._recent)), DRAWN_S)
+        samples = await asyncio.to_thread(latest_samples, self._folder)
+        await self.api.show(lambda: artifacts.show_completions(samples))
 
 
 def by_rank(committed: Committed) -> dict[str, dict[int, NodeResult]]:

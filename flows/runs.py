@@ -22,6 +22,7 @@ from flows.model_card import model_card
 from flows.orders import Order, Orders, leave_to_prefect, watched_orders
 from flows.planned import keep_drift, planned, planned_and_measured
 from flows.planning import hardware_of
+from flows.prefect_api import PrefectApi
 from flows.prepare import Prepared, prepare
 from flows.replanning import Replanning
 from flows.run_folder import open_run, remember_folder, run_folder_of, taken
@@ -87,9 +88,15 @@ async def carry_out(
             if order is Order.CANCEL:
                 return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
             view.finishing()
+            summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning, view.api)
             await view.end()
-            summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning)
-            await artifacts.show_planned_and_measured(summary["planned_and_measured"])
+            compared = summary["planned_and_measured"]
+            await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
+            if missing := view.api.missing():
+                view.say(
+                    f"Prefect's server was away for {missing['away_s']} s of the run, which went on without it; what "
+                    f"it does not show stands in {folder / SUMMARY}"
+                )
             view.finished()
         finally:
             await view.close()
@@ -156,6 +163,7 @@ class Attempts:
                 on_commit=view.on_commit,
                 on_plan=view.on_plan,
                 on_event=view.on_event,
+                api=view.api,
                 orders=self._orders,
                 changes=[
                     p.model_copy(update={"predicted_s": expected[p.iteration].price.duration_s})
@@ -240,7 +248,7 @@ def cluster_of(
             yield cluster
 
 
-def _finish(folder: Path, prepared: Prepared, replanning: Replanning) -> dict[str, Any]:
+def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: PrefectApi) -> dict[str, Any]:
     """Export the trained model and write `summary.json`."""
     metrics, lineage = read_jsonl(folder / METRICS), read_jsonl(folder / LINEAGE)
     summary = run_figures(replanning.plans, lineage)
@@ -264,6 +272,8 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning) -> dict[st
         card = model_card(by_now, folder.name, role, summary["metrics"])
         (model / "README.md").write_text(card, encoding="utf-8")
         summary["model"] = str(model)
+    if missing := api.missing():
+        summary["prefect"] = missing
     text = json.dumps(summary, indent=2)
     replace_file(folder / SUMMARY, text + "\n")
     return summary

@@ -2,15 +2,17 @@
 
 Our own is a child process on a free loopback port, with SQLite in `RUN/prefect`, a random login, CSRF
 protection and an exact CORS origin; it ends when the context does, and also when this process is killed
-(flows/server_process.py).
+(flows/server_process.py). When it dies before that, it is started again: same address, login and data base.
 """
 
+import logging
 import os
 import secrets
 import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from inspect import isawaitable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import (
@@ -37,6 +40,13 @@ from rlhf_tasks.config import ConfigError
 START_DEADLINE_S = 300.0  # 10-17 s on two quiet cores the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
 FOREIGN_ANSWER_S = 30.0  # of a server that takes the connection: a busy one may need some
+RESTARTS = 5  # of one that dies again and again
+
+logger = logging.getLogger(__name__)
+
+
+class ServerError(RuntimeError):
+    """Our own server does not come up; the message names its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,7 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
     """The server that this process' settings name (PREFECT_API_URL); without one, our own in
     `folder`/prefect.
 
-    Inside the context this process' Prefect settings point to it. Raises TimeoutError when our own is not
-    healthy in time.
+    Inside the context this process' Prefect settings point to it. Raises ServerError when our own does not come up.
     """
     configured = PREFECT_API_URL.value()
     if configured:
@@ -111,30 +120,123 @@ def own_server(folder: Path) -> Iterator[PrefectServer]:
     """Our own server over `folder`/prefect, which holds its data base, login and log; a finished run's
     reopens.
 
-    Raises TimeoutError when it is not healthy in time, RuntimeError when it ends at once; both name the log.
+    Raises ServerError when it ends at once, or is not healthy in time.
     """
     home = (folder / "prefect").resolve()
     home.parent.mkdir(parents=True, exist_ok=True)
     home.mkdir(mode=0o700, exist_ok=True)  # the data base has prompts and answers
     auth = _login(home)
+    served = OwnServer(home)
     with ExitStack() as stack:
-        log = stack.enter_context(open(home / "server.log", "ab"))
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("server_process.py")), str(home)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd=home,
-            start_new_session=True,  # Ctrl-C is for the flow, which still has to report its end
-        )
-        stack.callback(_stop, process)
-        api_url = _address(process, home)
-        _wait_healthy(process, api_url, home)
+        stack.callback(served.stop)
+        api_url = served.start()
         stack.enter_context(
             temporary_settings(updates={PREFECT_API_URL: api_url, PREFECT_API_AUTH_STRING: auth})
         )
         stack.callback(_flush_logs)
         yield PrefectServer(api_url, auth, own=True)
+
+
+class OwnServer:
+    """The process of our own server, and a thread that starts it again when it dies.
+
+    home  its PREFECT_HOME
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._turn = threading.Lock()  # it is started, or stopped
+        self._watching = threading.Thread(target=self._watch, name="prefect-server", daemon=True)
+
+    def start(self) -> str:
+        """Its address, as soon as it answers. Raises ServerError."""
+        self._process = self._spawn(0)
+        self._api_url = self._address(self._process)
+        self._wait_healthy(self._process)
+        self._watching.start()
+        return self._api_url
+
+    def stop(self) -> None:
+        """Closing its input asks the server to leave; past the deadline it is killed."""
+        with self._turn:
+            self._stopping.set()
+            process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_DEADLINE_S)
+        finally:  # an impatient Ctrl-C may have ended the wait
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+    def _watch(self) -> None:
+        """Start a server that has died again, a few times. One that left in order left its home to another one."""
+        for again in range(RESTARTS + 1):
+            assert self._process is not None
+            status = self._process.wait()
+            self._stopping.wait(2.0 * again)  # what killed it so soon may pass
+            with self._turn:
+                if self._stopping.is_set() or status == 0:
+                    return
+                if again == RESTARTS:
+                    logger.warning(
+                        "the Prefect server has died %d times; the run goes on without it", again + 1
+                    )
+                    return
+                logger.warning("the Prefect server has died (status %d); it is started again", status)
+                self._process = self._spawn(urlsplit(self._api_url).port or 0)
+            with suppress(ServerError):  # it has died once more
+                self._address(self._process)
+
+    def _spawn(self, port: int) -> subprocess.Popen[bytes]:
+        program = str(Path(__file__).with_name("server_process.py"))
+        with open(self._home / "server.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", program, str(self._home), str(port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._home,
+                start_new_session=True,  # Ctrl-C is for the flow, which still has to report its end
+            )
+
+    def _address(self, process: subprocess.Popen[bytes]) -> str:
+        """What the child prints first: its address, and what it has put aside."""
+        assert process.stdout is not None
+        address, _, said = process.stdout.readline().decode().strip().partition(" ")
+        if not address:
+            raise ServerError(f"The Prefect server did not start. Its log: {self._home / 'server.log'}")
+        if said:
+            logger.warning("%s", said)
+        return address
+
+    def _wait_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        """Poll the health route. A child that left because another server holds this home leaves that one to
+        answer."""
+        log = self._home / "server.log"
+        deadline = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self._api_url}/health", timeout=2):
+                    return
+            except (urllib.error.URLError, TimeoutError, ConnectionError):
+                pass
+            if process.poll() not in (None, 0):
+                raise ServerError(
+                    f"The Prefect server ended with status {process.returncode}. Its log: {log}"
+                )
+            leave_if_cancelled()
+            time.sleep(0.1)
+        raise ServerError(
+            f"The Prefect server at {self._api_url} was not healthy within {START_DEADLINE_S:.0f} s. Its log: {log}"
+        )
 
 
 def _login(home: Path) -> str:
@@ -153,53 +255,8 @@ def _login(home: Path) -> str:
     return path.read_text()
 
 
-def _address(process: subprocess.Popen[bytes], home: Path) -> str:
-    """The one line that the child prints first."""
-    assert process.stdout is not None
-    line = process.stdout.readline().decode().strip()
-    if not line:
-        raise RuntimeError(f"The Prefect server did not start. Its log: {home / 'server.log'}")
-    return line
-
-
-def _wait_healthy(process: subprocess.Popen[bytes], api_url: str, home: Path) -> None:
-    """Poll the health route. A child that left because another server holds this home leaves that one to
-    answer."""
-    deadline = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{api_url}/health", timeout=2):
-                return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            pass
-        if process.poll() not in (None, 0):
-            raise RuntimeError(
-                f"The Prefect server ended with status {process.returncode}. Its log: {home / 'server.log'}"
-            )
-        leave_if_cancelled()
-        time.sleep(0.1)
-    raise TimeoutError(
-        f"The Prefect server at {api_url} was not healthy within {START_DEADLINE_S:.0f} s. "
-        f"Its log: {home / 'server.log'}"
-    )
-
-
 def _flush_logs() -> None:
     """Prefect sends logs in the background: the last ones must reach the server before it ends."""
     flushed = APILogWorker.drain_all(timeout=STOP_DEADLINE_S)
     if isawaitable(flushed):
         run_coro_as_sync(flushed)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Closing its input asks the server to leave; past the deadline it is killed."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.close()
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_DEADLINE_S)
-    finally:  # an impatient Ctrl-C may have ended the wait
-        process.kill()
-        process.wait()
-        process.stdout.close()

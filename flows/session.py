@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPError
 from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from rich.markup import escape
 
@@ -18,7 +20,8 @@ from flows.ppo import rlhf_ppo
 from flows.profiling import rlhf_profile
 from flows.reward_model import reward_model
 from flows.rollout import rollout
-from flows.server import prefect_server, refuse_dead_server
+from flows.runs import SUMMARY
+from flows.server import ServerError, prefect_server, refuse_dead_server
 from flows.sft import sft
 from flows.terminal import SHOW_CURSOR, console, since_start_s, tell
 from flows.training import RunFailed
@@ -67,6 +70,7 @@ def profile_here(config: AnyConfig, out: Path | None) -> None:
 
 def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any:
     stopped = f"\nstopped. To go on: {again}"
+    began_s = time.time()
     try:
         with terminable(), ending_in_time() as watch:
             cursor = SHOW_CURSOR if console.is_terminal else ""
@@ -86,6 +90,16 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
     except (Abort, Pause) as ended:
         console.print(f"ended: {ended}. To go on: {again}", highlight=False, soft_wrap=True)
         raise SystemExit(1) from None
+    except ServerError as failure:
+        _tell_end(str(failure), again)
+        raise SystemExit(1) from None
+    except HTTPError as failure:  # Prefect's engine gives a flow run up whose state it cannot report
+        path = folder / SUMMARY
+        if not path.exists() or path.stat().st_mtime < began_s:
+            _tell_end(f"Prefect's server does not answer ({type(failure).__name__}: {failure}).", again)
+            raise SystemExit(1) from None
+        console.print("Prefect's server is away, and does not show the run's end; the run is complete.")
+        return json.loads(path.read_text(encoding="utf-8"))
     except RunFailed as failure:
         _tell_end(str(failure), again)
         raise SystemExit(1) from None

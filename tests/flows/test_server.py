@@ -2,19 +2,23 @@
 
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server import _login, own_server, prefect_server
+from flows.server_process import put_aside
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -88,6 +92,86 @@ def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):
             pass  # it is slow, or about to end
         time.sleep(0.2)
     pytest.fail("the server outlived its parent by 60 s")
+
+
+def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tmp_path, caplog):
+    with caplog.at_level("WARNING", "flows.server"), own_server(tmp_path) as server:
+        assert recorded() == 3
+        for _ in range(2):
+            (child,) = (c for c in psutil.Process().children() if str(tmp_path / "prefect") in c.cmdline())
+            child.kill()
+            child.wait()
+            wait_answer(server.api_url)
+        assert count_runs(server.api_url, server.auth) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "the Prefect server has died (status -9); it is started again"
+    ] * 2
+    assert not [c for c in psutil.Process().children() if str(tmp_path / "prefect") in c.cmdline()]
+
+
+def wait_answer(api_url, seconds=240.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            return httpx.get(f"{api_url}/health", timeout=5).raise_for_status()
+        except httpx.TransportError:
+            time.sleep(0.2)
+    pytest.fail("the server did not come back")
+
+
+def sound(path):
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE rows (text)")
+        connection.executemany("INSERT INTO rows VALUES (?)", [("x" * 1000,)] * 100)
+        connection.commit()
+
+
+def no_data_base(path):
+    path.write_bytes(os.urandom(50_000))
+
+
+def cut_off(path):
+    sound(path)
+    os.truncate(path, 50_000)
+
+
+def overwritten(path):
+    sound(path)
+    with path.open("r+b") as file:
+        file.seek(8192)
+        file.write(b"\xff" * 20_000)
+
+
+@pytest.mark.parametrize("spoil", [no_data_base, cut_off, overwritten])
+def test_a_damaged_data_base_is_put_aside(tmp_path, spoil):
+    path = tmp_path / "prefect.db"
+    spoil(path)
+    spoilt = path.read_bytes()
+    assert f"{path} cannot be used (" in put_aside(path)
+    (kept,) = tmp_path.glob("prefect.db.damaged-*")
+    assert kept.read_bytes() == spoilt
+    assert not path.exists()
+    assert put_aside(path) == ""
+
+
+def test_a_sound_data_base_stays_and_one_that_is_locked_is_put_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.server_process.LOCKED_S", 0.1)
+    path = tmp_path / "prefect.db"
+    sound(path)
+    assert put_aside(path) == ""
+    with closing(sqlite3.connect(path, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        assert "is locked" in put_aside(path)
+    assert not path.exists()
+
+
+def test_a_run_folder_whose_data_base_is_damaged_gets_a_server_all_the_same(tmp_path, caplog):
+    (tmp_path / "prefect").mkdir()
+    no_data_base(tmp_path / "prefect" / "prefect.db")
+    with caplog.at_level("WARNING", "flows.server"), own_server(tmp_path):
+        assert recorded() == 3
+    (record,) = caplog.records
+    assert "Prefect begins with an empty one" in record.getMessage()
 
 
 @pytest.mark.parametrize("auth", ["", "admin:secret"])

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """flows/session.py: what a command's process loads before it starts a run, and what is said first when a run ends."""
+=======
+"""flows/session.py: what a command's process loads before it starts a run, and its end when Prefect is away."""
+>>>>>>> a9f3107 (Prefect never decides a run: its API has limits and a breaker, our own server comes back, a damaged data base is put aside)
 
 import subprocess
 import sys
@@ -10,12 +14,20 @@ from flows import session
 from flows.disk_room import full_disk
 from flows.server import PrefectServer
 
+import psutil
+import pytest
+from prefect import flow
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from flows import session
+
 
 def test_a_flow_process_starts_without_torch():
     code = "import sys, flows.session; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
+<<<<<<< HEAD
 def write_to_a_full_disk() -> None:
     with open("/dev/full", "w") as file:
         file.write("more than there is room for")
@@ -76,3 +88,39 @@ def test_the_login_is_printed_in_the_one_piece_that_the_login_form_asks_for():
     server = PrefectServer("http://127.0.0.1:4711/api", "admin:secret", own=True)
     assert server.ui_line == "Prefect UI: http://127.0.0.1:4711   login: admin:secret"
     assert PrefectServer("http://h/api", "", own=False).ui_line == "Prefect UI: http://h"
+=======
+def kill_server(folder):
+    (child,) = (c for c in psutil.Process().children() if str(folder / "prefect") in c.cmdline())
+    child.kill()
+    child.wait()
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_server_that_dies_for_good_costs_a_run_neither_its_end_nor_its_summary(
+    tmp_path, monkeypatch, capsys
+):
+    """Killed before the flow begins: one sentence. Killed while it runs: the run is complete all the same."""
+    monkeypatch.setattr("flows.server.RESTARTS", 0)
+
+    @flow(name="rlhf-fake", persist_result=False)
+    async def run():
+        kill_server(tmp_path)
+        (tmp_path / "summary.json").write_text('{"iterations": 3}')
+
+    async def too_late():
+        kill_server(tmp_path)
+        return await run()
+
+    with temporary_settings({PREFECT_API_URL: None, PREFECT_CLIENT_MAX_RETRIES: 1}):
+        with pytest.raises(SystemExit) as left:
+            session._watched(tmp_path, "the same command", too_late)
+        assert left.value.code == 1
+        said = capsys.readouterr().out
+        assert "failed: Prefect's server does not answer (ConnectError" in said
+        assert "To go on: the same command" in said
+        assert "Traceback" not in said
+        assert session._watched(tmp_path, "the same command", run) == {"iterations": 3}
+    assert "the run is complete" in capsys.readouterr().out
+>>>>>>> a9f3107 (Prefect never decides a run: its API has limits and a breaker, our own server comes back, a damaged data base is put aside)
