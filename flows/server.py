@@ -166,7 +166,6 @@ class OwnServer:
         if process is None:
             return
         assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.close()
         try:
             with suppress(subprocess.TimeoutExpired):
@@ -174,13 +173,14 @@ class OwnServer:
         finally:  # an impatient Ctrl-C may have ended the wait
             process.kill()
             process.wait()
-            process.stdout.close()
+            _close_pipes(process)
 
     def _watch(self) -> None:
         """Start a server that has died again, a few times. One that left in order left its home to another one."""
         for again in range(RESTARTS + 1):
             assert self._process is not None
             status = self._process.wait()
+            _close_pipes(self._process)
             self._stopping.wait(2.0 * again)  # what killed it so soon may pass
             with self._turn:
                 if self._stopping.is_set() or status == 0:
@@ -253,6 +253,12 @@ def _login(home: Path) -> str:
             os.link(fresh, path)
         os.unlink(fresh)
     return path.read_text()
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _flush_logs() -> None:

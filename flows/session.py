@@ -98,7 +98,9 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
         if not path.exists() or path.stat().st_mtime < began_s:
             _tell_end(f"Prefect's server does not answer ({type(failure).__name__}: {failure}).", again)
             raise SystemExit(1) from None
-        console.print("Prefect's server is away, and does not show the run's end; the run is complete.")
+        console.print(
+            "Prefect's server is away, and does not show the run's end; the run is complete.", soft_wrap=True
+        )
         return json.loads(path.read_text(encoding="utf-8"))
     except RunFailed as failure:
         _tell_end(str(failure), again)

@@ -1,25 +1,18 @@
-<<<<<<< HEAD
 """flows/session.py: what a command's process loads before it starts a run, and what is said first when a run ends."""
-=======
-"""flows/session.py: what a command's process loads before it starts a run, and its end when Prefect is away."""
->>>>>>> a9f3107 (Prefect never decides a run: its API has limits and a breaker, our own server comes back, a damaged data base is put aside)
 
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 
-import pytest
-
-from flows import session
-from flows.disk_room import full_disk
-from flows.server import PrefectServer
-
-import psutil
 import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import session
+from flows.disk_room import full_disk
+from flows.server import PrefectServer
+from tests.flows.test_server import servers_of
 
 
 def test_a_flow_process_starts_without_torch():
@@ -27,7 +20,6 @@ def test_a_flow_process_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
-<<<<<<< HEAD
 def write_to_a_full_disk() -> None:
     with open("/dev/full", "w") as file:
         file.write("more than there is room for")
@@ -88,11 +80,13 @@ def test_the_login_is_printed_in_the_one_piece_that_the_login_form_asks_for():
     server = PrefectServer("http://127.0.0.1:4711/api", "admin:secret", own=True)
     assert server.ui_line == "Prefect UI: http://127.0.0.1:4711   login: admin:secret"
     assert PrefectServer("http://h/api", "", own=False).ui_line == "Prefect UI: http://h"
-=======
+
+
 def kill_server(folder):
-    (child,) = (c for c in psutil.Process().children() if str(folder / "prefect") in c.cmdline())
-    child.kill()
-    child.wait()
+    (server,) = servers_of(folder)
+    server.kill()
+    while servers_of(folder):
+        time.sleep(0.1)
 
 
 @pytest.mark.cluster
@@ -123,4 +117,3 @@ def test_a_server_that_dies_for_good_costs_a_run_neither_its_end_nor_its_summary
         assert "Traceback" not in said
         assert session._watched(tmp_path, "the same command", run) == {"iterations": 3}
     assert "the run is complete" in capsys.readouterr().out
->>>>>>> a9f3107 (Prefect never decides a run: its API has limits and a breaker, our own server comes back, a damaged data base is put aside)
