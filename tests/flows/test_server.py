@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
@@ -114,7 +114,12 @@ def said(caplog):
 
 def servers_of(folder):
     """Our child processes that serve a folder."""
-    return [c for c in psutil.Process().children() if str(folder / "prefect") in c.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # a zombie among them
+            if str(folder / "prefect") in child.cmdline():
+                found.append(child)
+    return found
 
 
 def wait_answer(api_url, seconds=240.0):
