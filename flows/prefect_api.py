@@ -27,6 +27,12 @@ class Away(Exception):
     """The server was not asked, or has not answered in time."""
 
 
+def is_unreachable(error: Exception) -> bool:
+    """Whether an error says that Prefect's server does not answer. Before a flow run begins, Prefect's engine says so
+    by a RuntimeError."""
+    return isinstance(error, HTTPError) or str(error).startswith("Failed to reach API at")
+
+
 class PrefectApi:
     """A circuit breaker: after a failure the server is left alone for a while, which is said once.
 

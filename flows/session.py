@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError
 from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from rich.markup import escape
 
@@ -17,6 +16,7 @@ from flows.ending import TERMINATED, Terminated, Watch, ending_in_time, terminab
 from flows.pipeline import rlhf_pipeline
 from flows.planning import profile_folder
 from flows.ppo import rlhf_ppo
+from flows.prefect_api import is_unreachable
 from flows.profiling import rlhf_profile
 from flows.reward_model import reward_model
 from flows.rollout import rollout
@@ -93,25 +93,31 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
     except ServerError as failure:
         _tell_end(str(failure), again)
         raise SystemExit(1) from None
-    except HTTPError as failure:  # Prefect's engine gives a flow run up whose state it cannot report
-        path = folder / SUMMARY
-        if not path.exists() or path.stat().st_mtime < began_s:
-            _tell_end(f"Prefect's server does not answer ({type(failure).__name__}: {failure}).", again)
-            raise SystemExit(1) from None
-        console.print(
-            "Prefect's server is away, and does not show the run's end; the run is complete.", soft_wrap=True
-        )
-        return json.loads(path.read_text(encoding="utf-8"))
     except RunFailed as failure:
         _tell_end(str(failure), again)
         raise SystemExit(1) from None
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  whatever it is, its cause comes first and the way to go on
+        if is_unreachable(error):  # Prefect's engine gives up a flow run whose state it cannot report
+            return _without_prefect(error, folder, again, began_s)
         _tell_end(full_disk(error, folder) or f"{type(error).__name__}: {error}", again)
         _keep_traceback(error, folder)
         raise SystemExit(1) from None
     return json.loads(json.dumps(summary))
+
+
+def _without_prefect(error: Exception, folder: Path, again: str, began_s: float) -> Any:
+    """The summary of a run that is complete though Prefect's server is away; ends with status 1 where it is not.
+
+    began_s  when the command began: an older summary is another attempt's
+    """
+    path = folder / SUMMARY
+    if not path.exists() or path.stat().st_mtime < began_s:
+        _tell_end(f"Prefect's server does not answer ({error}).", again)
+        raise SystemExit(1) from None
+    tell("Prefect's server is away, and does not show the run's end; the run is complete.")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _tell_end(cause: str, again: str) -> None:

@@ -14,6 +14,7 @@ from prefect import flow
 
 from flows import runs
 from flows.orders import Order, Orders
+from flows.prefect_api import PrefectApi
 from flows.prepare import Prepared
 from flows.runs import Attempts
 from flows.training import ControllerLost, RunFailed, TrainingResult, run_training
@@ -48,6 +49,7 @@ def attempts(tmp_path, expected):
             on_event=lambda event: None,
             starting=lambda: None,
             loading=lambda: None,
+            api=PrefectApi("fake"),
             say=told.append,
         )
         prepared = Prepared(config, small_plan(), ITERATIONS, "", 1)

@@ -112,7 +112,7 @@ def test_a_server_that_dies_for_good_costs_a_run_neither_its_end_nor_its_summary
             session._watched(tmp_path, "the same command", too_late)
         assert left.value.code == 1
         said = capsys.readouterr().out
-        assert "failed: Prefect's server does not answer (ConnectError" in said
+        assert "failed: Prefect's server does not answer (Failed to reach API" in said
         assert "To go on: the same command" in said
         assert "Traceback" not in said
         assert session._watched(tmp_path, "the same command", run) == {"iterations": 3}
