@@ -21,6 +21,7 @@ from flows.server import own_server
 
 ROOT = Path(__file__).parents[2]
 PREFECT_FILE = ROOT / "deployments" / "prefect.yaml"
+AUTOMATIONS = PREFECT_FILE.with_name("automations.yaml")
 
 
 class Deployed:
@@ -153,9 +154,10 @@ def wait_for(reached: Callable[[], Any], seconds: float = 400.0) -> Any:
 
 @contextmanager
 def deployed(folder: Path) -> Iterator[Deployed]:
-    """Server, work pool and deployments."""
+    """Server, work pool, deployments and automations."""
     with own_server(folder) as server:
         place = Deployed(folder, server.environment)
         place.prefect("work-pool", "create", "rlhf-local", "--type", "process")
         place.prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(ROOT)))
+        place.prefect("automation", "create", "--from-file", str(AUTOMATIONS.relative_to(ROOT)))
         yield place
