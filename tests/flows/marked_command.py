@@ -55,16 +55,21 @@ class MarkedCommand:
         """Ctrl-C as a terminal sends it, to the whole foreground group; any other signal to the process alone."""
         (os.killpg if number == signal.SIGINT else os.kill)(self.process.pid, number)
 
-    def alive(self) -> list[str]:
-        """Command lines of the live processes that have the mark."""
-        found = []
+    def processes(self) -> dict[int, str]:
+        """Command lines of the live processes that have the mark, by pid."""
+        found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if self._mark.encode() in (process / "environ").read_bytes():
-                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(process.name)] = command
             except OSError:
                 continue
         return found
+
+    def alive(self) -> list[str]:
+        """The same without pids."""
+        return list(self.processes().values())
 
     def assert_gone(self, seconds: float = 60.0) -> None:
         """No process of it is left so long after it has ended; some end by themselves a moment later."""

@@ -19,14 +19,14 @@ ITERATIONS = 12
 DONE = 2  # of them are committed when the run is killed
 
 
-def begin(base: Path, name: str) -> tuple[list[str], Path]:
+def begin(base: Path, name: str, iterations: int = ITERATIONS) -> tuple[list[str], Path]:
     """The command line of a new run and its folder. The roles have state of their own besides weights."""
     config = ppo_config(
         base,
         name=name,
         plan=TWO_RANKS,
         cluster={"devices_per_host": 2},
-        total_iterations=ITERATIONS,
+        total_iterations=iterations,
         kl_target=0.1,
         kl_horizon=64,
     )
