@@ -25,9 +25,9 @@ venv: $(STAMP)
 demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Prefect UI
 	$(BIN)/prefect-rlhf demo
 
-test: $(STAMP)  ## the default suite: what starts processes, and beside it the rest
-	log=$$(mktemp); $(BIN)/python -m pytest -m "$(DEFAULT) and not processes" >"$$log" 2>&1 & rest=$$!; \
-	$(BIN)/python -m pytest -m "$(DEFAULT) and processes"; failed=$$?; \
+test: $(STAMP)  ## the default suite: what starts servers and clusters, and beside it the rest
+	log=$$(mktemp); $(BIN)/python -m pytest -m "$(DEFAULT) and not cluster" >"$$log" 2>&1 & rest=$$!; \
+	$(BIN)/python -m pytest -m "$(DEFAULT) and cluster"; failed=$$?; \
 	wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 
 test-slow: $(STAMP)  ## everything, the learning runs included

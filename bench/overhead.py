@@ -161,8 +161,8 @@ def main() -> None:
     rows: dict[str, list[dict[str, float]]] = {"ahead": [], "one by one": []}
     with (
         tempfile.TemporaryDirectory() as folder,
-        own_server(Path(folder)) as server,
-        local_cluster(RANKS, server.environment, folder=Path(folder)) as cluster,
+        own_server(Path(folder)),
+        local_cluster(RANKS, folder=Path(folder)) as cluster,
     ):
         controller_pid = pid_of(cluster, cluster.controller)
         for _ in range(arguments.rounds):

@@ -32,6 +32,7 @@ from bench.overhead import RANKS, SHARES, cpu_s, demo_plan, pid_of, write
 from flows.cluster import Cluster, local_cluster
 from flows.server import own_server
 from flows.training import RunControl, run_training
+from planner.render import short_names
 from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.transport import Committed
 from tests.rlhf_tasks.plans import small_plan
@@ -123,7 +124,7 @@ async def _subflows(client: PrefectClient, parent: str) -> list[Any]:
     return found
 
 
-def figures(watched: Watched, subflows: list[Any], tasks: list[Any]) -> dict[str, Any]:
+def figures(plan: ExecutionPlan, watched: Watched, subflows: list[Any], tasks: list[Any]) -> dict[str, Any]:
     """What Prefect shows against what the ranks' clocks say."""
     ended: dict[int, float] = {}
     for (iteration, _), (_, end) in watched.clocks.items():
@@ -133,16 +134,17 @@ def figures(watched: Watched, subflows: list[Any], tasks: list[Any]) -> dict[str
     for subflow in subflows:
         found = NAME.match(subflow.name)
         assert found is not None, subflow.name
-        first, last = int(found[1]), int(found[2] or found[1])
+        first, last = int(found[1]) - 1, int(found[2] or found[1]) - 1  # shown from 1
         covered += range(first, last + 1)
         if subflow.end_time is not None:
             lags.append(subflow.end_time.timestamp() - ended[last])
+    names = {short: name for name, short in short_names(plan).items()}
     starts: list[float] = []
     ends: list[float] = []
     for task in tasks:
         node, _, place = task.name.rpartition("-it")
         if place.isdigit() and task.start_time and task.end_time:
-            start, end = watched.clocks[int(place), node]
+            start, end = watched.clocks[int(place) - 1, names[node]]
             starts.append(abs(task.start_time.timestamp() - start))
             ends.append(abs(task.end_time.timestamp() - end))
     states: dict[str, int] = {}
@@ -179,8 +181,8 @@ def main() -> None:
     plan = demo_plan() if arguments.plan == "demo" else small_plan()
     with (
         tempfile.TemporaryDirectory() as folder,
-        own_server(Path(folder)) as server,
-        local_cluster(plan.n_devices, server.environment, folder=Path(folder)) as cluster,
+        own_server(Path(folder)),
+        local_cluster(plan.n_devices, folder=Path(folder)) as cluster,
     ):
         controller = pid_of(cluster, cluster.controller)
         (served,) = (
@@ -192,7 +194,7 @@ def main() -> None:
         before, began_s = cpu_s(controller), time.time()
         waited_s = run(cluster, plan, arguments.iterations, arguments.iteration_s, watched)
         wall_s, after = time.time() - began_s, cpu_s(controller)
-        found = figures(watched, *asyncio.run(shown(watched.flow_run, len(plan.nodes))))
+        found = figures(plan, watched, *asyncio.run(shown(watched.flow_run, len(plan.nodes))))
     found["iteration_s"] = wall_s / arguments.iterations
     found["waited_at_end_s"] = waited_s
     found["cpu_s"] = {name: (after[name] - before[name]) / arguments.iterations for name in before}

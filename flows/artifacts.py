@@ -5,11 +5,10 @@ by one, too small. Text of any length stands in a table in markdown: there it is
 would draw an image that a sample names, here it is only text.
 """
 
-import asyncio
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from prefect.artifacts import (
@@ -36,6 +35,19 @@ BAR = 20  # characters of a progress bar
 PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that markdown might read as its own
 LONGEST = 400  # characters of a sample's prompt or completion that are shown
 WORD = re.compile(r"\S{24}(?=\S)")  # after so many characters a word may be broken
+
+
+class Page(NamedTuple):
+    """Markdown, as the UI shows it under a key. about: its description."""
+
+    key: str
+    about: str
+    markdown: str
+
+
+async def show_page(page: Page) -> None:
+    """Write a page: one request."""
+    await acreate_markdown_artifact(page.markdown, key=page.key, description=page.about)
 
 
 def picture(png: bytes, caption: str) -> str:
@@ -83,9 +95,9 @@ async def tag_flow_run(tags: Sequence[str]) -> None:
         await client.update_flow_run(UUID(flow_run.id), tags=[*own, *(tag for tag in tags if tag not in own)])
 
 
-async def show_plan(plan: ExecutionPlan) -> None:
+def plan_page(plan: ExecutionPlan) -> Page:
     """The plan as a graph and as a table."""
-    png = await asyncio.to_thread(plan_graph, plan)
+    png = plan_graph(plan)
     names = short_names(plan)
     rows = [
         {"node": names[node.name], "devices": node_devices(node), "what": node_detail(node)}
@@ -96,7 +108,7 @@ async def show_plan(plan: ExecutionPlan) -> None:
         "Each box names its devices. ↻ waits for that node of the iteration before.\n\n"
         f"{markdown_table(rows)}\n"
     )
-    await acreate_markdown_artifact(markdown, key="execution-plan", description="Placement of each call.")
+    return Page("execution-plan", "Placement of each call.", markdown)
 
 
 async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[str] = ()) -> None:
@@ -172,28 +184,22 @@ async def show_comparison(
     await _show_table("plan-modes", rows, about)
 
 
-async def show_curves(metrics: Sequence[Mapping[str, float | None]]) -> None:
+def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
     """Rewards, KL, losses over the committed iterations."""
-    if any(drawn_metrics(list(row)) for row in metrics):
-        png = await asyncio.to_thread(curves, metrics)  # about a second: the run must go on meanwhile
-        await acreate_markdown_artifact(
-            f"# After {len(metrics)} iterations\n\n{picture(png, 'curves')}\n",
-            key="curves",
-            description="Rewards, KL and losses.",
-        )
+    if not any(drawn_metrics(list(row)) for row in metrics):
+        return None
+    markdown = f"# After {len(metrics)} iterations\n\n{picture(curves(metrics), 'curves')}\n"
+    return Page("curves", "Rewards, KL and losses.", markdown)
 
 
-async def show_timeline(spans: Sequence[Span]) -> None:
+def timeline_page(spans: Sequence[Span]) -> Page | None:
     """The last iterations on the ranks' own clocks, about one in each line of the picture."""
-    if spans:
-        shown = sorted({span.iteration + 1 for span in spans})
-        title = f"iterations {shown[0]} to {shown[-1]}"
-        png = await asyncio.to_thread(timeline, spans, title, lines=len(shown))
-        await acreate_markdown_artifact(
-            f"# Devices over time\n\n{picture(png, title)}\n",
-            key="device-timeline",
-            description="What each rank ran when, by its own clock.",
-        )
+    if not spans:
+        return None
+    shown = sorted({span.iteration + 1 for span in spans})
+    title = f"iterations {shown[0]} to {shown[-1]}"
+    markdown = f"# Devices over time\n\n{picture(timeline(spans, title, lines=len(shown)), title)}\n"
+    return Page("device-timeline", "What each rank ran when, by its own clock.", markdown)
 
 
 async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -48,27 +48,23 @@ SETTINGS = {
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
 }
+UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect where its parent's main module does
 START_DEADLINE_S = 180.0
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
 CLOSE_S = 8.0  # workers end in half a second
 # An HTTP server starts all the same: not on port 8787 of every interface, its default.
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
-CONTROLLER_THREADS = 64  # Prefect tasks wait in them: two iterations of a plan of up to 32 nodes at once
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit.
-
-    environment  what the controller needs to report to the run's Prefect server; None: it has it already
-    """
+    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
 
     scheduler_address: str
     ranks: tuple[Member, ...]
     controller: Member
     security: Security
-    environment: Mapping[str, str] | None = None
 
     @property
     def connection_args(self) -> dict[str, Any]:
@@ -79,7 +75,6 @@ class Cluster:
 @contextmanager
 def local_cluster(
     n_ranks: int,
-    environment: Mapping[str, str],
     *,
     gpus: bool = False,
     folder: Path,
@@ -87,11 +82,10 @@ def local_cluster(
 ) -> Iterator[Cluster]:
     """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
 
-    environment  for all workers: the Prefect server's address and login
-    gpus         each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
-                 offers `slot`
-    folder       where workers keep scratch files, and the cluster its keys
-    deadline_s   how long to wait for the workers
+    gpus        each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
+                offers `slot`
+    folder      where workers keep scratch files, and the cluster its keys
+    deadline_s  how long to wait for the workers
     Inside the context, clients of this process reach the cluster by its address alone: its keys stand in Dask's
     configuration. All processes are gone when the context ends. Raises ClusterError when the workers are not up in
     time.
@@ -102,7 +96,7 @@ def local_cluster(
         nannies.append(Nanny(*arguments, **options))
         return nannies[-1]
 
-    with _environment(environment), _own_keys(folder) as keys, dask.config.set({**SETTINGS, **keys}):
+    with _environment(UNTOLD), _own_keys(folder) as keys, dask.config.set({**SETTINGS, **keys}):
         security = Security(require_encryption=True)
         encrypted = {"protocol": "tls", "security": security}
         options = {"host": "127.0.0.1", "port": 0, **encrypted, **NO_DASHBOARD}
@@ -175,7 +169,7 @@ def _worker_spec(
         )
         for rank in range(n_ranks)
     }
-    controller = worker(CONTROLLER_THREADS, CONTROLLER_RESOURCE, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    controller = worker(1, CONTROLLER_RESOURCE, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     return {**ranks, "controller": controller}
 
 
@@ -244,7 +238,6 @@ def found_cluster(
     *,
     folder: Path,
     devices_per_host: int = 1,
-    environment: Mapping[str, str] | None = None,
     deadline_s: float = START_DEADLINE_S,
     assumed: DeviceProfile | None = None,
     needs: Mapping[int, float] | None = None,
@@ -254,8 +247,6 @@ def found_cluster(
 
     folder            the run folder: every host must see it
     devices_per_host  ranks of the plan that must share a host
-    environment       the Prefect server's address and login, which the controller reports to as soon as the
-                      run holds its lease
     deadline_s        how long to wait for enough workers
     again             the cluster was there and has lost its scheduler or controller: both are waited for
     assumed, needs    what the devices were taken for by a plan that nobody told, and its bytes of tensors by rank
@@ -270,7 +261,7 @@ def found_cluster(
         refuse_private_folder(client, serving, folder)
         if assumed is not None:
             refuse_other_devices(client, cluster.ranks, assumed, devices_per_host, needs or {})
-        yield replace(cluster, environment=environment)
+        yield cluster
 
 
 def _connected(address: str, deadline_s: float) -> Client:
@@ -326,7 +317,7 @@ def _too_few(
     if not controllers:
         return (
             f"the cluster at {address} has no controller. "
-            f"Start one: dask worker {address}{here} --name controller --nthreads {CONTROLLER_THREADS} "
+            f"Start one: dask worker {address}{here} --name controller --nthreads 1 "
             f"--resources controller=1"
         )
     found = f"{len(offered)} (workers with a GPU or slot resource)"

@@ -1,7 +1,6 @@
 """The demo's stages: what comes before PPO, from random weights on, and the measurement of a model."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from flows.server import prefect_server
 from flows.sft import sft
 from flows.terminal import entering
 from rlhf_tasks.config import AnyConfig, ConfigError, PPOConfig, make_config, resolve_paths
+from rlhf_tasks.reading import read_json, reading
 from rlhf_tasks.samples_folder import read_samples
 
 RANKS = 4
@@ -61,7 +61,7 @@ class Demo:
         folder = self.folder / "stages" / config.name
         summary = folder / "summary.json"
         if summary.exists():
-            return json.loads(summary.read_text())
+            return read_json(summary, remedy=f"Remove it: the demo goes on with {config.name}.")
         begun = str(folder) if (folder / "config.json").exists() else None
         return await stage_flow(config, begun)
 
@@ -80,8 +80,8 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
     seed = settle_seed(place, seed)
     with (
         ending_in_time(asyncio.current_task()),
-        prefect_server(place) as server,
-        entering("cluster", local_cluster(RANKS, server.environment, folder=place / "scratch")) as cluster,
+        prefect_server(place),
+        entering("cluster", local_cluster(RANKS, folder=place / "scratch")) as cluster,
     ):
         yield Demo(place, seed, cluster.scheduler_address)
 
@@ -89,7 +89,8 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
 def settle_seed(place: Path, seed: int | None) -> int:
     """The seed of the demo in a folder, written down by whoever begins it. Raises ConfigError for another one."""
     record = place / "seed"
-    begun = int(record.read_text()) if record.exists() else None
+    with reading(record, "no seed of a demo", remedy="Remove it, and name the demo's seed."):
+        begun = int(record.read_text(encoding="utf-8")) if record.exists() else None
     if begun is not None and seed not in (None, begun):
         raise ConfigError(f"{place} holds the demo of seed {begun}. For seed {seed} name another folder.")
     settled = seed if begun is None else begun

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rlhf_tasks.checkpoint import KEPT_AT_LEAST, step_folders
 from rlhf_tasks.config import AnyConfig, ConfigError
+from rlhf_tasks.durable import existing
 from rlhf_tasks.parallel.shape import ModelShape, parameters
 
 FULL_BYTES = (
@@ -61,10 +62,9 @@ def disk_need(
 def refuse_full_disk(need: DiskNeed, place: Path) -> None:
     """Raises ConfigError when the disk of a run folder, or of the folder where it will be made, has no room for what
     the run will write; commits that are there already are counted in."""
-    there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
     there_bytes = sum(path.stat().st_size for folder in step_folders(place) for path in folder.iterdir())
     needed_bytes = need.total_bytes - min(there_bytes, need.commit_bytes * need.commits)
-    free_bytes = shutil.disk_usage(there).free
+    free_bytes = shutil.disk_usage(existing(place)).free
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"{place} needs {needed_bytes} bytes and its disk has {free_bytes} free: {need.commits} commits of "
@@ -87,7 +87,7 @@ def full_disk(error: BaseException, folder: Path, needed_bytes: int | None = Non
             break
         full = full or "No space left on device" in str(cause)
         cause = cause.__cause__ or cause.__context__
-    free_bytes = shutil.disk_usage(folder).free
+    free_bytes = shutil.disk_usage(existing(folder)).free
     if not full and free_bytes > FULL_BYTES:
         return None
     needs = "" if needed_bytes is None else f" needs {needed_bytes} bytes,"

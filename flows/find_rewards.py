@@ -8,6 +8,7 @@ import ast
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], is_
         if function is not None:
             _check_parameters(reward, function, columns)
     return [warning for number, reward in enumerate(rewards) for warning in _literals(number, reward.kwargs)]
+
+
+def blocks_named(rewards: Sequence[RewardFunction]) -> list[str]:
+    """The Prefect Secret blocks that rewards' kwargs name."""
+    named = {secret_named(value) for reward in rewards for value in reward.kwargs.values()}
+    return sorted(name for kind, name in filter(None, named) if kind == "block")
 
 
 def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -85,10 +92,14 @@ def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
         return None
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        spec = None if find is None else find(name, path)
-        if spec is not None:
-            return spec
-    return None
+        with suppress(KeyError):  # a folder without __init__.py in a package that is not imported
+            spec = None if find is None else find(name, path)
+            if spec is not None:
+                return spec
+    folders = [str(Path(place, name.rpartition(".")[2])) for place in path or ()]
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [folder for folder in folders if Path(folder).is_dir()]
+    return spec if spec.submodule_search_locations else None
 
 
 def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:

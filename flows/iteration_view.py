@@ -7,7 +7,8 @@ the lag nor what is held here grows with the number of iterations:
 - Iterations that have waited for longer than `VIEW_LAG_S` become one subflow, `it-00042..00047`, whose task runs
   reach from the first to the last of them. Its message says so. So an iteration is shown, whole, `VIEW_LAG_S` and the
   time that two subflows take to be written after its end, as long as the server answers.
-- While the server is away everything waits, merged. What it has not taken `GIVE_UP_S` after the run's end is named.
+- While the server is away everything waits, merged. What it has not taken `GIVE_UP_S` after the run's end is named,
+  as is a subflow that it refuses: somebody has deleted it, for example.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import StateType
 from prefect.runtime import flow_run
 
-from flows.prefect_api import Away, PrefectApi
+from flows.prefect_api import Away, PrefectApi, Refused
 from flows.subflows import NodeRun, Subflow, end_subflow, events_of, news_of, open_subflow
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.transport import Aborted, Committed, NodeBegun, NodeEnded, NotEntered, RunSpec
@@ -45,6 +46,7 @@ class IterationView:
         self._spec, self._api = spec, api
         self._plans = spec.plans
         self._shown: deque[Subflow] = deque()  # in order of entering; the oldest are open, the others wait
+        self._refused: list[str] = []
         self._running: dict[tuple[int, int], Subflow] = {}  # iteration, generation -> what has no end yet
         self._news = asyncio.Event()
         self._unsent: list[dict[str, Any]] = []  # events that Prefect has not confirmed
@@ -134,7 +136,7 @@ class IterationView:
     @property
     def unshown(self) -> list[str]:
         """Names of the subflows that Prefect does not show to their end."""
-        return [subflow.name for subflow in self._shown]
+        return [*self._refused, *(subflow.name for subflow in self._shown)]
 
     async def _finish(self, seconds: float, away_s: float) -> None:
         self._closing = True
@@ -161,6 +163,8 @@ class IterationView:
                     await self._write(client, due)
                 except Away:
                     await asyncio.sleep(self._api.wait_s)
+                except Refused as refusal:
+                    self._drop(due, str(refusal))
 
     def _due(self) -> Subflow | None:
         """The oldest subflow of which there is something to write. None is opened before those that are older."""
@@ -175,7 +179,7 @@ class IterationView:
         return None
 
     async def _write(self, client: PrefectClient, subflow: Subflow) -> None:
-        """Bring Prefect up to date on a subflow. Raises Away; what was not confirmed is sent again."""
+        """Bring Prefect up to date on a subflow. Raises Refused, and Away: what was not confirmed is sent again."""
         subflow.opening = True
         if subflow.id is None:
             subflow.id = await self._api.ask(lambda: self._open(client, subflow))
@@ -187,6 +191,13 @@ class IterationView:
         if subflow.end is not None and not news_of(subflow):
             await self._api.ask(lambda: end_subflow(client, subflow))
             self._shown.remove(subflow)
+
+    def _drop(self, subflow: Subflow, why: str) -> None:
+        """Prefect will not show a subflow to its end."""
+        logger.warning("Prefect refuses %s, which is left out: %s", subflow.name, why)
+        self._shown.remove(subflow)
+        self._refused.append(subflow.name)
+        self._unsent, self._flow_id = [], None  # that flow may be what is gone
 
     async def _open(self, client: PrefectClient, subflow: Subflow) -> UUID:
         if self._flow_id is None:

@@ -7,6 +7,7 @@ that does not answer changes nothing.
 """
 
 import asyncio
+import contextvars
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,7 @@ from httpx import HTTPError
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import ObjectNotFound, Pause, PrefectException
+from prefect.exceptions import Pause, PrefectException
 from prefect.states import Paused, Running, Suspended
 
 from flows.run_folder import take_order
@@ -28,6 +29,7 @@ from flows.run_folder import take_order
 LOOK_EVERY_S = 0.5  # for a file in the run folder
 ASK_EVERY_S = 3.0  # the Prefect server, for states
 ANSWER_S = 20.0  # it answers within this, or is asked again later
+NO_ANSWER = (HTTPError, PrefectException, TimeoutError, OSError)
 FINAL = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class Orders:
     wanted  the order
     why     who gave it, for messages
     held    the step at which the run is paused; None while it goes on, or to a commit
+    left    the flow run's state when it was to LEAVE: a later one is that of the process that goes on with it
     say     tells the user a line
     """
 
@@ -71,6 +74,7 @@ class Orders:
         self.wanted = Order.GO_ON
         self.why = ""
         self.held: int | None = None
+        self.left: UUID | None = None
         self.say = say
         self._news = asyncio.Event()
 
@@ -81,16 +85,16 @@ class Orders:
         ):
             return
         if order is not self.wanted:
-            self.say(f"the run is to {order.value} ({why})")
             self.wanted, self.why = order, why
             self._news.set()
+            self.say(f"the run is to {order.value} ({why})")
 
     def hold(self, step: int | None) -> None:
         """The run is held at a commit; None: it is not any more."""
-        if step is not None and step != self.held and self.wanted in (Order.PAUSE, Order.RELEASE):
-            self.say(f"paused at commit {step}")
-        self.held = step
+        told, self.held = self.held, step
         self._news.set()
+        if step is not None and step != told and self.wanted in (Order.PAUSE, Order.RELEASE):
+            self.say(f"paused at commit {step}")
 
     async def news(self) -> None:
         """Wait until there is another order, or the run is held. One at a time may wait."""
@@ -107,14 +111,13 @@ class Orders:
 @asynccontextmanager
 async def watched_orders(folder: Path, flow_run_id: str, say: Callable[[str], None]) -> AsyncIterator[Orders]:
     """The orders to the run of a flow run, from its folder and from Prefect, while the context lasts."""
-    orders, ended = Orders(say), threading.Event()
-    folders = threading.Thread(
-        target=_watch_folder,
-        args=(folder, orders, asyncio.get_running_loop(), ended),
-        name="orders",
-        daemon=True,
-    )
-    folders.start()
+    orders, ended, loop = Orders(say), threading.Event(), asyncio.get_running_loop()
+    context = contextvars.copy_context()  # a thread has none, and `say` writes to the flow run's log
+
+    def give(order: Order, why: str) -> None:
+        loop.call_soon_threadsafe(orders.give, order, why, context=context)
+
+    threading.Thread(target=_watch_folder, args=(folder, give, ended), name="orders", daemon=True).start()
     states = asyncio.create_task(StateWatch(UUID(flow_run_id), orders).run())
     try:
         yield orders
@@ -127,15 +130,12 @@ async def watched_orders(folder: Path, flow_run_id: str, say: Callable[[str], No
 # --- the file in the run folder -------------------------------------------------------------------------
 
 
-def _watch_folder(
-    folder: Path, orders: Orders, loop: asyncio.AbstractEventLoop, ended: threading.Event
-) -> None:
+def _watch_folder(folder: Path, give: Callable[[Order, str], None], ended: threading.Event) -> None:
     """On a thread: a cluster that starts blocks the event loop."""
-    take_order(folder)  # it was left for a process that has ended
     while not ended.wait(LOOK_EVERY_S):
         command = take_order(folder)
         if command in COMMANDS:
-            loop.call_soon_threadsafe(orders.give, COMMANDS[command], f"prefect-rlhf {command}")
+            give(COMMANDS[command], f"prefect-rlhf {command}")
         elif command is not None:
             logger.warning("%r, left in %s, is no order", command[:80], folder)
 
@@ -153,7 +153,8 @@ class StateWatch:
         self._own = flow_run_id
         self._orders = orders
         self._chain: list[UUID] = []  # the flow run, then what it is part of
-        self._seen: dict[UUID, UUID] = {}  # flow run -> its newest state that was looked at, or set by us
+        self._flow: UUID | None = None  # of the flow run, once that has been seen
+        self._seen: dict[UUID, State] = {}  # flow run -> its newest state that was looked at, or set by us
 
     async def run(self) -> None:
         """Ask for ever."""
@@ -164,9 +165,7 @@ class StateWatch:
                         async with asyncio.timeout(ANSWER_S):
                             await self._look(client)
                         await asyncio.sleep(ASK_EVERY_S)
-            except ObjectNotFound:
-                self._orders.give(Order.END, "its flow run was deleted")
-            except (HTTPError, PrefectException, TimeoutError, OSError) as error:
+            except NO_ANSWER as error:
                 logger.debug("the flow run's state is not known now: %r", error)
             await asyncio.sleep(ASK_EVERY_S)
 
@@ -176,14 +175,25 @@ class StateWatch:
         asked = FlowRunFilter(id=FlowRunFilterId(any_=self._chain))
         runs = {run.id: run for run in await client.read_flow_runs(flow_run_filter=asked)}
         if self._own not in runs:
-            raise ObjectNotFound(KeyError(self._own))
-        news = [run for run in runs.values() if run.state and self._seen.get(run.id) != run.state.id]
-        for run in news:
-            assert run.state is not None
-            self._seen[run.id] = run.state.id
+            if self._flow is not None:
+                await client.read_flow(
+                    self._flow
+                )  # not found where the data base is a new one: no news of the run
+                self._orders.give(Order.END, "its flow run was deleted")
+            return
+        self._flow = runs[self._own].flow_id
+        seen = {run_id: state.id for run_id, state in self._seen.items()}
+        news = [(run.state, run) for run in runs.values() if run.state and seen.get(run.id) != run.state.id]
+        for state, run in sorted(news, key=lambda new: new[0].timestamp):
+            before = self._seen.get(run.id)
+            self._seen[run.id] = state
             order = order_of(run)
+            if order is Order.GO_ON and (before is None or not is_pause(before)):
+                continue  # it has begun: nobody has resumed it
             if order is not None:
-                self._orders.give(order, f"flow run {run.name!r} is {run.state.name}")
+                self._orders.give(order, f"flow run {run.name!r} is {state.name}")
+        if self._orders.wanted is Order.LEAVE and self._orders.left is None:
+            self._orders.left = self._seen[self._own].id
         for run in runs.values():
             await self._show(client, run)
 
@@ -195,13 +205,13 @@ class StateWatch:
             state = paused_state(run, step, self._orders.wanted)
             if (shown.type, shown.name, shown.message) == (state.type, state.name, state.message):
                 return
-        elif self._orders.wanted in (Order.GO_ON, Order.STOP) and shown.name in ("Paused", "Suspended"):
+        elif self._orders.wanted in (Order.GO_ON, Order.STOP) and (is_pause(shown) or is_resumed(run)):
             state = Running(message=f"Resumed: {self._orders.why}")
         else:
             return
         result = await client.set_flow_run_state(run.id, state, force=True)
         if result.state is not None:
-            self._seen[run.id] = result.state.id
+            self._seen[run.id] = result.state
 
 
 async def _chain(client: PrefectClient, flow_run_id: UUID) -> list[UUID]:
@@ -222,7 +232,7 @@ def order_of(run: FlowRun) -> Order | None:
 
     Suspended, as the UI's Pause sets it, means that Prefect schedules the flow run again when it is resumed: its
     process leaves. So does a pause which has given the deployment's slot to others, and a flow run that is scheduled
-    again already.
+    again already. Without a deployment nobody starts the flow run again: its process stays, and goes on.
     """
     state = run.state
     assert state is not None
@@ -232,11 +242,24 @@ def order_of(run: FlowRun) -> Order | None:
         return Order.LEAVE if state.state_details.pause_reschedule or holds_slot(state) else Order.PAUSE
     if state.type is StateType.CANCELLING:
         return Order.CANCEL
+    if is_resumed(run):
+        return Order.GO_ON
     if state.type in (StateType.SCHEDULED, StateType.PENDING):
         return Order.LEAVE
-    if state.type is StateType.RUNNING and state.name != "Paused":
+    if state.type is StateType.RUNNING and not is_pause(state):
         return Order.GO_ON
     return Order.END if state.type in FINAL else None
+
+
+def is_pause(state: State) -> bool:
+    """Whether a flow run is shown as paused: with the slot of its deployment kept, by the name alone."""
+    return state.type is StateType.PAUSED or state.name == "Paused"
+
+
+def is_resumed(run: FlowRun) -> bool:
+    """Whether a suspended flow run was resumed that only its own process can go on with."""
+    assert run.state is not None
+    return run.deployment_id is None and run.state.type in (StateType.SCHEDULED, StateType.PENDING)
 
 
 def paused_state(run: FlowRun, step: int, order: Order) -> State[None]:
@@ -257,21 +280,30 @@ def paused_state(run: FlowRun, step: int, order: Order) -> State[None]:
     return state.model_copy(update={"message": message})
 
 
-async def leave_to_prefect(flow_run_id: str, step: int) -> NoReturn:
+async def leave_to_prefect(flow_run_id: str, step: int, left: UUID | None) -> NoReturn:
     """Leave the flow run as suspended: the process ends, and Prefect starts it again when it is resumed. Raises
-    `prefect.exceptions.Pause`, which the flow is to let pass."""
+    `prefect.exceptions.Pause`, which the flow is to let pass.
+
+    left  the flow run's state when the order came; one that runs in a later one was started again already
+    """
     state: State[None] = Paused()
-    async with asyncio.timeout(ANSWER_S), get_client() as client:
-        run = await client.read_flow_run(UUID(flow_run_id))
-        if run.state is not None and run.state.type in (StateType.PAUSED, StateType.RUNNING):
-            state = Paused() if run.deployment_id is None else Suspended()
-            if run.state.type is StateType.PAUSED:
-                limit = {"pause_timeout": run.state.state_details.pause_timeout}
-                details = state.state_details.model_copy(update=limit)
-                state = state.model_copy(update={"state_details": details})
-            message = f"at commit {step}; devices are released"
-            state = state.model_copy(update={"message": message})
-            await client.set_flow_run_state(run.id, state, force=True)
+    try:
+        async with asyncio.timeout(ANSWER_S), get_client() as client:
+            run = await client.read_flow_run(UUID(flow_run_id))
+            shown = run.state
+            if shown is not None and (
+                shown.type is StateType.PAUSED or (shown.type is StateType.RUNNING and shown.id == left)
+            ):
+                state = Paused() if run.deployment_id is None else Suspended()
+                details = state.state_details
+                if shown.type is StateType.PAUSED:
+                    limit = {"pause_timeout": shown.state_details.pause_timeout}
+                    details = details.model_copy(update=limit)
+                message = f"at commit {step}; devices are released"
+                state = state.model_copy(update={"state_details": details, "message": message})
+                await client.set_flow_run_state(run.id, state, force=True)
+    except NO_ANSWER as error:  # it is suspended all the same
+        logger.warning("Prefect does not show that the run has left at commit %d: %r", step, error)
     raise Pause(state=state)
 
 

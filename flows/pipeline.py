@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 from flows.demo import demo_at, make_models, measure, settle_seed
 from flows.ppo import rlhf_ppo
 from rlhf_tasks.durable import replace_file
+from rlhf_tasks.reading import read_json
 
 
 def _run_name() -> str:
@@ -30,7 +31,7 @@ async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, A
     finished = place / "summary.json"
     if finished.exists():
         settle_seed(place, seed)
-        return json.loads(finished.read_text(encoding="utf-8"))
+        return read_json(finished, remedy="Remove it: the demo's last stage writes it again.")
     with demo_at(place, seed) as demo:
         policy = await make_models(demo)
         before = await measure(demo, policy.roles()["actor"].folder, "before")

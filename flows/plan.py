@@ -58,7 +58,7 @@ async def plan(
     limit_s = settings.planning.time_limit_s if time_limit_s is None else time_limit_s
     seed = settings.seed if seed is None else seed
     result = await asyncio.to_thread(plan_for, problem, mode, limit_s, seed)
-    await artifacts.show_plan(result.plan)
+    await artifacts.show_page(await asyncio.to_thread(artifacts.plan_page, result.plan))
     stretched = extrapolation(result.plan, problem.model)
     if stretched is not None:
         get_run_logger().warning(stretched)

@@ -1,5 +1,6 @@
 """Planned against measured: what the planner expected of a run's plan beside what its ranks' clocks say."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from rlhf_tasks.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
 Row = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
 ENOUGH = 3
 """Iterations under a plan, the first among them, before its figures are gone by."""
@@ -140,7 +142,8 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
 
 
 def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any]) -> bool:
-    """Keep what a run found of its calls where it drifted from the plan: the next plan goes by it.
+    """Keep what a run found of its calls where it drifted from the plan: the next plan goes by it. A file that cannot
+    be written ends no run.
 
     found  of `planned_and_measured`; figures of fewer than ENOUGH iterations say too little to be kept
     """
@@ -157,7 +160,11 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
         for node in plan.nodes
         if isinstance(node, CallNode) and LEAST_S <= measured[node.name]["measured"] <= MOST_S
     ]
-    keep_figures(expected.figures, ran)
+    try:
+        keep_figures(expected.figures, ran)
+    except OSError as error:
+        logger.warning("the measured figures of this run are not kept: %s", error)
+        return False
     return True
 
 

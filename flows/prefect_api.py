@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from httpx import HTTPError, HTTPStatusError
 from prefect.context import SettingsContext, get_settings_context
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 T = TypeVar("T")
@@ -19,6 +19,7 @@ PAUSE_S = 5.0  # after a failure nothing is sent for so long; twice as long afte
 LONGEST_PAUSE_S = 60.0
 BUSY = {408, 429, 502, 503}  # the server is there, and asks to come again: SQLite's lock is taken
 BUSY_PAUSE_S = 0.3
+NO_LOGIN = {401, 403}  # said of whoever asks, not of what is asked for: nothing else would be taken either
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +28,30 @@ class Away(Exception):
     """The server was not asked, or has not answered in time."""
 
 
-def is_unreachable(error: Exception) -> bool:
-    """Whether an error says that Prefect's server does not answer. Before a flow run begins, Prefect's engine says so
-    by a RuntimeError."""
-    return isinstance(error, HTTPError) or str(error).startswith("Failed to reach API at")
+class Refused(Exception):
+    """The server is there, and does not take this: what it is about is gone, for example. Asking again is in vain."""
+
+
+def is_prefects(error: Exception) -> bool:
+    """Whether an error is of Prefect's server: it does not answer, refuses, or has lost the flow run with its data
+    base. Before a flow run begins, Prefect's engine says so by a RuntimeError."""
+    return isinstance(error, HTTPError | ObjectNotFound) or str(error).startswith("Failed to reach API at")
+
+
+def what_is_wrong(error: Exception) -> str:
+    """What Prefect's server does instead of what it is asked for."""
+    if isinstance(error, ObjectNotFound):
+        return "does not know the flow run any more"
+    if _status(error) in NO_LOGIN:
+        return f"refuses the login ({error})"
+    return f"{'refuses what it is asked for' if _is_refusal(error) else 'does not answer'} ({error})"
 
 
 class PrefectApi:
     """A circuit breaker: after a failure the server is left alone for a while, which is said once.
 
     run      the run's name, for the log
-    skipped  pieces of work that were left out since the server was away
+    skipped  pieces of work that were left out: the server was away, or refused them
     unshown  names of subflows that Prefect does not show to their end
     away_s   seconds in which it was
     """
@@ -78,14 +92,14 @@ class PrefectApi:
 
     async def show(self, work: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T | None:
         """Do a piece of work that may be left out; None where it was."""
-        with suppress(Away):
+        with suppress(Away, Refused):
             return await self.ask(work, limit_s)
         self.skipped += 1
         return None
 
     async def ask(self, work: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
-        """Do a piece of work within its time, `ANSWER_S` by default. Raises Away, at once while the server is left
-        alone."""
+        """Do a piece of work within its time, `ANSWER_S` by default. Raises Refused, and Away: at once while the
+        server is left alone."""
         limit_s = ANSWER_S if limit_s is None else limit_s
         if self.wait_s > 0:
             raise Away(f"no answer for {self.outage_s:.0f} s")
@@ -95,7 +109,10 @@ class PrefectApi:
                 with SettingsContext(profile=profile, settings=settings):
                     answer = await _patiently(work)
         except (HTTPError, PrefectException, OSError, TimeoutError) as error:
-            raise self._failed(error, limit_s) from None
+            if not _is_refusal(error):
+                raise self._failed(error, limit_s) from None
+            self._answered()
+            raise Refused(str(error)) from None
         self._answered()
         return answer
 
@@ -116,6 +133,18 @@ class PrefectApi:
             logger.warning("the Prefect server answers again, after %.0f s", self.outage_s)
             self._away_before_s += self.outage_s
             self._away_since = None
+
+
+def _status(error: Exception) -> int:
+    """Of a server's answer, 0 where there is none."""
+    found = getattr(error, "http_exc", error)  # in what Prefect's client makes of some answers
+    return found.response.status_code if isinstance(found, HTTPStatusError) else 0
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a server answers that it will not do what it is asked for."""
+    status = _status(error)
+    return 400 <= status < 500 and status not in BUSY | NO_LOGIN
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:

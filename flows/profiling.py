@@ -63,8 +63,8 @@ async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
 
     with (
         ending_in_time(asyncio.current_task()),
-        prefect_server(folder) as server,
-        cluster_of(config, folder, server.environment) as cluster,
+        prefect_server(folder),
+        cluster_of(config, folder) as cluster,
     ):
         await run_training(
             profile_plan(pieces, n_devices, per_host),

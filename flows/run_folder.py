@@ -193,6 +193,7 @@ def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
             f"{folder} is in use by a run that goes on. Wait for it or choose another name."
         ) from None
     try:
+        take_order(folder)  # it was left for a process that has ended
         yield
     finally:
         lock.release()

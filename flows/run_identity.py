@@ -9,15 +9,19 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from flows.prepare import Prepared
 from flows.run_folder import CONFIG, taken
 from rlhf_tasks.accepted import Accepted, last_accepted, write_accepted
 from rlhf_tasks.checkpoint import lost_commits, step_folder, steps_of
 from rlhf_tasks.config import AnyConfig, ConfigError, make_config
-from rlhf_tasks.durable import replace_file, write_file
+from rlhf_tasks.durable import replace_file, sync, write_file
 from rlhf_tasks.journals import (
     EMPTY,
     JOURNALS,
@@ -30,11 +34,13 @@ from rlhf_tasks.journals import (
 from rlhf_tasks.manifest import CheckpointError, Manifest, read_manifest
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.plan_log import PLAN
+from rlhf_tasks.reading import MOST_JSON_BYTES, read_bytes, reading
 
 DATA, MODELS = "data.sha256", "models.json"
 FREE = ("cluster", "keep_last", "name", "output_dir", "resume", "runtime")
 """Keys of a configuration that no result depends on."""
 
+_DIGESTS = TypeAdapter(dict[str, dict[str, str]])
 _READ_OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model")
 _WHOLE_BYTES = 64 << 20  # a file up to this size is hashed as a whole
 _SAMPLES, _SAMPLE_BYTES = (
@@ -101,9 +107,12 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     _refuse_another_model(folder, manifest, prepared.config)
     changes = list(_changed_keys(_committed_config(folder, manifest), _compared(prepared.config)))
     kept = folder / DATA
-    if kept.exists() and kept.read_text() != prepared.data_digest:
+    if kept.exists() and kept.read_bytes() != prepared.data_digest.encode():
         changes.append(f"{prepared.config.data.train} has other rows")
-    changes += _changed_models(folder / MODELS, model_digests(prepared.config))
+    try:
+        changes += _changed_models(folder / MODELS, model_digests(prepared.config))
+    except ConfigError as damaged:
+        changes.append(str(damaged).rstrip("."))
     for name, mark in _marks(folder, manifest).items():
         try:
             Journal(folder / name, mark)
@@ -211,8 +220,11 @@ def _digest(path: Path) -> str:
 
 
 def _changed_models(kept: Path, now: dict[str, dict[str, str]]) -> list[str]:
-    """A folder that the configuration names anew is a change of its key."""
-    before = json.loads(kept.read_text()) if kept.exists() else {}
+    """A folder that the configuration names anew is a change of its key. Raises ConfigError for a damaged record."""
+    before: dict[str, dict[str, str]] = {}
+    if kept.exists():
+        with reading(kept, "no digests of models"):
+            before = _DIGESTS.validate_json(read_bytes(kept, MOST_JSON_BYTES))
     return [
         f"model folder {folder} has changed: {', '.join(files)}"
         for folder in before.keys() & now.keys()
@@ -236,7 +248,18 @@ def _mended(path: Path, mark: JournalMark, step: int) -> JournalMark:
             path.unlink(missing_ok=True)
             return EMPTY
         rows = b"".join(line for line in committed_lines(path, mark.size_bytes) if is_row(line))
-        os.replace(path, path.with_name(f"{path.name}.damaged-{step}"))
-        write_file(path, rows)
+        mended = path.with_name(f".{path.name}.mended")
+        write_file(mended, rows)
+        _put_aside(path, f"{path.name}.damaged-{step}")
+        mended.rename(path)  # whenever this process ends, the journal is the damaged one or the mended one
+        sync(path.parent)
         return JournalMark(size_bytes=len(rows), sha256=hashlib.sha256(rows).hexdigest())
     return mark
+
+
+def _put_aside(path: Path, name: str) -> None:
+    """Give a file a second name that no other has, `name` or one like it."""
+    for number in count(1):
+        with suppress(FileExistsError):
+            os.link(path, path.with_name(name if number == 1 else f"{name}-{number}"))
+            return

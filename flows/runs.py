@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from flows.disk_room import full_disk
 from flows.ending import ending_in_time
 from flows.model_card import model_card
 from flows.orders import Order, Orders, leave_to_prefect, watched_orders
-from flows.planned import keep_drift, planned, planned_and_measured
+from flows.planned import Planned, keep_drift, planned, planned_and_measured
 from flows.planning import hardware_of
 from flows.prefect_api import PrefectApi
 from flows.prepare import Prepared, prepare
 from flows.replanning import Replanning
+from flows.restarts import Restarts
 from flows.run_folder import open_run, remember_folder, run_folder_of, taken
 from flows.run_identity import keep_identity, refuse_changes
 from flows.run_view import RunView
@@ -40,9 +41,9 @@ from rlhf_tasks.durable import replace_file
 from rlhf_tasks.failpoints import Point, reach
 from rlhf_tasks.journals import LINEAGE, METRICS
 from rlhf_tasks.plan_log import logged_changes
+from rlhf_tasks.reading import read_json
 
 SUMMARY = "summary.json"
-RESTARTS = "restarts.json"
 ENDS_S = 600.0  # what the process before may take to end where Prefect starts a flow run again
 
 
@@ -57,49 +58,74 @@ async def carry_out(
     Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can mend,
     RunFailed for what happened on the way, and Prefect's signals where the flow run is suspended or was ended.
     """
-    started_again = (flow_run.run_count or 1) > 1
+    begun = flow_run.run_count or 1  # so often, by Prefect's automation among others
     folder, config = open_run(config, run_folder, flow_run.id)
     if config.type != algorithm:
         raise ConfigError(
             f"{folder} is a run of type {config.type!r}, and this flow carries out {algorithm!r}. Go on with it by "
             f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
         )
+    most = config.runtime.max_restarts
+    if folder is None and begun > 1 + most:
+        raise RunFailed(
+            f"its process has ended {begun - 1} times without a run folder (runtime.max_restarts={most}). Start a "
+            "new flow run."
+        )
+    blocks = await secret_blocks(config)  # once: a later attempt needs no server for them
+    made = _prepared(config, None) if folder is None else None  # a run that is refused leaves no folder
+    with (
+        run_folder_of(config, folder) as place,
+        ending_in_time(asyncio.current_task()),
+        taken(place, ENDS_S if begun > 1 else 0.0),
+    ):
+        remember_folder(place, flow_run.id)
+        restarts = Restarts(place, most)
+        rebuilds = restarts.begin(
+            started_again=begun > 1
+        )  # at once: whatever ends the process from here on counts
+        prepared, expected = made or _prepared(config, place)
+        with prefect_server(place):
+            keep_identity(place, prepared)
+            view = RunView(prepared, place, expected)
+            try:
+                await view.begin()
+                async with watched_orders(place, flow_run.id, view.say) as orders:
+                    attempts = Attempts(prepared, place, blocks, view, orders, restarts)
+                    order = await attempts.run(rebuilds)
+                return await _end(order, orders, prepared, place, view)
+            finally:
+                await view.close()
+
+
+def _prepared(config: AnyConfig, folder: Path | None) -> tuple[Prepared, dict[int, Planned]]:
+    """A configuration that was found fit, and what is expected of its plans."""
     prepared = prepare(config, folder)
     if folder is not None:
         refuse_changes(folder, prepared)
     for warning in prepared.warnings:
         get_run_logger().warning(warning)
-    expected = {p.iteration: planned(config, p.plan) for p in prepared.plans}
-    with (
-        run_folder_of(config, folder) as folder,
-        ending_in_time(asyncio.current_task()),
-        taken(folder, ENDS_S if started_again else 0.0),
-        prefect_server(folder) as server,
-    ):
-        remember_folder(folder, flow_run.id)
-        keep_identity(folder, prepared)
-        view = RunView(prepared, folder, expected)
-        try:
-            await view.begin()
-            async with watched_orders(folder, flow_run.id, view.say) as orders:
-                order = await Attempts(prepared, folder, server.environment, view, orders).run(started_again)
-            if order is Order.LEAVE:
-                await leave_to_prefect(flow_run.id, newest_step(folder) or 0)
-            if order is Order.CANCEL:
-                return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
-            view.finishing()
-            summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning, view.api)
-            await view.end()
-            compared = summary["planned_and_measured"]
-            await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
-            if missing := view.api.missing():
-                view.say(
-                    f"Prefect's server was away for {missing['away_s']} s of the run, which went on without it; what "
-                    f"it does not show stands in {folder / SUMMARY}"
-                )
-            view.finished()
-        finally:
-            await view.close()
+    return prepared, {p.iteration: planned(config, p.plan) for p in prepared.plans}
+
+
+async def _end(
+    order: Order, orders: Orders, prepared: Prepared, folder: Path, view: RunView
+) -> dict[str, Any] | State[Any]:
+    """End a run as it was ordered: its summary, or its state."""
+    if order is Order.LEAVE:
+        await leave_to_prefect(flow_run.id, newest_step(folder) or 0, orders.left)
+    if order is Order.CANCEL:
+        return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
+    view.finishing()
+    await view.end()  # first: the summary says what Prefect does not show
+    summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning, view.api)
+    compared = summary["planned_and_measured"]
+    await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
+    if missing := view.api.missing():
+        view.say(
+            f"Prefect does not show all of the run, which went on without its server for {missing['away_s']} s: "
+            f"what is not there stands in {folder / SUMMARY}"
+        )
+    view.finished()
     return summary
 
 
@@ -107,50 +133,55 @@ class Attempts:
     """The attempts of a run, one after the other: where a controller or a scheduler is lost, and where devices were
     released, the next one goes on from the last commit.
 
-    Attempts that end without a commit are counted together with rebuilds, also across processes of one flow run that
-    Prefect starts again.
+    Attempts that end without a commit are counted together with rebuilds.
+
+    blocks  Prefect Secret block that rewards name -> its value
     """
 
     def __init__(
-        self, prepared: Prepared, folder: Path, environment: dict[str, str], view: RunView, orders: Orders
+        self,
+        prepared: Prepared,
+        folder: Path,
+        blocks: Mapping[str, str],
+        view: RunView,
+        orders: Orders,
+        restarts: Restarts,
     ) -> None:
-        self._prepared, self._folder, self._environment = prepared, folder, environment
-        self._view, self._orders = view, orders
+        self._prepared, self._folder, self._blocks = prepared, folder, dict(blocks)
+        self._view, self._orders, self._restarts = view, orders, restarts
 
-    async def run(self, started_again: bool) -> Order:
+    async def run(self, rebuilds: int) -> Order:
         """Until the run has reached its last iteration (GO_ON, or STOP before that), or ends for another order.
 
-        started_again  by Prefect: its process before was killed, or left
+        rebuilds  how many there were since the last commit, before this process
         """
-        if not started_again:
-            self._forget()
-        rebuilds, again = self._rebuilds() + 1 if started_again else 0, False
-        why = "its process has ended"
+        again = False
         while True:
-            self._count(rebuilds, why)
             try:
                 result = await self._attempt(rebuilds, again)
             except ControllerLost as lost:
-                rebuilds, again, why = lost.rebuilds + 1, True, str(lost)
+                rebuilds, again = lost.rebuilds + 1, True
+                self._restarts.count(rebuilds, str(lost))
                 self._view.say(f"{lost}: a new attempt begins at the last commit")
                 continue
             if result.order is Order.RELEASE:
                 order = await self._orders.released()
                 if order is Order.GO_ON or (order is Order.STOP and not newest_step(self._folder)):
                     rebuilds, again = 0, False
+                    self._restarts.count(rebuilds, "")
                     continue
                 if self._orders.wanted is Order.END:
                     raise Abort(self._orders.why)
-            self._forget()
+            self._restarts.forget()
             return self._orders.wanted if result.order is Order.RELEASE else result.order
 
     async def _attempt(self, rebuilds: int, again: bool) -> TrainingResult:
         prepared, config, view = self._prepared, self._prepared.config, self._view
         for change in logged_changes(self._folder)[len(view.replanning.plans) - 1 :]:
             await view.replanning.changed(change)  # written down, but not told before its controller was lost
-        expected, blocks = view.replanning.expected, await secret_blocks(config)
+        expected = view.replanning.expected
         view.starting()
-        cluster_context = cluster_of(config, self._folder, self._environment, expected[0].needs, again)
+        cluster_context = cluster_of(config, self._folder, expected[0].needs, again)
         with entering("cluster", cluster_context, view.say) as cluster:
             view.loading()
             return await run_training(
@@ -176,39 +207,14 @@ class Attempts:
                 rebuilds=rebuilds,
                 predicted_s=expected[0].price.duration_s,
                 peak_flops_per_s=expected[0].peak_flops_per_s,
-                blocks=blocks,
+                blocks=self._blocks,
             )
-
-    def _count(self, rebuilds: int, why: str) -> None:
-        """Write down that an attempt begins. Raises RunFailed when it is one too many."""
-        most = self._prepared.config.runtime.max_restarts
-        if rebuilds > most:
-            self._forget()
-            raise RunFailed(
-                f"{why} (after runtime.max_restarts={most} restarts without a commit in between). Resume to go on "
-                "from the last commit."
-            )
-        record = {"step": newest_step(self._folder), "rebuilds": rebuilds}
-        replace_file(self._folder / RESTARTS, json.dumps(record) + "\n")
-
-    def _rebuilds(self) -> int:
-        """How many there were since the newest commit, as far as it is written down; -1 where the process before this
-        one has left in order."""
-        try:
-            record = json.loads((self._folder / RESTARTS).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return -1
-        return record["rebuilds"] if record["step"] == newest_step(self._folder) else 0
-
-    def _forget(self) -> None:
-        (self._folder / RESTARTS).unlink(missing_ok=True)
 
 
 @contextmanager
 def cluster_of(
     config: AnyConfig,
     folder: Path,
-    environment: dict[str, str],
     needs: Mapping[int, float] | None = None,
     again: bool = False,
 ) -> Iterator[Cluster]:
@@ -224,7 +230,6 @@ def cluster_of(
             place.n_devices,
             folder=folder,
             devices_per_host=place.devices_per_host,
-            environment=environment,
             deadline_s=config.runtime.startup_timeout_s,
             assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
             needs=needs,
@@ -240,7 +245,6 @@ def cluster_of(
             )
         with local_cluster(
             place.n_devices,
-            environment,
             gpus=n_gpus > 0,
             folder=folder / "scratch",
             deadline_s=config.runtime.startup_timeout_s,
@@ -280,11 +284,10 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
 
 
 def _exported_step(folder: Path) -> int | None:
-    """How many iterations had been committed when the run's model was exported; None where it was not."""
-    try:
-        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["iterations"]
-    except FileNotFoundError:
-        return None
+    """How many iterations had been committed when the run's model was exported; None where nothing says so."""
+    with suppress(ConfigError):
+        return read_json(folder / SUMMARY).get("iterations")
+    return None
 
 
 def _export(commit: Path, prepared: Prepared, role: str, model: Path) -> None:

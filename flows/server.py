@@ -8,7 +8,6 @@ protection and an exact CORS origin; it ends when the context does, and also whe
 import logging
 import os
 import secrets
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,21 +18,25 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from inspect import isawaitable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from httpx import HTTPError, HTTPStatusError, InvalidURL
+from prefect.client.orchestration import get_client
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
+    PREFECT_API_REQUEST_TIMEOUT,
     PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
     get_current_settings,
     temporary_settings,
 )
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 from flows.ending import leave_if_cancelled
+from flows.prefect_api import NO_LOGIN
 from flows.terminal import entering
 from rlhf_tasks.config import ConfigError
 
@@ -41,6 +44,7 @@ START_DEADLINE_S = 300.0  # 10-17 s on two quiet cores the first time; shared ma
 STOP_DEADLINE_S = 10.0
 FOREIGN_ANSWER_S = 30.0  # of a server that takes the connection: a busy one may need some
 RESTARTS = 5  # of one that dies again and again
+LIVED_S = 600.0  # after which it is none of these: the count begins anew
 
 logger = logging.getLogger(__name__)
 
@@ -96,21 +100,29 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
 
 
 def refuse_dead_server() -> None:
-    """Raises ConfigError when the settings name a server and none answers there. Any answer will do: some have no
-    health route for everybody."""
+    """Raises ConfigError when the settings name a server and none answers there, or it refuses their login. Any other
+    answer will do: some have no such route."""
     api_url = PREFECT_API_URL.value()
     if not api_url:
         return
     try:
-        urllib.request.urlopen(f"{api_url}/health", timeout=FOREIGN_ANSWER_S).close()
-    except urllib.error.HTTPError:
-        return
-    except (OSError, ValueError, HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        if isinstance(reason, ssl.SSLError):
-            return  # Prefect has certificates of its own settings
+        with (
+            temporary_settings(
+                {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: FOREIGN_ANSWER_S}
+            ),
+            get_client(sync_client=True) as client,
+        ):
+            client.hello()
+    except HTTPStatusError as error:
+        status = error.response.status_code
+        if status in NO_LOGIN:
+            raise ConfigError(
+                f"PREFECT_API_URL={api_url}: the login was refused there (status {status}). Set "
+                "PREFECT_API_AUTH_STRING or PREFECT_API_KEY to one that the server knows."
+            ) from None
+    except (HTTPError, InvalidURL, OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"PREFECT_API_URL={api_url}: no Prefect server answers there ({reason}). Start it, or unset "
+            f"PREFECT_API_URL={api_url}: no Prefect server answers there ({error}). Start it, or unset "
             "PREFECT_API_URL and the run starts its own."
         ) from None
 
@@ -177,10 +189,14 @@ class OwnServer:
 
     def _watch(self) -> None:
         """Start a server that has died again, a few times. One that left in order left its home to another one."""
-        for again in range(RESTARTS + 1):
+        again = 0
+        while True:
             assert self._process is not None
+            began_s = time.monotonic()
             status = self._process.wait()
             _close_pipes(self._process)
+            if time.monotonic() - began_s >= LIVED_S:
+                again = 0
             self._stopping.wait(2.0 * again)  # what killed it so soon may pass
             with self._turn:
                 if self._stopping.is_set() or status == 0:
@@ -192,6 +208,7 @@ class OwnServer:
                     return
                 logger.warning("the Prefect server has died (status %d); it is started again", status)
                 self._process = self._spawn(urlsplit(self._api_url).port or 0)
+            again += 1
             with suppress(ServerError):  # it has died once more
                 self._address(self._process)
 

@@ -16,7 +16,7 @@ from flows.ending import TERMINATED, Terminated, Watch, ending_in_time, terminab
 from flows.pipeline import rlhf_pipeline
 from flows.planning import profile_folder
 from flows.ppo import rlhf_ppo
-from flows.prefect_api import is_unreachable
+from flows.prefect_api import is_prefects, what_is_wrong
 from flows.profiling import rlhf_profile
 from flows.reward_model import reward_model
 from flows.rollout import rollout
@@ -99,7 +99,7 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  whatever it is, its cause comes first and the way to go on
-        if is_unreachable(error):  # Prefect's engine gives up a flow run whose state it cannot report
+        if is_prefects(error):  # Prefect's engine gives up a flow run whose state it cannot report
             return _without_prefect(error, folder, again, began_s)
         _tell_end(full_disk(error, folder) or f"{type(error).__name__}: {error}", again)
         _keep_traceback(error, folder)
@@ -108,15 +108,16 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
 
 
 def _without_prefect(error: Exception, folder: Path, again: str, began_s: float) -> Any:
-    """The summary of a run that is complete though Prefect's server is away; ends with status 1 where it is not.
+    """The summary of a run that is complete though Prefect's server is away, or has a new data base; ends with
+    status 1 where it is not.
 
     began_s  when the command began: an older summary is another attempt's
     """
     path = folder / SUMMARY
     if not path.exists() or path.stat().st_mtime < began_s:
-        _tell_end(f"Prefect's server does not answer ({error}).", again)
+        _tell_end(f"Prefect's server {what_is_wrong(error)}.", again)
         raise SystemExit(1) from None
-    tell("Prefect's server is away, and does not show the run's end; the run is complete.")
+    tell("Prefect's server does not show the run's end; the run is complete.")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -80,8 +80,8 @@ class Subflow:
 
     @property
     def numbers(self) -> str:
-        """`00042`, or `00042..00047`."""
-        return f"{self.first:05d}" + (f"..{self.last:05d}" if self.last > self.first else "")
+        """`00042`, or `00042..00047`: people count from 1."""
+        return f"{self.first + 1:05d}" + (f"..{self.last + 1:05d}" if self.last > self.first else "")
 
     @property
     def name(self) -> str:
@@ -145,7 +145,7 @@ async def end_subflow(client: PrefectClient, subflow: Subflow) -> None:
     parts = [message[:CAUSE_LENGTH], subflow.interval()]
     if subflow.last > subflow.first:
         parts.append(
-            f"iterations {subflow.first} to {subflow.last} are shown as one: Prefect could not keep up"
+            f"iterations {subflow.first + 1} to {subflow.last + 1} are shown as one: Prefect could not keep up"
         )
     state = {"type": kind.value, "name": NAMES[kind], "message": "; ".join(part for part in parts if part)}
     await client.request(
@@ -275,7 +275,7 @@ def _message(subflow: Subflow, node: NodeRun, state: StateType) -> str:
 
 
 def _places(subflow: Subflow) -> str:
-    return str(subflow.first) + (f"..{subflow.last}" if subflow.last > subflow.first else "")
+    return str(subflow.first + 1) + (f"..{subflow.last + 1}" if subflow.last > subflow.first else "")
 
 
 def _moment(seconds: float) -> datetime:

@@ -18,7 +18,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file; none when the file is not there."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[Row]) -> dict[str, Any]:

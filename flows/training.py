@@ -51,6 +51,7 @@ from rlhf_tasks.transport import (
 
 logger = logging.getLogger(__name__)
 ASK_EVERY_S = 5.0  # whether the controller still answers
+HOOKS_S = 60.0  # what hooks may take after the last commit
 ANSWER_S = 60.0  # its event loop waits for nobody, but the interpreter is held while torch is imported
 
 
@@ -124,7 +125,8 @@ async def run_training(
     a flow.
 
     config          JSON-able; what the executor and the snapshots parse
-    on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged
+    on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged. It is
+                    to be quick: what it has not come to is kept, and given up `HOOKS_S` after the last commit
     on_plan         awaited among them for what came of a change of the plan
     api             the door to Prefect that the hooks use too
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
@@ -154,7 +156,8 @@ def next_attempt(run_folder: Path) -> int:
     """The number of a new attempt: 1, 2, ... Attempts at the same moment get different ones."""
     attempts = run_folder / ATTEMPTS
     attempts.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(path.name) for path in attempts.iterdir()), default=0)
+    made = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+    number = 1 + max(made, default=0)
     while True:
         try:
             os.close(os.open(attempts / str(number), os.O_CREAT | os.O_EXCL))
@@ -206,12 +209,7 @@ class Training:
 
     async def run(self) -> TrainingResult:
         """Hold the lease, follow the events, and leave nothing running."""
-        environment = self.cluster.environment
-        lease = {
-            "op": "rlhf_lease",
-            "spec": self.spec.model_dump_json().encode(),
-            "environment": None if environment is None else dict(environment),
-        }
+        lease = {"op": "rlhf_lease", "spec": self.spec.model_dump_json().encode()}
         try:
             comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
             await comm.write(lease)
@@ -226,7 +224,11 @@ class Training:
         try:
             step, order = await self._obey_and_follow(comm, writer, news)
             news.put_nowait(None)
-            await hooks
+            _, late = await asyncio.wait([hooks], timeout=HOOKS_S)
+            if late:
+                logger.warning(
+                    "the hooks take too long; of what they were to be told, %d are left out", news.qsize()
+                )
             await self._view.complete()
         except CommClosedError:
             what = "is gone"

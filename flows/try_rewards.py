@@ -1,14 +1,14 @@
 """Calls each reward of a configuration once, on a row of its data, in the process that it would run in."""
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from flows.find_rewards import blocks_named
 from rlhf_tasks.config import PPOConfig, RolloutConfig
 from rlhf_tasks.dataset import load_rows
-from rlhf_tasks.examples import prompt_example, read_example
+from rlhf_tasks.examples import prompt_example, read_examples
 from rlhf_tasks.reward_process import RewardProcess
 from rlhf_tasks.rewards import Answers, RewardError
 from rlhf_tasks.tokenizer import Tokenizer
@@ -29,12 +29,10 @@ class Tried(NamedTuple):
 def try_rewards(config: PPOConfig | RolloutConfig) -> Iterator[Tried]:
     """One after the other. The completion that they judge is the end of the row's own prompt.
 
-    Raises ConfigError for a Prefect block that is not there.
+    Raises ConfigError for a Prefect block that is not there, or has no server to be on.
     """
     blocks = {}
-    if os.environ.get(
-        "PREFECT_API_URL"
-    ):  # Prefect takes seconds to import, and without a server it would start one
+    if blocks_named(config.rewards):  # only then: Prefect takes seconds to import
         from flows.secret_blocks import secret_blocks
 
         blocks = asyncio.run(secret_blocks(config))
@@ -54,7 +52,7 @@ def try_rewards(config: PPOConfig | RolloutConfig) -> Iterator[Tried]:
 
 def _answers(config: PPOConfig | RolloutConfig) -> tuple[Answers, str]:
     rows, tokenizer = load_rows(config.data), Tokenizer.from_folder(config.models.tokenizer)
-    example = read_example(prompt_example, rows, 0, tokenizer)
+    (example,) = read_examples(prompt_example, rows, [0], tokenizer)
     ids = example.prompt_ids[-COMPLETION_TOKENS:]
     read = [tokenizer.decode(example.prompt_ids, special_tokens=True)]
     return Answers.of_columns([example.columns], [tokenizer.decode(ids)], [ids], read), rows.where(0)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
 T = TypeVar("T")
 ASIDE = ".refused"  # ends the name of a file that was put aside
@@ -22,3 +23,13 @@ def read_kept(path: Path, read: Callable[[Path], T], nothing: T) -> tuple[T, tup
             path.replace(aside)
         where = f"It is put aside as {aside.name}, and" if aside.exists() else "It is passed over:"
         return nothing, (f"{error} {where} plans go on without it.",)
+
+
+def write_kept(path: Path, content: bytes) -> None:
+    """Write a file, which appears whole, also where other runs write it at the same time. Raises OSError."""
+    partial = path.with_name(f"{path.stem}.{uuid4().hex}.tmp")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ their source, so that the cost model has no constants of its own.
 
 from pydantic import ConfigDict, Field
 
+from rlhf_tasks.reading import shown
 from rlhf_tasks.spec import Frozen
 
 
@@ -155,7 +156,7 @@ def preset_of_gpu(model: str) -> str | None:
 def preset(name: str) -> DeviceProfile:
     """A device by name. Raises ValueError naming the presets there are."""
     if name not in PRESETS:
-        raise ValueError(f"There is no device preset {name!r}; known are {', '.join(PRESETS)}.")
+        raise ValueError(f"There is no device preset {shown(name)}; known are {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 

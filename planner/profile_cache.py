@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from planner.kept_figures import read_kept
+from planner.kept_figures import read_kept, write_kept
 from planner.measured import MeasuredProfile, ProfileError
 from planner.mesh import Cluster
 from planner.workload import RoleModel
@@ -64,9 +64,7 @@ def cached(
 
 def write_profiles(profiles: Iterable[MeasuredProfile], path: Path) -> None:
     """Profiles as a JSON list; the file appears whole."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps([p.model_dump(mode="json") for p in profiles]), encoding="utf-8")
-    partial.replace(path)
+    write_kept(path, json.dumps([p.model_dump(mode="json") for p in profiles]).encode())
 
 
 def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pydantic import Field, TypeAdapter
 
 from planner.device_classes import DeviceClasses
-from planner.kept_figures import read_kept
+from planner.kept_figures import read_kept, write_kept
 from planner.workload import RoleModel, Workload
 from rlhf_tasks.config_files import read_document
 from rlhf_tasks.measurements import LEAST_S, MOST_BYTES, MOST_S
@@ -90,15 +90,13 @@ def read_figures(path: Path) -> tuple[RanCall, ...]:
 
 
 def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
-    """Add figures; those of the same call under the same assignment are replaced. The file appears whole."""
+    """Add figures; those of the same call under the same assignment are replaced. Raises OSError."""
     before, warnings = read_kept(path, read_figures, ())
     for warning in warnings:
         logger.warning(warning)
     kept = {(ran.call, ran.assignment): ran for ran in (*before, *found)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(_FIGURES.dump_json(tuple(kept.values()), indent=1))
-    partial.replace(path)
+    write_kept(path, _FIGURES.dump_json(tuple(kept.values()), indent=1))
 
 
 def factor_of(ran: RanCall, seconds: float, active_bytes: float) -> Factor:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from rlhf_tasks.durable import append_lines
-from rlhf_tasks.journals import JournalMark
+from rlhf_tasks.journals import JournalMarks
 from rlhf_tasks.manifest import CheckpointError
 from rlhf_tasks.spec import Frozen
 
@@ -29,7 +29,7 @@ class Accepted(Frozen):
     step: int = Field(ge=0)
     changes: tuple[str, ...]
     config: dict[str, Any]
-    journals: dict[str, JournalMark]
+    journals: JournalMarks
 
 
 def write_accepted(run_folder: Path, accepted: Accepted) -> None:

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 MAX_ALIASES = 24  # of YAML: at most 3 ** 8 copies of a value
 MAX_DEPTH = 64  # of YAML's lists and mappings in one another
-MAX_KEYS = 1000  # of one mapping in YAML
+MAX_KEYS = 20_000  # of one mapping in YAML: a measured distribution of lengths has one for each length
 MOST_YAML_BYTES = 1 << 20  # about 10 s of parsing
 MOST_PLAN_BYTES = 8 << 20  # of a plan in YAML: one for 100,000 devices names each of them for each call
 MOST_KEPT_BYTES = 1 << 30  # of the JSON that we write and read again: plans of 100,000 devices have 50 MB
@@ -62,6 +62,8 @@ class _Loader(yaml.SafeLoader):
             self._place.line = key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
                 raise yaml.YAMLError("a key is a list or mapping")
+            if key == "<<":
+                raise yaml.YAMLError("no key may be '<<': write out what it would merge")
             if key in seen:
                 raise yaml.YAMLError(f"key {shown(key)} stands twice")
             seen.add(key)
@@ -120,12 +122,19 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, ki
     model  what was validated, to suggest keys; kind: its tag, where it is a member of a discriminated union
     """
     fault = error.errors(include_url=False)[0]
-    path = [str(part) for part in fault["loc"] if part not in (kind, "inline", "path")]
+    *above, last = ("", *fault["loc"])
+    tags = (kind, "inline", "path")
+    keyed = fault["type"] in (
+        "extra_forbidden",
+        "missing",
+    )  # then the last part is a key, whatever it is called
+    path = [str(part) for part in above[1:] if part not in tags]
+    path += [str(last)] if keyed or last not in tags else []
     field = one_line(".".join(path))
     message = one_line(fault["msg"].removeprefix("Value error, "), most=2000)
     match fault["type"]:
         case "extra_forbidden":
-            return f"{field}: unknown key{_suggestion(path, model)}"
+            return f"{field or repr('')}: unknown key{_suggestion(path, model)}"
         case "missing":
             return f"{field}: required, but not given."
         case "value_error":

@@ -27,7 +27,6 @@ from rlhf_tasks.transport import (
     StopAfter,
     Writer,
 )
-from rlhf_tasks.worker_process import report_to
 
 logger = logging.getLogger(__name__)
 LEAVING_S = 5.0  # what letting the ranks of a run go may take
@@ -43,11 +42,8 @@ class Controller:
         self._attempt: Attempt | None = None
         self._free = asyncio.Event()
 
-    async def lease(self, comm: Comm, spec: bytes, environment: dict[str, str] | None = None) -> Any:
-        """Serve one attempt for as long as the flow holds the connection; refused while another flow's runs.
-
-        environment  the Prefect server that this run's tasks report to; None: the one they know
-        """
+    async def lease(self, comm: Comm, spec: bytes) -> Any:
+        """Serve one attempt for as long as the flow holds the connection; refused while another flow's runs."""
         wanted = RunSpec.model_validate_json(spec)
         if self._attempt is not None:
             with suppress(
@@ -62,8 +58,6 @@ class Controller:
             )
             await comm.write(refusal.model_dump_json().encode())
             return Status.dont_reply
-        if environment is not None:
-            report_to(environment)
         writer = Writer(comm)
         attempt = self._attempt = Attempt(self.worker, wanted, writer.put)
         self._free.clear()

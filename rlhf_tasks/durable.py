@@ -68,7 +68,8 @@ class NotWritable(OSError):
 def refuse_full(path: Path, needed_bytes: int) -> None:
     """Raises NotWritable when a file of this size does not fit beside what lies there. Before a long write, that is:
     others may take the room meanwhile."""
-    if shutil.disk_usage(path.parent).free < needed_bytes:
+    free_bytes = _free_bytes(path)
+    if free_bytes is not None and free_bytes < needed_bytes:
         raise NotWritable(_no_room(path, needed_bytes))
 
 
@@ -83,6 +84,20 @@ def explained(error: OSError, path: Path, needed_bytes: int) -> OSError:
     return OSError(f"{path}: {error.strerror or error}")
 
 
+def existing(path: Path) -> Path:
+    """A path, or the nearest folder above it that is there. Raises OSError."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def _free_bytes(path: Path) -> int | None:
+    """What is free on a path's disk; None where nobody can know. Raises nothing: it serves to tell of errors."""
+    try:
+        return shutil.disk_usage(existing(path)).free
+    except OSError:
+        return None
+
+
 def _no_room(path: Path, needed_bytes: int) -> str:
-    free_bytes = shutil.disk_usage(path.parent).free
-    return f"no space left: {path} needs {needed_bytes} bytes, {free_bytes} are free. Free some and resume."
+    free_bytes = _free_bytes(path)
+    free = "an unknown number" if free_bytes is None else free_bytes
+    return f"no space left: {path} needs {needed_bytes} bytes, {free} are free. Free some and resume."

@@ -5,16 +5,24 @@ verl's Parquet files. Everything an algorithm does not read itself is a further 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from rlhf_tasks.chat_template import Conversation
 from rlhf_tasks.config import AnyConfig, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.dataset import DataError, Row, Rows, load_rows
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.reading import one_line
 from rlhf_tasks.tokenizer import Tokenizer, TokenizerError
 
-Example = TypeVar("Example", bound=tuple)
+T = TypeVar("T")
+Reading = Generator[list[Conversation], list[str], T]
+"""A row being read: it asks once for the texts of conversations, and returns what was read. So the conversations of
+many rows are rendered together."""
+Reader = Callable[[Row, Tokenizer], Reading[T]]
+ROWS_AT_ONCE = 256
 
 
 class PromptExample(NamedTuple):
@@ -38,27 +46,32 @@ class PairExample(NamedTuple):
     rejected_ids: list[int]
 
 
-def prompt_example(row: Row, tokenizer: Tokenizer) -> PromptExample:
+def prompt_example(row: Row, tokenizer: Tokenizer) -> Reading[PromptExample]:
     """`prompt` (text or messages) and any further columns. Raises DataError, without its place."""
     prompt = _column(row, "prompt")
-    return PromptExample(
-        _prompt_ids(prompt, tokenizer), json.dumps(dict(row), ensure_ascii=False, default=str)
-    )
+    is_text = isinstance(prompt, str)
+    texts = yield [] if is_text else [(_messages(prompt, "prompt"), True)]
+    ids = tokenizer.encode(prompt if is_text else texts[0], special_tokens=is_text)
+    if not ids:
+        raise DataError("has an empty prompt.")
+    return PromptExample(ids, json.dumps(dict(row), ensure_ascii=False, default=str))
 
 
-def completion_example(row: Row, tokenizer: Tokenizer) -> CompletionExample:
+def completion_example(row: Row, tokenizer: Tokenizer) -> Reading[CompletionExample]:
     """`prompt` + `completion`, `messages` (the last one is learned), or `text` (all of it is learned).
 
     Raises DataError, without its place.
     """
     if "messages" in row:
         messages = _messages(row["messages"], "messages")
-        prompt, completion = _turn_ids(messages[:-1], messages[-1:], tokenizer)
+        prompt, (completion,) = yield from _turn_ids(messages[:-1], [messages[-1:]], tokenizer)
     elif "text" in row:
+        yield []
         ids = _ended(tokenizer.encode(_text(row["text"], "text"), special_tokens=True), tokenizer)
         prompt, completion = [], ids
     else:
-        prompt, completion = _answer_ids(_column(row, "prompt"), _column(row, "completion"), tokenizer)
+        answers = [_column(row, "completion")]
+        prompt, (completion,) = yield from _answer_ids(_column(row, "prompt"), answers, tokenizer)
     if not prompt:  # nothing stands before the first token to predict it from
         prompt, completion = completion[:1], completion[1:]
     if not completion:
@@ -66,7 +79,7 @@ def completion_example(row: Row, tokenizer: Tokenizer) -> CompletionExample:
     return CompletionExample(prompt + completion, len(prompt))
 
 
-def pair_example(row: Row, tokenizer: Tokenizer) -> PairExample:
+def pair_example(row: Row, tokenizer: Tokenizer) -> Reading[PairExample]:
     """`prompt`, `chosen` and `rejected`; without `prompt` it is what the two answers begin with in common.
 
     Raises DataError, without its place.
@@ -81,10 +94,11 @@ def pair_example(row: Row, tokenizer: Tokenizer) -> PairExample:
         elif not isinstance(rejected, str):
             raise DataError("chosen is text, but rejected is not. Give both as text or both as messages.")
         prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-    ids = [first + then for first, then in (_answer_ids(prompt, a, tokenizer) for a in (chosen, rejected))]
-    if not all(ids):
+    first, answers = yield from _answer_ids(prompt, [chosen, rejected], tokenizer)
+    pair = PairExample(*(first + then for then in answers))
+    if not all(pair):
         raise DataError("has an empty answer.")
-    return PairExample(*ids)
+    return pair
 
 
 def load_and_check(config: AnyConfig) -> tuple[Rows, Tokenizer]:
@@ -95,8 +109,7 @@ def load_and_check(config: AnyConfig) -> tuple[Rows, Tokenizer]:
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)
     context = _shortest_context(config)
-    for index in range(len(rows)):
-        example = read_example(READERS[config.type], rows, index, tokenizer)
+    for index, example in enumerate(read_examples(READERS[config.type], rows, range(len(rows)), tokenizer)):
         tokens = max(len(part) for part in example if isinstance(part, list))
         _check_length(config, tokens, context, rows.where(index))
     return rows, tokenizer
@@ -110,16 +123,38 @@ def mean_prompt_tokens(config: AnyConfig, most: int = 1000) -> float:
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)
     looked_at = range(0, len(rows), -(-len(rows) // most))
-    examples = (read_example(READERS[config.type], rows, index, tokenizer) for index in looked_at)
+    examples = read_examples(READERS[config.type], rows, looked_at, tokenizer)
     return sum(len(ids) for e in examples for ids in e if isinstance(ids, list)) / len(looked_at)
 
 
-def read_example(
-    reader: Callable[[Row, Tokenizer], Example], rows: Rows, index: int, tokenizer: Tokenizer
-) -> Example:
-    """One row as an example. Raises DataError that names its place."""
+def read_examples(reader: Reader[T], rows: Rows, indexes: Sequence[int], tokenizer: Tokenizer) -> Iterator[T]:
+    """Rows as examples. Raises DataError that names the row's place."""
+    for start in range(0, len(indexes), ROWS_AT_ONCE):
+        begun: list[tuple[int, Reading[T], list[Conversation]]] = []
+        for index in indexes[start : start + ROWS_AT_ONCE]:
+            with _at(rows, index):
+                reading = reader(rows[index], tokenizer)
+                begun.append((index, reading, next(reading)))
+        texts = tokenizer.render([each for *_, asked in begun for each in asked])
+        for index, reading, asked in begun:
+            with _at(rows, index):
+                example = _returned(reading, list(islice(texts, len(asked))))
+            yield example
+
+
+def _returned(reading: Reading[T], texts: list[str]) -> T:
     try:
-        return reader(rows[index], tokenizer)
+        reading.send(texts)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a reader has asked twice")
+
+
+@contextmanager
+def _at(rows: Rows, index: int) -> Iterator[None]:
+    """What is refused inside is refused with its place."""
+    try:
+        yield
     except (DataError, TokenizerError) as error:
         place = rows.where(index)
         raise DataError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
@@ -187,36 +222,35 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
-def _prompt_ids(prompt: Any, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, special_tokens=True)
-    else:
-        ids = tokenizer.encode(tokenizer.render(_messages(prompt, "prompt"), generation_prompt=True))
-    if not ids:
-        raise DataError("has an empty prompt.")
-    return ids
+Answers = tuple[list[int], list[list[int]]]
+"""Token ids of a prompt, and of each answer to it with its end token."""
 
 
-def _answer_ids(prompt: Any, answer: Any, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt and of one answer to it, the answer with its end token."""
-    if isinstance(prompt, str) and isinstance(answer, str):
-        return tokenizer.encode(prompt, special_tokens=True), _ended(tokenizer.encode(answer), tokenizer)
-    if isinstance(prompt, str):
+def _answer_ids(prompt: Any, answers: list[Any], tokenizer: Tokenizer) -> Reading[Answers]:
+    if not isinstance(prompt, str):
+        before = _messages(prompt, "prompt") if prompt else []
+        turns = [
+            [{"role": "assistant", "content": a}] if isinstance(a, str) else _messages(a, "answer")
+            for a in answers
+        ]
+        return (yield from _turn_ids(before, turns, tokenizer))
+    if not all(isinstance(answer, str) for answer in answers):
         raise DataError("prompt is text, but its answer is not. Give both as text or both as messages.")
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    return _turn_ids(_messages(prompt, "prompt") if prompt else [], _messages(answer, "answer"), tokenizer)
+    yield []
+    ended = [_ended(tokenizer.encode(answer), tokenizer) for answer in answers]
+    return tokenizer.encode(prompt, special_tokens=True), ended
 
 
-def _turn_ids(before: list, turn: list, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and of the turn that follows it."""
-    opening = tokenizer.render(before, generation_prompt=True) if before else ""
-    whole = tokenizer.render([*before, *turn], generation_prompt=False)
-    if not whole.startswith(opening):
+def _turn_ids(before: list, turns: list[list], tokenizer: Tokenizer) -> Reading[Answers]:
+    """Token ids of a conversation and of each turn that may follow it."""
+    asked: list[Conversation] = [(before, True)] if before else []
+    texts = yield [*asked, *(([*before, *turn], False) for turn in turns)]
+    opening, wholes = (texts[0], texts[1:]) if before else ("", texts)
+    if not all(whole.startswith(opening) for whole in wholes):
         raise DataError(
             "the chat template changes earlier turns when one is added, so answers cannot be told apart."
         )
-    return tokenizer.encode(opening), tokenizer.encode(whole[len(opening) :])
+    return tokenizer.encode(opening), [tokenizer.encode(whole[len(opening) :]) for whole in wholes]
 
 
 def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -224,7 +258,7 @@ def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.eos_id]
 
 
-READERS: dict[str, Callable[[Row, Tokenizer], tuple]] = {
+READERS: dict[str, Reader[tuple]] = {
     "ppo": prompt_example,
     "grpo": prompt_example,
     "rollout": prompt_example,

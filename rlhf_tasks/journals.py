@@ -8,8 +8,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rlhf_tasks.durable import append_lines, no_link
 from rlhf_tasks.spec import Frozen, NodeResult
@@ -31,6 +32,14 @@ class JournalMark(Frozen):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
+def _names_the_journals(marks: dict[str, JournalMark]) -> dict[str, JournalMark]:
+    if set(marks) != set(JOURNALS):
+        raise ValueError(f"journals are {', '.join(JOURNALS)}, not {', '.join(map(repr, marks))}")
+    return marks
+
+
+JournalMarks = Annotated[dict[str, JournalMark], AfterValidator(_names_the_journals)]
+"""Each journal -> how much of it is committed. None may be missing: what has no mark is cut to nothing."""
 EMPTY = JournalMark(size_bytes=0, sha256=hashlib.sha256().hexdigest())
 
 

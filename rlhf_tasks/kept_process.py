@@ -1,8 +1,9 @@
-"""Processes that end with whoever started them, whatever they are doing: parent-death signals, and a keeper.
+"""Processes that end with whoever started them, whatever they are doing: parent-death signals, and keepers.
 
-A keeper stands between us and a process that runs a user's code. It never runs that code itself, so it is always able
-to act: when we are gone, or what it keeps has ended, it kills everything that was started below it. Linux. The
-standard library only: a keeper stays small.
+Two keepers, one below the other, stand between us and a process that runs a user's code. They never run that code
+themselves, so they are always able to act: when we are gone, or what they keep has ended, they kill everything that
+was started below them. Where one of the two is killed, the other does so. Linux. The standard library only: a keeper
+stays small.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import NoReturn
 
@@ -21,13 +23,14 @@ KILL_S = 5.0
 """What killing everything below a keeper may take."""
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, also while it is stopped or holds its interpreter.
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when its parent ends, also while it is stopped or holds its interpreter.
 
     parent  the process that this one was started by: if it has ended by now, so does this one
+    by      the signal; another than SIGKILL waits while this process is stopped
     The kernel goes by the thread that started this process: that must live as long as this one is to.
     """
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -38,12 +41,20 @@ def keep(function: str) -> None:
     All that it has started is dead when this returns to nobody: the exit status is the kept process', 128 + the
     signal's number where one has killed it.
     """
+    _keep(signal.SIGTERM, lambda: _keep(signal.SIGKILL, lambda: resolve_name(function)()))
+
+
+def _keep(by: signal.Signals, run: Callable[[], None]) -> None:
+    """Fork a process that runs, and keep it.
+
+    by  the signal that it gets when its keeper is killed
+    """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent below becomes our child, and is found
     keeper = os.getpid()
     child = os.fork()
     if child == 0:
-        die_with_parent(keeper)
-        resolve_name(function)()
+        die_with_parent(keeper, by)
+        run()
         os._exit(0)
     silent = os.open(os.devnull, os.O_RDWR)
     os.dup2(silent, sys.stdout.fileno())  # whoever reads the kept one's output sees its end

@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
 from rlhf_tasks.config_files import first_fault
 from rlhf_tasks.durable import no_link, sync, write_file
 from rlhf_tasks.failpoints import Point, reach
-from rlhf_tasks.journals import JOURNALS, JournalMark
+from rlhf_tasks.journals import JournalMarks
 from rlhf_tasks.parallel.layout import Layout
 from rlhf_tasks.parallel.shape import Head, ModelShape
 from rlhf_tasks.parallel.topology import Placement
@@ -83,16 +83,9 @@ class Manifest(Frozen):
     versions: dict[str, int]
     roles: dict[str, RoleRecord]
     files: tuple[StoredFile, ...]
-    journals: dict[str, JournalMark]
+    journals: JournalMarks
     config: dict[str, Any]
     plan_sha256: str
-
-    @field_validator("journals")
-    @classmethod
-    def _names_the_journals(cls, journals: dict[str, JournalMark]) -> dict[str, JournalMark]:
-        if set(journals) != set(JOURNALS):
-            raise ValueError(f"journals are {', '.join(JOURNALS)}, not {', '.join(map(repr, journals))}")
-        return journals
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

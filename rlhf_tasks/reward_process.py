@@ -1,16 +1,16 @@
 """The helper process beside a rank that runs the user's Python rewards, as the rank sees it.
 
 A reward may import anything, print, hang, fork or crash: none of that may reach the rank, whose threads belong to the
-engine. `subprocess`, not multiprocessing: Dask's workers are daemonic and may have no such children. A keeper
-(kept_process.py) stands between rank and helper: whatever a reward is doing and whatever it has started ends when the
-rank does.
+engine. `subprocess`, not multiprocessing: Dask's workers are daemonic and may have no such children. Two keepers
+(kept_process.py) stand between rank and helper: whatever a reward is doing and whatever it has started ends when the
+rank does, or when somebody kills one of them.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from rlhf_tasks.config import AnyConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.lines import LOOK_EVERY_S, Lines
 from rlhf_tasks.reward_helper import STACK_SIGNAL, late_message
 from rlhf_tasks.rewards import Answers, RewardError, Values
 from rlhf_tasks.user_code import at_line, traced, users_frames
@@ -34,7 +35,6 @@ _START = (
 )
 OURS = "PREFECT_"
 """Variables that begin so are not the rewards': the login of the run's Prefect server is among them."""
-LOOK_EVERY_S = 0.25  # at a helper's memory
 SEARCH_S = 5.0  # for the answer that a reward fails on
 STACK_S = 1.0  # for a helper to write down where it is
 END_S = 10.0  # for a keeper to kill everything below it
@@ -125,10 +125,10 @@ class RewardProcess:
                 rewards = [
                     {"name": r.name, "function": r.function, "kwargs": r.kwargs} for r in config.rewards
                 ]
-                helper.send({"rewards": rewards, "blocks": self._blocks}, until_s)
-                helper.started = True
-            helper.send(request, until_s)
-            while (reply := helper.read(until_s, config.reward_memory_bytes)) is not None:
+                helper.start({"rewards": rewards, "blocks": self._blocks}, until_s)
+            look = functools.partial(helper.refuse_large, config.reward_memory_bytes)
+            helper.lines.send(json.dumps(request), until_s, look)
+            while (reply := helper.lines.read(until_s, look)) is not None:
                 match reply:
                     case {"at": [name, place]}:
                         helper.at, helper.place = f"reward {name!r}", place
@@ -190,49 +190,23 @@ class _Helper:
             env={name: value for name, value in os.environ.items() if not name.startswith(OURS)},
             start_new_session=True,
         )
-        assert self._keeper.stdin is not None
-        os.set_blocking(self._keeper.stdin.fileno(), False)  # who does not read must not keep us
+        self.lines = Lines(self._keeper)
         self._pid: int | None = None
-        self._unread = b""
         self._looked_s = 0.0
 
-    def send(self, message: Mapping[str, Any], until_s: float) -> None:
-        """Hand over a request; where nobody is left to read it, `read` says so. Raises TimeoutError."""
-        assert self._keeper.stdin is not None
-        pipe, text = self._keeper.stdin.fileno(), json.dumps(message).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):
-            while text:
-                if not select.select([], [pipe], [], max(until_s - time.monotonic(), 0.0))[1]:
-                    raise TimeoutError
-                text = text[os.write(pipe, text) :]
-
-    def read(self, until_s: float, most_bytes: int | None = None) -> dict[str, Any] | None:
-        """The next reply; None when the helper has ended. Raises TimeoutError, and _TooLarge."""
-        assert self._keeper.stdout is not None
-        while b"\n" not in self._unread:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            if most_bytes is not None:
-                self._refuse_large(most_bytes)
-            if select.select([self._keeper.stdout], [], [], min(left_s, LOOK_EVERY_S))[0]:
-                piece = os.read(self._keeper.stdout.fileno(), 1 << 16)
-                if not piece:
-                    return None
-                self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        reply = json.loads(line)
-        if "pid" in reply:
-            self._pid = reply["pid"]
-            return self.read(until_s, most_bytes)
-        return reply
+    def start(self, stated: Mapping[str, Any], until_s: float) -> None:
+        """Tell it its rewards, which it imports then. Raises TimeoutError."""
+        self.lines.send(json.dumps(stated), until_s)
+        reply = self.lines.read(until_s)
+        self._pid = None if reply is None else reply["pid"]
+        self.started = True
 
     def read_place(self) -> int | None:
         """The answer that the reward fails on, where the helper finds it soon."""
         with contextlib.suppress(TimeoutError):
-            reply = self.read(time.monotonic() + SEARCH_S)
+            reply = self.lines.read(time.monotonic() + SEARCH_S)
             while reply is not None and "place" not in reply:
-                reply = self.read(time.monotonic() + SEARCH_S)
+                reply = self.lines.read(time.monotonic() + SEARCH_S)
             return None if reply is None else reply["place"]
         return None
 
@@ -283,8 +257,11 @@ class _Helper:
     def _written(self) -> str:
         return os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
 
-    def _refuse_large(self, most_bytes: int) -> None:
-        """Look at the memory now and then: first roughly, then without counting shared pages twice."""
+    def refuse_large(self, most_bytes: int) -> None:
+        """Look at the memory now and then: first roughly, then without counting shared pages twice.
+
+        Raises _TooLarge.
+        """
         if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()

@@ -98,12 +98,10 @@ Arguments = dict[str, Any]
 class Form:
     """One way in which rewards are called.
 
-    signs       parameters any of which shows this form
     arguments   (answers, state) -> the arguments of each call
     per_answer  one call per answer gives one value; otherwise one call gives them all
     """
 
-    signs: frozenset[str]
     arguments: Callable[[Answers, TrainerState], list[Arguments]]
     per_answer: bool = False
 
@@ -159,13 +157,15 @@ def _openrlhf(answers: Answers, state: TrainerState) -> list[Arguments]:
     ]
 
 
-TRL = Form(frozenset({"prompts", "completions", "completion_ids", "completions_ids"}), _trl)
-FORMS = (
-    Form(frozenset({"solution_str"}), _verl, per_answer=True),
-    Form(frozenset({"solution_strs"}), _verl_batch),
-    Form(frozenset({"queries"}), _openrlhf),
-    TRL,
+TRL = Form(_trl)
+SIGNS = (
+    ({"completions", "completion_ids", "completions_ids"}, TRL),  # first: its other parameters are columns
+    ({"solution_str"}, Form(_verl, per_answer=True)),
+    ({"solution_strs"}, Form(_verl_batch)),
+    ({"queries"}, Form(_openrlhf)),
+    ({"prompts"}, TRL),
 )
+"""Parameters any of which shows a form, the surest first."""
 LOGS = ("log_extra", "log_metric")
 """What TRL's form is offered too: `log_extra(column, values)`, `log_metric(name, value)`."""
 
@@ -199,7 +199,9 @@ class Parameters:
 
     def form(self, location: str, kwargs: Collection[str]) -> Form:
         """The form that they show. Raises RewardError where they show none, or `kwargs` has others."""
-        form = next((form for form in FORMS if form.signs & set(self.names)), TRL if self.takes_any else None)
+        form = next(
+            (form for signs, form in SIGNS if signs & set(self.names)), TRL if self.takes_any else None
+        )
         if form is None:
             raise RewardError(
                 f"reward {location}: takes ({', '.join(self.names)}). "

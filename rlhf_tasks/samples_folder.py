@@ -17,6 +17,7 @@ def read_samples(run_folder: Path, n_samples: int) -> Iterator[dict[str, Any]]:
     samples = [
         json.loads(line)
         for path in sorted((run_folder / SAMPLES).glob("*.jsonl"))
-        for line in path.read_text(encoding="utf-8").splitlines()
+        for line in path.read_text(encoding="utf-8").split("\n")  # texts may have other ends of lines within
+        if line
     ]
     return (sample for sample in sorted(samples, key=lambda s: s["id"]) if sample["id"] < n_samples)

@@ -4,13 +4,13 @@ Reads `tokenizer.json` (through the `tokenizers` package), `tokenizer_config.jso
 `config.json` and `chat_template.jinja`, as far as they are there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from rlhf_tasks.chat_template import ChatTemplate, Message, Source, TokenizerError
+from rlhf_tasks.chat_template import ChatTemplate, Conversation, Source, TokenizerError
 from rlhf_tasks.reading import read_bytes, read_json, reading, shown
 
 MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
@@ -94,18 +94,19 @@ class Tokenizer:
         """Text of token ids; special tokens are left out unless asked for."""
         return self._backend.decode(list(ids), skip_special_tokens=not special_tokens)
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Text of a conversation in the model's own chat format.
+    def render(self, conversations: Sequence[Conversation]) -> Iterator[str]:
+        """Texts of conversations in the model's own chat format.
 
-        generation_prompt  True opens the assistant's turn at the end
-        Raises TokenizerError when there is no template, it refuses the messages or takes too much of the machine.
+        Raises TokenizerError when there is no template, it refuses the messages or takes too much of the machine; in
+        place of the text of the conversation that it is about.
         """
-        if self._template is None:
+        if self._template is not None:
+            yield from self._template.render(conversations)
+        elif conversations:
             raise TokenizerError(
                 "the rows are conversations, but the model has no chat template. Add chat_template.jinja "
                 "to its folder, or give prompts as text."
             )
-        return self._template.render(messages, generation_prompt)
 
 
 class _Declared:

@@ -4,6 +4,7 @@ The standard library only: it is loaded beside that code.
 """
 
 import asyncio
+import importlib
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 _CALLERS = {
     str(Path(__file__).with_name(f"{name}.py")) for name in ("rewards", "reward_helper", "kept_process")
 }
+_IMPORTERS = ("<frozen importlib", str(Path(importlib.__file__).parent))
 _ASYNCIO = str(Path(asyncio.__file__).parent)
 
 
@@ -28,7 +30,7 @@ class UserCodeError(RuntimeError):
 
 def users_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Without ours that call theirs, nor the event loop's and the importer's in between."""
-    listed = [f for f in frames if not f.filename.startswith("<frozen importlib")]
+    listed = [f for f in frames if not f.filename.startswith(_IMPORTERS)]
     first = max((i + 1 for i, f in enumerate(listed) if f.filename in _CALLERS), default=0)
     while first < len(listed) and listed[first].filename.startswith(_ASYNCIO):
         first += 1

@@ -12,7 +12,6 @@ import atexit
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 from pkgutil import resolve_name
@@ -44,11 +43,8 @@ class ProcessPlugin(WorkerPlugin):
         global process  # the exception that this module is for
         kind = offered(worker.state.total_resources)
         if kind is not None:
-            starter = multiprocessing.parent_process()
-            if worker.nanny and starter is not None and starter.pid is not None:
-                # Dask's own thread that ends a worker when its nanny has gone cannot run while the worker is stopped.
-                # The thread that the nanny started it by lives as long as it does (distributed.process.AsyncProcess).
-                die_with_parent(starter.pid)
+            if worker.nanny:
+                end_with_nanny()
             if worker.nanny and threading.current_thread() is threading.main_thread():
                 # Ctrl-C in a terminal reaches every process; the flow decides, and ends us through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -63,19 +59,17 @@ class ProcessPlugin(WorkerPlugin):
             await process.close()
 
 
+def end_with_nanny() -> None:
+    """Have the kernel end this worker with its nanny: Dask's own thread for that cannot run in a stopped worker.
+
+    The thread that the nanny started it by lives as long as it does (distributed.process.AsyncProcess). A child of a
+    fork server has another parent, and Dask's thread alone.
+    """
+    starter, parent = multiprocessing.parent_process(), os.getppid()
+    if starter is not None and starter.pid == parent:
+        die_with_parent(parent)
+
+
 def offered(resources: Mapping[str, float]) -> str | None:
     """The first resource of CLASSES that a worker offers; None when it offers none."""
     return next((name for name in CLASSES if resources.get(name, 0) > 0), None)
-
-
-def report_to(environment: Mapping[str, str]) -> None:
-    """Make a Prefect server this process' own, as if it had been started with these variables.
-
-    Without PREFECT_API_URL Prefect's background threads would start a server of their own beside the first task.
-    """
-    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
-        os.environ.pop(name, None)
-    os.environ.update(environment)
-    prefect_context = sys.modules.get("prefect.context")
-    if prefect_context is not None:
-        prefect_context.refresh_global_settings_context()

@@ -37,13 +37,16 @@ def _run(store: dist.Store, message: bytes) -> tuple[bool, object]:
     """Answer (True, result) or (False, traceback). The message is (run, rank, world, timeout_s, call)."""
     try:
         run, rank, world, timeout_s, call = pickle.loads(message)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"run-{run}", store),
-            rank=rank,
-            world_size=world,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"run-{run}", store),
+                rank=rank,
+                world_size=world,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
+        except RuntimeError as error:
+            return False, f"the ranks have not found each other: {error}"
         function, args = pickle.loads(call)
         return True, function(rank, world, *args)
     except BaseException:  # noqa: BLE001  pytest's own outcomes are BaseExceptions; the parent raises it again

@@ -19,7 +19,7 @@ from rlhf_tasks.chat_template import ChatTemplate, Source
 from rlhf_tasks.config import load_config, make_config, manual_assignments, read_assignments
 from rlhf_tasks.config_parts import DataConfig
 from rlhf_tasks.dataset import load_rows
-from rlhf_tasks.examples import READERS, read_example
+from rlhf_tasks.examples import READERS, read_examples
 from rlhf_tasks.journals import EMPTY, JOURNALS
 from rlhf_tasks.manifest import CHECKSUM, MANIFEST, Manifest, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.parallel.shape import ModelShape, parameters
@@ -122,14 +122,14 @@ def check_rows(folder: Path, stored: tuple[str, bytes]) -> None:
         rows = load_rows(DataConfig(train=str(path)))
         for reader in (READERS["ppo"], READERS["sft"], READERS["reward_model"]):
             for i in range(min(len(rows), 3)):
-                survives(lambda reader=reader, i=i: read_example(reader, rows, i, tokenizer))
+                survives(lambda reader=reader, i=i: list(read_examples(reader, rows, [i], tokenizer)))
 
     survives(run)
 
 
 def check_template(_: Path, text: str) -> None:
     template = ChatTemplate(Source(text, Path("chat_template.jinja")), {"eos_token": "<e>"})
-    survives(lambda: template.render(TURNS, True))
+    survives(lambda: list(template.render([(TURNS, True)])))
 
 
 def check_plans(folder: Path, content: bytes) -> None:

@@ -88,3 +88,19 @@ def test_an_interrupted_run_leaves_nothing_to_be_read_as_a_later_result(
         assert pool.run(1, _sum, 1.0) == [(0, 1, 3.0)]
     finally:
         pool.close()
+
+
+def test_ranks_that_have_not_found_each_other_are_started_anew_once(ranks, monkeypatch):
+    collect, seen = ranks._collect, []
+
+    def failing_at_first(n, timeout):
+        seen.append(collect(n, timeout))
+        return (
+            seen[-1]
+            if len(seen) > 1
+            else ([], ["rank 0 of 2: the ranks have not found each other: gloo"], [])
+        )
+
+    monkeypatch.setattr(ranks, "_collect", failing_at_first)
+    assert ranks.run(2, _sum, 1.0)[1] == (1, 2, 7.0)
+    assert len(seen) == 2

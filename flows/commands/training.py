@@ -72,9 +72,11 @@ def run(
     # Prefect takes seconds to import: a faulty configuration was refused before that, and a run folder is made when
     # Ctrl-C names the way to go on in it.
     with phase("Prefect"):
+        from flows.secret_blocks import refuse_blocks_without_server
         from flows.server import refuse_dead_server
         from flows.session import run_here
 
+    refuse_blocks_without_server(settings)
     refuse_dead_server()
     with run_folder_of(settings, folder) as folder:
         if settings.plan == "auto":  # the flow takes up what was planned here

@@ -6,7 +6,7 @@ import torch
 
 from rlhf_tasks.config import AnyConfig, RolloutConfig
 from rlhf_tasks.dataset import Rows
-from rlhf_tasks.examples import completion_example, pair_example, prompt_example, read_example
+from rlhf_tasks.examples import completion_example, pair_example, prompt_example, read_examples
 from rlhf_tasks.parallel.samples import Packed, SampleBatch
 from rlhf_tasks.tokenizer import Tokenizer
 
@@ -20,7 +20,8 @@ def row_of(rows: Rows, config: AnyConfig, sample: int) -> int:
 
 def fetch_prompts(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
     """`prompt_ids` and `columns`."""
-    examples = [read_example(prompt_example, rows, row_of(rows, config, sample), tokenizer) for sample in ids]
+    indexes = [row_of(rows, config, sample) for sample in ids]
+    examples = list(read_examples(prompt_example, rows, indexes, tokenizer))
     return SampleBatch(
         tuple(ids),
         {
@@ -32,9 +33,8 @@ def fetch_prompts(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequ
 
 def fetch_completions(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
     """`input_ids` and `response_mask`, True on the tokens that are learned."""
-    examples = [
-        read_example(completion_example, rows, rows.row_of(sample, config.seed), tokenizer) for sample in ids
-    ]
+    indexes = [rows.row_of(sample, config.seed) for sample in ids]
+    examples = list(read_examples(completion_example, rows, indexes, tokenizer))
     masks = [torch.arange(len(example.input_ids)) >= example.prompt_tokens for example in examples]
     tokens = _tokens([example.input_ids for example in examples])
     return SampleBatch(tuple(ids), {"input_ids": tokens, "response_mask": Packed.of(masks)})
@@ -42,9 +42,8 @@ def fetch_completions(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: 
 
 def fetch_pairs(rows: Rows, tokenizer: Tokenizer, config: AnyConfig, ids: Sequence[int]) -> SampleBatch:
     """`chosen_ids` and `rejected_ids`, each with the prompt before it."""
-    examples = [
-        read_example(pair_example, rows, rows.row_of(sample, config.seed), tokenizer) for sample in ids
-    ]
+    indexes = [rows.row_of(sample, config.seed) for sample in ids]
+    examples = list(read_examples(pair_example, rows, indexes, tokenizer))
     return SampleBatch(
         tuple(ids),
         {

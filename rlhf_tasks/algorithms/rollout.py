@@ -40,11 +40,12 @@ def write_samples(path: Path, batch: SampleBatch, scored: Scored, count: int) ->
     """One line for each of the first `count` samples: id, prompt, completion, score, rewards, reward_model, logged
     (by rewards: of the sample, or of its batch), truncated, columns.
 
-    The file appears whole or not at all, so that a repeated call leaves the same as one call.
+    The file appears whole or not at all, so that a repeated call leaves the same as one call. Half of a surrogate
+    pair, which is no UTF-8, stands there as JSON's own escape.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = scored.answers
-    with open(path.with_suffix(".tmp"), "w", encoding="utf-8") as file:
+    with open(path.with_suffix(".tmp"), "w", encoding="utf-8", errors="backslashreplace") as file:
         for place, sample in enumerate(batch.ids[:count]):
             line = {
                 "id": sample,

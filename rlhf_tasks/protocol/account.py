@@ -94,6 +94,11 @@ class Account:
         return self._aborted.get((iteration, generation))
 
     @property
+    def newest_live(self) -> int:
+        """The newest iteration that is in flight, complete or committed: no fault has taken it."""
+        return max((*self._iterations, self.commits.first_uncommitted - 1))
+
+    @property
     def ends_in_commit(self) -> bool:
         """Whether what this generation has delivered is committed, or will be without anything further."""
         newest = self.next_iteration - 1
@@ -115,8 +120,8 @@ class Account:
         if iteration - oldest < limit:
             return None
         end = "is committed" if each else "is complete"
-        flying = f"iterations {oldest} to {iteration - 1} are in flight"
-        return f"{flying}; {iteration} may enter when {oldest} {end}."
+        flying = f"iterations {oldest + 1} to {iteration} are in flight"
+        return f"{flying}; {iteration + 1} may enter when {oldest + 1} {end}."
 
     def deliver(self, iteration: int, now: float) -> list[LedgerInstruction]:
         """Open an iteration and send every rank its requests."""

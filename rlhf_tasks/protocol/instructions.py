@@ -39,7 +39,7 @@ class Cause:
         if self.node is not None:
             where.append(f"call {self.node}")
         if self.iteration is not None:
-            where.append(f"iteration {self.iteration}")
+            where.append(f"iteration {self.iteration + 1}")
         return f"{', '.join(where)}: {self.error}" if where else self.error
 
 

@@ -90,6 +90,10 @@ class Ledger:
             committed_step,
             self.timeouts,
         )
+        for (
+            planned
+        ) in plans:  # logged behind a snapshot that a pause or another `snapshot_every` may have set
+            self.account.commits.want_snapshot(planned.iteration - 1)
         self._unlogged: ScheduledPlan | None = None
         self._paused = False
         self._held: int | None = None  # the step that Held told
@@ -136,15 +140,15 @@ class Ledger:
         return self.account.deliver(iteration, now)
 
     def stop_after(self, iteration: int, now: float) -> list[LedgerInstruction]:
-        """Make an iteration the last: none before the newest delivered, and one that ends in a snapshot. This ends a
-        pause."""
-        account = self.account
-        last = max(iteration, account.newest_delivered, 0)
-        if last == account.newest_delivered and not account.commits.is_snapshot(last):
+        """Make an iteration the last: none before the newest that is in flight or committed, and one that ends in a
+        snapshot. This ends a pause."""
+        account, commits = self.account, self.account.commits
+        last = max(iteration, account.newest_live, 0)
+        if commits.first_uncommitted <= last == account.newest_live and not commits.is_snapshot(last):
             last += 1
         if last < self.last_iteration:
             self.last_iteration = last
-            account.commits.want_snapshot(last)
+            commits.want_snapshot(last)
         return self.resume(now)
 
     def pause(self, now: float) -> list[LedgerInstruction]:
@@ -175,9 +179,11 @@ class Ledger:
         first = account.commits.next_snapshot(account.newest_delivered) + 1
         latest = self._unlogged or account.plans[-1]
         if latest.iteration > account.newest_delivered:
-            return [RefusePlan(f"no iteration has gone by the plan that begins at {latest.iteration} yet.")]
+            return [
+                RefusePlan(f"no iteration has gone by the plan that begins at {latest.iteration + 1} yet.")
+            ]
         if first > self.last_iteration:
-            return [RefusePlan(f"the run ends with iteration {self.last_iteration}.")]
+            return [RefusePlan(f"the run ends with iteration {self.last_iteration + 1}.")]
         self._unlogged = ScheduledPlan(iteration=first, plan=plan, predicted_s=predicted_s)
         return [LogPlan(self._unlogged)]
 
@@ -333,11 +339,11 @@ class Ledger:
         if self.phase is not Phase.RUNNING:
             return f"the ranks are not ready: {self.phase.value}."
         if iteration != self.account.next_iteration:
-            return f"iterations follow each other: the next one is {self.account.next_iteration}."
+            return f"iterations follow each other: the next one is {self.account.next_iteration + 1}."
         if iteration > self.last_iteration:
-            return f"iteration {self.last_iteration} is the last one."
+            return f"iteration {self.last_iteration + 1} is the last one."
         if self.account.changes_plan(iteration) or (self._unlogged and iteration >= self._unlogged.iteration):
-            return f"the plan changes at iteration {iteration}, when all before it are committed."
+            return f"the plan changes at iteration {iteration + 1}, when all before it are committed."
         if self._paused and self.account.ends_in_commit:
             return "the run is paused."
         return self.account.crowded(iteration, ALONE if self._rebuilds else OVERLAPPING)

@@ -16,7 +16,7 @@ SAFE = {
     "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "10 minutes",
 }
 LOOPBACK = ("--host", "127.0.0.1")
-CONTROLLER = ("--nthreads", "16", "--resources", "controller=1", "--name", "boss")
+CONTROLLER = ("--nthreads", "1", "--resources", "controller=1", "--name", "boss")
 RANK = ("--nthreads", "1", "--resources", "slot=1")
 
 

@@ -23,8 +23,8 @@ def main(folder: Path, iterations: int, fault: str) -> None:
 
     with (
         ending_in_time() as watch,
-        prefect_server(folder) as server,
-        local_cluster(2, server.environment, folder=folder / "dask") as cluster,
+        prefect_server(folder),
+        local_cluster(2, folder=folder / "dask") as cluster,
     ):
 
         @flow(name="rlhf-fake", persist_result=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,8 @@ from flows import runs
 from flows.orders import Order, Orders
 from flows.prefect_api import PrefectApi
 from flows.prepare import Prepared
-from flows.runs import Attempts
+from flows.restarts import Restarts
+from flows.runs import Attempts, carry_out
 from flows.training import ControllerLost, RunFailed, TrainingResult, run_training
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
@@ -33,7 +35,7 @@ def attempts(tmp_path, expected):
     """Makes the attempts of a run of fake ranks; `told` are the lines for the user, `committed` its commits."""
     told, committed = [], []
 
-    def make(place, orders=None, on_commit=None, max_restarts=3, environment=None):
+    def make(place, orders=None, on_commit=None, max_restarts=3):
         config = ppo_config(tmp_path, cluster=place, runtime={"max_restarts": max_restarts})
         plans = (ScheduledPlan(iteration=0, plan=small_plan()),)
 
@@ -53,7 +55,8 @@ def attempts(tmp_path, expected):
             say=told.append,
         )
         prepared = Prepared(config, small_plan(), ITERATIONS, "", 1)
-        return Attempts(prepared, tmp_path, environment or {}, view, orders or Orders(told.append))
+        restarts = Restarts(tmp_path, max_restarts)
+        return Attempts(prepared, tmp_path, {}, view, orders or Orders(told.append), restarts)
 
     return SimpleNamespace(make=make, told=told, committed=committed)
 
@@ -84,7 +87,7 @@ def ended(order=Order.GO_ON):
 def test_lost_controllers_count_together_with_rebuilds_until_there_is_a_commit(attempts, endings):
     endings.coming += [ControllerLost("it is gone", 1), ControllerLost("it is gone", 0), ended()]
     run = attempts.make({"devices_per_host": 2})
-    assert asyncio.run(run.run(started_again=False)) is Order.GO_ON
+    assert asyncio.run(run.run(0)) is Order.GO_ON
     assert endings.rebuilds == [0, 2, 1], "the second attempt had a commit"
     assert attempts.told == ["it is gone: a new attempt begins at the last commit"] * 2
 
@@ -95,32 +98,49 @@ def test_one_loss_too_many_ends_the_run_with_its_cause(attempts, endings):
     with pytest.raises(
         RunFailed, match=r"it is gone \(after runtime.max_restarts=2 restarts without a commit"
     ):
-        asyncio.run(run.run(started_again=False))
+        asyncio.run(run.run(0))
     assert endings.rebuilds == [0, 1, 2]
 
 
-def test_processes_that_end_without_a_commit_count_until_somebody_else_goes_on(attempts, endings, tmp_path):
-    run = attempts.make({"devices_per_host": 2}, max_restarts=2)
-    run._count(0, "")  # and the process is killed
-    for _ in range(2):
-        endings.coming.append(KilledError())
-        with pytest.raises(KilledError):
-            asyncio.run(run.run(started_again=True))
+def test_processes_that_end_without_a_commit_count_until_somebody_else_goes_on(tmp_path):
+    restarts = Restarts(tmp_path, most=2)
+    assert restarts.begin(started_again=False) == 0  # and the process is killed, wherever it is
+    assert [restarts.begin(started_again=True) for _ in range(2)] == [1, 2]
     with pytest.raises(RunFailed, match="its process has ended"):
-        asyncio.run(run.run(started_again=True))
-    assert endings.rebuilds == [1, 2]
-    endings.coming.append(ended())
-    assert asyncio.run(run.run(started_again=False)) is Order.GO_ON
+        restarts.begin(started_again=True)
+    assert restarts.begin(started_again=True) == 0
 
 
 def test_a_commit_or_an_orderly_end_begins_the_count_anew(attempts, endings, tmp_path):
-    run = attempts.make({"devices_per_host": 2})
-    run._count(2, "")
+    run, restarts = attempts.make({"devices_per_host": 2}), Restarts(tmp_path, most=3)
+    restarts.count(2, "")
     (tmp_path / "step-00000004").mkdir()
-    endings.coming += [ended(Order.LEAVE), ended()]
-    assert asyncio.run(run.run(started_again=True)) is Order.LEAVE
-    assert asyncio.run(run.run(started_again=True)) is Order.GO_ON
-    assert endings.rebuilds == [1, 0]
+    endings.coming += [ended(Order.LEAVE)]
+    assert restarts.begin(started_again=True) == 1
+    assert asyncio.run(run.run(1)) is Order.LEAVE
+    assert restarts.begin(started_again=True) == 0
+
+
+@pytest.mark.parametrize("dies_in", ["prepare", "prefect_server"])
+def test_a_process_that_dies_before_its_attempt_counts(tmp_path, monkeypatch, dies_in):
+    """Without a run folder, in planning, Prefect's own count is all that there is."""
+
+    def die(*_):
+        raise KilledError()
+
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
+    monkeypatch.setattr(runs, "get_run_logger", lambda: logging.getLogger("test"))
+    config = ppo_config(tmp_path, runtime={"max_restarts": 2})
+    with monkeypatch.context() as dying:
+        dying.setattr(runs, dies_in, die)
+        for run_count in (1, 2, 3):
+            dying.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", str(run_count))
+            with pytest.raises(KilledError):
+                asyncio.run(carry_out("ppo", config))
+        dying.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", "4")
+        with pytest.raises(RunFailed, match=r"its process has ended .*runtime.max_restarts=2"):
+            asyncio.run(carry_out("ppo", config))
+    assert len(list((tmp_path / "runs").glob("ppo-*"))) == (dies_in == "prefect_server")
 
 
 class KilledError(Exception):
@@ -135,7 +155,7 @@ def test_a_run_whose_devices_are_released_waits_for_another_order(attempts, endi
 
     async def order_later():
         orders.give(Order.RELEASE, "test")
-        running = asyncio.create_task(run.run(started_again=False))
+        running = asyncio.create_task(run.run(0))
         await asyncio.sleep(0.1)
         assert not running.done()
         orders.give(then, "test")
@@ -156,7 +176,7 @@ def last_roles(folder):
 async def in_a_flow(run):
     @flow(name="rlhf-fake", persist_result=False)
     async def parent():
-        return await run.run(started_again=False)
+        return await run.run(0)
 
     return await parent()
 
@@ -203,7 +223,7 @@ def test_a_run_on_a_cluster_of_its_own_goes_on_by_itself_without(attempts, fakes
         if iteration == 2 and len(fakes) == 1:
             await asyncio.to_thread(strike, fakes[0])
 
-    run = attempts.make({"devices_per_host": 2}, on_commit=on_commit, environment=prefect.environment)
+    run = attempts.make({"devices_per_host": 2}, on_commit=on_commit)
     assert asyncio.run(in_a_flow(run)) is Order.GO_ON
     assert len(fakes) == 2
     assert sorted(set(attempts.committed)) == list(range(ITERATIONS))
@@ -240,7 +260,7 @@ def test_a_run_on_a_cluster_found_by_address_waits_for_it_to_come_back(
                 struck.set()
 
         place = {"devices_per_host": 2, "address": address}
-        run = attempts.make(place, on_commit=on_commit, environment=prefect.environment)
+        run = attempts.make(place, on_commit=on_commit)
         running = asyncio.create_task(in_a_flow(run))
         await struck.wait()
         if what == "controller":

@@ -54,7 +54,10 @@ def wait_gone(processes, seconds):
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGKILL, signal.SIGINT, signal.SIGTERM],
+    [
+        signal.SIGKILL,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)),
+    ],
     ids=["killed", "interrupted", "terminated"],
 )
 def test_a_run_that_is_ended_leaves_no_process_and_can_go_on(prefect, tmp_path, number):
@@ -73,5 +76,5 @@ def test_a_run_that_fails_says_why_and_leaves_no_process(prefect, tmp_path):
         wait_gone(started, ENDED_S)
     errors = (tmp_path / "errors.txt").read_text()
     assert run.returncode != 0
-    assert "rank 0, call generate, iteration 1: ValueError: told to fail" in errors
+    assert "rank 0, call generate, iteration 2: ValueError: told to fail" in errors
     assert "1 iterations are committed; resume" in errors

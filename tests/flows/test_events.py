@@ -1,8 +1,9 @@
-"""Events of commits: taken by a server that is there, waiting for one that is away, at a bounded price."""
+"""Events of commits: taken by a server that is there, waiting for one that is away."""
 
 import asyncio
 import logging
 import socket
+from contextlib import suppress
 from uuid import uuid4
 
 import pytest
@@ -10,9 +11,9 @@ from prefect import flow, tags
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import events, prefect_api
+from flows import prefect_api
 from flows.events import CommitEvents
-from flows.prefect_api import PrefectApi
+from flows.prefect_api import Away, PrefectApi
 from tests.flows.events import wait_events
 
 pytestmark = [
@@ -25,7 +26,9 @@ pytestmark = [
 
 
 def tell(commits, iteration):
-    asyncio.run(commits.tell(iteration, {"iteration": iteration, "reward": 0.5, "kl": None}))
+    commits.tell(iteration, {"iteration": iteration, "reward": 0.5, "kl": None})
+    with suppress(Away):
+        asyncio.run(commits.send())
 
 
 @pytest.fixture(params=["nobody listens", "nobody answers"])
@@ -44,14 +47,14 @@ def test_a_server_that_is_away_is_named_once_and_gets_the_events_when_it_is_back
     run = f"run-{uuid4().hex[:8]}"
     monkeypatch.setattr(prefect_api, "PAUSE_S", 0.0)
     with caplog.at_level(logging.WARNING, "flows.prefect_api"):
-        monkeypatch.setattr(events, "ANSWER_S", 0.5)
+        monkeypatch.setattr(prefect_api, "ANSWER_S", 0.5)
         with temporary_settings({PREFECT_API_URL: away}):
             api = PrefectApi(run)
             commits = CommitEvents(run, api)
             for iteration in range(3):
                 tell(commits, iteration)
         assert [f"run {run} goes on without" in record.getMessage() for record in caplog.records] == [True]
-        monkeypatch.setattr(events, "ANSWER_S", 60.0)
+        monkeypatch.setattr(prefect_api, "ANSWER_S", 60.0)
         commits._api = PrefectApi(run)  # a door remembers its server's address
         tell(commits, 3)
     found = wait_events(run, 4)
@@ -60,12 +63,14 @@ def test_a_server_that_is_away_is_named_once_and_gets_the_events_when_it_is_back
 
 
 def test_an_event_names_the_flow_run_that_it_comes_from(prefect, monkeypatch):
-    monkeypatch.setattr(events, "ANSWER_S", 60.0)
+    monkeypatch.setattr(prefect_api, "ANSWER_S", 60.0)
     run = f"run-{uuid4().hex[:8]}"
 
     @flow(name="rlhf-fake", flow_run_name=f"ppo/{run}", persist_result=False)
     async def parent():
-        await CommitEvents(run, PrefectApi(run)).tell(0, {"reward": 0.5})
+        commits = CommitEvents(run, PrefectApi(run))
+        commits.tell(0, {"reward": 0.5})
+        await commits.send()
         return flow_run.id
 
     with tags("mine"):

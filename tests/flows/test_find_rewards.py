@@ -73,6 +73,24 @@ def test_a_package_that_says_itself_where_its_modules_are_is_left_to_the_reward_
     assert call("config", "validate", "FILE")[0] == 0
 
 
+def test_folders_without_an_init_are_packages_too(call, document, tmp_path, monkeypatch):
+    folder = tmp_path / "path" / "their_folder" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "rewards.py").write_text("def good(completions): ...\n")
+    (tmp_path / "path" / "their_folder" / "beside.py").write_text("def good(completions): ...\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    for sound in ("their_folder.inner.rewards:good", "their_folder.beside:good"):
+        document["rewards"] = [{"function": sound}]
+        assert call("config", "validate", "FILE")[0] == 0
+    for place, words in (
+        ("inner.rewards:bad", "has no function 'bad'"),
+        ("none.at:all", "there is no module"),
+    ):
+        document["rewards"] = [{"function": f"their_folder.{place}"}]
+        refused(call, words, command=("config", "validate", "FILE"))
+    assert "their_folder" not in sys.modules
+
+
 @pytest.mark.parametrize(
     ("source", "settings", "parts"),
     [

@@ -3,8 +3,10 @@
 import asyncio
 import socket
 import time
+from uuid import uuid4
 
 import pytest
+from httpx import Request, Response
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -108,16 +110,16 @@ def test_a_slow_server_gets_all_iterations_in_order_and_merged(prefect, tmp_path
     parent, _ = viewed(tmp_path, scene, Gate)
     runs = wait_runs(parent, lambda runs: all(len(tasks) == len(PLAN.nodes) for _, tasks in runs.values()))
     assert [run.name for run, _ in sorted(runs.values(), key=lambda r: r[0].start_time)] == [
-        "it-00000",
-        "it-00001..00008",
+        "it-00001",
+        "it-00002..00009",
     ]
     assert {run.state_name for run, _ in runs.values()} == {"Completed"}
-    assert "by the ranks' clocks" in runs["it-00000"][0].state.message
-    merged, tasks = runs["it-00001..00008"]
-    assert "iterations 1 to 8 are shown as one: Prefect could not keep up" in merged.state.message
+    assert "by the ranks' clocks" in runs["it-00001"][0].state.message
+    merged, tasks = runs["it-00002..00009"]
+    assert "iterations 2 to 9 are shown as one: Prefect could not keep up" in merged.state.message
     assert states_of(tasks) == {node.name: "Completed" for node in PLAN.nodes}
     for node in PLAN.nodes:
-        task = tasks[f"{node.name}-it1..8"]
+        task = tasks[f"{node.name}-it2..9"]
         assert_at(task.start_time, times(1, node.name)[0])
         assert_at(task.end_time, times(8, node.name)[1])
         assert task.state.message == "8 iterations, 0.160 s by the ranks' clocks"
@@ -132,7 +134,7 @@ def test_a_node_is_running_while_it_runs_and_ends_at_its_own_time(prefect, tmp_p
         shown = await asyncio.to_thread(
             wait_runs, flow_run.id, lambda runs: any(len(tasks) == 5 for _, tasks in runs.values())
         )
-        run, tasks = shown["it-00000"]
+        run, tasks = shown["it-00001"]
         assert run.state_name == "Running"
         waiting = ("save_actor", "critic_train", "save_critic")
         assert states_of(tasks) == {
@@ -145,8 +147,8 @@ def test_a_node_is_running_while_it_runs_and_ends_at_its_own_time(prefect, tmp_p
         await view.complete()
 
     parent, _ = viewed(tmp_path, scene)
-    runs = wait_runs(parent, lambda runs: set(states_of(runs["it-00000"][1]).values()) == {"Completed"})
-    task = runs["it-00000"][1]["actor_train-it0"]
+    runs = wait_runs(parent, lambda runs: set(states_of(runs["it-00001"][1]).values()) == {"Completed"})
+    task = runs["it-00001"][1]["actor_train-it1"]
     assert_at(task.start_time, times(0, "actor_train")[0])
     assert_at(task.end_time, times(0, "actor_train")[1])
 
@@ -166,11 +168,11 @@ def test_what_was_aborted_failed_what_was_refused_never_was_and_the_rest_is_canc
     parent, _ = viewed(tmp_path, scene)
     runs = wait_runs(parent, lambda runs: all(len(tasks) == len(PLAN.nodes) for _, tasks in runs.values()))
     assert {name: run.state_name for name, (run, _) in runs.items()} == {
-        "it-00000": "Failed",
-        "it-00001": "Cancelled",
-        "it-00000-r1": "Cancelled",
+        "it-00001": "Failed",
+        "it-00002": "Cancelled",
+        "it-00001-r1": "Cancelled",
     }
-    failed, tasks = runs["it-00000"]
+    failed, tasks = runs["it-00001"]
     assert failed.state.message.startswith("rank 1: lost\nhere; ")
     done = {node.name: "Completed" for node in PLAN.nodes if node.name not in ("critic_train", "save_critic")}
     assert states_of(tasks) == {**done, "critic_train": "Failed", "save_critic": "Cancelled"}
@@ -198,4 +200,56 @@ def test_a_server_that_is_away_is_waited_for_once_and_what_it_misses_is_named(tm
     with temporary_settings({PREFECT_API_URL: address}):
         unshown = asyncio.run(scene())
     numbers = [int(part) for name in unshown for part in name.removeprefix("it-").split("..")]
-    assert (numbers[0], numbers[-1]) == (0, 299)
+    assert (numbers[0], numbers[-1]) == (1, 300)
+
+
+class Deleting:
+    """A server's client; flow runs of some names are gone when they are to be ended.
+
+    told  names of subflows that were opened, and of those that were ended
+    """
+
+    def __init__(self, *lost):
+        self.lost, self.told, self.names = lost, [], {}
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def create_flow_from_name(self, _):
+        return uuid4()
+
+    async def request(self, method, path, json=None, path_params=None):
+        request, status, made = Request(method, "http://there"), 200, str(uuid4())
+        if path == "/flow_runs/":
+            self.names[made] = json["name"]
+            self.told.append(json["name"])
+        elif path.endswith("set_state"):
+            name = self.names[str(path_params["id"])]
+            self.told.append(f"{name} ended")
+            status = 404 if name in self.lost else 200
+        response = Response(status, request=request, json={"id": made})
+        response.raise_for_status()
+        return response
+
+
+def test_a_subflow_that_a_user_has_deleted_is_named_and_holds_up_no_other(tmp_path, monkeypatch):
+    server = Deleting("it-00001", "it-00002")
+    monkeypatch.setattr("flows.iteration_view.get_client", lambda: server)
+    monkeypatch.setattr("flows.iteration_view.PACE_S", 0.01)
+
+    async def scene():
+        view = IterationView(spec(tmp_path), PrefectApi("viewed"))
+        for iteration in range(4):
+            commit(view, iteration)
+            while len(server.told) < 2 * iteration + 2:
+                await asyncio.sleep(0.01)
+        await view.complete()
+        await view.close()
+        return view._api.missing()
+
+    missing = asyncio.run(asyncio.wait_for(scene(), 30))
+    assert missing == {"away_s": 0.0, "left_out": 0, "subflows_not_shown": ["it-00001", "it-00002"]}
+    assert server.told[-1] == "it-00004 ended"

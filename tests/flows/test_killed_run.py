@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ ITERATIONS = 12
 DONE = 2  # of them are committed when the run is killed
 
 
-def begin(base: Path, name: str, iterations: int = ITERATIONS) -> tuple[list[str], Path]:
+def begin(base: Path, name: str, iterations: int = ITERATIONS, **changes: Any) -> tuple[list[str], Path]:
     """The command line of a new run and its folder. The roles have state of their own besides weights."""
     config = ppo_config(
         base,
@@ -29,6 +30,7 @@ def begin(base: Path, name: str, iterations: int = ITERATIONS) -> tuple[list[str
         total_iterations=iterations,
         kl_target=0.1,
         kl_horizon=64,
+        **changes,
     )
     file = base / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -64,3 +66,22 @@ def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
         assert count_runs(f"{address}/api", login) > ITERATIONS, (
             "an iteration is a flow run, and each attempt"
         )
+
+
+def test_a_reward_that_hangs_in_a_regular_expression_dies_with_a_killed_flow_process(tmp_path):
+    """It holds the interpreter: no thread and no signal handler of its process can end it."""
+    hangs = tmp_path / "hangs"
+    (tmp_path / "endless.py").write_text(
+        "import pathlib, re\n"
+        "def match(completions, **columns):\n"
+        f"    pathlib.Path({str(hangs)!r}).touch()\n"
+        "    return [re.match('(a+)+b', 'a' * 90) for _ in completions]\n"
+    )
+    rewards = [{"function": f"{tmp_path / 'endless.py'}:match"}]
+    command, _ = begin(tmp_path, "hung", rewards=rewards, reward_timeout_s=600.0)
+    with MarkedCommand(tmp_path / "log", *command) as run:
+        run.wait_until(hangs.exists)
+        assert any("reward" in line for line in run.alive())
+        run.signal(signal.SIGKILL)
+        assert run.process.wait(60) == -signal.SIGKILL
+        run.assert_gone()

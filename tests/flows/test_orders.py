@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextvars import ContextVar
 from uuid import uuid4
 
 import pytest
@@ -9,6 +10,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import Abort
+from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Cancelling, Paused, Running, Scheduled, Suspended
 
 from flows.orders import Order, Orders, order_of, paused_state, watched_orders
@@ -40,6 +42,16 @@ def test_the_last_order_counts_but_an_end_is_not_taken_back(given, counts):
     assert orders.wanted is counts
 
 
+def test_an_order_counts_though_it_cannot_be_told():
+    def say(line):
+        raise RuntimeError(line)
+
+    orders = Orders(say)
+    with pytest.raises(RuntimeError):
+        orders.give(Order.PAUSE, "test")
+    assert orders.wanted is Order.PAUSE
+
+
 def run_in(state: State, deployed: bool) -> FlowRun:
     return FlowRun(id=uuid4(), flow_id=uuid4(), state=state, deployment_id=uuid4() if deployed else None)
 
@@ -56,7 +68,7 @@ def with_slot(state: State) -> State:
         (Paused(), Order.PAUSE, Order.PAUSE),
         (with_slot(Paused()), Order.PAUSE, Order.LEAVE),
         (Suspended(), Order.RELEASE, Order.LEAVE),
-        (Scheduled(name="Resuming"), Order.LEAVE, Order.LEAVE),
+        (Scheduled(name="Resuming"), Order.GO_ON, Order.LEAVE),
         (Cancelling(), Order.CANCEL, Order.CANCEL),
         *(
             (State(type=final), Order.END, Order.END)
@@ -100,6 +112,30 @@ def test_an_order_is_left_only_where_a_run_goes_on(tmp_path):
     assert (take_order(tmp_path), take_order(tmp_path)) == ("pause", None)
 
 
+def test_an_order_for_a_process_that_has_ended_is_thrown_away_and_one_while_the_run_starts_is_obeyed(
+    tmp_path, monkeypatch
+):
+    async def no_states(_):
+        await asyncio.Event().wait()
+
+    context, told = ContextVar("what a flow run's log needs"), []
+
+    async def run():
+        context.set("flow run")
+        say = lambda line: told.append((context.get(), line))  # noqa: E731
+        async with asyncio.timeout(20), watched_orders(tmp_path, str(uuid4()), say) as orders:
+            await orders.news()
+            return orders.wanted
+
+    monkeypatch.setattr("flows.orders.StateWatch.run", no_states)
+    (tmp_path / "order").write_text("cancel\n")
+    with taken(tmp_path):
+        assert take_order(tmp_path) is None
+        leave_order(tmp_path, "pause")
+        assert asyncio.run(run()) is Order.PAUSE
+    assert told == [("flow run", f"the run is to {Order.PAUSE.value} (prefect-rlhf pause)")]
+
+
 @pytest.mark.parametrize("command", ["pause", "resume", "stop", "cancel"])
 def test_a_command_for_a_run_that_does_not_go_on_is_refused(call, tmp_path, command):
     status, _, err = call(command, str(tmp_path))
@@ -109,7 +145,11 @@ def test_a_command_for_a_run_that_does_not_go_on_is_refused(call, tmp_path, comm
 
 # --- runs on two ranks ----------------------------------------------------------------------------------
 
-ITERATIONS = 12
+ITERATIONS = 30  # so many that the run is not over before an order comes, however busy the machine is
+
+
+def say(line):
+    get_run_logger().info(line)  # as a real run does: only inside its flow run's context
 
 
 class Watched:
@@ -137,7 +177,7 @@ class Watched:
 
             self.flow_run_id = flow_run.id
             with taken(self.folder):
-                async with watched_orders(self.folder, flow_run.id, print) as self.orders:
+                async with watched_orders(self.folder, flow_run.id, say) as self.orders:
                     return await run_training(
                         small_plan(),
                         {"sleep_s": 0.1},
@@ -207,11 +247,21 @@ async def with_orders(run, disturb, in_pipeline=False):
     try:
         async with asyncio.timeout(300):
             await run.reached(1)
-            disturbed = await disturb()
-            return await running, disturbed
+            disturbing = asyncio.create_task(disturb())
+            await asyncio.wait({running, disturbing}, return_when=asyncio.FIRST_COMPLETED)
+            if not disturbing.done():
+                disturbing.cancel()
+                running.result()
+                pytest.fail("the run was over before")
+            return await running, disturbing.result()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("flows.orders.ASK_EVERY_S", 0.5)
 
 
 @cluster_test

@@ -86,6 +86,14 @@ def test_what_a_run_found_is_kept_where_it_drifted(expected, iterations, kept):
         assert ran[0].assignment == plan.node("generate").assignment
 
 
+def test_figures_that_cannot_be_kept_end_no_run(expected, tmp_path, caplog):
+    plan, taken = small_plan(), tmp_path / "profiles"
+    taken.write_text("no folder")
+    found = planned_and_measured(plan, expected, lineage_of(1.5, 3))
+    assert not keep_drift(plan, replace(expected, figures=taken / "ran.json"), found)
+    assert str(taken) in caplog.text
+
+
 def test_memory_is_kept_where_it_drifted_as_what_the_call_took_beyond_parameters(expected):
     """Planned are 15 and 13 bytes, 5 of them the process's, 4 and 2 the calls' own."""
     plan, names = small_plan(), ("generate", "actor_train", "critic_train")

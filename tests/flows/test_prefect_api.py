@@ -5,9 +5,10 @@ import logging
 
 import pytest
 from httpx import ConnectError, HTTPStatusError, Request, Response
+from prefect.exceptions import ObjectNotFound
 
 from flows import prefect_api
-from flows.prefect_api import Away, PrefectApi
+from flows.prefect_api import Away, PrefectApi, Refused
 
 
 async def fails():
@@ -22,15 +23,14 @@ async def answers():
     return "done"
 
 
-def busy_first():
-    """A server whose data base is locked at the first time."""
-    statuses = iter([503, 200])
-    request = Request("POST", "http://there")
+def answering(*statuses):
+    """A server that answers with one status after the other."""
+    left, request = iter(statuses), Request("POST", "http://there")
 
     async def work():
-        response = Response(next(statuses), request=request)
+        response = Response(next(left), request=request)
         if response.status_code != 200:
-            raise HTTPStatusError("busy", request=request, response=response)
+            raise HTTPStatusError("not done", request=request, response=response)
         return "done"
 
     return work
@@ -76,8 +76,39 @@ def test_a_failure_is_said_once_and_leaves_the_server_alone_for_a_while(work, ca
 def test_a_busy_server_is_asked_again_at_once(monkeypatch):
     monkeypatch.setattr(prefect_api, "BUSY_PAUSE_S", 0.01)
     api = PrefectApi("mine")
-    assert asyncio.run(api.ask(busy_first())) == "done"
+    assert asyncio.run(api.ask(answering(503, 200))) == "done"
     assert api.missing() == {}
+
+
+def test_what_is_refused_is_left_out_and_no_outage():
+    async def gone():
+        try:
+            await answering(404)()
+        except HTTPStatusError as error:
+            raise ObjectNotFound(http_exc=error) from None
+
+    async def scene():
+        api = PrefectApi("mine")
+        for work in (answering(404), answering(409), answering(422), gone):
+            with pytest.raises(Refused):
+                await api.ask(work)
+        assert await api.show(answering(404)) is None
+        assert (api.wait_s, api.outage_s) == (0, 0)
+        assert await api.ask(answers) == "done"
+        assert api.missing() == {"away_s": 0.0, "left_out": 1, "subflows_not_shown": []}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_a_server_that_refuses_whoever_asks_is_left_alone_for_a_while(status):
+    async def scene():
+        api = PrefectApi("mine")
+        with pytest.raises(Away, match="HTTPStatusError"):
+            await api.ask(answering(status))
+        assert api.wait_s > 0
+
+    asyncio.run(scene())
 
 
 def test_a_mistake_of_ours_is_no_outage():

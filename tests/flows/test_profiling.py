@@ -14,10 +14,7 @@ from planner.profile_cache import read_profiles
 from rlhf_tasks.measurements import Grid
 from tests.tiny_runs import ppo_config
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkeypatch):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.demo import settle_seed
+from flows.demo import Demo, settle_seed
+from flows.restarts import Restarts
 from flows.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
-from flows.runs import carry_out
+from flows.runs import _exported_step, carry_out
 from flows.training import next_attempt
 from rlhf_tasks.config import RUN_CONFIG, ConfigError
 
@@ -103,6 +104,32 @@ def refused(tmp_path, folder, begun):
             next_attempt(place)
         raise ConfigError("no such cluster")
     return place
+
+
+def test_a_stray_file_among_the_attempts_is_none(tmp_path):
+    assert next_attempt(tmp_path) == 1
+    (tmp_path / "attempts" / ".DS_Store").touch()
+    assert next_attempt(tmp_path) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", "null", '{"iterations": "x"', "\ud800"])
+def test_damaged_records_of_a_run_count_as_none(tmp_path, text):
+    for name in ("restarts.json", "summary.json"):
+        (tmp_path / name).write_bytes(text.encode(errors="surrogatepass"))
+    assert Restarts(tmp_path, 3).begin(started_again=True) == 1
+    assert _exported_step(tmp_path) is None
+
+
+def test_a_damaged_demo_says_which_file_to_mend(tmp_path):
+    (tmp_path / "seed").write_text("one")
+    with pytest.raises(ConfigError, match=r"seed: no seed of a demo: .*Remove it"):
+        settle_seed(tmp_path, 1)
+    summary = tmp_path / "stages" / "sft" / "summary.json"
+    summary.parent.mkdir(parents=True)
+    summary.write_text("{")
+    stage = config(tmp_path, name="sft")
+    with pytest.raises(ConfigError, match=r"summary\.json:1: not valid JSON.*Remove it"):
+        asyncio.run(Demo(tmp_path, 1, "").run(None, stage))
 
 
 def test_only_a_new_run_that_never_began_leaves_no_folder(tmp_path):

@@ -10,9 +10,10 @@ from flows.prepare import prepare
 from flows.run_folder import new_run_folder
 from flows.run_identity import keep_identity, model_digests
 from flows.summary import read_jsonl
+from rlhf_tasks.accepted import last_accepted
 from rlhf_tasks.checkpoint import RunSnapshots, step_folder, unfinished_folder
 from rlhf_tasks.config import make_config
-from rlhf_tasks.manifest import Part, RoleRecord, StoredFile, read_manifest
+from rlhf_tasks.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.parallel.shape import ModelShape
 from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol.instructions import WriteCommit
@@ -135,6 +136,16 @@ def test_a_change_is_refused_with_the_difference_and_accepted_where_it_is_wanted
     assert snapshots_of(run, prepared, attempt=2).latest() == (2, 16), "the controller goes by it, too"
 
 
+def test_what_was_accepted_names_every_journal(run, resume):
+    CHANGES["a line of a journal"][0](run)
+    resume("--accept-changes")
+    edit(run / "accepted.jsonl", journals={})
+    with (run / "accepted.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(CheckpointError, match=r"accepted\.jsonl is not as the run wrote it"):
+        last_accepted(run)
+
+
 def test_an_unchanged_run_goes_on_wherever_its_ranks_are(resume):
     status, said, begun = resume("cluster.address=tcp://127.0.0.1:8786", "runtime.max_restarts=7")
     assert status == 0, said
@@ -190,6 +201,39 @@ def test_what_can_be_read_of_a_damaged_journal_is_kept_and_the_rest_put_aside(ru
     assert (run / "metrics.jsonl.damaged-2").read_bytes().endswith(second)
     prepared = prepare(make_config(json.loads((run / "config.json").read_text())), run)
     assert snapshots_of(run, prepared, attempt=2).latest() == (2, 16)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "\ud800"])
+def test_damaged_digests_are_a_change_that_may_be_accepted(run, resume, text):
+    for name in ("models.json", "data.sha256"):
+        (run / name).write_bytes(text.encode(errors="surrogatepass"))
+    status, said, begun = resume()
+    assert (status, begun) == (2, [])
+    assert f"{run / 'models.json'}" in said
+    assert "prompts.jsonl has other rows" in said
+    assert "Traceback" not in said
+    assert resume("--accept-changes")[0] == 0
+    assert resume()[0] == 0
+
+
+@pytest.mark.parametrize("moment", ["write_file", "write_accepted"])
+def test_a_journal_is_mended_whenever_the_process_ends(run, resume, monkeypatch, moment):
+    journal = run / "metrics.jsonl"
+    first, second = journal.read_bytes().splitlines(keepends=True)
+    damaged = first[:5] + b"\xff" + first[6:] + second
+    journal.write_bytes(damaged)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"flows.run_identity.{moment}", killed)
+        with pytest.raises(SystemExit):
+            resume("--accept-changes")
+    assert resume("--accept-changes")[0] == 0
+    assert journal.read_bytes() == second
+    assert damaged in [path.read_bytes() for path in run.glob("metrics.jsonl.damaged-*")]
+    assert resume()[0] == 0
 
 
 def test_a_large_file_is_sampled_and_another_model_found(tmp_path, monkeypatch, document):

@@ -22,7 +22,7 @@ from prefect.client.schemas.filters import (
 from transformers import AutoModelForCausalLM
 
 import deployments
-from flows import events
+from flows import prefect_api
 from flows.ppo import rlhf_ppo
 from flows.prepare import Prepared
 from flows.rollout import rollout
@@ -64,7 +64,9 @@ def finished(cluster, tmp_path_factory):
         base, name="tiny", plan=str(PLAN), total_iterations=ITERATIONS, cluster=place, batch_size=64
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(events, "ANSWER_S", 60.0)  # a busy server may need longer than a run would wait for it
+        patch.setattr(
+            prefect_api, "ANSWER_S", 60.0
+        )  # a busy server may need longer than a run would wait for it
         summary = asyncio.run(rlhf_ppo(config))
     write_prompts(base / "held-out.jsonl", 8)
     greedy = make_config(
@@ -230,5 +232,5 @@ def test_devices_are_checked_against_the_plan_where_nobody_named_them(tmp_path, 
     monkeypatch.setattr("flows.runs.found_cluster", found)
     place = {"address": "tcp://127.0.0.1:1", "devices_per_host": 2}
     config = ppo_config(tmp_path, cluster=place, planning={"device": device})
-    with cluster_of(config, tmp_path, {}, {0: 5.0}):
+    with cluster_of(config, tmp_path, {0: 5.0}):
         assert asked == [(checked, {0: 5.0})]

@@ -7,9 +7,12 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -17,8 +20,9 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.server import _login, own_server, prefect_server
+from flows.server import RESTARTS, OwnServer, _login, own_server, prefect_server, refuse_dead_server
 from flows.server_process import put_aside
+from rlhf_tasks.config import ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -194,6 +198,50 @@ def test_configured_server_is_used(tmp_path, auth):
         assert (server.api_url, server.auth, server.own) == ("http://127.0.0.1:9/api", auth, False)
         assert server.environment.get("PREFECT_API_AUTH_STRING", "") == auth
     assert not (tmp_path / "prefect").exists()
+
+
+@pytest.mark.parametrize("status", [200, 404, 401, 403])
+def test_a_login_that_is_refused_is_said_before_the_start(status, monkeypatch):
+    asked = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.headers["Authorization"])
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        api_url = f"http://127.0.0.1:{served.server_port}/api"
+        refusal = pytest.raises(ConfigError, match=f"{api_url}: the login was refused .*{status}")
+        with (
+            temporary_settings({PREFECT_API_URL: api_url, PREFECT_API_AUTH_STRING: "me:mine"}),
+            refusal if status in (401, 403) else nullcontext(),
+        ):
+            refuse_dead_server()
+        served.shutdown()
+    assert set(asked) == {"Basic bWU6bWluZQ=="}
+
+
+def test_a_server_that_lives_long_may_die_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("flows.server.LIVED_S", 0.0)
+    server, begun = OwnServer(tmp_path), []
+
+    def spawn(_):
+        begun.append(1)
+        if len(begun) == 3 * RESTARTS:
+            server._stopping.set()
+        return SimpleNamespace(wait=lambda: -9, stdin=None, stdout=None)
+
+    server._process, server._api_url = spawn(0), "http://127.0.0.1:1/api"
+    monkeypatch.setattr(server, "_spawn", spawn)
+    monkeypatch.setattr(server, "_address", lambda _: "")
+    server._watch()
+    assert len(begun) == 3 * RESTARTS
 
 
 def test_a_login_is_never_empty_even_when_its_writing_was_cut_off(tmp_path, monkeypatch):

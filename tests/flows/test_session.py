@@ -6,7 +6,9 @@ import time
 from contextlib import nullcontext
 
 import pytest
+from httpx import HTTPStatusError, Request, Response
 from prefect import flow
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import session
@@ -71,9 +73,39 @@ def test_an_error_that_nobody_has_foreseen_is_one_line_and_whole_in_a_file(end_o
     assert "Traceback" in (tmp_path / "error.log").read_text()
 
 
+def test_a_run_that_prefect_has_lost_is_complete_where_its_summary_is(end_of, tmp_path, capsys):
+    """Our own server has come back with an empty data base: the engine cannot report the flow run's end."""
+    error = ObjectNotFound(KeyError("flow run"))
+    failed, _ = end_of(error)
+    assert failed == "failed: Prefect's server does not know the flow run any more."
+
+    async def run():
+        (tmp_path / "summary.json").write_text('{"iterations": 3}')
+        raise error
+
+    assert session._watched(tmp_path, "the same command", run) == {"iterations": 3}
+    assert "the run is complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "refuses the login"),
+        (404, "refuses what it is asked for"),
+        (500, "does not answer"),
+        (503, "does not answer"),
+    ],
+)
+def test_an_answer_of_the_server_is_told_as_what_it_is(end_of, status, words):
+    request = Request("POST", "http://there")
+    error = HTTPStatusError("no", request=request, response=Response(status, request=request))
+    assert end_of(error)[0] == f"failed: Prefect's server {words} (no)."
+
+
 def test_an_error_on_a_disk_with_room_is_none_of_a_full_disk(tmp_path):
     assert full_disk(ValueError("no"), tmp_path) is None
     assert full_disk(OSError(13, "Permission denied"), tmp_path) is None
+    assert full_disk(ValueError("no"), tmp_path / "not" / "there") is None
 
 
 def test_the_login_is_printed_in_the_one_piece_that_the_login_form_asks_for():

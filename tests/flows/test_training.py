@@ -109,21 +109,21 @@ def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
 
     runs = wait_runs(parent, recorded)
     assert {run.state_name for run, _ in runs.values()} == {"Completed"}
-    assert sorted(runs) == ["it-00000", "it-00001", "it-00002"]
+    assert sorted(runs) == ["it-00001", "it-00002", "it-00003"]
     for iteration in range(3):
-        run, tasks = runs[f"it-{iteration:05d}"]
+        run, tasks = runs[f"it-{iteration + 1:05d}"]
         assert run.state_name == "Completed"
-        assert sorted(tasks) == sorted(f"{node.name}-it{iteration}" for node in plan.nodes)
+        assert sorted(tasks) == sorted(f"{node.name}-it{iteration + 1}" for node in plan.nodes)
         names = {task.id: name for name, task in tasks.items()}
         for node in plan.nodes:
-            task = tasks[f"{node.name}-it{iteration}"]
+            task = tasks[f"{node.name}-it{iteration + 1}"]
             assert task.state_name == "Completed"
             upstream = {names[source.id] for source in task.task_inputs.get("wait_for", [])}
-            assert upstream == {f"{name}-it{iteration}" for name in node.after}
+            assert upstream == {f"{name}-it{iteration + 1}" for name in node.after}
             ranks = commits[iteration][node.name]
             assert_at(task.start_time, min(result.started_s for result in ranks))
             assert_at(task.end_time, max(result.ended_s for result in ranks))
-    starts = [run.start_time for run, _ in (runs[f"it-{t:05d}"] for t in range(3))]
+    starts = [run.start_time for run, _ in (runs[f"it-{t + 1:05d}"] for t in range(3))]
     assert starts == sorted(starts)
 
 
@@ -136,20 +136,20 @@ def test_a_killed_rank_fails_its_subflow_by_name_and_the_run_goes_on(cluster, tm
     fault = {"kind": "kill", "node": "critic_train", "iteration": 1, "rank": 1}
     result, parent = train(cluster, tmp_path, config={"sleep_s": 0.05, "fault": fault})
     assert result.committed_step == 3
-    assert "rank 1, call critic_train, iteration 1: lost" in result.faults[0]
+    assert "rank 1, call critic_train, iteration 2: lost" in result.faults[0]
     runs = asyncio.run(read_runs(parent))
-    failed, _ = runs["it-00001"]
+    failed, _ = runs["it-00002"]
     assert failed.state_name == "Failed"
-    assert "rank 1, call critic_train, iteration 1: lost" in failed.state.message
-    assert runs["it-00001-r1"][0].state_name == "Completed"
+    assert "rank 1, call critic_train, iteration 2: lost" in failed.state.message
+    assert runs["it-00002-r1"][0].state_name == "Completed"
 
     def recorded(runs):
-        return "Failed" in (task.state_name for task in runs["it-00001"][1].values())
+        return "Failed" in (task.state_name for task in runs["it-00002"][1].values())
 
-    states = {name: task.state_name for name, task in wait_runs(parent, recorded)["it-00001"][1].items()}
-    assert states["generate-it1"] == "Completed"
-    assert states["critic_train-it1"] == "Failed"
-    assert states["save_critic-it1"] == "Cancelled"
+    states = {name: task.state_name for name, task in wait_runs(parent, recorded)["it-00002"][1].items()}
+    assert states["generate-it2"] == "Completed"
+    assert states["critic_train-it2"] == "Failed"
+    assert states["save_critic-it2"] == "Cancelled"
     assert json.loads((tmp_path / "step-3.json").read_text())["roles"] == {"actor": 18, "critic": 18}
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_go_on_says_why_and_where_from(cluster, tmp_path):
     fault = {"kind": "raise", "node": "generate", "iteration": 1, "rank": 0, "always": True}
     error, _ = train(cluster, tmp_path, config={"fault": fault}, max_rebuilds=1)
     assert isinstance(error, RunFailed)
-    assert "rank 0, call generate, iteration 1: ValueError: told to fail" in str(error)
+    assert "rank 0, call generate, iteration 2: ValueError: told to fail" in str(error)
     assert "1 iterations are committed" in str(error)
 
 
@@ -199,10 +199,11 @@ def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_pa
     last = [json.loads((tmp_path / run / "step-8.json").read_text()) for run in ("changed", "plain")]
     assert last[0] == last[1]
     runs = asyncio.run(read_runs(parent))
-    expected = {f"it-{t:05d}" + ("-r1" if t >= first else "") for t in range(8)}
+    expected = {f"it-{t + 1:05d}" + ("-r1" if t >= first else "") for t in range(8)}
     assert {name for name, (run, _) in runs.items() if run.state_name == "Completed"} == expected
     refused = {name: run.state_name for name, (run, _) in runs.items() if name not in expected}
-    assert refused in ({}, {f"it-{first:05d}": "Cancelled"})  # entering it and changing the plan can cross
+    crossed = {f"it-{first + 1:05d}": "Cancelled"}  # entering it and changing the plan can cross
+    assert refused in ({}, crossed)
 
 
 def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_before(cluster, tmp_path):
@@ -249,6 +250,19 @@ def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkey
     assert len(trainings) == 1
     assert len(seen) == 3
     assert seen[0]() is None
+
+
+def test_a_hook_that_does_not_end_holds_no_run_up(cluster, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(training, "HOOKS_S", 0.5)
+    monkeypatch.setattr(training.logger, "warning", lambda line, *values: said.append(line % values))
+
+    async def on_commit(committed, control):
+        await asyncio.sleep(3600)
+
+    result, _ = train(cluster, tmp_path, on_commit=on_commit)
+    assert result.committed_step == 3
+    assert said == ["the hooks take too long; of what they were to be told, 3 are left out"]
 
 
 def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):

@@ -27,8 +27,6 @@ def opened_ui(folder: Path, log: Path) -> Iterator[tuple[str, str]]:
         assert ui.process.wait(60) == 130, ui.output
         assert "Traceback" not in ui.output
         ui.assert_gone()
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(shown[1])
 
 
 def test_the_ui_opens_with_its_login_and_ends_on_ctrl_c(tmp_path):

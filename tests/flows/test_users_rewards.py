@@ -55,7 +55,7 @@ def test_a_reward_that_fails_in_the_second_iteration_ends_the_run_at_the_first_c
     with pytest.raises(RunFailed) as failed:
         run({"function": f"{tmp_path / 'later.py'}:later"}, total_iterations=4)
     told = str(failed.value)
-    assert "call reward_inference, iteration 1: reward 'later' raised TypeError: " in told
+    assert "call reward_inference, iteration 2: reward 'later' raised TypeError: " in told
     assert f" at {tmp_path / 'later.py'}:5. It was judging sample " in told
     assert "trl.jsonl:" in told
     assert 'prompt "What is ' in told

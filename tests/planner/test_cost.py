@@ -188,6 +188,9 @@ def test_presets_are_plausible(name):
 def test_unknown_preset():
     with pytest.raises(ValueError, match="no device preset 'a100'; known are a100-80g-sxm"):
         preset("a100")
+    with pytest.raises(ValueError, match="no device preset 'h100h100") as error:
+        preset("h100" * 1000)
+    assert len(str(error.value)) < 300
 
 
 def test_ring_collectives():

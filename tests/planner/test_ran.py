@@ -1,5 +1,7 @@
 """Measured figures of runs: when they are kept, where, and how they correct the cost model."""
 
+from pathlib import Path
+
 import pytest
 
 from planner.cost import CostModel
@@ -54,6 +56,22 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path, text):
     path.write_text(text)
     with pytest.raises(FiguresError, match=r"ran.json: no measured figures of runs"):
         read_figures(path)
+
+
+def test_two_runs_may_keep_figures_at_the_same_time(tmp_path, assign, monkeypatch):
+    path = tmp_path / "ran.json"
+    mine, theirs = (RanCall(call=name, assignment=assign([0]), seconds=1) for name in "ab")
+    write = Path.write_bytes
+
+    def meanwhile_the_other(partial, content):
+        monkeypatch.undo()
+        write(partial, content)
+        keep_figures(path, [theirs])
+
+    monkeypatch.setattr(Path, "write_bytes", meanwhile_the_other)
+    keep_figures(path, [mine])
+    assert read_figures(path) == (mine,), "the last one's, whole"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_file_is_named_by_all_that_figures_depend_on(tmp_path, small_problem, make_graph):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distributed.core import connect, rpc
 
-from rlhf_tasks.transport import EVENT, Enter, Enterable, Finished, GaveUp, RunSpec
+from rlhf_tasks.transport import EVENT, ChangePlan, Enter, Enterable, Finished, GaveUp, RunSpec
 
 
 def run_spec(cluster, plan, folder: Path, **options) -> RunSpec:
@@ -30,9 +30,10 @@ async def open_lease(cluster, spec: RunSpec):
     return comm
 
 
-async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: float = 300):
+async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: float = 300, later=None):
     """Events up to the first of `until`, each with its time since the lease was taken; a longer silence fails.
 
+    later  (iteration, plan): the plan is asked for when that iteration may be entered in generation 0
     Returns when the controller has let the ranks go: another run may follow at once.
     """
     comm = await open_lease(cluster, spec)
@@ -42,6 +43,8 @@ async def follow(cluster, spec: RunSpec, until=(Finished, GaveUp), patience_s: f
             event = EVENT.validate_json(await asyncio.wait_for(comm.read(), patience_s))
             events.append((time.monotonic() - start, event))
             if isinstance(event, Enterable):
+                if later and (event.iteration, event.generation) == (later[0], 0):
+                    await comm.write(ChangePlan(plan=later[1]).model_dump_json().encode())
                 enter = Enter(iteration=event.iteration, generation=event.generation)
                 await comm.write(enter.model_dump_json().encode())
     finally:

@@ -100,10 +100,10 @@ def test_an_iteration_that_ran_is_told_before_the_commit_that_covers_it(cluster,
 @pytest.mark.parametrize(
     ("kind", "node", "deadline_s", "words"),
     [
-        ("raise", "actor_train", 200, "rank 0, call actor_train, iteration 2: ValueError: told to fail"),
-        ("kill", "generate", 200, "rank 0, call generate, iteration 2: lost"),
+        ("raise", "actor_train", 200, "rank 0, call actor_train, iteration 3: ValueError: told to fail"),
+        ("kill", "generate", 200, "rank 0, call generate, iteration 3: lost"),
         ("no result", "generate", 200, "rank 0, call host: AttributeError"),
-        ("stop", "generate", 12, "call generate, iteration 2: not finished 12 s after"),
+        ("stop", "generate", 12, "call generate, iteration 3: not finished 12 s after"),
     ],
 )
 def test_fault_names_rank_and_call_and_the_run_goes_on_to_the_same_result(
@@ -132,7 +132,7 @@ def test_a_fault_without_end_stops_the_run(cluster, tmp_path):
     )
     last = events[-1][1]
     assert isinstance(last, GaveUp)
-    assert "rank 1, call generate, iteration 1: ValueError: told to fail" in last.reason
+    assert "rank 1, call generate, iteration 2: ValueError: told to fail" in last.reason
     assert last.committed_step == 1
 
 
@@ -145,7 +145,7 @@ def test_a_fault_of_the_users_code_on_one_rank_ends_the_run_at_the_last_commit_a
     assert of_type(events, Faulted) == []
     last = events[-1][1]
     assert isinstance(last, GaveUp)
-    assert last.reason == "rank 0, call generate, iteration 2: reward 'mine' raised KeyError"
+    assert last.reason == "rank 0, call generate, iteration 3: reward 'mine' raised KeyError"
     assert last.traceback == "mine.py, line 3"
     assert last.committed_step == len(of_type(events, Committed)) <= 2
     assert {event.generation for event in of_type(events, Aborted)} == {0}

@@ -133,6 +133,8 @@ def test_the_critic_has_its_own_optimizer_where_given():
     ("changes", "sentence"),
     [
         ({"tempratur": 1}, "tempratur: unknown key"),
+        ({"path": 1}, "path: unknown key"),
+        ({"": 1}, "'': unknown key"),
         ({"sampling": {"max_completion_length": 8, "temprature": 1}}, "did you mean 'temperature'?"),
         (
             {"rewards": [{"function": "m:f", "wieght": 1}]},

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cluster_file import read_cluster
 from rlhf_tasks.config import ConfigError, load_config, make_config, read_assignments
-from rlhf_tasks.config_files import MOST_YAML_BYTES
+from rlhf_tasks.config_files import MAX_KEYS, MOST_YAML_BYTES
 from tests.rlhf_tasks.test_config import ppo
 
 DIGITS = "9" * 6000
@@ -35,6 +36,7 @@ YAML = {
     "itself": ("seed: &a [*a]", ":1: not valid YAML: an alias of what it stands in."),
     "half a character": ('seed: 1\nname: "\\ud800"', ":2: not valid YAML: half of a surrogate pair"),
     "a list as a key": ("? [a]\n: 1", ":1: not valid YAML: a key is a list or mapping."),
+    "a merge key": ("a: &a {x: 1}\nb: {<<: *a, y: 2}", ":2: not valid YAML: no key may be '<<': write out"),
     "a NUL": ("seed: 1\0", "not valid YAML: unacceptable character #x0000"),
 }
 
@@ -66,9 +68,16 @@ def test_many_keys_are_refused_at_once(tmp_path: Path, keys: int):
     path.write_text("type: sft\n" + "".join(f"k{i}: 0\n" for i in range(keys)))
     found = said(load_config, path)
     assert (
-        ":1001: not valid YAML: more than 1000 keys" in found
+        f":{MAX_KEYS + 1}: not valid YAML: more than {MAX_KEYS} keys" in found
         or f"more than {MOST_YAML_BYTES:,} bytes" in found
     )
+
+
+def test_a_measured_distribution_of_thousands_of_lengths_is_taken(tmp_path: Path):
+    lengths = dict.fromkeys(range(1, 4097), 1 / 4096)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(ppo(planning={"new_tokens": lengths})))
+    assert load_config(path).planning.new_tokens == lengths
 
 
 @pytest.mark.parametrize("faulty", ["seed=!!float x", "seed=" + "[" * 900, f"seed={DIGITS}", "seed=[\0"])

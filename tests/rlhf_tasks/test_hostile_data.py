@@ -1,10 +1,11 @@
 """Rows and chat templates that are meant to break what reads them: each is refused in one sentence, in seconds."""
 
 import gzip
+import io
 import json
 import os
 import resource
-import time
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.demo_data import write_model_folder
-from rlhf_tasks import dataset
-from rlhf_tasks.chat_template import ChatTemplate, Source
+from rlhf_tasks import chat_template, dataset
+from rlhf_tasks.chat_template import ChatTemplate, Source, serve
 from rlhf_tasks.config_parts import DataConfig
 from rlhf_tasks.dataset import MOST_LINE_BYTES, load_rows
-from rlhf_tasks.examples import pair_example, prompt_example, read_example
+from rlhf_tasks.examples import pair_example, prompt_example, read_examples
 from rlhf_tasks.tokenizer import Tokenizer
+from tests.rlhf_tasks.test_examples import read_row
 from tests.rlhf_tasks.test_hostile_config import said
 
 USER = {"role": "user", "content": "hi"}
@@ -96,8 +98,9 @@ def test_a_line_longer_than_any_row_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("value", ["a" * 100_000, None])
 def test_a_bomb_of_parquet_is_not_unpacked(tmp_path: Path, value: str | None):
     path = tmp_path / "rows.parquet"
-    array = pa.array([value] * 10_000) if value else pa.nulls(40_000_000)
-    pq.write_table(pa.table({"prompt": array}), path)
+    same = pa.array([0] * 10_000, pa.int32())
+    array = pa.DictionaryArray.from_arrays(same, [value]) if value else pa.nulls(40_000_000)
+    pq.write_table(pa.table({"prompt": array}), path, store_schema=False)  # read as text, not as a dictionary
     assert path.stat().st_size < 1 << 20
     sentences = []
     assert grown(lambda: sentences.append(said(rows_of, path))) < 600_000
@@ -145,12 +148,9 @@ def plain(folder: Path) -> Tokenizer:
     ],
 )
 def test_a_pair_of_unlike_kinds_is_refused(plain: Tokenizer, row: dict):
-    said(pair_example, row, plain)
+    said(read_row, pair_example, row, plain)
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}" + (
-    "{% endfor %}{% endfor %}"
-)
 RECURSION = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"
 TEMPLATES = {
     "a syntax error": ("a\n{{ }", ":2: no valid chat template: unexpected '}'"),
@@ -158,7 +158,6 @@ TEMPLATES = {
     "division": ("{{ 1//0 }}", "integer division or modulo by zero"),
     "recursion": (RECURSION, "nested too deeply"),
     "nesting": ("{{ " + "(" * 5000 + ")" * 5000 + " }}", ""),
-    "loops": (LOOPS, "the chat template takes more than 3 s of CPU time"),
     "a power": ("{{ 10 ** (10 ** 9) }}", "the chat template takes more than 3 s of CPU time"),
     "a long text": ("{{ 'a' * 20000000000 }}", "it takes more memory than there is"),
     "a long text at run time": (
@@ -189,7 +188,7 @@ def test_a_hostile_template_is_refused(folder: Path, tmp_path: Path, case: str):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": [USER]}))
     rows, tokenizer = rows_of(path), Tokenizer.from_folder(tmp_path)
-    found = said(read_example, prompt_example, rows, 0, tokenizer)
+    found = said(list, read_examples(prompt_example, rows, [0], tokenizer))
     assert found.startswith(f"{path}:1: {tmp_path / 'chat_template.jinja'}")
     assert sentence in found
 
@@ -198,50 +197,89 @@ def template(text: str) -> ChatTemplate:
     return ChatTemplate(Source(text, Path("chat_template.jinja")), {"eos_token": "<e>"})
 
 
+def rendered(ours: ChatTemplate, *contents: str) -> list[str]:
+    return list(ours.render(([{"content": content}], True) for content in contents))
+
+
 def test_a_template_that_failed_serves_the_next_conversation():
     ours = template(
         "{% if messages[0].content == 'x' %}{{ 1//0 }}{% endif %}{{ messages[0].content * 20 ** 3 }}"
     )
-    assert "division" in said(ours.render, [{"content": "x"}], False)
-    assert ours.render([{"content": "y"}], False) == "y" * 8000
+    assert "division" in said(rendered, ours, "y", "x", "y")
+    process = ours._lines
+    assert rendered(ours, "y") == ["y" * 8000]
+    assert ours._lines is process
 
 
 def test_a_template_whose_process_was_ended_is_rendered_by_the_next():
+    """The texts before the conversation that ended it are there."""
     ours = template(
         "{% for i in range(99999 if messages[0].content == 'x' else 1) %}{% for j in range(99999) %}"
         "{% endfor %}{% endfor %}{{ eos_token }}"
     )
-    assert "more than 3 s" in said(ours.render, [{"content": "x"}], True)
-    assert ours.render([{"content": "y"}], True) == "<e>"
+    texts = ours.render(([{"content": content}], True) for content in "yyx")
+    assert [next(texts), next(texts)] == ["<e>", "<e>"]
+    assert "more than 3 s" in said(next, texts)
+    assert rendered(ours, "y") == ["<e>"]
+
+
+def test_answers_that_nobody_has_read_are_nobody_elses():
+    ours = template("{{ messages[0].content }}")
+    texts = ours.render(([{"content": content}], True) for content in "ab")
+    assert next(texts) == "a"
+    assert rendered(ours, "c") == ["c"]
+    assert list(texts) == ["b"]
+
+
+def test_many_slow_conversations_in_one_request_may_take_more_than_one(monkeypatch: pytest.MonkeyPatch):
+    """Each conversation more gives its process more time, not each request."""
+    limits = list[int]()
+    monkeypatch.setattr(chat_template, "_limit", lambda kind, most: limits.append(most))
+    source = ["{{ messages }}", "t", True, {}]
+    requests = [source, [["a", True]] * 200, [["a", True]] * 51]
+    answers = io.BytesIO()
+    serve(io.BytesIO(b"\n".join(json.dumps(each).encode() for each in requests)), answers)
+    assert len(answers.getvalue().splitlines()) == 251
+    assert limits[-1] == 8
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_does_not_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    ours = template("a")
+    rendered(ours, "x")
+    monkeypatch.setattr(chat_template, "DEADLINE_S", 0.5)
+    assert ours._lines is not None
+    ours._lines.child.send_signal(signal.SIGSTOP)
+    assert "gave no text in 0.5 s" in said(rendered, ours, "x" * 200_000)
 
 
 def test_one_process_serves_all_conversations_and_ends_with_its_tokenizer():
     ours = template("{{ messages[0].content }}")
-    texts = [ours.render([{"content": str(i)}], False) for i in range(50)]
-    assert texts == [str(i) for i in range(50)]
-    process = ours._process
-    assert process is not None
+    texts = [text for i in range(50) for text in rendered(ours, str(i), "x")]
+    assert texts == [text for i in range(50) for text in (str(i), "x")]
+    assert ours._lines is not None
+    child = ours._lines.child
     del ours
-    assert process.returncode is not None
+    assert child.returncode is not None
 
 
 def test_a_template_sees_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
     ours = template("a")
-    ours.render([], False)
-    assert ours._process is not None
-    assert b"SECRET_OF_THE_RUN" not in Path(f"/proc/{ours._process.pid}/environ").read_bytes()
+    rendered(ours, "x")
+    assert ours._lines is not None
+    assert b"SECRET_OF_THE_RUN" not in Path(f"/proc/{ours._lines.child.pid}/environ").read_bytes()
 
 
 def test_a_template_s_process_ends_when_its_parent_is_gone(tmp_path: Path):
     ours = template("a")
-    ours.render([], False)
-    process = ours._process
-    assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(60) == 0
-    process.stdin = open(os.devnull, "wb")  # noqa: SIM115  for the finalizer
+    rendered(ours, "x")
+    assert ours._lines is not None
+    child = ours._lines.child
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(60) == 0
+    child.stdin = open(os.devnull, "wb")  # noqa: SIM115  for the finalizer
 
 
 TOKENS = {
@@ -284,13 +322,3 @@ def test_a_text_without_tokens_is_refused(tmp_path: Path):
     assert "tokenizer.json: it does not take the text: " in said(
         Tokenizer.from_folder(tmp_path).encode, "zebra"
     )
-
-
-@pytest.mark.slow
-def test_ten_thousand_conversations_take_seconds(capsys: pytest.CaptureFixture[str]):
-    ours = template("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}")
-    started = time.perf_counter()
-    for i in range(10_000):
-        ours.render([{"role": "user", "content": f"{i} " * 200}] * 4, True)
-    with capsys.disabled():
-        print(f"10,000 conversations of 4 turns: {time.perf_counter() - started:.1f} s")

@@ -13,7 +13,8 @@ from distributed.comm import CommClosedError
 from flows.prepare import prepare
 from rlhf_tasks import failpoints
 from rlhf_tasks.failpoints import CONTROLLER, RANK, Point
-from rlhf_tasks.transport import Faulted, Finished, GaveUp
+from rlhf_tasks.plan_log import logged_changes
+from rlhf_tasks.transport import Faulted, Finished, GaveUp, PlanChanged
 from tests.committed import assert_same_run, metrics_of
 from tests.rlhf_tasks.attempts import attend, committed, found, of_type, resume
 from tests.rlhf_tasks.fake_flow import run_spec
@@ -29,10 +30,10 @@ OFFLOADED = {
     "ref_inference": {"devices": [0], "offload": True},
     "reward_inference": {"devices": [1], "offload": True},
 }
+LATER = {**OFFLOADED, "actor_train": {"devices": [1]}, "critic_train": {"devices": [0]}}
 HEAD_OF_REWARDS = 1
 CORE = {  # of the default suite; all others are for the long one
     (Point.OPTIMIZER_STEP, 0),
-    (Point.SHARD_BEGUN, 1),
     (Point.MANIFEST_SYNCED, None),
 }
 FIRST_FAULT = f"answer:raise@rank0@iter{AT}@gen0"  # so that a commit is restored
@@ -53,15 +54,18 @@ ARMED = {
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Config and plan of all runs."""
-    config = ppo_config(
-        tmp_path_factory.mktemp("job"),
-        plan=OFFLOADED,
+    return prepare(config_of(tmp_path_factory.mktemp("job"), OFFLOADED))
+
+
+def config_of(base, plan):
+    return ppo_config(
+        base,
+        plan=plan,
         cluster={"devices_per_host": len(RANKS)},
         total_iterations=ITERATIONS,
         kl_target=0.1,
         kl_horizon=64,
     )
-    return prepare(config)
 
 
 def spec_of(cluster, job, folder, **options):
@@ -158,6 +162,27 @@ def test_a_controller_killed_there_is_replaced_and_the_run_resumed_to_the_same_b
     if point in (Point.RENAMED, Point.COMMITTED):
         assert committed(events)[0] == AT + 1, "the step was committed"
     assert len(metrics_of(folder)) == ITERATIONS
+    assert_same_run(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_controller_killed_when_a_change_of_plan_is_logged_makes_that_change_when_resumed(
+    cluster, job, tmp_path
+):
+    later = prepare(config_of(tmp_path, LATER)).plan
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    events = asyncio.run(attend(cluster, spec_of(cluster, job, undisturbed), later=(AT, later)))
+    assert [event.planned.iteration for event in of_type(events, PlanChanged)] == [AT]
+    folder.mkdir()
+    text = text_of(Point.PLAN_LOGGED)
+    with found(cluster, folder) as now, armed(now, text), pytest.raises(CommClosedError):
+        asyncio.run(attend(now, spec_of(now, job, folder), later=(AT, later)))
+    changes = logged_changes(folder)
+    assert [change.iteration for change in changes] == [AT]
+    gone = {now.controller.address}
+    events = resume(cluster, folder, gone, lambda now: spec_of(now, job, folder, attempt=2, changes=changes))
+    assert committed(events)[-1] == ITERATIONS - 1
+    assert logged_changes(folder) == changes
     assert_same_run(folder, undisturbed)
 
 

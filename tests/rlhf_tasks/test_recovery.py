@@ -90,11 +90,11 @@ def test_an_undisturbed_run_changes_every_tensor_and_state(undisturbed):
 FAULTS = {
     "in a train_step while the next iteration generates": (
         Fault(3, 1, "critic_train", inside_s=0.04, meanwhile=(2, "actor_generate")),
-        "rank 3, call critic_train, iteration 1: lost",
+        "rank 3, call critic_train, iteration 2: lost",
     ),
     "between a save and its commit": (
         Fault(2, 2, "save_critic", meanwhile=(3, "reward_inference")),
-        "rank 2, call reward_inference, iteration 3: lost",
+        "rank 2, call reward_inference, iteration 4: lost",
     ),
 }
 
@@ -127,7 +127,7 @@ def test_a_rank_that_stops_is_noticed_by_its_deadline(cluster, job, undisturbed,
     start_s = time.time()
     events = asyncio.run(attend(cluster, spec_of(cluster, job, folder, deadline_floor_s=deadline_s)))
     (faulted,) = of_type(events, Faulted)
-    assert "call actor_generate, iteration 2: not finished 12 s after" in faulted.cause
+    assert "call actor_generate, iteration 3: not finished 12 s after" in faulted.cause
     noticed_s = start_s + next(s for s, event in events if event is faulted)
     assert noticed_s - float((folder / FIRED).read_text()) < deadline_s + NOTICED_S
     assert committed(events) == list(range(ITERATIONS))

@@ -60,6 +60,21 @@ def test_prompts_of_conversations_are_what_the_model_read_where_a_reward_wants_t
     assert judge("openrlhf:as_list", LABELLED) == [1.0, 0.0]
 
 
+def test_completions_among_the_parameters_show_the_form_of_trl_whatever_the_columns_are_called(
+    tmp_path: Path,
+):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(completions, queries, solution_str, **kwargs): return [1.0]")
+    reward = load_reward("f", f"{file}:f", {})
+    judged = answers({"prompt": "p", "queries": "q", "solution_str": "s"}, completions=["c"])
+    (arguments,) = reward.arguments(judged, TrainerState(0, 1), {})
+    assert (arguments["completions"], arguments["queries"], arguments["solution_str"]) == (
+        ["c"],
+        ["q"],
+        ["s"],
+    )
+
+
 def test_columns_that_some_rows_lack_are_none():
     mixed = answers({"prompt": "p", "a": 1}, {"prompt": "q", "b": 2}, completions=["x", "y"])
     assert mixed.columns == {"a": [1, None], "b": [None, 2]}

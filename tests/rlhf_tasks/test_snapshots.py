@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -266,6 +267,25 @@ def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
     assert told[0].lasting
 
 
+@pytest.mark.parametrize(("known", "free"), [(True, r"\d+"), (False, "an unknown number")])
+def test_a_disk_without_room_for_a_folder_is_reported_as_lasting(tmp_path, monkeypatch, known, free):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    told: list[SavedPart] = []
+    monkeypatch.setattr(Path, "mkdir", full)
+    if not known:
+        monkeypatch.setattr(shutil, "disk_usage", read_only)
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append)
+    writer.save("actor", small_role(), 3)
+    writer.close()
+    assert told[0].lasting
+    assert re.search(rf"needs \d+ bytes, {free} are free", told[0].error)
+    order = WriteCommit(4, (), {}, 32, {}, plan())
+    with pytest.raises(NotWritable, match=r"no space left: .*manifest"):
+        RunSnapshots(Spec(str(tmp_path), 2)).commit(order, {})
+
+
 def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
     told, disk = [], tmp_path / "disk"
     with small_disk(disk) as mounted:
@@ -282,7 +302,7 @@ def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
     assert told[0].lasting
 
 
-def read_only(descriptor: int) -> None:
+def read_only(*_) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 

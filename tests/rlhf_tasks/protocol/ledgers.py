@@ -1,5 +1,7 @@
 """Ledgers of two ranks in a known state, and what their ranks tell them."""
 
+from collections.abc import Sequence
+
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.phases import Phase
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
@@ -15,9 +17,11 @@ def pair_plan() -> ExecutionPlan:
     return plan_of(2, {"actor": both}, [train, SaveNode(name="save", role="actor", placement=both)])
 
 
-def ledger(**changes) -> Ledger:
+PLANS = (ScheduledPlan(iteration=0, plan=pair_plan()),)
+
+
+def ledger(plans: Sequence[ScheduledPlan] = PLANS, **changes) -> Ledger:
     settings = {"run": "run", "attempt": 0, "n_ranks": 2, "total_iterations": 9, "committed_step": 0}
-    plans = [ScheduledPlan(iteration=0, plan=pair_plan())]
     return Ledger(plans, deadlines=Deadlines(floor_s=10), **(settings | changes))
 
 

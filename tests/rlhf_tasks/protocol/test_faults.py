@@ -162,7 +162,7 @@ def test_the_cause_names_the_lost_rank_and_its_call_not_the_peer_that_noticed_fi
     world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=watch)
     world.run()
     (fault,) = world.controller.faults
-    assert str(fault.cause) == "rank 1, call generate, iteration 1: lost: killed"
+    assert str(fault.cause) == "rank 1, call generate, iteration 2: lost: killed"
 
 
 def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
@@ -220,7 +220,7 @@ def test_the_users_code_failing_at_each_node_ends_the_run_at_a_commit_and_repeat
         world = World(small_plan(), iterations=ITERATIONS, watch=Trace({number: fail}))
         outcome = world.run()
         key = instruction.request.key
-        told = f"rank {process.rank}, call {key.node}, iteration {key.iteration}: reward"
+        told = f"rank {process.rank}, call {key.node}, iteration {key.iteration + 1}: reward"
         assert outcome == do.GiveUp(told, max(world.disk.commits), "mine"), number
         assert world.controller.ledger.generation == 0
         assert world.now - when[0] < 5

@@ -71,7 +71,7 @@ def test_two_iterations_are_in_flight_and_the_third_waits_for_the_first_ones_com
     assert kinds(books.enter(0, 0, 0)) == [do.Send, do.Send]
     assert kinds(books.enter(1, 0, 0)) == [do.Send, do.Send]
     (refused,) = books.enter(2, 0, 0)
-    assert refused.reason == "iterations 0 to 1 are in flight; 2 may enter when 0 is committed."
+    assert refused.reason == "iterations 1 to 2 are in flight; 3 may enter when 1 is committed."
     do_nodes(books, 0)
     do_parts(books, 0)
     assert books.enterable is None, "written is not committed"
@@ -82,7 +82,7 @@ def test_two_iterations_are_in_flight_and_the_third_waits_for_the_first_ones_com
 @pytest.mark.parametrize(
     ("iteration", "generation", "reason"),
     [
-        (1, 0, "the next one is 0"),
+        (1, 0, "the next one is 1"),
         (0, 1, "this is generation 0"),
     ],
 )
@@ -129,7 +129,7 @@ def test_the_commit_of_the_last_iteration_finishes_the_attempt():
     books.enter(0, 0, 0)
     books.stop_after(0, 0)
     (refused,) = books.enter(1, 0, 0)
-    assert refused.reason == "iteration 0 is the last one."
+    assert refused.reason == "iteration 1 is the last one."
     do_nodes(books, 0)
     do_parts(books, 0)
     assert books.commit_done(1, 0) == [do.IterationCommitted(0), do.Finished(1)]
@@ -212,7 +212,7 @@ def test_a_nodes_deadline_runs_from_its_last_ranks_entry():
     assert books.tick(1010) == []
     cause = books.tick(1010.1)[0].cause
     assert str(cause).startswith(
-        "rank 1, call train, iteration 0: not finished 10 s after the last rank entered"
+        "rank 1, call train, iteration 1: not finished 10 s after the last rank entered"
     )
     assert "raise runtime.deadline_floor_s" in str(cause)
 
@@ -223,7 +223,7 @@ def test_a_rank_that_has_work_and_enters_nothing_is_overdue():
     books.rank_entered(0, key("train"), 0)
     assert books.tick(60) == []
     cause = books.tick(60.1)[0].cause
-    assert str(cause) == "rank 1, call train, iteration 0: did not enter its next call within 60 s"
+    assert str(cause) == "rank 1, call train, iteration 1: did not enter its next call within 60 s"
 
 
 def test_a_rank_without_work_is_never_overdue():
@@ -241,7 +241,7 @@ def test_a_part_that_does_not_become_durable_is_overdue():
     do_nodes(books, 0, now=10)
     books.part_durable(0, key("save"), "a", 11)
     assert books.tick(110) == []
-    assert str(books.tick(110.1)[0].cause).startswith("rank 1, call save, iteration 0: the saved part")
+    assert str(books.tick(110.1)[0].cause).startswith("rank 1, call save, iteration 1: the saved part")
 
 
 @pytest.mark.parametrize(("stage", "limit"), [("reset", 140), ("restore", 300)])

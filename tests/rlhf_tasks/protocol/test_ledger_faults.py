@@ -31,7 +31,7 @@ def test_a_lost_rank_aborts_what_cannot_commit_and_rebuilds():
         do.ResetRank(0, 1),
         do.RestartRank(1, lost=True),
     ]
-    assert str(cause) == "rank 1, call train, iteration 0: lost: killed"
+    assert str(cause) == "rank 1, call train, iteration 1: lost: killed"
     assert books.rank_reset(0, 1, 6) == []
     assert books.rank_started(1, 7) == [do.ResetRank(1, 1)]
     assert books.rank_reset(1, 1, 8) == [do.RestoreRank(0, 1, 0), do.RestoreRank(1, 1, 0)]
@@ -106,7 +106,7 @@ def test_news_of_an_older_generation_changes_nothing():
         assert books.part_durable(rank, key("save"), "old", 0) == []
         assert books.rank_reset(rank, 0, 0) == books.rank_restored(rank, 0, 0) == []
     (refused,) = books.enter(0, 0, 0)
-    assert "generation 0 has ended (rank 1, call train, iteration 0: lost: killed)" in refused.reason
+    assert "generation 0 has ended (rank 1, call train, iteration 1: lost: killed)" in refused.reason
     assert books.account.node_state(0, 1, "train") is State.WAITING
 
 
@@ -183,7 +183,7 @@ def test_a_gap_or_a_refused_request_is_a_fault():
     books = running()
     books.enter(0, 0, 0)
     assert books.rank_refused(1, key("save"), "request 0 was not delivered", 0) == []
-    assert str(books.tick(2)[0].cause) == "rank 1, call save, iteration 0: request 0 was not delivered"
+    assert str(books.tick(2)[0].cause) == "rank 1, call save, iteration 1: request 0 was not delivered"
 
 
 def test_three_rebuilds_without_a_commit_then_a_clear_stop():
@@ -243,7 +243,7 @@ def test_a_fault_of_the_users_code_ends_the_attempt_at_once_without_a_rebuild():
         do.Fault(0, cause),
         do.AbortIteration(0, 0, cause),
         do.AbortIteration(1, 0, cause),
-        do.GiveUp("rank 0, call train, iteration 0: broke", 0, "where"),
+        do.GiveUp("rank 0, call train, iteration 1: broke", 0, "where"),
     ]
     assert books.phase is Phase.STOPPED
 
@@ -264,7 +264,7 @@ def ending():
 def test_what_is_complete_is_committed_before_the_users_fault_ends_the_attempt():
     assert ending().commit_done(1, 0) == [
         do.IterationCommitted(0),
-        do.GiveUp("rank 0, call train, iteration 1: broke", 1, "where"),
+        do.GiveUp("rank 0, call train, iteration 2: broke", 1, "where"),
     ]
 
 
@@ -278,7 +278,7 @@ def test_a_commit_after_which_another_one_waits_is_written_too():
     do_parts(books, 1)
     assert kinds(books.rank_failed(by_user_code(1, "train", 1), 0)) == [do.Fault]
     assert kinds(books.commit_done(1, 0)) == [do.IterationCommitted, do.WriteCommit]
-    assert books.commit_done(2, 0)[-1] == do.GiveUp("rank 1, call train, iteration 1: broke", 2, "where")
+    assert books.commit_done(2, 0)[-1] == do.GiveUp("rank 1, call train, iteration 2: broke", 2, "where")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_nothing_but_the_commit_counts_after_a_fault_of_the_users_code(news):
 
 
 def test_a_fault_of_the_users_code_ends_the_attempt_also_where_that_commit_fails_or_hangs():
-    cause = "rank 0, call train, iteration 1: broke"
+    cause = "rank 0, call train, iteration 2: broke"
     assert ending().commit_failed(1, "disk full", True, 0) == [
         do.GiveUp(f"{cause}; step 1 could not be committed: disk full", 0)
     ]
@@ -315,7 +315,7 @@ def test_a_fault_of_the_users_code_needs_no_lost_rank_to_explain_it():
     books.enter(0, 0, 0)
     assert books.rank_failed(failure(1, "train"), 0) == []
     told = books.rank_failed(by_user_code(0, "train"), 1)
-    assert told[-1] == do.GiveUp("rank 0, call train, iteration 0: broke", 0, "where")
+    assert told[-1] == do.GiveUp("rank 0, call train, iteration 1: broke", 0, "where")
 
 
 def test_a_fault_of_the_users_code_in_a_generation_that_has_ended_changes_nothing():

@@ -78,6 +78,35 @@ def test_a_stop_ends_a_pause_and_a_run_that_is_held_is_finished_by_it():
     assert books.stop_after(0, 0) == [do.Finished(1)]
 
 
+def test_a_stop_finishes_a_run_that_is_held_after_a_fault_took_what_was_in_flight():
+    books = running(committed_step=3)
+    books.enter(3, 0, 0), books.enter(4, 0, 0)
+    books.rank_lost(1, "killed", 0)
+    books.rank_started(1, 0)
+    books.pause(0)
+    rebuilt(books)
+    assert books.stop_after(0, 0) == [do.Finished(3)]
+
+
+def test_a_stop_while_ranks_reset_lets_the_commit_that_is_written_be_the_last():
+    books = running(committed_step=3)
+    books.enter(3, 0, 0), books.enter(4, 0, 0)
+    do_nodes(books, 3), do_parts(books, 3)
+    books.rank_lost(1, "killed", 0)
+    assert books.stop_after(0, 0) == []
+    assert books.commit_done(4, 0) == [do.IterationCommitted(3), do.Finished(4)]
+
+
+def test_a_stop_finishes_a_run_that_is_held_at_the_snapshot_of_its_pause():
+    books = running(snapshot_every=3)
+    books.enter(0, 0, 0)
+    books.pause(0)
+    books.enter(1, 0, 0)
+    do_nodes(books, 0)
+    assert finish(books, 1)[-1] == do.Held(2)
+    assert books.stop_after(0, 0) == [do.Finished(2)]
+
+
 def test_a_stop_before_any_iteration_lets_one_run():
     books = running()
     books.pause(0)

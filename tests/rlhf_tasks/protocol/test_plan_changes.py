@@ -13,7 +13,6 @@ from tests.rlhf_tasks.protocol.ledgers import (
     do_parts,
     failure,
     kinds,
-    ledger,
     pair_plan,
     rebuilt,
     result,
@@ -63,7 +62,7 @@ def test_a_plan_begins_at_the_first_iteration_not_delivered():
     assert books.enterable is None, "iteration 2 goes by a plan that is not written down yet"
     assert books.plan_logged(0) == [do.PlanChanges(log.planned)]
     (refused,) = books.enter(2, 0, 0)
-    assert "the plan changes at iteration 2" in refused.reason
+    assert "the plan changes at iteration 3" in refused.reason
 
 
 def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ranks_load_that_commit():
@@ -108,7 +107,7 @@ def test_an_entry_under_the_generation_of_the_old_plan_is_refused_as_such():
     rebuilt(books, 100)
     books.enter(0, 1, 100)
     (refused,) = books.enter(0, 0, 100)
-    assert "generation 0 has ended (rank 0, call train, iteration 0: broke)" in refused.reason
+    assert "generation 0 has ended (rank 0, call train, iteration 1: broke)" in refused.reason
     books.change_plan(single_plan(), {}, 100)
     finish(books, 0)
     books.plan_logged(0)
@@ -148,16 +147,16 @@ def test_no_change_after_the_last_iteration_nor_on_top_of_another():
     books.enter(0, 0, 0)
     books.enter(1, 0, 0)
     (refused,) = books.change_plan(single_plan(), {}, 0)
-    assert refused.reason == "the run ends with iteration 1."
+    assert refused.reason == "the run ends with iteration 2."
     (refused,) = changing().change_plan(pair_plan(), {}, 0)
-    assert refused.reason == "no iteration has gone by the plan that begins at 2 yet."
+    assert refused.reason == "no iteration has gone by the plan that begins at 3 yet."
 
 
 def test_an_early_stop_comes_before_a_later_change():
     books = changing()
     books.stop_after(1, 0)
     finish(books, 0)
-    assert books.enter(2, 0, 0)[0].reason == "iteration 1 is the last one."
+    assert books.enter(2, 0, 0)[0].reason == "iteration 2 is the last one."
     assert kinds(finish(books, 1)) == [do.IterationCommitted, do.Finished]
 
 
@@ -191,15 +190,28 @@ def test_changes_of_the_plan_are_no_faults():
 @pytest.mark.parametrize(("step", "plan"), [(1, pair_plan()), (2, single_plan()), (5, single_plan())])
 def test_a_resumed_run_goes_by_the_log(step, plan):
     plans = (ScheduledPlan(iteration=0, plan=pair_plan()), ScheduledPlan(iteration=2, plan=single_plan()))
-    books = ledger(committed_step=step, cursor=8 * step)
-    resumed = type(books)(
-        plans, run="run", attempt=1, n_ranks=2, total_iterations=9, committed_step=step, cursor=8 * step
-    )
-    resumed.start(0)
-    rebuilt(resumed)
+    resumed = running(plans=plans, committed_step=step, cursor=8 * step)
     sends = resumed.enter(step, 0, 0)
     assert [send.rank for send in sends] == list(plan.node("train").devices)
     assert plan_at(plans, step).plan == plan
+
+
+def test_a_change_behind_the_snapshot_of_a_pause_comes_also_in_the_next_attempt():
+    """snapshot_every=5: only the pause lets iteration 6 end in a snapshot, and the change of the plan follows it."""
+    books = running(snapshot_every=5, total_iterations=20, committed_step=5)
+    books.enter(5, 0, 0)
+    books.pause(0)
+    books.enter(6, 0, 0)
+    (log,) = books.change_plan(single_plan(), {}, 0)
+    assert log.planned.iteration == 7
+    books.plan_logged(0)
+    resumed = running(plans=(*books.account.plans,), snapshot_every=5, total_iterations=20, committed_step=5)
+    resumed.enter(5, 0, 0)
+    do_nodes(resumed, 5)
+    resumed.enter(6, 0, 0)
+    assert do.ResetRank in kinds(finish(resumed, 6)), "the commit before the change"
+    rebuilt(resumed)
+    assert resumed.enterable == 7
 
 
 # --- whole runs on a simulated cluster ------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""Lines of JSON to and from a child process, which may stall, stop reading or end at any time."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+LOOK_EVERY_S = 0.25
+
+
+class Lines:
+    """Our ends of a child's standard input and output.
+
+    `look` is called while we wait, about every LOOK_EVERY_S; what it raises ends the waiting.
+    """
+
+    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        self.child = child
+        self._to, self._from = child.stdin.fileno(), child.stdout.fileno()
+        os.set_blocking(self._to, False)  # who does not read must not keep us
+        self._unread = b""
+
+    def send(self, line: str, until_s: float, look: Callable[[], None] = lambda: None) -> None:
+        """Hand over a line; where nobody is left to read it, `read` says so. Raises TimeoutError."""
+        left = memoryview(line.encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):
+            while left:
+                _wait(self._to, select.POLLOUT, until_s, look)
+                left = left[os.write(self._to, left) :]
+
+    def read(self, until_s: float, look: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
+        """The next line; None when the child has ended its output. Raises TimeoutError."""
+        pieces = [self._unread]
+        while b"\n" not in pieces[-1]:
+            _wait(self._from, select.POLLIN, until_s, look)
+            pieces.append(os.read(self._from, 1 << 16))
+            if not pieces[-1]:
+                return None
+        line, _, self._unread = b"".join(pieces).partition(b"\n")
+        return json.loads(line)
+
+
+def _wait(pipe: int, event: int, until_s: float, look: Callable[[], None]) -> None:
+    """Until a pipe can be used, or has no other end any more. Raises TimeoutError, and what `look` raises."""
+    waiting = select.poll()  # select takes no numbers from 1024 on
+    waiting.register(pipe, event)
+    while True:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        look()
+        if waiting.poll(min(left_s, LOOK_EVERY_S) * 1000):
+            return
