@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from flows.demo_data import MODEL, byte_tokenizer
-from rlhf_tasks.config import PPOConfig, make_config
+from flows.demo.data import MODEL, byte_tokenizer
+from rlhf_tasks.config.run import PPOConfig, make_config
 
 
 def write_models(folder: Path) -> None:

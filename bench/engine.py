@@ -34,16 +34,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from rlhf_tasks.parallel.engine import Engine, LossTerms
-from rlhf_tasks.parallel.generation import generate
-from rlhf_tasks.parallel.groups import ProcessGroups, device_sets, join_world, leave_world
-from rlhf_tasks.parallel.layout import Layout, ModelShape
-from rlhf_tasks.parallel.micro_batch import MicroBatch
-from rlhf_tasks.parallel.optimizer import OptimizerSettings
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.sampling import SamplingParams
-from rlhf_tasks.parallel.stage import Stage
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
+from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 
 VOCAB = 4096
 CONFIG = LlamaConfig(

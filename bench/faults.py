@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from rlhf_tasks.failpoints import Point
+from rlhf_tasks.system.failpoints import Point
 
 ROOT = Path(__file__).parents[1]
 NOT_RUN = "not run"
 NOTHING = "no test shows it"
-CHECKPOINT, KILLS = "tests/rlhf_tasks/test_checkpoint.py", "tests/rlhf_tasks/test_kills.py"
-RECOVERY, SNAPSHOTS = "tests/rlhf_tasks/test_recovery.py", "tests/rlhf_tasks/test_snapshots.py"
-IDENTITY, ORDERS = "tests/flows/test_run_identity.py", "tests/flows/test_attempts.py"
+CHECKPOINT, KILLS = "tests/rlhf_tasks/checkpoint/test_commits.py", "tests/rlhf_tasks/controller/test_kills.py"
+RECOVERY, SNAPSHOTS = (
+    "tests/rlhf_tasks/controller/test_recovery.py",
+    "tests/rlhf_tasks/checkpoint/test_snapshots.py",
+)
+IDENTITY, ORDERS = "tests/flows/run/test_run_identity.py", "tests/flows/test_attempts.py"
 
 
 class Fault(NamedTuple):
@@ -66,20 +69,23 @@ FAULTS = {
     "8": Fault("killed just after the rename", "new commit, R", KILLS, "renamed or committed"),
     "9": Fault("SIGSTOP inside a collective", "noticed by its deadline, R", RECOVERY, "stops"),
     "10": Fault(
-        "SIGSTOP outside a collective", "noticed, R", "tests/rlhf_tasks/test_attempt.py", "does_not_answer"
+        "SIGSTOP outside a collective",
+        "noticed, R",
+        "tests/rlhf_tasks/controller/test_attempt.py",
+        "does_not_answer",
     ),
     "11": Fault("Dask scheduler killed", "R", ORDERS, "goes_on_by_itself or waits_for_it"),
     "12": Fault(
         "worker killed",
         "capacity restored",
-        "tests/flows/test_cluster.py",
+        "tests/flows/cluster/test_cluster.py",
         "replaces_a_rank",
         "its nanny lives",
     ),
     "13": Fault(
         "the same fault again and again",
         "clear stop",
-        "tests/rlhf_tasks/test_attempt.py",
+        "tests/rlhf_tasks/controller/test_attempt.py",
         "without_end",
         "it raises",
     ),
@@ -87,13 +93,13 @@ FAULTS = {
     "15-17": Fault(
         "SIGTERM, Ctrl-C, cancelling",
         "clean stop, no orphans",
-        "tests/flows/test_command_runs.py",
+        "tests/flows/commands/test_training.py",
         "told_to_end",
     ),
     "18-20": Fault(
         "Prefect server down, its database locked or damaged",
         "training goes on",
-        "tests/flows/test_server.py tests/flows/test_session.py tests/flows/test_prefect_api.py",
+        "tests/flows/cluster/test_server.py tests/flows/commands/test_local_run.py tests/flows/view/test_prefect_api.py",
         "killed or data_base or dies_for_good or failure or busy",
     ),
     "21": Fault(
@@ -126,30 +132,36 @@ FAULTS = {
         "NaN in loss or gradient, repeated", "skip, stop", "tests/rlhf_tasks/algorithms/test_steps.py", ""
     ),
     "33": Fault(
-        "bad rows and files", "file:line", "tests/rlhf_tasks/test_dataset.py", "", "refused, not quarantined"
+        "bad rows and files",
+        "file:line",
+        "tests/rlhf_tasks/data/test_dataset.py",
+        "",
+        "refused, not quarantined",
     ),
     "34": Fault("data changed before resume", "refused unless accepted", IDENTITY, "data"),
     "35": Fault(
-        "rewards that raise, hang, exit", "contained, named", "tests/rlhf_tasks/test_reward_process.py", ""
+        "rewards that raise, hang, exit", "contained, named", "tests/rlhf_tasks/rewards/test_process.py", ""
     ),
     "36": Fault("reward server fails or redirects", "bounded", "", "", "there are no rewards by URL"),
     "37": Fault("rank out of memory", "hint"),
     "38": Fault(
-        "a configuration too large for memory", "refused", "tests/flows/test_prepare.py", "does_not_fit"
+        "a configuration too large for memory", "refused", "tests/flows/run/test_prepare.py", "does_not_fit"
     ),
     "39": Fault(
         "port in use", "next port", "", "", "no test shows it: servers of ours ask the system for a free port"
     ),
-    "40": Fault("two runs on one folder", "refused", "tests/flows/test_run_folder.py", "only_one_run"),
+    "40": Fault("two runs on one folder", "refused", "tests/flows/run/test_run_folder.py", "only_one_run"),
     "41": Fault(
         "clock jumps a day", "no timeout", "", "", "no test shows it: deadlines go by monotonic clocks"
     ),
-    "42": Fault("YAML bombs, unknown keys, NaN", "refused", "tests/rlhf_tasks/test_hostile_config.py", ""),
+    "42": Fault(
+        "YAML bombs, unknown keys, NaN", "refused", "tests/rlhf_tasks/config/test_hostile_config.py", ""
+    ),
     "43": Fault("path traversal, links", "refused", CHECKPOINT, "link or names_nothing_but"),
     "44": Fault(
         "many iterations",
         "memory flat",
-        "tests/flows/test_training.py",
+        "tests/flows/run/test_training.py",
         "nothing_is_kept",
         "not 200 of them; file descriptors and /dev/shm are not looked at",
     ),
@@ -242,11 +254,11 @@ Written by `python -m bench.faults`, which runs the tests of each fault. *R*: th
 moments and metrics end bit-equal to an undisturbed run's. A row without a test, or that was not run, promises
 nothing.
 
-What a run needs to go on stands in its folder (flows/run_folder.py): commits that appear by a rename and are hashed,
-journals whose committed part is hashed, configuration, digests of data and models. What has changed since the last
-commit is refused with the difference, until `--accept-changes`. A disk that is full or read-only is no fault of the
-ranks: the run ends at once, with path and bytes, and the last commit is intact. Digests of a model file above 64 MiB
-are of samples: they find another or a newly trained model, not a few altered bytes.
+What a run needs to go on stands in its folder (flows/run/run_folder.py): commits that appear by a rename and are
+hashed, journals whose committed part is hashed, configuration, digests of data and models. What has changed since
+the last commit is refused with the difference, until `--accept-changes`. A disk that is full or read-only is no
+fault of the ranks: the run ends at once, with path and bytes, and the last commit is intact. Digests of a model file
+above 64 MiB are of samples: they find another or a newly trained model, not a few altered bytes.
 
 | # | fault | expected | tests | seen |
 |---|---|---|---|---|"""
@@ -254,8 +266,8 @@ _POINTS = """
 ## Failpoints
 
 `PREFECT_RLHF_FAILPOINT=NAME:ACTION[@rankN][@iterN][@genN][@attemptN]` makes a process die (`kill`), stop, fail
-(`raise`, `full`) or wait (`delay=S`) at one of these places (rlhf_tasks/failpoints.py).
-tests/rlhf_tasks/test_kills.py kills ranks and controller at each.
+(`raise`, `full`) or wait (`delay=S`) at one of these places (rlhf_tasks/system/failpoints.py).
+tests/rlhf_tasks/controller/test_kills.py kills ranks and controller at each.
 
 | name | process | what has happened by then |
 |---|---|---|"""

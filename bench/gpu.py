@@ -27,13 +27,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench.engine import BETAS, LEARNING_RATE, MAX_GRAD_NORM, build_engine
-from rlhf_tasks.parallel.engine import Engine, LossTerms
-from rlhf_tasks.parallel.generation import generate
-from rlhf_tasks.parallel.groups import ProcessGroups, join_world, leave_world
-from rlhf_tasks.parallel.micro_batch import MicroBatch, micro_batch
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.sampling import SamplingParams, uniform
-from rlhf_tasks.parallel.topology import ParallelStrategy
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
+from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, uniform
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 CUDA = torch.device("cuda", 0)
 SIZES = {

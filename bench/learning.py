@@ -26,12 +26,12 @@ import yaml
 from distributed import Client
 from prefect import flow
 
-from flows.demo import Demo, demo_at, make_models, measure
-from flows.demo_data import write_jsonl
+from flows.demo.data import write_jsonl
+from flows.demo.stages import Demo, demo_at, make_models, measure
 from flows.ppo import rlhf_ppo
 from flows.rollout import rollout
 from flows.sft import sft
-from rlhf_tasks.samples_folder import read_samples
+from rlhf_tasks.rewards.samples_folder import read_samples
 
 SAMPLES_PER_PROMPT = 2
 

@@ -30,17 +30,17 @@ from distributed import Client
 from prefect import flow
 
 from bench.simulated_ranks import print_rows, scale_rows
-from flows.clocks import Span, idle_while_ready_s, predecessors_of
-from flows.cluster import Cluster, Member, local_cluster
-from flows.server import own_server
-from flows.training import RunControl, run_training
-from planner.graph import DataflowGraph
-from planner.mesh import Cluster as Devices
-from planner.plan import build_plan
+from flows.cluster.cluster import Cluster, Member, local_cluster
+from flows.cluster.server import own_server
+from flows.run.training import RunControl, run_training
+from flows.view.clocks import Span, idle_while_ready_s, predecessors_of
+from planner.plan.build import build_plan
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster as Devices
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config import make_config, manual_assignments
+from rlhf_tasks.config.run import make_config, manual_assignments
+from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.transport import Committed
 
 RANKS = 4
 WARM_UP = 2

@@ -7,7 +7,7 @@ PPO with Llama-2 shapes on A100-80G nodes (NVLink 300 GB/s each way inside a nod
 128, generated 896, batch 128, 4 mini-batches; ref like the actor, reward like the critic. For each setting: seconds
 per iteration after 1, 10 and 60 s of search and of MCMC (each of them one run per seed, read off its trace), the
 lower bound, the gap, choices priced per second, the time to the final plan. Compilation is done before the
-clock starts. Every reported plan is replayed (planner/replay.py shares no code with the simulator) and compared.
+clock starts. Every reported plan is replayed (planner/plan/replay.py shares no code with the simulator) and compared.
 At last come one search on 1,024 GPUs and one on 16,384, with limits a little below one minute and five: pricing the
 plan found comes after. All of it, with ten seeds, takes an hour and a half; `--seeds 1 --limits 1 10 --large` takes
 five minutes. A limit is wall-clock time: on a busy machine less is done in it, so CPU seconds are told beside it.
@@ -23,17 +23,17 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
-from planner.cost import CostModel
-from planner.graph import DataflowGraph
-from planner.mesh import Cluster
-from planner.plan import PlanError
-from planner.problem import Problem
-from planner.profile import preset
-from planner.replay import replay
-from planner.search import SearchResult, find_plan
-from planner.workload import Lengths, RoleModel, Workload
+from planner.plan.build import PlanError
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.plan.replay import replay
+from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing.calls import CostModel
+from planner.pricing.devices import preset
+from planner.pricing.problem import Problem
+from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.layout.shape import ModelShape
 
 SHAPES = {
     "7B": (4096, 32, 32, 32, 11008),

@@ -12,11 +12,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from rlhf_tasks.measurements import Measurements
-from rlhf_tasks.profile_spec import ProfileSpec
-from rlhf_tasks.rendezvous import Rendezvous
+from rlhf_tasks.controller.rendezvous import Rendezvous
+from rlhf_tasks.profiling.measurements import Measurements
+from rlhf_tasks.profiling.spec import ProfileSpec
+from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.transport import GenerationSpec
 
 Store = tuple[str, int, str]
 """Host, port and prefix of a rendezvous."""
@@ -101,7 +101,7 @@ class NodeTime(NamedTuple):
 
 
 class PlanRun(NamedTuple):
-    """What one rank saw of a plan: its nodes, and the peak of its memory (rlhf_tasks/memory.py)."""
+    """What one rank saw of a plan: its nodes, and the peak of its memory (rlhf_tasks/system/memory.py)."""
 
     times: Sequence[NodeTime]
     peak_bytes: int
@@ -118,9 +118,9 @@ def run_plan(
     """Run a plan's iterations as the runtime would deliver them: in plan order, at most two in flight."""
     import torch.distributed as dist
 
-    from rlhf_tasks.executor import Executor
-    from rlhf_tasks.memory import give_back
     from rlhf_tasks.protocol.sequencer import Sequencer
+    from rlhf_tasks.rank.executor import Executor
+    from rlhf_tasks.system.memory import give_back
 
     host, port, prefix = store
     plan = ExecutionPlan.model_validate_json(plan_json)
@@ -146,9 +146,9 @@ def run_plan(
 def measure_pieces(
     rank: int, store: Store, plan_json: str, config: Mapping[str, Any], folder: str
 ) -> tuple[list[Measurements], float]:
-    """Run a profile's plan (rlhf_tasks/profile_spec.py): what this rank measured, node by node, and seconds per node
-    without work."""
-    from rlhf_tasks.profile_executor import ProfileExecutor
+    """Run a profile's plan (rlhf_tasks/profiling/spec.py): what this rank measured, node by node, and seconds per
+    node without work."""
+    from rlhf_tasks.profiling.executor import ProfileExecutor
 
     plan = ExecutionPlan.model_validate_json(plan_json)
     executor = ProfileExecutor(rank)

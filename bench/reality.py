@@ -38,18 +38,18 @@ from bench.reality_report import (
     report,
     written,
 )
-from planner.graph import DataflowGraph
-from planner.measured import MeasuredProfile
-from planner.mesh import Cluster, meshes
-from planner.plan import build_plan
-from planner.problem import Problem
-from planner.search import find_plan
+from planner.plan.build import build_plan
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster, meshes
+from planner.pricing.measured import MeasuredProfile
+from planner.pricing.problem import Problem
+from planner.search.search import find_plan
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config import PPOConfig
-from rlhf_tasks.measurements import Grid
-from rlhf_tasks.parallel.shape import ModelShape
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
-from rlhf_tasks.profile_spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.config.run import PPOConfig
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.profiling.measurements import Grid
+from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 WARM_UP = 2

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from planner.calibrate import recalibrated
-from planner.cost import CostModel
-from planner.measured import MeasuredProfile
-from planner.mesh import Cluster
-from planner.price import price_plan
-from planner.profile import preset
-from planner.workload import Lengths, RoleModel, Workload
-from rlhf_tasks.config import PPOConfig
+from planner.plan.mesh import Cluster
+from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing.calibrate import recalibrated
+from planner.pricing.calls import CostModel
+from planner.pricing.devices import preset
+from planner.pricing.measured import MeasuredProfile
+from planner.pricing.plans import price_plan
+from rlhf_tasks.config.run import PPOConfig
 from rlhf_tasks.spec import ExecutionPlan
 
 COMPARED = ("heuristic", "search")

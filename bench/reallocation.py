@@ -20,24 +20,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.parallel.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
-from rlhf_tasks.parallel.layout import Layout
-from rlhf_tasks.parallel.optimizer import Optimizer, OptimizerSettings
-from rlhf_tasks.parallel.random import permutation
-from rlhf_tasks.parallel.reallocation import reallocate, union_set
-from rlhf_tasks.parallel.shape import ModelShape
-from rlhf_tasks.parallel.state_exchange import exchange_state
-from rlhf_tasks.parallel.state_files import read_shards, write_shards
-from rlhf_tasks.parallel.state_layout import StateLayout
-from rlhf_tasks.parallel.state_transfer import StateTransfer
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.transfers import (
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.state_layout import StateLayout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.transfers import (
     plan_reallocation,
     plan_redistribution,
     reallocation_bound,
     shares,
 )
+from rlhf_tasks.parallel.state.exchange import exchange_state
+from rlhf_tasks.parallel.state.files import read_shards, write_shards
+from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
+from rlhf_tasks.parallel.state.transfer import StateTransfer
+from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
 from rlhf_tasks.spec import DataSide
+from rlhf_tasks.system.counter_random import permutation
 
 LLAMA_70B = ModelShape("llama", 8192, 80, 64, 8, 128, 28672, 32000, 4096)
 SMALL = ModelShape("llama", 512, 7, 8, 4, 64, 1408, 4096, 512, tied=True)

@@ -29,12 +29,12 @@ from prefect.client.schemas.sorting import TaskRunSort
 from prefect.runtime import flow_run
 
 from bench.overhead import RANKS, SHARES, cpu_s, demo_plan, pid_of, write
-from flows.cluster import Cluster, local_cluster
-from flows.server import own_server
-from flows.training import RunControl, run_training
-from planner.render import short_names
+from flows.cluster.cluster import Cluster, local_cluster
+from flows.cluster.server import own_server
+from flows.run.training import RunControl, run_training
+from planner.report.text import short_names
+from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.transport import Committed
 from tests.rlhf_tasks.plans import small_plan
 
 NAME = re.compile(r"it-(\d+)(?:\.\.(\d+))?")

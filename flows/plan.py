@@ -9,14 +9,14 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from blocks.plan import ExecutionPlan
-from flows import artifacts
-from flows.forms import Form
-from flows.planning import compare, hardware_of, limits_of, plan_for, problem_of
-from planner.alternatives import rejected_alternatives
-from planner.provenance import extrapolation
-from planner.report import plan_document, result_document
-from planner.search import SearchResult
-from rlhf_tasks.config import RunConfig, resolve_paths
+from flows.run.planning import compare, hardware_of, limits_of, plan_for, problem_of
+from flows.view import artifacts
+from flows.view.forms import Form
+from planner.pricing.provenance import extrapolation
+from planner.report.alternatives import rejected_alternatives
+from planner.report.report import plan_document, result_document
+from planner.search.search import SearchResult
+from rlhf_tasks.config.run import RunConfig, resolve_paths
 
 
 def _run_name() -> str:

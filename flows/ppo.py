@@ -6,10 +6,10 @@ from typing import Annotated, Any
 from prefect import flow
 from prefect.states import State
 
-from flows.demo import demo_at, make_models
-from flows.forms import Form
-from flows.runs import carry_out, flow_run_name
-from rlhf_tasks.config import PPOConfig
+from flows.demo.stages import demo_at, make_models
+from flows.run.runs import carry_out, flow_run_name
+from flows.view.forms import Form
+from rlhf_tasks.config.run import PPOConfig
 
 RUNS = Path("runs")  # in the folder that the flow runs in
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 from prefect import flow
 from prefect.states import State
 
-from flows.forms import Form
-from flows.runs import carry_out, flow_run_name
-from rlhf_tasks.config import SFTConfig
+from flows.run.runs import carry_out, flow_run_name
+from flows.view.forms import Form
+from rlhf_tasks.config.run import SFTConfig
 
 
 @flow(name="sft", flow_run_name=flow_run_name, persist_result=False)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from rlhf_tasks.parallel.topology import Placement
+from rlhf_tasks.parallel.layout.topology import Placement
 
 CallKind = Literal["generate", "inference", "train_step"]
 

@@ -191,7 +191,7 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A Prefect server."""
-    from flows.server import own_server  # here, since it takes seconds and most tests do without
+    from flows.cluster.server import own_server  # here, since it takes seconds and most tests do without
 
     with own_server(tmp_path_factory.mktemp("server")) as server:
         yield server
@@ -200,7 +200,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def started_cluster(prefect: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The cluster when it was started."""
-    from flows.cluster import local_cluster
+    from flows.cluster.cluster import local_cluster
 
     folder = tmp_path_factory.mktemp("dask")
     with local_cluster(SIZE, folder=folder, deadline_s=500.0) as cluster:
@@ -212,7 +212,7 @@ def cluster(started_cluster: Any) -> Any:
     """`SIZE` ranks and a controller that report to `prefect`. A process that a test kills comes back elsewhere."""
     from distributed import Client
 
-    from flows.cluster import form_cluster
+    from flows.cluster.cluster import form_cluster
 
     with Client(started_cluster.scheduler_address, set_as_default=False) as client:
         return form_cluster(client, SIZE)

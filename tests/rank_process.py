@@ -21,8 +21,6 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-import rlhf_tasks.executor
-import rlhf_tasks.profile_executor  # noqa: F401
 import tests.tiny_models  # noqa: F401
 
 

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from planner.graph import DataflowGraph
-from planner.heuristic import Limits, heuristic
-from planner.mesh import Cluster
-from planner.plan import build_plan
-from rlhf_tasks.parallel.shape import FAMILIES
-from rlhf_tasks.rewards import Answers, TrainerState, load_reward
+from planner.plan.build import build_plan
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.search.heuristic import Limits, heuristic
+from rlhf_tasks.parallel.layout.shape import FAMILIES
+from rlhf_tasks.rewards.forms import Answers, TrainerState, load_reward
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 REWARD, GRAPH, FAMILY = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.prepare import prepare
-from rlhf_tasks.config import make_config
-from rlhf_tasks.tokenizer import Tokenizer
+from flows.run.prepare import prepare
+from rlhf_tasks.config.run import make_config
+from rlhf_tasks.data.tokenizer import Tokenizer
 from tests.tiny_runs import byte_tokenizer
 
 

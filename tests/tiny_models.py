@@ -16,10 +16,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from rlhf_tasks.parallel.layout import Layout
-from rlhf_tasks.parallel.micro_batch import MicroBatch, micro_batch
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.shape import ModelShape
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
 
 CONFIGS = {
     "llama": LlamaConfig,

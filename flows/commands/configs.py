@@ -8,11 +8,11 @@ import yaml
 from cyclopts import Parameter
 
 from flows.commands.plans import show_warnings
-from flows.prepare import prepare
-from flows.run_folder import open_run
-from flows.try_rewards import try_rewards
-from planner.render import plan_table
-from rlhf_tasks.config import CONFIG_TYPES, AnyConfig, ConfigError, PPOConfig, RolloutConfig, load_config
+from flows.rewards.trial import try_rewards
+from flows.run.prepare import prepare
+from flows.run.run_folder import open_run
+from planner.report.text import plan_table
+from rlhf_tasks.config.run import CONFIG_TYPES, AnyConfig, ConfigError, PPOConfig, RolloutConfig, load_config
 
 
 def schema(type_: str = "ppo", /) -> None:

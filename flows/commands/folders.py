@@ -7,10 +7,10 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from flows.run_folder import CONFIG, existing_run_folder
-from flows.server import own_server
-from rlhf_tasks.checkpoint import latest_commit
-from rlhf_tasks.config import ConfigError
+from flows.cluster.server import own_server
+from flows.run.run_folder import CONFIG, existing_run_folder
+from rlhf_tasks.checkpoint.commits import latest_commit
+from rlhf_tasks.config.run import ConfigError
 
 console = Console()
 
@@ -57,7 +57,7 @@ def export(
         console.print(f"refused: {error}")
     if commit is None:
         raise ConfigError(f"{run} has no commit that can be used.")
-    from rlhf_tasks.export import export_commit  # torch takes seconds to import
+    from rlhf_tasks.rank.export import export_commit  # torch takes seconds to import
 
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
     if folder.exists():

@@ -11,9 +11,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
+from flows.cluster.shutdown import beside
 from flows.commands.numbers import whole, whole_seed
-from flows.ending import beside
-from flows.plan_view import (
+from flows.run.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
+from flows.view.plan_view import (
     show_alternatives,
     show_calls,
     show_comparison,
@@ -22,14 +23,13 @@ from flows.plan_view import (
     show_source,
     show_timeline,
 )
-from flows.planning import compare, hardware_of, limits_of, plan_for, price_manual, problem_of
-from planner.alternatives import rejected_alternatives
-from planner.price import shortfall
-from planner.problem import Problem
-from planner.provenance import extrapolation
-from planner.report import plan_document, result_document, told_limits
-from planner.search import SearchResult
-from rlhf_tasks.config import ConfigError, load_config, read_assignments
+from planner.pricing.plans import shortfall
+from planner.pricing.problem import Problem
+from planner.pricing.provenance import extrapolation
+from planner.report.alternatives import rejected_alternatives
+from planner.report.report import plan_document, result_document, told_limits
+from planner.search.search import SearchResult
+from rlhf_tasks.config.run import ConfigError, load_config, read_assignments
 
 COMPILING = "the first time compiling adds about a minute"
 

@@ -7,9 +7,9 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from flows.commands.plans import check_writable, show_warnings
-from flows.planning import computed_profiles, hardware_of, measured_folders, only_device, problem_of
-from planner.profile_cache import write_profiles
-from rlhf_tasks.config import AnyConfig, load_config
+from flows.run.planning import computed_profiles, hardware_of, measured_folders, only_device, problem_of
+from planner.pricing.profile_cache import write_profiles
+from rlhf_tasks.config.run import AnyConfig, load_config
 
 COMPUTED = "computed-profiles.json"  # in the output folder, where no plan looks for measured ones
 
@@ -54,7 +54,7 @@ def profile(
     show_warnings(problem_of(settings, hardware).warnings)
     measured_folders(settings)
     # Prefect takes seconds to import: a faulty configuration was refused before that.
-    from flows.session import profile_here
+    from flows.commands.local_run import profile_here
 
     profile_here(settings, out)
 

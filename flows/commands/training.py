@@ -5,16 +5,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from flows import run_identity
 from flows.commands.numbers import whole_seed
 from flows.commands.plans import show_warnings
-from flows.demo_data import DATA, refuse_without_task
-from flows.prepare import prepare
-from flows.run_folder import existing_run_folder, open_run, refuse_taken, refuse_unwritable, run_folder_of
-from flows.terminal import phase
-from rlhf_tasks.config import ConfigError, load_config, override
-from rlhf_tasks.durable import replace_file
-from rlhf_tasks.plan_log import PLAN
+from flows.demo.data import DATA, refuse_without_task
+from flows.run import run_identity
+from flows.run.prepare import prepare
+from flows.run.run_folder import existing_run_folder, open_run, refuse_taken, refuse_unwritable, run_folder_of
+from flows.view.terminal import phase
+from rlhf_tasks.checkpoint.plan_log import PLAN
+from rlhf_tasks.config.run import ConfigError, load_config, override
+from rlhf_tasks.system.durable import replace_file
 
 
 def run(
@@ -72,9 +72,9 @@ def run(
     # Prefect takes seconds to import: a faulty configuration was refused before that, and a run folder is made when
     # Ctrl-C names the way to go on in it.
     with phase("Prefect"):
-        from flows.secret_blocks import refuse_blocks_without_server
-        from flows.server import refuse_dead_server
-        from flows.session import run_here
+        from flows.cluster.server import refuse_dead_server
+        from flows.commands.local_run import run_here
+        from flows.rewards.secret_blocks import refuse_blocks_without_server
 
     refuse_blocks_without_server(settings)
     refuse_dead_server()
@@ -102,6 +102,6 @@ def demo(
     refuse_without_task(folder / DATA)
     refuse_unwritable(folder, "--folder")
     with phase("Prefect"):
-        from flows.session import demo_here
+        from flows.commands.local_run import demo_here
 
     demo_here(folder, number)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_tasks.config import AnyConfig
-from rlhf_tasks.parallel.samples import SampleBatch
+from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 if TYPE_CHECKING:
-    from rlhf_tasks.parallel.engine import Engine
-    from rlhf_tasks.reward_process import RewardProcess
-    from rlhf_tasks.tokenizer import Tokenizer
+    from rlhf_tasks.data.tokenizer import Tokenizer
+    from rlhf_tasks.parallel.train.engine import Engine
+    from rlhf_tasks.rewards.process import RewardProcess
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhf_tasks.config import AnyConfig, RolloutConfig
-from rlhf_tasks.dataset import Rows
-from rlhf_tasks.examples import completion_example, pair_example, prompt_example, read_examples
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
-from rlhf_tasks.tokenizer import Tokenizer
+from rlhf_tasks.config.run import AnyConfig, RolloutConfig
+from rlhf_tasks.data.dataset import Rows
+from rlhf_tasks.data.examples import completion_example, pair_example, prompt_example, read_examples
+from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
 
 def row_of(rows: Rows, config: AnyConfig, sample: int) -> int:

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlhf_tasks.algorithms import fetch, generation, ppo, reward_model, rollout, sft
 from rlhf_tasks.algorithms.context import CallFunction
-from rlhf_tasks.config import AnyConfig
-from rlhf_tasks.dataset import Rows
-from rlhf_tasks.parallel.samples import SampleBatch
-from rlhf_tasks.tokenizer import Tokenizer
+from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.data.dataset import Rows
+from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 FUNCTIONS: Mapping[str, Mapping[str, CallFunction]] = {
     "ppo": {

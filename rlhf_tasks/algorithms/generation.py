@@ -5,11 +5,11 @@ import time
 import torch
 
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
-from rlhf_tasks.config import PPOConfig, RolloutConfig
-from rlhf_tasks.parallel.engine import Engine
-from rlhf_tasks.parallel.generation import generate as draw
-from rlhf_tasks.parallel.samples import SampleBatch
-from rlhf_tasks.parallel.sampling import SamplingParams
+from rlhf_tasks.config.run import PPOConfig, RolloutConfig
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.generate.generation import generate as draw
+from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.train.engine import Engine
 
 
 def generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

@@ -15,9 +15,9 @@ from torch import Tensor
 from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.algorithms.ppo_math import adapted_kl_coef, gae, kl_divergence, shaped_rewards
 from rlhf_tasks.algorithms.schedule import counts_per_block
-from rlhf_tasks.config import PPOConfig
-from rlhf_tasks.parallel.engine import Engine
-from rlhf_tasks.parallel.samples import SampleBatch
+from rlhf_tasks.config.run import PPOConfig
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
 
 KL_STATE = "kl_coef"
 WHITENING_EPSILON = 1e-8

@@ -15,10 +15,10 @@ from rlhf_tasks.algorithms.ppo_math import log_ratio, policy_loss, shifted, valu
 from rlhf_tasks.algorithms.schedule import optimizer_steps
 from rlhf_tasks.algorithms.steps import Steps
 from rlhf_tasks.algorithms.value_norm import ValueNorm
-from rlhf_tasks.config import PPOConfig
-from rlhf_tasks.parallel.engine import Engine, LossTerms
-from rlhf_tasks.parallel.micro_batch import MicroBatch
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.config.run import PPOConfig
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

@@ -7,10 +7,10 @@ from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.scoring import last_value
 from rlhf_tasks.algorithms.steps import Steps
-from rlhf_tasks.config import RewardModelConfig
-from rlhf_tasks.parallel.engine import Engine, LossTerms
-from rlhf_tasks.parallel.micro_batch import MicroBatch
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.config.run import RewardModelConfig
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

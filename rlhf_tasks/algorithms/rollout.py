@@ -7,9 +7,9 @@ from typing import Any
 
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.scoring import Scored, reward_metrics, score, scores_batch
-from rlhf_tasks.parallel.engine import Engine
-from rlhf_tasks.parallel.samples import SampleBatch
-from rlhf_tasks.samples_folder import SAMPLES
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
+from rlhf_tasks.rewards.samples_folder import SAMPLES
 
 EXAMPLES = 8
 """Samples per iteration that PPO writes."""

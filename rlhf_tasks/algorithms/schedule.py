@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.context import CallContext
-from rlhf_tasks.config_base import TrainingConfig
-from rlhf_tasks.config_parts import OptimizerConfig
-from rlhf_tasks.parallel.random import permutation
-from rlhf_tasks.parallel.samples import SampleBatch
-from rlhf_tasks.parallel.transfers import mini_batch_blocks
+from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.sections import OptimizerConfig
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.layout.transfers import mini_batch_blocks
+from rlhf_tasks.system.counter_random import permutation
 
 
 class Step(NamedTuple):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.context import CallContext
-from rlhf_tasks.config import PPOConfig, RolloutConfig
-from rlhf_tasks.config_parts import RewardModelScore
-from rlhf_tasks.failpoints import Point, reach
-from rlhf_tasks.parallel.engine import Engine
-from rlhf_tasks.parallel.micro_batch import MicroBatch
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
-from rlhf_tasks.rewards import Answers, RewardError, Values, shortened
+from rlhf_tasks.config.run import PPOConfig, RolloutConfig
+from rlhf_tasks.config.sections import RewardModelScore
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
+from rlhf_tasks.rewards.forms import Answers, RewardError, Values, shortened
+from rlhf_tasks.system.failpoints import Point, reach
 
 PROMPT_CHARACTERS = 100
 """Of a prompt in an error."""

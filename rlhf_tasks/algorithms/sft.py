@@ -6,10 +6,10 @@ from torch import Tensor
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.steps import Steps
-from rlhf_tasks.config import SFTConfig
-from rlhf_tasks.parallel.engine import Engine, LossTerms
-from rlhf_tasks.parallel.micro_batch import MicroBatch
-from rlhf_tasks.parallel.samples import SampleBatch
+from rlhf_tasks.config.run import SFTConfig
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

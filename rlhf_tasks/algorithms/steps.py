@@ -3,7 +3,7 @@
 import math
 
 from rlhf_tasks.algorithms.schedule import Step
-from rlhf_tasks.parallel.engine import Engine, Loss
+from rlhf_tasks.parallel.train.engine import Engine, Loss
 
 MAX_SKIPPED_CALLS = 3
 """Train calls of a role in a row that may end without one step applied: a bad batch or two is no reason to end a

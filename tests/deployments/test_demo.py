@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo_data import (
+from flows.demo.data import (
     MODEL,
     PAIRS,
     accuracy,
@@ -15,8 +15,8 @@ from flows.demo_data import (
     write_demo_data,
     write_jsonl,
 )
-from rlhf_tasks.config import AnyConfig, PPOConfig, RolloutConfig, load_config
-from rlhf_tasks.samples_folder import read_samples
+from rlhf_tasks.config.run import AnyConfig, PPOConfig, RolloutConfig, load_config
+from rlhf_tasks.rewards.samples_folder import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 
 FOLDER = Path(__file__).parents[2] / "deployments" / "demo"

@@ -8,9 +8,9 @@ import yaml
 from distributed import Client
 
 from flows.cli import run_command
-from flows.planned import Planned
-from planner.price import MemoryPeak, PlanPrice
-from planner.simulate import SteadyState
+from flows.run.planned_and_measured import Planned
+from planner.plan.steady_state import SteadyState
+from planner.pricing.plans import MemoryPeak, PlanPrice
 from tests.flows.checked_files import model_folder
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
 from tests.rlhf_tasks.plans import small_plan
@@ -34,8 +34,8 @@ def commanded(tmp_path_factory):
 def whole_view(monkeypatch):
     """Each iteration is shown by itself, and a run waits for that, on a starved machine too."""
     for constant in ("VIEW_LAG_S", "COMPLETE_S", "GIVE_UP_S", "RETIRE_S"):
-        monkeypatch.setattr(f"flows.iteration_view.{constant}", 300.0)
-    monkeypatch.setattr("flows.prefect_api.ANSWER_S", 60.0)
+        monkeypatch.setattr(f"flows.view.iterations.{constant}", 300.0)
+    monkeypatch.setattr("flows.view.prefect_api.ANSWER_S", 60.0)
 
 
 @pytest.fixture

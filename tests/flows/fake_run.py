@@ -6,10 +6,10 @@ from pathlib import Path
 
 from prefect import flow
 
-from flows.cluster import local_cluster
-from flows.ending import ending_in_time
-from flows.server import prefect_server
-from flows.training import run_training
+from flows.cluster.cluster import local_cluster
+from flows.cluster.server import prefect_server
+from flows.cluster.shutdown import ending_in_time
+from flows.run.training import run_training
 from tests.rlhf_tasks.plans import small_plan
 
 

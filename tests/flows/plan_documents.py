@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from planner.measured import MeasuredProfile
-from planner.mesh import Cluster
-from rlhf_tasks.parallel.shape import ModelShape
+from planner.plan.mesh import Cluster
+from planner.pricing.measured import MeasuredProfile
+from rlhf_tasks.parallel.layout.shape import ModelShape
 from tests.planner.sampled import as_measured
 
 LLAMA = {

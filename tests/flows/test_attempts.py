@@ -13,17 +13,17 @@ import pytest
 from distributed import Client, Scheduler
 from prefect import flow
 
-from flows import runs
-from flows.orders import Order, Orders
-from flows.prefect_api import PrefectApi
-from flows.prepare import Prepared
-from flows.restarts import Restarts
-from flows.runs import Attempts, carry_out
-from flows.training import ControllerLost, RunFailed, TrainingResult, run_training
+from flows.run import runs
+from flows.run.orders import Order, Orders
+from flows.run.prepare import Prepared
+from flows.run.restarts import Restarts
+from flows.run.runs import Attempts, carry_out
+from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
+from flows.view.prefect_api import PrefectApi
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from tests.flows.dask_commands import CONTROLLER, LOOPBACK, RANK, SAFE, dask_scheduler, dask_worker
-from tests.flows.test_orders import states_after
-from tests.flows.test_training import FAKES
+from tests.flows.run.test_orders import states_after
+from tests.flows.run.test_training import FAKES
 from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config
 

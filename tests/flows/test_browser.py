@@ -20,9 +20,9 @@ import yaml
 from prefect import flow
 from prefect.client.orchestration import get_client
 
-from flows import artifacts
-from flows.clocks import spans_of
-from rlhf_tasks.config import make_config
+from flows.view import artifacts
+from flows.view.clocks import spans_of
+from rlhf_tasks.config.run import make_config
 from rlhf_tasks.spec import ExecutionPlan
 from tests.tiny_reward import length_reward
 

@@ -7,19 +7,19 @@ import shutil
 import pytest
 import yaml
 
-from flows.planning import hardware_of, problem_of
 from flows.ppo import rlhf_ppo
-from flows.replanning import Proposal
-from flows.run_folder import new_run_folder
-from flows.run_view import RunView
-from flows.summary import read_jsonl
-from planner.mesh import Cluster
-from planner.plan import build_plan
-from planner.ran import read_figures
-from rlhf_tasks.checkpoint import step_folder
-from rlhf_tasks.manifest import read_manifest
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
-from rlhf_tasks.plan_log import PLAN, logged_changes, plan_digest
+from flows.run.planning import hardware_of, problem_of
+from flows.run.progress import RunView
+from flows.run.replanning import Proposal
+from flows.run.run_folder import new_run_folder
+from flows.run.summary import read_jsonl
+from planner.plan.build import build_plan
+from planner.plan.mesh import Cluster
+from planner.pricing.run_history import read_figures
+from rlhf_tasks.checkpoint.commits import step_folder
+from rlhf_tasks.checkpoint.manifest import read_manifest
+from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, plan_digest
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment
 from tests.ppo_calls import PPO_CALLS
 from tests.tiny_runs import ppo_config
@@ -66,7 +66,7 @@ class Runs:
             "total_iterations": ITERATIONS,
             "keep_last": 2 * ITERATIONS,
         }
-        monkeypatch.setattr("flows.replanning.propose_beside", self.propose)
+        monkeypatch.setattr("flows.run.replanning.propose_beside", self.propose)
         monkeypatch.setattr(RunView, "_draw", nothing)  # takes seconds, in which these short runs end
 
     def plan(self, placed):

@@ -11,9 +11,9 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli import COMMANDS, CONFIG_COMMANDS, run_command
-from flows.demo_data import DATA, write_model_folder
-from flows.run_folder import new_run_folder, taken
-from rlhf_tasks.config import make_config
+from flows.demo.data import DATA, write_model_folder
+from flows.run.run_folder import new_run_folder, taken
+from rlhf_tasks.config.run import make_config
 from tests.flows.checked_files import PLACE, refused
 from tests.ppo_calls import PPO_CALLS
 
@@ -112,7 +112,7 @@ def test_a_demo_without_its_extra_is_refused(call, tmp_path, monkeypatch):
     folder = str(tmp_path / "demo")
     refused(call, "pip install 'prefect-rlhf[demo]'", command=("demo", "--folder", folder))
     ran = []
-    monkeypatch.setattr("flows.session.demo_here", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr("flows.commands.local_run.demo_here", lambda *arguments: ran.append(arguments))
     write_model_folder(
         tmp_path / "demo" / DATA / "base"
     )  # its data have been made: nothing else needs the extra

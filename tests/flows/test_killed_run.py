@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_tasks.checkpoint import step_folder
+from rlhf_tasks.checkpoint.commits import step_folder
 from tests.committed import assert_same_run, generations_of, last_step
+from tests.flows.cluster.test_server import count_runs
+from tests.flows.commands.test_folders import opened_ui
 from tests.flows.marked_command import MarkedCommand
-from tests.flows.test_server import count_runs
-from tests.flows.test_ui_command import opened_ui
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from flows import iteration_view
 from flows.ppo import rlhf_ppo
-from flows.summary import read_jsonl
+from flows.run.summary import read_jsonl
+from flows.view import iterations as iteration_view
 from rlhf_tasks.spec import ExecutionPlan
 from tests.tiny_runs import TWO_RANKS, ppo_config
 

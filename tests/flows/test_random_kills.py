@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.checkpoint import newest_step
+from rlhf_tasks.checkpoint.commits import newest_step
 from tests.committed import assert_same_run
 from tests.flows.marked_command import MarkedCommand
 from tests.flows.test_killed_run import begin, finish

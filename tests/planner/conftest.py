@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from planner.cost import CostModel
-from planner.graph import DataflowGraph
-from planner.measured import MeasuredProfile
-from planner.mesh import Cluster
-from planner.plan import build_plan
-from planner.problem import Problem
-from planner.profile import preset
-from planner.workload import Lengths, RoleModel, Workload
+from planner.plan.build import build_plan
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing.calls import CostModel
+from planner.pricing.devices import preset
+from planner.pricing.measured import MeasuredProfile
+from planner.pricing.problem import Problem
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config import ASSIGNMENTS
-from rlhf_tasks.parallel.shape import ModelShape
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.config.run import ASSIGNMENTS
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 from tests.planner.sampled import as_measured
 

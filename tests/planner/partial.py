@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.graph import DataflowGraph
-from planner.problem import Problem
-from planner.relaxation import OPEN, Relaxation, moves_s, relation
-from planner.tables import Tables
+from planner.plan.graph import DataflowGraph
+from planner.pricing.problem import Problem
+from planner.search.bounds.relaxation import OPEN, Relaxation, moves_s, relation
+from planner.search.compiled.tables import Tables
 
 OPTION, PLACEMENT, KIND, GROUP = range(4)
 """How many rungs above an option: what is known of a call."""
@@ -20,7 +20,7 @@ class Partial(NamedTuple):
 
     rungs   of all calls, None where each has its own
     chosen  [calls] the resident rows of the choice; time_s, excess_bytes: its value
-    rows, meet, moves  of the partial choice, as planner.walk.Walk has them
+    rows, meet, moves  of the partial choice, as planner.search.bounds.tree_search.Walk has them
     """
 
     rungs: int | None

@@ -1,11 +1,11 @@
 """Profiles that CPU slots would show to who measures them, were they as their figures say."""
 
-from planner.measured import MeasuredProfile
-from planner.mesh import Cluster
-from planner.profile import preset
-from planner.tabulated import tabulated
-from rlhf_tasks.measurements import Grid
-from rlhf_tasks.parallel.shape import ModelShape
+from planner.plan.mesh import Cluster
+from planner.pricing.analytic import tabulated
+from planner.pricing.devices import preset
+from planner.pricing.measured import MeasuredProfile
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.profiling.measurements import Grid
 
 
 def as_measured(shape: ModelShape, cluster: Cluster, slower: float = 1.0) -> MeasuredProfile:

@@ -4,7 +4,7 @@ import pytest
 
 from bench import reallocation
 from bench.planner import measure
-from planner.mesh import Cluster
+from planner.plan.mesh import Cluster
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 

@@ -5,8 +5,8 @@ import time
 
 from distributed import Client
 
-from flows.cluster import found_cluster
-from rlhf_tasks.transport import Committed
+from flows.cluster.cluster import found_cluster
+from rlhf_tasks.protocol.messages import Committed
 from tests.rlhf_tasks.fake_flow import follow
 
 PATIENCE_S = 400.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distributed.core import connect, rpc
 
-from rlhf_tasks.transport import EVENT, ChangePlan, Enter, Enterable, Finished, GaveUp, RunSpec
+from rlhf_tasks.protocol.messages import EVENT, ChangePlan, Enter, Enterable, Finished, GaveUp, RunSpec
 
 
 def run_spec(cluster, plan, folder: Path, **options) -> RunSpec:

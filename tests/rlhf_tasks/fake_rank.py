@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlhf_tasks.protocol.messages import SavedPart
+from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import CallNode, NodeResult, SaveNode
-from rlhf_tasks.transport import SavedPart
-from rlhf_tasks.user_code import UserCodeError
 
 
 def wait_for(path):

@@ -12,9 +12,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_tasks.executor import make_executor as make_real_executor
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.rank.executor import make_executor as make_real_executor
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
-from rlhf_tasks.transport import GenerationSpec, SavedPart
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 NEVER_S = 600.0

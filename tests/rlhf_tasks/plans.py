@@ -1,6 +1,6 @@
 """Hand-made execution plans for tests of the runtime."""
 
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import (
     CallAssignment,
     CallNode,

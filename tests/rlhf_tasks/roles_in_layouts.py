@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from rlhf_tasks.parallel.groups import ProcessGroups
-from rlhf_tasks.parallel.layout import Layout
-from rlhf_tasks.parallel.optimizer import Optimizer, OptimizerSettings, StateShard
-from rlhf_tasks.parallel.shape import ModelShape
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.parallel.shape import ModelShape, ParameterSpec
-from rlhf_tasks.parallel.weight_files import weight_files
+from rlhf_tasks.parallel.layout.shape import ModelShape, ParameterSpec
+from rlhf_tasks.parallel.layout.weight_files import weight_files
 from tests.flows.checked_files import LLAMA
-from tests.rlhf_tasks.test_hostile_config import said
+from tests.rlhf_tasks.config.test_hostile_config import said
 
 DEEP = "[" * 100_000
 

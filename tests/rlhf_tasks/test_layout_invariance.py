@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from flows.prepare import prepare
-from rlhf_tasks.executor import Executor
+from flows.run.prepare import prepare
+from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan
-from rlhf_tasks.transport import GenerationSpec
 from tests.ppo_calls import PPO_CALLS
 from tests.tiny_runs import ppo_config
 

@@ -11,19 +11,19 @@ import torch.distributed as dist
 from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config import AnyConfig
-from rlhf_tasks.config_parts import Role
-from rlhf_tasks.examples import load_and_check
-from rlhf_tasks.parallel.engine import Engine
-from rlhf_tasks.parallel.export import FolderWriter
-from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout import Layout, ModelShape
-from rlhf_tasks.parallel.optimizer import OptimizerSettings
-from rlhf_tasks.parallel.samples import SampleBatch, SampleStore
-from rlhf_tasks.parallel.stage import Stage
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.weights import initialise, load, load_config
-from rlhf_tasks.reward_process import RewardProcess
+from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.config.sections import Role
+from rlhf_tasks.data.examples import load_and_check
+from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.export import FolderWriter
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.weights import initialise, load, load_config
+from rlhf_tasks.parallel.train.engine import Engine
+from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from rlhf_tasks.rewards.process import RewardProcess
 from rlhf_tasks.spec import ModelFunctionCall
 
 CPU = torch.device("cpu")

@@ -11,15 +11,15 @@ from torch import Tensor
 from rlhf_tasks.algorithms.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.functions import FUNCTIONS
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config import AnyConfig, make_config
-from rlhf_tasks.parallel.engine import Engine, share_batch
-from rlhf_tasks.parallel.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout import Head, Layout
-from rlhf_tasks.parallel.optimizer import OptimizerSettings
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
-from rlhf_tasks.parallel.stage import Stage
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.transfers import partition
+from rlhf_tasks.config.run import AnyConfig, make_config
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.transfers import partition
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.train.engine import Engine, share_batch
+from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from tests.tiny_models import held_slices, shape_of, tiny_config, tiny_model
 
 pytestmark = pytest.mark.dist

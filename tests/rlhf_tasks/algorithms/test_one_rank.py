@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from flows.demo_data import MODEL, write_model_folder
+from flows.demo.data import MODEL, write_model_folder
 from rlhf_tasks.algorithms.ppo_math import kl_divergence, last_response_tokens
 from rlhf_tasks.algorithms.scoring import reward_model_part
-from rlhf_tasks.config import make_config
-from rlhf_tasks.config_parts import RewardModelScore
-from rlhf_tasks.parallel.samples import Packed, SampleBatch, SampleStore
-from rlhf_tasks.samples_folder import read_samples
+from rlhf_tasks.config.run import make_config
+from rlhf_tasks.config.sections import RewardModelScore
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from rlhf_tasks.rewards.samples_folder import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 
 N_SEQS = 8

@@ -9,9 +9,9 @@ import torch
 
 from rlhf_tasks.algorithms.context import CallContext
 from rlhf_tasks.algorithms.schedule import counts_per_block, learning_rate, optimizer_steps
-from rlhf_tasks.config import make_config
-from rlhf_tasks.config_parts import OptimizerConfig
-from rlhf_tasks.parallel.samples import Packed, SampleBatch
+from rlhf_tasks.config.run import make_config
+from rlhf_tasks.config.sections import OptimizerConfig
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 
 
 def context(iteration: int, mini_batches: int = 4, n_seqs: int = 12, **optimizer: Any) -> CallContext:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterable
 
-from rlhf_tasks.parallel.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import (
     CallAssignment,
     CallKind,

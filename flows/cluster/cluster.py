@@ -1,0 +1,329 @@
+"""The Dask cluster of a run: ranks and a controller, made here or found by address.
+
+One made here has its scheduler and nannies inside this process, so it dies with it, and speaks TLS with keys that
+are made for it: no other account of this host gets in. One found by address is checked first
+(flows/cluster/checks.py).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import dask
+from distributed import Client, Nanny, Scheduler, Security, SpecCluster
+
+from flows.cluster.checks import (
+    address_of,
+    refuse_exposed,
+    refuse_other_devices,
+    refuse_other_versions,
+    refuse_private_folder,
+    refuse_unsafe,
+)
+from flows.cluster.shutdown import deaf_to_ctrl_c, leave_if_cancelled
+from flows.cluster.workers import ClusterError, Member, members, whole_hosts
+from planner.pricing.devices import DeviceProfile
+from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
+
+SETTINGS = {
+    "distributed.scheduler.allowed-failures": 0,  # a task whose worker died is not run again behind our back
+    "distributed.scheduler.worker-ttl": "10 minutes",  # a rank may hold the GIL for long
+    "distributed.deploy.lost-worker-timeout": "600s",  # nannies bring workers back; nobody else removes them
+    "distributed.worker.daemon": False,  # ranks may start child processes
+    "distributed.worker.memory.terminate": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.comm.timeouts.connect": "30s",
+    # The HTTP servers of scheduler and workers ask for no login: they show nothing.
+    "distributed.scheduler.http.routes": [],
+    "distributed.worker.http.routes": [],
+}
+UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect where its parent's main module does
+START_DEADLINE_S = 180.0
+CONNECT_S = 30.0  # to a scheduler
+LOOK_EVERY_S = 0.1
+CLOSE_S = 8.0  # workers end in half a second
+# An HTTP server starts all the same: not on port 8787 of every interface, its default.
+NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
+
+    scheduler_address: str
+    ranks: tuple[Member, ...]
+    controller: Member
+    security: Security
+
+    @property
+    def connection_args(self) -> dict[str, Any]:
+        """What a connection to a worker needs: certificates, where TLS is used."""
+        return self.security.get_connection_args("client")
+
+
+@contextmanager
+def local_cluster(
+    n_ranks: int,
+    *,
+    gpus: bool = False,
+    folder: Path,
+    deadline_s: float = START_DEADLINE_S,
+) -> Iterator[Cluster]:
+    """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
+
+    gpus        each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
+                offers `slot`
+    folder      where workers keep scratch files, and the cluster its keys
+    deadline_s  how long to wait for the workers
+    Inside the context, clients of this process reach the cluster by its address alone: its keys stand in Dask's
+    configuration. All processes are gone when the context ends. Raises ClusterError when the workers are not up in
+    time.
+    """
+    nannies: list[Nanny] = []
+
+    def nanny(*arguments: Any, **options: Any) -> Nanny:
+        nannies.append(Nanny(*arguments, **options))
+        return nannies[-1]
+
+    with _environment(UNTOLD), _own_keys(folder) as keys, dask.config.set({**SETTINGS, **keys}):
+        security = Security(require_encryption=True)
+        encrypted = {"protocol": "tls", "security": security}
+        options = {"host": "127.0.0.1", "port": 0, **encrypted, **NO_DASHBOARD}
+        with deaf_to_ctrl_c():  # its event loop, which starts the workers
+            cluster = SpecCluster(
+                {},
+                {"cls": Scheduler, "options": options},
+                security=security,
+                name="prefect-rlhf",
+                silence_logs=cast(bool, logging.ERROR),
+            )
+        try:
+            cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, encrypted, nanny))
+            _wait_up(cluster, n_ranks, deadline_s)
+            with Client(cluster, set_as_default=False) as client:
+                yield form_cluster(client, n_ranks)
+        finally:
+            _close(cluster, nannies)
+
+
+@contextmanager
+def _own_keys(folder: Path) -> Iterator[dict[str, str]]:
+    """A key and a certificate for one cluster, by the names of Dask's configuration.
+
+    Their files lie in a folder of their own below `folder`; only this account reads them, and they go with the
+    context.
+    """
+    made = Security.temporary()
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="tls-", dir=folder) as private:  # mode 0700
+        key, certificate = Path(private, "key.pem"), Path(private, "certificate.pem")
+        for file, text in ((key, made.tls_worker_key), (certificate, made.tls_worker_cert)):
+            file.touch(mode=0o600)
+            file.write_text(text)
+        tls = "distributed.comm.tls"
+        members = ("client", "scheduler", "worker")
+        yield {
+            f"{tls}.ca-file": str(certificate),  # signed by itself: whoever has its key is one of us
+            **{f"{tls}.{member}.cert": str(certificate) for member in members},
+            **{f"{tls}.{member}.key": str(key) for member in members},
+        }
+
+
+def _worker_spec(
+    n_ranks: int, gpus: bool, folder: Path, encrypted: Mapping[str, Any], nanny: Callable[..., Nanny]
+) -> dict[str, dict[str, Any]]:
+    """What `SpecCluster` starts: `n_ranks` ranks, each with its device, and the controller without one."""
+    common = {
+        "host": "127.0.0.1",
+        "memory_limit": 0,
+        "local_directory": str(folder),
+        **encrypted,
+        **NO_DASHBOARD,
+        "silence_logs": logging.ERROR,
+    }
+
+    def worker(nthreads: int, resource: str, **environment: str) -> dict[str, Any]:
+        options = {**common, "nthreads": nthreads, "resources": {resource: 1}, "env": environment}
+        return {"cls": nanny, "options": options}
+
+    rank_environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // n_ranks))}
+    if not gpus:
+        rank_environment["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = {
+        f"rank-{rank}": worker(
+            1,
+            "GPU" if gpus else "slot",
+            **rank_environment,
+            CUDA_VISIBLE_DEVICES=str(rank) if gpus else "",
+        )
+        for rank in range(n_ranks)
+    }
+    controller = worker(1, CONTROLLER_RESOURCE, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    return {**ranks, "controller": controller}
+
+
+def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
+    """Start the workers of a cluster of ours. Raises ClusterError when they are not up in time."""
+
+    async def start() -> None:
+        await cluster
+
+    started = asyncio.run_coroutine_threadsafe(start(), cast(Any, cluster.loop).asyncio_loop)
+    deadline = time.monotonic() + deadline_s
+    while not started.done() and time.monotonic() < deadline:
+        leave_if_cancelled()
+        wait([started], LOOK_EVERY_S)
+    try:
+        started.result(0)
+    except TimeoutError:
+        came = len(cast(Scheduler, cluster.scheduler).workers)
+        raise ClusterError(
+            f"{came} of {n_ranks + 1} workers ({n_ranks} ranks and a controller) came up within "
+            f"runtime.startup_timeout_s={deadline_s:g}. Raise it, or end what else keeps this machine busy."
+        ) from None
+
+
+def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
+    """End scheduler and workers. A nanny lets a worker that only just starts finish that first: those that are not
+    gone in time are killed."""
+
+    def kill_workers() -> None:
+        for nanny in nannies:
+            if nanny.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(nanny.pid, signal.SIGKILL)
+
+    overdue = threading.Timer(CLOSE_S, kill_workers)
+    overdue.start()
+    try:
+        cluster.close()
+    finally:
+        overdue.cancel()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables that worker processes inherit from this one, now and when a nanny replaces one.
+
+    A nanny's own `env` comes too late: a spawned process first imports the main module of its parent, and if
+    that imports Prefect, Prefect has read its settings.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def found_cluster(
+    address: str,
+    n_ranks: int,
+    *,
+    folder: Path,
+    devices_per_host: int = 1,
+    deadline_s: float = START_DEADLINE_S,
+    assumed: DeviceProfile | None = None,
+    needs: Mapping[int, float] | None = None,
+    again: bool = False,
+) -> Iterator[Cluster]:
+    """A cluster that runs already, by its scheduler's address; it is left as it was found.
+
+    folder            the run folder: every host must see it
+    devices_per_host  ranks of the plan that must share a host
+    deadline_s        how long to wait for enough workers
+    again             the cluster was there and has lost its scheduler or controller: both are waited for
+    assumed, needs    what the devices were taken for by a plan that nobody told, and its bytes of tensors by rank
+    Certificates for a tls:// address are those of Dask's own configuration, `distributed.comm.tls`. Raises
+    ClusterError naming the address, the setting, the version or the number of workers to change.
+    """
+    with _connected(address, deadline_s if again else min(deadline_s, CONNECT_S)) as client:
+        refuse_unsafe(client)
+        cluster = form_cluster(client, n_ranks, devices_per_host, deadline_s)
+        serving = (*cluster.ranks, cluster.controller)
+        refuse_exposed(client, serving)
+        refuse_private_folder(client, serving, folder)
+        if assumed is not None:
+            refuse_other_devices(client, cluster.ranks, assumed, devices_per_host, needs or {})
+        yield cluster
+
+
+def _connected(address: str, deadline_s: float) -> Client:
+    """A client of a scheduler. Raises ClusterError when there is none, or it does not trust us."""
+    try:
+        return Client(address, set_as_default=False, timeout=deadline_s)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # nobody there, no such address, no certificates for tls://
+        raise ClusterError(
+            f"no Dask scheduler answers at cluster.address={address}: {str(error) or type(error).__name__}. Start "
+            "it, or correct the address; for tls:// set distributed.comm.tls.* of Dask's configuration."
+        ) from None
+
+
+def form_cluster(
+    client: Client, n_ranks: int, devices_per_host: int = 1, deadline_s: float = START_DEADLINE_S
+) -> Cluster:
+    """Choose ranks and controller among a cluster's workers, and make them what they are.
+
+    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks` of
+    those that form whole hosts of the plan serve. The controller is the worker that offers `controller`.
+    Raises ClusterError when they are not there within the deadline.
+    """
+    deadline = time.monotonic() + deadline_s
+    while True:
+        offered, controllers = members(client.scheduler_info()["workers"])
+        ranks = whole_hosts(offered, devices_per_host)
+        if len(ranks) >= n_ranks and controllers:
+            break
+        if time.monotonic() > deadline:
+            lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
+            raise ClusterError(f"{lack} (runtime.startup_timeout_s={deadline_s:g} have passed)")
+        leave_if_cancelled()
+        time.sleep(LOOK_EVERY_S)
+    serving = (*ranks[:n_ranks], controllers[0])
+    refuse_other_versions(client, serving)
+    client.register_plugin(ProcessPlugin())
+    return Cluster(address_of(client), serving[:-1], serving[-1], client.security)
+
+
+def _too_few(
+    address: str,
+    n_ranks: int,
+    devices_per_host: int,
+    offered: Sequence[Member],
+    ranks: Sequence[Member],
+    controllers: Sequence[Member],
+) -> str:
+    here = "" if address.startswith("tls://") else " --host 127.0.0.1"
+    if not controllers:
+        return (
+            f"the cluster at {address} has no controller. "
+            f"Start one: dask worker {address}{here} --name controller --nthreads 1 "
+            f"--resources controller=1"
+        )
+    found = f"{len(offered)} (workers with a GPU or slot resource)"
+    if len(ranks) < len(offered):
+        found += f", {len(ranks)} of them {devices_per_host} to a host as cluster.devices_per_host wants it"
+    return (
+        f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found}. "
+        f"Start {n_ranks - len(ranks)} more: dask worker {address}{here} --nthreads 1 --resources slot=1"
+    )

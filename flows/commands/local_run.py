@@ -1,0 +1,142 @@
+"""A flow run from the command line: with its Prefect server, its address on the screen, and a clean end."""
+
+import asyncio
+import json
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
+from rich.markup import escape
+
+from flows.cluster.server import ServerError, prefect_server, refuse_dead_server
+from flows.cluster.shutdown import TERMINATED, Terminated, Watch, ending_in_time, terminable
+from flows.demo.pipeline import rlhf_pipeline
+from flows.ppo import rlhf_ppo
+from flows.reward_model import reward_model
+from flows.rollout import rollout
+from flows.run.disk_room import full_disk
+from flows.run.planning import profile_folder
+from flows.run.profiling import rlhf_profile
+from flows.run.runs import SUMMARY
+from flows.run.training import RunFailed
+from flows.sft import sft
+from flows.view.prefect_api import is_prefects, what_is_wrong
+from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
+from planner.pricing.profile_cache import read_profiles, write_profiles
+from rlhf_tasks.config.run import AnyConfig, ConfigError
+
+TRACEBACK = "error.log"  # in the run folder
+FLOWS = {"ppo": rlhf_ppo, "sft": sft, "reward_model": reward_model, "rollout": rollout}
+
+
+def run_here(algorithm: str, config: AnyConfig, folder: Path) -> None:
+    """Run an algorithm's flow in this process; ends with status 1 and the way to go on when the run fails."""
+    again = f"prefect-rlhf run {algorithm.replace('_', '-')} --resume {folder}"
+    summary = _watched(folder, again, lambda: FLOWS[algorithm](config, str(folder)))
+    tell(
+        f"done in {since_start_s():.0f} s: {summary['iterations']} iterations, which took the ranks "
+        f"{summary['seconds']:.0f} s; {folder / 'summary.json'}"
+    )
+
+
+def demo_here(folder: Path, seed: int) -> None:
+    """Run the demo in this process and tell what it reached."""
+    refuse_dead_server()
+    again = f"prefect-rlhf demo --folder {folder} --seed {seed}"
+    summary = _watched(folder, again, lambda: rlhf_pipeline(str(folder), seed))
+    console.print(
+        f"exact-match accuracy on held-out words: {summary['accuracy_before']:.3f} after SFT, "
+        f"{summary['accuracy_after']:.3f} after PPO ({since_start_s():.0f} s in all).\n"
+        "The demonstrations were sloppy on purpose (60% have their last two letters swapped), the verifier is always "
+        f"right.\n{folder / 'summary.json'}; the UI again: prefect-rlhf ui {folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def profile_here(config: AnyConfig, out: Path | None) -> None:
+    """Measure a configuration's models in this process; out: a file for all profiles besides the cache."""
+    refuse_dead_server()
+    folder = profile_folder(config)
+    files = _watched(folder, "prefect-rlhf profile with the same configuration", lambda: rlhf_profile(config))
+    if out is not None:
+        write_profiles([profile for file in files for profile in read_profiles(Path(file))], out)
+    for file in files:
+        console.print(f"measured: {file}", highlight=False, soft_wrap=True)
+
+
+def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any:
+    stopped = f"\nstopped. To go on: {again}"
+    began_s = time.time()
+    try:
+        with terminable(), ending_in_time() as watch:
+            cursor = SHOW_CURSOR if console.is_terminal else ""
+            watch.last_words, watch.to_exit = f"{cursor}{stopped}\n", True
+            with prefect_server(folder) as server:
+                console.print(server.ui_line, highlight=False, soft_wrap=True)
+                summary = asyncio.run(_await(run, watch))
+    except KeyboardInterrupt:
+        console.print(stopped, highlight=False, soft_wrap=True)
+        raise
+    except (asyncio.CancelledError, TerminationSignal, Terminated):
+        console.print(stopped, highlight=False, soft_wrap=True)
+        raise SystemExit(TERMINATED) from None
+    except CancelledRun:
+        console.print(f"cancelled. To go on: {again}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    except (Abort, Pause) as ended:
+        console.print(f"ended: {ended}. To go on: {again}", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    except ServerError as failure:
+        _tell_end(str(failure), again)
+        raise SystemExit(1) from None
+    except RunFailed as failure:
+        _tell_end(str(failure), again)
+        raise SystemExit(1) from None
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever it is, its cause comes first and the way to go on
+        if is_prefects(error):  # Prefect's engine gives up a flow run whose state it cannot report
+            return _without_prefect(error, folder, again, began_s)
+        _tell_end(full_disk(error, folder) or f"{type(error).__name__}: {error}", again)
+        _keep_traceback(error, folder)
+        raise SystemExit(1) from None
+    return json.loads(json.dumps(summary))
+
+
+def _without_prefect(error: Exception, folder: Path, again: str, began_s: float) -> Any:
+    """The summary of a run that is complete though Prefect's server is away, or has a new data base; ends with
+    status 1 where it is not.
+
+    began_s  when the command began: an older summary is another attempt's
+    """
+    path = folder / SUMMARY
+    if not path.exists() or path.stat().st_mtime < began_s:
+        _tell_end(f"Prefect's server {what_is_wrong(error)}.", again)
+        raise SystemExit(1) from None
+    tell("Prefect's server does not show the run's end; the run is complete.")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _tell_end(cause: str, again: str) -> None:
+    """Why a run has ended, before anything else is said, and how to go on."""
+    console.print(f"[bold red]failed:[/] {escape(cause)}\nTo go on: {again}", highlight=False, soft_wrap=True)
+
+
+def _keep_traceback(error: Exception, folder: Path) -> None:
+    """An error that nobody has foreseen goes whole to a file; where none can be written, to the terminal."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        (folder / TRACEBACK).write_text(text, encoding="utf-8")
+    except OSError:
+        tell(f"\n{text}")
+    else:
+        tell(f"The whole error: {folder / TRACEBACK}")
+
+
+async def _await(run: Callable[[], Awaitable[Any]], watch: Watch) -> Any:
+    watch.run = asyncio.current_task()
+    return await run()

@@ -1,0 +1,147 @@
+"""The demo's stages: what comes before PPO, from random weights on, and the measurement of a model."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect import Flow
+
+from flows.cluster.cluster import local_cluster
+from flows.cluster.server import prefect_server
+from flows.cluster.shutdown import ending_in_time
+from flows.demo.data import (
+    CALIBRATION,
+    DATA,
+    PAIRS,
+    SIZES,
+    accuracy,
+    data_is_there,
+    preference_pairs,
+    refuse_without_task,
+    score_statistics,
+    write_demo_data,
+    write_jsonl,
+)
+from flows.reward_model import reward_model
+from flows.rollout import rollout
+from flows.sft import sft
+from flows.view.terminal import entering
+from rlhf_tasks.config.run import AnyConfig, ConfigError, PPOConfig, make_config, resolve_paths
+from rlhf_tasks.rewards.samples_folder import read_samples
+from rlhf_tasks.system.reading import read_json, reading
+
+RANKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """One demo: its folder (absolute), its seed, and the cluster that all stages share."""
+
+    folder: Path
+    seed: int
+    scheduler: str
+
+    def config(self, stage: str, name: str, **changes: Any) -> AnyConfig:
+        """A stage's configuration from `deployments/demo/STAGE.yaml`, for a run called `name`."""
+        document = yaml.safe_load(
+            (files("deployments") / "demo" / f"{stage}.yaml").read_text(encoding="utf-8")
+        )
+        document |= {"name": name, "seed": self.seed, "output_dir": "stages", **changes}
+        document["cluster"] = {**document["cluster"], "address": self.scheduler}
+        return resolve_paths(make_config(document), self.folder)
+
+    async def run(self, stage_flow: Flow[..., Any], config: AnyConfig) -> dict[str, Any]:
+        """Run a stage, go on with it, or take the summary that it left; so a pipeline may be run again."""
+        assert config.name is not None
+        folder = self.folder / "stages" / config.name
+        summary = folder / "summary.json"
+        if summary.exists():
+            return read_json(summary, remedy=f"Remove it: the demo goes on with {config.name}.")
+        begun = str(folder) if (folder / "config.json").exists() else None
+        return await stage_flow(config, begun)
+
+
+@contextmanager
+def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
+    """For a flow: the demo in a folder, with a Prefect server and a cluster of `RANKS` for all of its stages.
+
+    seed  None: that of the demo which is there, else 0
+    Raises ConfigError when the demo that is there has another seed (its results would be taken for this one's), and
+    when its data can not be made here.
+    """
+    place = folder.resolve()
+    refuse_without_task(place / DATA)
+    place.mkdir(parents=True, exist_ok=True)
+    seed = settle_seed(place, seed)
+    with (
+        ending_in_time(asyncio.current_task()),
+        prefect_server(place),
+        entering("cluster", local_cluster(RANKS, folder=place / "scratch")) as cluster,
+    ):
+        yield Demo(place, seed, cluster.scheduler_address)
+
+
+def settle_seed(place: Path, seed: int | None) -> int:
+    """The seed of the demo in a folder, written down by whoever begins it. Raises ConfigError for another one."""
+    record = place / "seed"
+    with reading(record, "no seed of a demo", remedy="Remove it, and name the demo's seed."):
+        begun = int(record.read_text(encoding="utf-8")) if record.exists() else None
+    if begun is not None and seed not in (None, begun):
+        raise ConfigError(f"{place} holds the demo of seed {begun}. For seed {seed} name another folder.")
+    settled = seed if begun is None else begun
+    record.write_text(str(settled or 0))
+    return settled or 0
+
+
+async def make_models(demo: Demo) -> PPOConfig:
+    """All that comes before PPO, as far as it is not there yet; gives PPO's configuration."""
+    if not data_is_there(demo.folder / DATA):
+        await asyncio.to_thread(write_demo_data, demo.folder / DATA, demo.seed)
+    supervised = await demo.run(sft, demo.config("sft", "sft"))
+    actor = {"actor": supervised["model"]}
+    pairs = demo.config("pairs", "pairs", models=actor)
+    await demo.run(rollout, pairs)
+    await asyncio.to_thread(_write_pairs, demo, pairs)
+    scorer = await demo.run(reward_model, demo.config("reward_model", "reward-model", models=actor))
+    both = {**actor, "reward": scorer["model"]}
+    await demo.run(rollout, demo.config("calibration", "calibration", models=both))
+    mean, std = score_statistics(_samples(demo, "calibration", CALIBRATION))
+    scoring = {
+        **demo.config("ppo", "ppo", models=both).model_dump()["reward_model"],
+        "mean": mean,
+        "std": std,
+    }
+    plan = str(files("deployments") / "demo_plan.yaml")
+    policy = demo.config("ppo", "ppo", models=both, plan=plan, reward_model=scoring)
+    assert isinstance(policy, PPOConfig)
+    return policy
+
+
+async def measure(demo: Demo, model: str, when: str) -> float:
+    """Exact-match accuracy of a model's greedy answers on held-out words."""
+    name = f"accuracy-{when}"
+    await demo.run(rollout, demo.config("evaluation", name, models={"actor": model}))
+    return accuracy(_samples(demo, name, SIZES["test"]))
+
+
+def _samples(demo: Demo, stage: str, count: int) -> list[dict[str, Any]]:
+    samples = list(read_samples(demo.folder / "stages" / stage, count))
+    assert len(samples) == count, f"stage {stage} wrote {len(samples)} samples, not {count}"
+    return samples
+
+
+def _write_pairs(demo: Demo, config: AnyConfig) -> None:
+    assert config.type == "rollout"
+    samples = _samples(demo, "pairs", SIZES["preferences"] * config.num_generations)
+    pairs = preference_pairs(samples, PAIRS, demo.seed)
+    if len(pairs) < PAIRS // 2:
+        raise ConfigError(
+            f"the SFT model's samples gave {len(pairs)} pairs of a right and a wrong answer, too few for a reward "
+            f"model. Choose another seed than {demo.seed}."
+        )
+    write_jsonl(demo.folder / DATA / "pairs.jsonl", pairs)

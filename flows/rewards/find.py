@@ -1,0 +1,156 @@
+"""Is a configured reward there, and does it take what it would be given? Looked up in the source, without running it:
+a reward, and the packages around it, may do anything when they are imported.
+
+What this cannot see, such as an import that fails, `config validate --rewards` shows, and the reward's own process.
+"""
+
+import ast
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.config.sections import RewardFunction
+from rlhf_tasks.rewards.forms import Parameters, RewardError
+from rlhf_tasks.rewards.user_code import secret_named
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_SECRETS = ("key", "token", "password", "secret")
+
+
+def check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], is_here: bool) -> list[str]:
+    """Raises ConfigError for the first reward that cannot be found, or lacks what it takes; gives warnings.
+
+    columns  of the rows, the prompt apart
+    is_here  whether rewards run on this machine, with this process' environment
+    """
+    for reward in rewards:
+        function = _find(reward)
+        if is_here:
+            _refuse_unset(reward)
+        if function is not None:
+            _check_parameters(reward, function, columns)
+    return [warning for number, reward in enumerate(rewards) for warning in _literals(number, reward.kwargs)]
+
+
+def blocks_named(rewards: Sequence[RewardFunction]) -> list[str]:
+    """The Prefect Secret blocks that rewards' kwargs name."""
+    named = {secret_named(value) for reward in rewards for value in reward.kwargs.values()}
+    return sorted(name for kind, name in filter(None, named) if kind == "block")
+
+
+def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The function's source; None where it cannot be seen, being imported there for example."""
+    place, _, name = reward.function.rpartition(":")
+    path = Path(place) if place.endswith(".py") else _module_file(reward.function, place)
+    if path is None:
+        return None
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"reward {reward.function}: {path} cannot be read ({error.strerror}). Name an existing file."
+        ) from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"reward {reward.function}: {path} is no Python source ({error}).") from None
+    names = set(_bound(tree.body))
+    if name not in names and "*" not in names:
+        functions = ", ".join(node.name for node in tree.body if isinstance(node, _FUNCTIONS)) or "none"
+        raise ConfigError(
+            f"reward {reward.function}: {path} has no function {name!r} (functions there: {functions})."
+        )
+    defined = [node for node in tree.body if isinstance(node, _FUNCTIONS) and node.name == name]
+    return defined[-1] if defined and not defined[-1].decorator_list else None
+
+
+def _module_file(location: str, module: str) -> Path | None:
+    """The source of an importable module; None when it has none, being compiled for example, or cannot be seen."""
+    path: Sequence[str] | None = None
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _spec(".".join(parts[:count]), path)
+        if spec is None:
+            raise ConfigError(
+                f"reward {location}: there is no module {module!r}. Install it, or name a file: "
+                "path/to/file.py:function."
+            )
+        source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+        path = spec.submodule_search_locations
+        if count == len(parts):
+            return source
+        if source is not None and b"__path__" in source.read_bytes():
+            return None  # the package says itself, when it runs, where its modules are
+    return None
+
+
+def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """As importlib finds a module, without importing the packages around it; `path` is the innermost's."""
+    if "." in name and path is None:
+        return None
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        with suppress(KeyError):  # a folder without __init__.py in a package that is not imported
+            spec = None if find is None else find(name, path)
+            if spec is not None:
+                return spec
+    folders = [str(Path(place, name.rpartition(".")[2])) for place in path or ()]
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [folder for folder in folders if Path(folder).is_dir()]
+    return spec if spec.submodule_search_locations else None
+
+
+def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that a module's top level binds, inside if, try and with too; `*` for a star import."""
+    for node in body:
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            yield node.name
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        for child in ast.walk(node):
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                yield child.id
+            elif isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+                yield child.name
+            elif isinstance(child, ast.ImportFrom) and child is not node:
+                yield from (alias.asname or alias.name for alias in child.names)
+
+
+def _check_parameters(
+    reward: RewardFunction, function: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str]
+) -> None:
+    """Raises ConfigError when a function's parameters show no form, or one is given by nothing."""
+    found = function.args
+    positional = [argument.arg for argument in (*found.posonlyargs, *found.args)]
+    named = [argument.arg for argument in found.kwonlyargs]
+    required = positional[: len(positional) - len(found.defaults)]
+    required += [name for name, default in zip(named, found.kw_defaults, strict=True) if default is None]
+    parameters = Parameters([*positional, *named], required, found.kwarg is not None)
+    try:
+        form = parameters.form(reward.function, reward.kwargs)
+        parameters.refuse_missing(reward.function, form, reward.kwargs, columns)
+    except RewardError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _refuse_unset(reward: RewardFunction) -> None:
+    for argument, value in reward.kwargs.items():
+        named = secret_named(value)
+        if named is not None and named[0] == "env" and named[1] not in os.environ:
+            raise ConfigError(
+                f"reward {reward.function}: its kwargs name the environment variable {named[1]!r} for {argument}, "
+                "which is not set. Set it where the command or the worker runs."
+            )
+
+
+def _literals(number: int, kwargs: Mapping[str, object]) -> Iterator[str]:
+    """A sentence for each argument that may be a secret and stands in the configuration."""
+    for argument, value in kwargs.items():
+        if argument.lower().endswith(_SECRETS) and isinstance(value, str):
+            yield (
+                f"rewards.{number}.kwargs.{argument} stands in the configuration, which runs write down. If it is a "
+                f"secret, name it instead: {argument}: {{env: VARIABLE}} or {argument}: {{block: PREFECT_SECRET}}."
+            )

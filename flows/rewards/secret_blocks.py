@@ -1,0 +1,36 @@
+"""The values of the Prefect Secret blocks that rewards' arguments name: they go to the rewards' processes alone."""
+
+from prefect.blocks.system import Secret
+from prefect.settings import PREFECT_API_URL
+
+from flows.rewards.find import blocks_named
+from rlhf_tasks.config.run import AnyConfig, ConfigError, PPOConfig, RolloutConfig
+
+INSTEAD = "or name an environment variable: {env: VARIABLE}"
+
+
+def refuse_blocks_without_server(config: AnyConfig) -> list[str]:
+    """The blocks that a configuration names. Raises ConfigError where there are some and the settings name no
+    server: a run's own begins empty."""
+    names = blocks_named(config.rewards) if isinstance(config, PPOConfig | RolloutConfig) else []
+    if names and not PREFECT_API_URL.value():
+        raise ConfigError(
+            f"a reward's kwargs name the Prefect Secret block {names[0]!r}, and no server is configured. Set "
+            f"PREFECT_API_URL to one that has it, {INSTEAD}."
+        )
+    return names
+
+
+async def secret_blocks(config: AnyConfig) -> dict[str, str]:
+    """Block -> its value, from the server that the settings name. Raises ConfigError where one is not there."""
+    values = {}
+    for name in refuse_blocks_without_server(config):
+        try:
+            block = await Secret.aload(name)
+        except ValueError:
+            raise ConfigError(
+                f"a reward's kwargs name the Prefect Secret block {name!r}, which is not there "
+                f"({PREFECT_API_URL.value()}). Make it, {INSTEAD}."
+            ) from None
+        values[name] = str(block.get())
+    return values

@@ -1,0 +1,58 @@
+"""Calls each reward of a configuration once, on a row of its data, in the process that it would run in."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flows.rewards.find import blocks_named
+from rlhf_tasks.config.run import PPOConfig, RolloutConfig
+from rlhf_tasks.data.dataset import load_rows
+from rlhf_tasks.data.examples import prompt_example, read_examples
+from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.rewards.forms import Answers, RewardError
+from rlhf_tasks.rewards.process import RewardProcess
+
+COMPLETION_TOKENS = 16
+
+
+class Tried(NamedTuple):
+    """What came of one reward. fault: empty where it gave a value, or None for no opinion."""
+
+    name: str
+    value: float | None
+    seconds: float
+    where: str
+    fault: str
+
+
+def try_rewards(config: PPOConfig | RolloutConfig) -> Iterator[Tried]:
+    """One after the other. The completion that they judge is the end of the row's own prompt.
+
+    Raises ConfigError for a Prefect block that is not there, or has no server to be on.
+    """
+    blocks = {}
+    if blocks_named(config.rewards):  # only then: Prefect takes seconds to import
+        from flows.rewards.secret_blocks import secret_blocks
+
+        blocks = asyncio.run(secret_blocks(config))
+    answers, where = _answers(config)
+    for reward in config.rewards:
+        alone = RewardProcess(config.model_copy(update={"rewards": (reward,)}), blocks=blocks)
+        started_s = time.monotonic()
+        value, fault = None, ""
+        try:
+            (value,) = alone.submit(answers).result().values[reward.name]
+        except RewardError as error:
+            fault = str(error)
+        finally:
+            alone.close()
+        yield Tried(reward.name, value, time.monotonic() - started_s, where, fault)
+
+
+def _answers(config: PPOConfig | RolloutConfig) -> tuple[Answers, str]:
+    rows, tokenizer = load_rows(config.data), Tokenizer.from_folder(config.models.tokenizer)
+    (example,) = read_examples(prompt_example, rows, [0], tokenizer)
+    ids = example.prompt_ids[-COMPLETION_TOKENS:]
+    read = [tokenizer.decode(example.prompt_ids, special_tokens=True)]
+    return Answers.of_columns([example.columns], [tokenizer.decode(ids)], [ids], read), rows.where(0)

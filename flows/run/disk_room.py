@@ -1,0 +1,94 @@
+"""Room on the disk: whether there is enough for a run's commits and its exported model, asked before it starts; and
+whether the lack of it has ended one."""
+
+import errno
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhf_tasks.checkpoint.commits import KEPT_AT_LEAST, step_folders
+from rlhf_tasks.config.run import AnyConfig, ConfigError
+from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from rlhf_tasks.system.durable import existing
+
+FULL_BYTES = (
+    1 << 20
+)  # free, below which a disk is as good as full: SQLite and others say so in words of their own
+STATE_FLOATS = 3  # of a parameter in a commit: master weight and two moments (optimizer.py)
+
+
+class DiskNeed(NamedTuple):
+    """Bytes of a commit, how many there are at most at once, and bytes of the exported model."""
+
+    commit_bytes: int
+    commits: int
+    export_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.commit_bytes * self.commits + self.export_bytes
+
+
+NO_DISK = DiskNeed(0, 0, 0)
+
+
+def disk_need(
+    config: AnyConfig, shapes: Mapping[str, ModelShape], iterations: int, itemsize: int
+) -> DiskNeed:
+    """What a run writes besides its journals and samples.
+
+    shapes    role -> its model's shape
+    itemsize  bytes of a parameter of the exported model
+    """
+    sizes = {
+        name: sum(math.prod(spec.shape) for spec in parameters(shapes[name], role.head))
+        for name, role in config.roles().items()
+        if role.optimizer is not None
+    }
+    if not sizes:
+        return NO_DISK
+    state_itemsize = max(itemsize, 4)  # bfloat16 is trained in float32
+    every = getattr(config, "snapshot_every", 1)
+    written = -(-iterations // every) + 1  # with step 0
+    kept = max(getattr(config, "keep_last", KEPT_AT_LEAST), KEPT_AT_LEAST)
+    exported = sizes.get("actor", next(iter(sizes.values())))
+    return DiskNeed(
+        STATE_FLOATS * state_itemsize * sum(sizes.values()), min(kept + 1, written), itemsize * exported
+    )
+
+
+def refuse_full_disk(need: DiskNeed, place: Path) -> None:
+    """Raises ConfigError when the disk of a run folder, or of the folder where it will be made, has no room for what
+    the run will write; commits that are there already are counted in."""
+    there_bytes = sum(path.stat().st_size for folder in step_folders(place) for path in folder.iterdir())
+    needed_bytes = need.total_bytes - min(there_bytes, need.commit_bytes * need.commits)
+    free_bytes = shutil.disk_usage(existing(place)).free
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"{place} needs {needed_bytes} bytes and its disk has {free_bytes} free: {need.commits} commits of "
+            f"{need.commit_bytes} bytes (keep_last and the one being written) and {need.export_bytes} for "
+            "the exported model. Free some, lower keep_last, or name another disk by output_dir."
+        )
+
+
+def full_disk(error: BaseException, folder: Path, needed_bytes: int | None = None) -> str | None:
+    """A sentence with path and free bytes where an error comes of a full disk; None where it does not.
+
+    folder        where the run writes
+    needed_bytes  of what was being written, where that is known
+    """
+    path, full = folder, False
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            path, full = Path(cause.filename or folder), True
+            break
+        full = full or "No space left on device" in str(cause)
+        cause = cause.__cause__ or cause.__context__
+    free_bytes = shutil.disk_usage(existing(folder)).free
+    if not full and free_bytes > FULL_BYTES:
+        return None
+    needs = "" if needed_bytes is None else f" needs {needed_bytes} bytes,"
+    return f"No space left on device: {path}{needs} {free_bytes} are free. Free some."

@@ -1,0 +1,69 @@
+"""The model card, `README.md`, of the Hugging Face folder that a run leaves: where the weights come from."""
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import yaml
+
+from flows.run.prepare import Prepared
+from planner.report.text import plan_table
+
+PACKAGES = ("prefect-rlhf", "torch", "transformers", "prefect", "distributed")
+SECRET_WORDS = ("secret", "token", "password", "api_key", "apikey", "credential", "authorization")
+
+
+def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, Any]) -> str:
+    """Markdown with Hugging Face's header: the run, its last metrics, data, plan, versions and configuration.
+
+    run, role  the run's name, and which of its models this is
+    metrics    the last line of its metrics; empty where there is none
+    """
+    config = prepared.config
+    header = {"library_name": "transformers", "tags": ["prefect-rlhf", config.type.replace("_", "-")]}
+    folder = config.roles()[role].folder
+    reached = "".join(f"| {name} | {json.dumps(value)} |\n" for name, value in metrics.items())
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    parts = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n",
+        f"# {run}\n",
+        f"The {role} of a {config.type} run of prefect-rlhf over {prepared.iterations} iterations. "
+        f"It started from `{folder}`.\n",
+        f"## Metrics of the last iteration\n\n| metric | value |\n|---|---|\n{reached}" if reached else "",
+        f"## Data\n\n{prepared.n_rows} rows of `{config.data.train}`, SHA-256 of their content "
+        f"`{prepared.data_digest}`.\n",
+        f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
+        "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions.items()),
+        "## Configuration\n\n```yaml\n"
+        f"{yaml.safe_dump(without_secrets(config.model_dump(mode='json')), sort_keys=False)}```\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def without_secrets(value: Any) -> Any:
+    """The same document with what a key calls a secret, and passwords in addresses, blotted out."""
+    if isinstance(value, Mapping):
+        return {
+            key: "***" if item is not None and _is_secret(str(key), item) else without_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    if isinstance(value, str) and "://" in value and "@" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    return value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    """Numbers are none: max_prompt_tokens has the word, too."""
+    return isinstance(value, str) and any(word in key.lower() for word in SECRET_WORDS)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "(not installed)"

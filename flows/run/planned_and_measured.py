@@ -1,0 +1,185 @@
+"""Planned against measured: what the planner expected of a run's plan beside what its ranks' clocks say."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flows.cluster.this_machine import CPU_SLOT, gpus_here
+from flows.run.planning import figures_of, hardware_of, problem_of
+from flows.view.clocks import generation_of
+from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.plans import PlanPrice, price_plan
+from planner.pricing.provenance import figures_source
+from planner.pricing.run_history import RanCall, drifted, keep_figures
+from rlhf_tasks.config.run import AnyConfig, ConfigError
+from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
+from rlhf_tasks.spec import CallNode, ExecutionPlan
+
+Row = Mapping[str, Any]
+logger = logging.getLogger(__name__)
+
+ENOUGH = 3
+"""Iterations under a plan, the first among them, before its figures are gone by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a plan was expected to cost.
+
+    price          of every node, of an iteration, and the peaks of tensors' memory
+    active_bytes   call -> memory beyond parameters on its fullest device
+    process_bytes  memory of a rank's process besides; of several classes the largest
+    peak_flops_per_s  of all devices of the cluster together; None where this machine's GPUs are of no preset
+    source         where the figures come from: a profile or a preset, and measured figures of runs
+    figures        the file for what this run finds
+    """
+
+    price: PlanPrice
+    active_bytes: dict[str, float]
+    process_bytes: int
+    peak_flops_per_s: float | None
+    source: str
+    figures: Path
+
+    @property
+    def needs(self) -> dict[int, float]:
+        """Device -> most bytes of tensors that it holds."""
+        return {device: peak.total_bytes for device, peak in self.price.peaks.items()}
+
+
+def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
+    """The expectation for a run, from measured profiles of its models where there are some.
+
+    Raises ConfigError when the plan cannot be priced, in the planner's sentence.
+    """
+    problem = problem_of(config, hardware_of(config))
+    model = problem.model
+    try:
+        price = price_plan(plan, model)
+        active_bytes = {
+            node.name: max(model.call(node.call, node.assignment).active_bytes)
+            for node in plan.nodes
+            if isinstance(node, CallNode)
+        }
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    classes = model.classes
+    process_bytes = max(profile.process_bytes for profile in classes.profiles)
+    peak_flops_per_s = _peak_flops_per_s(config, model.classes)
+    figures = figures_of(config, problem)
+    return Planned(price, active_bytes, process_bytes, peak_flops_per_s, figures_source(model), figures)
+
+
+def _peak_flops_per_s(config: AnyConfig, classes: DeviceClasses) -> float | None:
+    if config.planning.device is None and gpus_here() and classes.profiles[0].name == CPU_SLOT:
+        return None
+    per_host = (classes.profiles[number].flops_per_s for number in classes.of_host)
+    return classes.cluster.devices_per_host * sum(per_host)
+
+
+def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequence[Row]) -> dict[str, Any]:
+    """{source, iterations, drifted, iteration, calls, call_memory_bytes, peak_memory_bytes}; times and memory as
+    pairs {planned, measured}, in seconds and bytes: memory while each call runs, on the device that then holds most,
+    and at most, by device.
+
+    lineage  of the iterations that went by the plan
+    drifted  which calls, `iteration`, and which calls' memory, are off by more than the planner's limit
+             (planner/pricing/run_history.py)
+
+    A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end:
+    what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
+    first iteration of a call counts only where it is the one, and no time between two generations does.
+    """
+    spans: dict[tuple[str, int], float] = {}
+    ends: dict[int, float] = defaultdict(float)
+    peaks: dict[str, int] = defaultdict(int)
+    held: dict[str, int] = defaultdict(int)
+    generations = {row["iteration"]: generation_of(row) for row in lineage}
+    for row in lineage:  # an iteration that an older version ran tells no memory
+        clocks = row["clocks"].values()
+        spans[row["node"], row["iteration"]] = row["ended_s"] - max(start for start, _ in clocks)
+        ends[row["iteration"]] = max(ends[row["iteration"]], row["ended_s"])
+        for rank, size_bytes in row.get("peak_bytes", {}).items():
+            peaks[rank] = max(peaks[rank], size_bytes)
+            held[row["node"]] = max(held[row["node"]], size_bytes)
+    price, first = expected.price, min(ends)
+    kept = [t for t in sorted(ends) if t > first] or [first]
+    starts = min(row["started_s"] for row in lineage)
+    pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
+    between = [ends[after] - ends[t] for t, after in pairs] or [ends[first] - starts]
+    calls = {
+        node.name: (price.duration_s[node.name], median(spans[node.name, t] for t in kept))
+        for node in plan.nodes
+        if isinstance(node, CallNode)
+    }
+    memory = {
+        rank: (price.peaks[int(rank)].total_bytes + expected.process_bytes, peak)
+        for rank, peak in sorted(peaks.items())
+    }
+    call_memory = {
+        name: (size_bytes + expected.process_bytes, held[name])
+        for name, size_bytes in price.call_bytes.items()
+        if name in held
+    }
+    iteration = (price.iteration_time_s, median(between))
+    judged = {**calls, "iteration": iteration} | {
+        _memory_in(name): pair for name, pair in call_memory.items()
+    }
+    return {
+        "source": expected.source,
+        "iterations": len(ends),
+        "drifted": [name for name, pair in judged.items() if drifted(*pair)],
+        "iteration": _pair(*iteration),
+        "calls": {name: _pair(*pair) for name, pair in calls.items()},
+        "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
+        "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
+    }
+
+
+def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any]) -> bool:
+    """Keep what a run found of its calls where it drifted from the plan: the next plan goes by it. A file that cannot
+    be written ends no run.
+
+    found  of `planned_and_measured`; figures of fewer than ENOUGH iterations say too little to be kept
+    """
+    if found["iterations"] < ENOUGH or not found["drifted"]:
+        return False
+    measured = found["calls"]
+    ran = [
+        RanCall(
+            call=node.name,
+            assignment=node.assignment,
+            seconds=measured[node.name]["measured"],
+            active_bytes=_active_bytes(node.name, expected, found),
+        )
+        for node in plan.nodes
+        if isinstance(node, CallNode) and LEAST_S <= measured[node.name]["measured"] <= MOST_S
+    ]
+    try:
+        keep_figures(expected.figures, ran)
+    except OSError as error:
+        logger.warning("the measured figures of this run are not kept: %s", error)
+        return False
+    return True
+
+
+def _active_bytes(call: str, expected: Planned, found: Mapping[str, Any]) -> float | None:
+    """What a call took beyond parameters; these are known, so all that is off is its own. None where nothing is."""
+    if _memory_in(call) not in found["drifted"]:
+        return None
+    memory = found["call_memory_bytes"][call]
+    return max(expected.active_bytes[call] + memory["measured"] - memory["planned"], 0.0)
+
+
+def _memory_in(call: str) -> str:
+    """How a call's memory is called among what drifted."""
+    return f"memory in {call}"
+
+
+def _pair(expected: float, found: float) -> dict[str, float]:
+    return {"planned": round(expected, 5), "measured": round(found, 5)}

@@ -1,0 +1,320 @@
+"""From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from flows.cluster.this_machine import device_here
+from planner.deadline import never
+from planner.plan.build import PlanError
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing.analytic import tabulated
+from planner.pricing.calibrate import recalibrated
+from planner.pricing.calls import CostModel
+from planner.pricing.cluster_file import Hardware, cluster_of, named_hardware, read_cluster
+from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.devices import DeviceProfile
+from planner.pricing.kept_figures import read_kept
+from planner.pricing.measured import MeasuredProfile, ProfileError
+from planner.pricing.problem import Problem, ProblemError
+from planner.pricing.profile_cache import cached, read_profiles
+from planner.pricing.run_history import FiguresError, figures_file, read_figures
+from planner.search.baselines import Priced, priced_plan
+from planner.search.search import SearchResult, find_plan
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.files import how_to_download
+from rlhf_tasks.config.run import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.config.sections import Role
+from rlhf_tasks.data.examples import mean_prompt_tokens
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.profiling.measurements import Grid
+from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+
+COMPARED = ("search", "mcmc", "heuristic", "symmetric", "disjoint")
+"""The modes of the planner that find a plan by themselves."""
+
+SHORT_S = 5.0  # of a search that is made only to compare
+
+PROFILES = "profiles"  # folder of measured profiles, in the output folder
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def problem_of(config: AnyConfig, hardware: Hardware, profile: Path | None = None) -> Problem:
+    """What a configuration asks of the planner on some hardware.
+
+    Models with a profile of all hosts of a device class are priced there by that, the others by the device's figures,
+    recalibrated. Calls whose runs drifted from their plan are corrected by what those runs found.
+
+    profile  a file of `prefect-rlhf profile --out` to take the profiles from; default: `profile_folder`
+    Raises ConfigError with one sentence for models, lengths, graphs and profiles that cannot be.
+    """
+    try:
+        return _problem(config, hardware, profile)
+    except ConfigError:
+        raise
+    except ValueError as error:  # what models, data and graph raise for a user's fault
+        raise ConfigError(str(error)) from error
+
+
+def _problem(config: AnyConfig, hardware: Hardware, profile: Path | None) -> Problem:
+    shapes = shapes_of(config)
+    models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
+    workload = workload_of(config)
+    _check_context(shapes, workload)
+    classes, measured, warnings = hardware.classes, list[MeasuredProfile](), list[str]()
+    stated = None if profile is None else _stated_profiles(profile, classes)
+    for number, device in enumerate(classes.profiles):
+        if stated is not None:
+            found = tuple(one for one in stated if one.device == device.name)
+        else:
+            own = classes.part(number)
+            found, refused = cached(profile_folder(config), device.name, own, models, workload.itemsize)
+            warnings += refused
+        if found:
+            profiles = list(classes.profiles)
+            profiles[number] = recalibrated(device, found[0])
+            classes = replace(classes, profiles=tuple(profiles))
+        measured += found
+    graph, cluster = graph_of(config, shapes), hardware.cluster
+    uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
+
+    def corrected(path: Path) -> CostModel:
+        model = CostModel(cluster, classes, models, workload, measured, read_figures(path))
+        _refuse_absurd(path, model, graph.calls)
+        return model
+
+    model, refused = read_kept(figures_of(config, uncorrected), corrected, uncorrected.model)
+    return Problem(graph, model, warnings=(*warnings, *refused))
+
+
+def _refuse_absurd(path: Path, model: CostModel, calls: Iterable[ModelFunctionCall]) -> None:
+    """Raises FiguresError when the figures of runs in a file cannot be of this cluster: their assignments have other
+    devices or no such strategy, or they take more memory than a device has."""
+    most_bytes = max(device.memory_bytes for device in model.classes.profiles)
+    for ran in model.ran:
+        if max(ran.assignment.placement.devices) >= model.cluster.n_devices:
+            raise FiguresError(f"{path} has figures of {ran.call} on devices that {model.cluster} has not.")
+        if ran.active_bytes is not None and ran.active_bytes > most_bytes:
+            raise FiguresError(
+                f"{path} has {ran.active_bytes:g} bytes for {ran.call}, more than the {most_bytes} of a device."
+            )
+    for call in calls:
+        try:
+            model.correction(call)
+        except ValueError as error:
+            raise FiguresError(f"{path} has figures of {call.name} that cannot be: {error}") from None
+
+
+def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfile, ...]:
+    """The profiles in a file. Raises ProfileError for one of other devices than the cluster has, or of a smaller or
+    larger cluster: it lacks figures of collectives, or has them of other links."""
+    profiles = read_profiles(path)
+    if not profiles:
+        raise ProfileError(
+            f"{path} has no profile in it. Measure again with prefect-rlhf profile --out FILE."
+        )
+    parts = {device.name: classes.part(number) for number, device in enumerate(classes.profiles)}
+    for profile in profiles:
+        its_cluster = Cluster(profile.n_hosts, profile.devices_per_host)
+        if profile.device not in parts:
+            raise ProfileError(
+                f"{path} has a profile of {profile.device}; the cluster has {', '.join(parts)}. Measure the run's "
+                "devices with prefect-rlhf profile, or name the cluster's by --cluster or planning.device."
+            )
+        if parts[profile.device] != its_cluster:
+            raise ProfileError(
+                f"{path} is of {its_cluster} {profile.device}; the cluster has {parts[profile.device]} of "
+                "them. Measure on a cluster of that size with prefect-rlhf profile."
+            )
+    return profiles
+
+
+def figures_of(config: AnyConfig, problem: Problem) -> Path:
+    """Where the figures of runs of a configuration's calls are kept."""
+    m = problem.model
+    return figures_file(profile_folder(config), m.classes, m.models, m.workload, problem.graph.calls)
+
+
+def profile_folder(config: AnyConfig) -> Path:
+    """Where measured profiles of a configuration's models are kept."""
+    return Path(config.output_dir) / PROFILES
+
+
+def measured_folders(config: AnyConfig) -> dict[ModelShape, str]:
+    """A folder for each shape among a configuration's models: of its files a profile needs config.json alone.
+
+    Raises ConfigError for an inline model.
+    """
+    folders: dict[ModelShape, str] = {}
+    shapes = shapes_of(config)
+    for role, parts in config.roles().items():
+        if not parts.folder:
+            raise ConfigError(
+                f"models of role {role!r} are given inline: only models in folders can be measured. "
+                "Name a Hugging Face model folder."
+            )
+        folders.setdefault(shapes[role], parts.folder)
+    return folders
+
+
+def computed_profiles(config: AnyConfig) -> list[MeasuredProfile]:
+    """One profile for each shape among a configuration's models, inline ones too, as its device's figures say.
+
+    Raises ConfigError as `problem_of` and `only_device` do.
+    """
+    hardware = hardware_of(config)
+    device, workload = only_device(hardware), problem_of(config, hardware).model.workload
+    return [
+        tabulated(device, hardware.cluster, shape, grid_of(config, workload, shape), workload.itemsize)
+        for shape in dict.fromkeys(shapes_of(config).values())
+    ]
+
+
+def only_device(hardware: Hardware) -> DeviceProfile:
+    """The device of a cluster. Raises ConfigError where it has several classes: a profile is of one."""
+    if len(hardware.classes.profiles) > 1:
+        raise ConfigError(
+            f"the cluster has devices of several classes ({hardware.classes}): a profile is of one. Make one of each "
+            "class on a cluster of all its hosts."
+        )
+    return hardware.classes.profile(0)
+
+
+def grid_of(config: AnyConfig, workload: Workload, shape: ModelShape) -> Grid:
+    """The points that a profile of a model has: they enclose the work of a configuration's runs."""
+    longest = min(workload.cache_tokens, shape.context)
+    return Grid.around(config.batch_size, workload.prompt_tokens, longest, shape.context)
+
+
+def shapes_of(config: AnyConfig) -> dict[str, ModelShape]:
+    """Role -> its model's shape, read from its folder or its inline configuration."""
+    return {role: _shape(role, parts) for role, parts in config.roles().items()}
+
+
+def graph_of(config: AnyConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
+    """The dataflow graph that a configuration describes."""
+    registered = GRAPHS[config.type]
+    return DataflowGraph(
+        registered.calls(config), registered.dataset_keys, name=config.type, architectures=shapes
+    )
+
+
+def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware:
+    """The cluster in a file, or the one that the configuration names. Raises ConfigError."""
+    if cluster_file is not None:
+        return read_cluster(cluster_file)
+    stated, device = config.cluster, config.planning.device
+    cluster = cluster_of(stated.n_hosts, stated.devices_per_host, "cluster")
+    if device is None:  # a cluster of our own has all its hosts here
+        profile = device_here(stated.n_devices if stated.address is None else stated.devices_per_host)
+        return Hardware(DeviceClasses.alike(cluster, profile))
+    if isinstance(device, str):
+        return named_hardware(cluster, device)
+    return named_hardware(cluster, [(part.n_hosts, part.device) for part in device])
+
+
+def workload_of(config: AnyConfig) -> Workload:
+    """Lengths and number formats of an iteration; the data are read only where `planning` names no lengths."""
+    planning = config.planning
+    prompt = planning.prompt_tokens or round(mean_prompt_tokens(config)) or 1
+    longest = None
+    if isinstance(config, PPOConfig | GRPOConfig | RolloutConfig):
+        longest = config.sampling.max_completion_length
+        shares = planning.new_tokens or {longest: 1.0}
+        if max(shares) > longest:
+            raise ConfigError(
+                f"planning.new_tokens has {max(shares)} tokens, but sampling.max_completion_length is {longest}. "
+                "Shorten the one or raise the other."
+            )
+    else:  # nothing is generated: a row's last token stands for the new one
+        prompt, shares = max(1, prompt - 1), {1: 1.0}
+    return Workload(
+        prompt_tokens=prompt,
+        new_tokens=Lengths(points=tuple(sorted(shares.items()))),
+        max_new_tokens=longest,
+        epochs=config.num_ppo_epochs if isinstance(config, PPOConfig) else 1,
+        itemsize=ITEMSIZES[config.dtype],
+        recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
+        reward_s=planning.reward_seconds_per_sequence,
+    )
+
+
+def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:
+    for role, shape in shapes.items():
+        if workload.cache_tokens > shape.context:
+            raise ConfigError(
+                f"a prompt of {workload.prompt_tokens} tokens and an answer up to "
+                f"{workload.cache_tokens - workload.prompt_tokens} more exceed the {shape.context} positions of "
+                f"role {role!r}. Shorten them or choose another model."
+            )
+
+
+def _shape(role: str, parts: Role) -> ModelShape:
+    if parts.config is not None:
+        return ModelShape.from_config(parts.config, source=f"inline config of {role}")
+    if not Path(parts.folder).is_dir():
+        raise ConfigError(
+            f"the folder of role {role!r}, {parts.folder}, is not there. Name a Hugging Face model folder."
+            f"{how_to_download(parts.folder)}"
+        )
+    return _shape_of_folder(parts.folder)
+
+
+@cache
+def _shape_of_folder(folder: str) -> ModelShape:
+    return ModelShape.from_folder(folder)
+
+
+def plan_for(
+    problem: Problem,
+    mode: str,
+    time_limit_s: float,
+    seed: int,
+    evaluate: Mapping[str, CallAssignment] | None = None,
+    called_off: Callable[[], bool] = never,
+) -> SearchResult:
+    """A plan in a mode of the planner. Raises ConfigError with the planner's sentence where there is none."""
+    try:
+        return find_plan(problem, mode, time_limit_s, seed, evaluate, called_off)
+    except (PlanError, ProblemError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def price_manual(problem: Problem, assignments: Mapping[str, CallAssignment]) -> Priced:
+    """A plan that a user wrote and what it costs, whether it fits memory or not.
+
+    Raises ConfigError when it is for another graph or cluster, or a strategy does not suit its model.
+    """
+    try:
+        return priced_plan(problem.graph, problem.model, assignments)
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+
+
+def compare(
+    problem: Problem, known: SearchResult, limits_s: Mapping[str, float], seed: int
+) -> dict[str, SearchResult | str]:
+    """What each mode finds, by its name; a sentence where it finds nothing that fits. Of a plan by hand `manual` too.
+
+    known     is taken as it is for its mode
+    limits_s  of the modes that search until a limit (`limits_of`)
+    """
+    found: dict[str, SearchResult | str] = {known.mode: known} if known.mode not in COMPARED else {}
+    for mode in COMPARED:
+        try:
+            limit_s = limits_s.get(mode, SHORT_S)
+            found[mode] = known if known.mode == mode else find_plan(problem, mode, limit_s, seed)
+        except (PlanError, ProblemError) as error:
+            found[mode] = str(error)
+    return found
+
+
+def limits_of(mode: str, time_limit_s: float) -> dict[str, float]:
+    """Seconds that each mode with a limit has in a comparison: the one that was asked for all its time, the others
+    SHORT_S of it at most."""
+    return {each: time_limit_s if each == mode else min(time_limit_s, SHORT_S) for each in ("search", "mcmc")}

@@ -1,0 +1,203 @@
+"""What is checked and decided before anything starts: data, models, plan. Loads no torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.cluster.shutdown import beside
+from flows.cluster.this_machine import gpus_here
+from flows.rewards.find import check_rewards
+from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
+from flows.run.planning import ITEMSIZES, hardware_of, problem_of, shapes_of
+from planner.plan.build import PlanError, build_plan
+from planner.plan.mesh import Cluster
+from planner.pricing.plans import lack_of_memory, plan_memory
+from planner.pricing.problem import Problem, ProblemError
+from planner.pricing.provenance import extrapolation
+from planner.search.baselines import check_strategies, heuristic_plan
+from planner.search.search import find_plan
+from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
+from rlhf_tasks.config.run import (
+    AnyConfig,
+    ConfigError,
+    GRPOConfig,
+    PPOConfig,
+    RolloutConfig,
+    manual_assignments,
+)
+from rlhf_tasks.config.sections import InlineModel
+from rlhf_tasks.data.examples import load_and_check
+from rlhf_tasks.parallel.layout.shape import parameters
+from rlhf_tasks.parallel.layout.weight_files import weight_files
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.spec import CallNode, ExecutionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A configuration that was found fit, with its plan.
+
+    plan         that the run begins by; changes: the later ones that are decided
+    data_digest  of the rows' content; a resumed run must find the same
+    n_rows       rows of the data set
+    warnings     a sentence for each figure of planning.device that is hardly true, for each file of kept figures that
+                 was put aside, for prices by extrapolation, and for ranks that crowd this machine
+    disk         what the run writes
+    """
+
+    config: AnyConfig
+    plan: ExecutionPlan
+    iterations: int
+    data_digest: str
+    n_rows: int
+    changes: tuple[ScheduledPlan, ...] = ()
+    warnings: tuple[str, ...] = ()
+    disk: DiskNeed = NO_DISK
+
+    @property
+    def plans(self) -> tuple[ScheduledPlan, ...]:
+        """Which plan each iteration goes by, as far as it is decided."""
+        return (ScheduledPlan(iteration=0, plan=self.plan), *self.changes)
+
+
+def prepare(config: AnyConfig, folder: Path | None = None) -> Prepared:
+    """Check everything that can be checked before a process starts, and make the plan.
+
+    folder  of a run that has its plan already
+    Raises ConfigError with one sentence that says what to change, whichever part found the fault.
+    """
+    try:
+        return _prepare(config, folder)
+    except ConfigError:
+        raise
+    except (
+        ValueError
+    ) as error:  # what models, tokenizer, data, graph, meshes and plan raise for a user's fault
+        raise ConfigError(str(error)) from error
+
+
+def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
+    _refuse_what_only_plans(config)
+    shapes = shapes_of(config)
+    for name, role in config.roles().items():
+        if not role.random_init:  # a head that trains may begin at random
+            specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
+            weight_files(Path(role.folder), specs, needs_head)
+    rows, tokenizer = load_and_check(config)
+    of_rewards: list[str] = []
+    if isinstance(config, PPOConfig | RolloutConfig):
+        columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+        of_rewards = check_rewards(config.rewards, list(columns), config.cluster.address is None)
+    vocabulary = min(shape.vocab for shape in shapes.values())
+    if tokenizer.size > vocabulary:
+        raise ConfigError(
+            f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
+            "All models of a run must share the actor's tokenizer."
+        )
+    iterations = iterations_of(config, len(rows))
+    need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
+    refuse_full_disk(need, folder or Path(config.output_dir))
+    hardware = hardware_of(config)
+    problem = problem_of(config, hardware)
+    plan = make_plan(config, problem, folder)
+    of_plan = (*hardware.warnings, *problem.warnings, extrapolation(plan, problem.model), crowding(config))
+    return Prepared(
+        config=config,
+        plan=plan,
+        iterations=iterations,
+        data_digest=rows.digest,
+        n_rows=len(rows),
+        changes=() if folder is None else logged_changes(folder),
+        warnings=(*of_rewards, *filter(None, of_plan)),
+        disk=need,
+    )
+
+
+def crowding(config: AnyConfig) -> str | None:
+    """A warning where ranks of our own cluster share the cores of this machine."""
+    ranks, cores = config.cluster.n_devices, len(os.sched_getaffinity(0))
+    if config.cluster.address is not None or gpus_here() or ranks <= 2 * cores:
+        return None
+    return (
+        f"{ranks} ranks (cluster.n_hosts x devices_per_host) share the {cores} CPU cores of this machine: to start "
+        "them takes minutes and much memory. Ask for fewer, or name a cluster by cluster.address."
+    )
+
+
+def make_plan(config: AnyConfig, problem: Problem, folder: Path | None = None) -> ExecutionPlan:
+    """The execution plan of a configuration: by hand where it names assignments, searched, or by the heuristic.
+
+    problem  what the configuration asks of the planner
+    A search is made once in a run's life: where `folder` has its plan, that is it.
+    Raises PlanError or ProblemError, with device, bytes and remedy, where the plan does not fit memory.
+    """
+    manual, kept = manual_assignments(config), None if folder is None else folder / PLAN
+    if config.plan == "auto" and kept is not None and kept.exists():
+        plan = _kept_plan(
+            kept, [call.name for call in problem.graph.calls], problem.cluster, problem.graph.n_seqs
+        )
+    elif manual is not None:
+        check_strategies(problem.graph, problem.model, manual)
+        plan = build_plan(problem.graph, manual, problem.cluster)
+    else:
+        return _made_plan(config, problem)
+    missing = lack_of_memory(plan_memory(plan, problem.model).peaks, problem.model)
+    if missing is not None:
+        raise PlanError(missing + _devices_assumed(config, problem))
+    return plan
+
+
+def _made_plan(config: AnyConfig, problem: Problem) -> ExecutionPlan:
+    """The plan that is searched, or the heuristic's; it fits memory."""
+    try:
+        if config.plan == "auto":
+            limit_s, seed = config.planning.time_limit_s, config.seed
+            return beside(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
+        return heuristic_plan(problem.graph, problem.model).plan
+    except (PlanError, ProblemError) as error:
+        raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error
+
+
+def _devices_assumed(config: AnyConfig, problem: Problem) -> str:
+    """What a plan that does not fit took devices for, where the configuration does not say."""
+    if config.planning.device is not None:
+        return ""
+    name = problem.model.classes.profile(0).name
+    return f" Devices are taken for this machine's, {name}: planning.device names others."
+
+
+def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> ExecutionPlan:
+    """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
+    plan = read_plan(path, "Remove it, and the run is planned anew.")
+    planned = [node.name for node in plan.nodes if isinstance(node, CallNode)]
+    if sorted(planned) != sorted(calls) or plan.n_seqs != n_seqs:
+        raise ConfigError(
+            f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: "
+            f"{', '.join(planned)}). Remove it, and the run is planned anew."
+        )
+    if (plan.n_devices, plan.devices_per_host) != (cluster.n_devices, cluster.devices_per_host):
+        raise ConfigError(
+            f"{path} is a plan for {plan.n_devices} devices, {plan.devices_per_host} to a host; the cluster "
+            f"is {cluster}. Remove it, and the run is planned anew."
+        )
+    return plan
+
+
+def _refuse_what_only_plans(config: AnyConfig) -> None:
+    """Raises ConfigError for a configuration that is enough to plan with but not to run."""
+    if isinstance(config, GRPOConfig):
+        raise ConfigError("type: grpo can be drawn and planned; its training comes with a later version.")
+    for role in type(config.models).model_fields:
+        if isinstance(getattr(config.models, role), InlineModel):
+            raise ConfigError(
+                f"models.{role} is an inline config, which has no weights: enough to plan, not to run. "
+                "Name a Hugging Face model folder."
+            )
+
+
+def iterations_of(config: AnyConfig, n_rows: int) -> int:
+    """Iterations of a run: as configured; a rollout passes once over its rows."""
+    if config.type == "rollout":
+        per_iteration = config.batch_size // config.num_generations
+        return -(-n_rows // per_iteration)
+    return config.total_iterations

@@ -1,0 +1,110 @@
+"""Measured profiles: a run of its own on the run's cluster, whose nodes time layers and collectives.
+
+Its figures go to a cache in the output folder, from where plans of runs with these models take them.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from statistics import median
+
+from prefect import flow
+
+from flows.cluster.server import prefect_server
+from flows.cluster.shutdown import ending_in_time
+from flows.run.planning import (
+    grid_of,
+    hardware_of,
+    measured_folders,
+    only_device,
+    problem_of,
+    profile_folder,
+)
+from flows.run.runs import cluster_of
+from flows.run.training import RunControl, run_training
+from planner.pricing.measured import MeasuredProfile
+from planner.pricing.profile_cache import store
+from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.profiling.measurements import Measurements
+from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.protocol.messages import Committed
+from rlhf_tasks.spec import NodeResult
+
+PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
+
+
+@flow(name="rlhf-profile", persist_result=False)
+async def rlhf_profile(config: AnyConfig) -> list[str]:
+    """Measure the models of a configuration on its cluster, in minutes. Returns the profiles' files."""
+    profiles = await measure_profiles(config)
+    return [str(store(profile, profile_folder(config))) for profile in profiles]
+
+
+async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
+    """One profile for each shape among a configuration's models. Called inside a flow.
+
+    Raises ConfigError for inline models, several device classes and a cluster that does not fit, RunFailed when the
+    measuring run fails.
+    """
+    hardware = hardware_of(config)
+    device = only_device(hardware)
+    workload = problem_of(config, hardware).model.workload
+    folders = measured_folders(config)
+    n_devices, per_host = config.cluster.n_devices, config.cluster.devices_per_host
+    pieces = pieces_of({f: grid_of(config, workload, s) for s, f in folders.items()}, n_devices, per_host)
+    spec = ProfileSpec(dtype=config.dtype, devices_per_host=per_host, pieces=pieces)
+    folder = profile_folder(config) / f"run-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+    folder.mkdir(parents=True)
+    results: dict[str, Sequence[NodeResult]] = {}
+
+    async def on_commit(committed: Committed, control: RunControl) -> None:
+        results.update(committed.results)
+
+    with (
+        ending_in_time(asyncio.current_task()),
+        prefect_server(folder),
+        cluster_of(config, folder) as cluster,
+    ):
+        await run_training(
+            profile_plan(pieces, n_devices, per_host),
+            spec.model_dump(mode="json"),
+            cluster,
+            run=folder.name,
+            run_folder=folder,
+            iterations=1,
+            on_commit=on_commit,
+            executor="rlhf_tasks.profiling.executor:make_executor",
+            snapshots="rlhf_tasks.profiling.spec:NoSnapshots",
+            deadline_floor_s=PIECE_DEADLINE_S,
+            max_rebuilds=0,
+        )
+    shared = [m for node, piece in pieces.items() if piece.folder == "" for m in _measured(results[node])]
+    dispatch_s = dispatch_of(results, [node for node, piece in pieces.items() if piece.kind == "idle"])
+    return [
+        MeasuredProfile.of(
+            device.name,
+            config.cluster.n_hosts,
+            per_host,
+            shape,
+            workload.itemsize,
+            [
+                *shared,
+                *(m for node, piece in pieces.items() if piece.folder == f for m in _measured(results[node])),
+            ],
+            dispatch_s,
+        )
+        for shape, f in folders.items()
+    ]
+
+
+def dispatch_of(results: Mapping[str, Sequence[NodeResult]], idle: Sequence[str]) -> float:
+    """Median seconds on a rank from one node without work to the next: what a node's dispatch costs."""
+    ends = [{r.rank: (r.started_s, r.ended_s) for r in results[node]} for node in idle]
+    return median(
+        max(after[rank][0] - before[rank][1], 0.0) for before, after in pairwise(ends) for rank in after
+    )
+
+
+def _measured(results: Sequence[NodeResult]) -> list[Measurements]:
+    return [Measurements.model_validate(result.details) for result in results]

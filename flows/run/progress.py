@@ -1,0 +1,251 @@
+"""What a person sees of a run: lines in the terminal, artifacts in the UI.
+
+Prefect's server holds no commit up: hooks note what is new, and one task writes the newest of it. What is noted does
+not grow with the lag.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.logging import get_run_logger
+
+from flows.run.planned_and_measured import Planned
+from flows.run.prepare import Prepared
+from flows.run.replanning import Replanning
+from flows.run.summary import read_jsonl
+from flows.run.training import RunControl
+from flows.view import artifacts
+from flows.view.clocks import spans_of
+from flows.view.events import CommitEvents
+from flows.view.prefect_api import Away, PrefectApi
+from flows.view.terminal import RunProgress, tell
+from rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
+from rlhf_tasks.config.run import MADE_PLANS, AnyConfig
+from rlhf_tasks.protocol.messages import Committed, Enterable, Faulted, IterationRan, PlanChanged, PlanKept
+from rlhf_tasks.protocol.scheduled_plans import plan_at
+from rlhf_tasks.rewards.samples_folder import SAMPLES
+from rlhf_tasks.spec import ExecutionPlan, NodeResult
+
+DRAWN_S = 40.0  # for a picture that is drawn first, on a core that others use too
+REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
+TIMELINE_ITERATIONS = 3  # more would be too fine to read
+COMPLETE_S = 60.0  # what the last of it may take after the run's end
+GIVE_UP_S = 20.0  # of a server that is away by then: our own is back sooner
+RETIRE_S = 2.0  # what the last events may take when the run ends early
+
+logger = logging.getLogger(__name__)
+
+
+class RunView:
+    """What a person sees of a run: lines in the terminal, artifacts in the UI."""
+
+    def __init__(self, prepared: Prepared, folder: Path, expected: Mapping[int, Planned]) -> None:
+        self._prepared, self._folder = prepared, folder
+        self._progress: UUID | None = None
+        self.api = PrefectApi(folder.name)
+        self._events = CommitEvents(folder.name, self.api)
+        self._lines = MetricsLines(expected[0].peak_flops_per_s)
+        # Lineage of the newest iterations of one plan. A long run's journal is too large to read again and again.
+        self._shown = prepared.plan
+        self._recent: deque[dict[str, Any]] = deque()
+        self.replanning = Replanning(
+            prepared.config, folder, prepared.plans, expected, prepared.iterations, self.say
+        )
+        self._done = 0
+        self._plan_due: ExecutionPlan | None = None
+        self._news = asyncio.Event()
+        self._ending = False
+        self._showing: asyncio.Task[None] | None = None
+        self._drawn_s = 0.0
+        self._loaded = False
+        self._terminal = RunProgress(folder.name, prepared.iterations, self.say)
+
+    async def begin(self) -> None:
+        """Show the plan and an empty progress bar, and tag the flow run."""
+        api, prepared = self.api, self._prepared
+        await api.show(lambda: artifacts.tag_flow_run(run_tags(prepared.config)))
+        await self._show_page(lambda: artifacts.plan_page(prepared.plans[-1].plan))
+        await self._show_progress(0)
+        self._showing = asyncio.create_task(self._show_all())
+
+    def on_event(self, event: Any) -> None:
+        """What the terminal shows, at once: what is written to the Prefect server may lag behind."""
+        match event:
+            case Enterable() if not self._loaded:
+                self._loaded = True
+                self._terminal.begin_phase("first iteration")
+            case IterationRan(iteration=iteration, metrics=metrics):
+                self._terminal.ran(iteration, metrics[ITERATION_S] or 0.0, metrics)
+            case Committed(iteration=iteration):
+                self._terminal.committed(iteration + 1)
+            case Faulted(cause=cause, generation=generation):
+                self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
+
+    async def on_commit(self, committed: Committed, control: RunControl) -> None:
+        """After each commit: an event and the bar in the UI; curves and timeline every so often."""
+        results = by_rank(committed)
+        metrics = json.loads(self._lines.line(committed.iteration, results))
+        rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
+        self._keep_recent(committed.iteration, rows)
+        self._events.tell(committed.iteration, metrics)
+        self._done = committed.iteration + 1
+        self._news.set()
+        if self._prepared.config.replan == "auto":
+            await self.replanning.on_commit(committed.iteration, rows, control)
+
+    async def on_plan(self, change: PlanChanged | PlanKept) -> None:
+        """What came of a change of the plan: a line, and the new plan in the UI."""
+        if isinstance(change, PlanKept):
+            self.say(f"the plan stays: {change.reason}")
+            return
+        await self.replanning.changed(change.planned)
+        self.say(f"a new plan from iteration {change.planned.iteration + 1} on")
+        self._plan_due = change.planned.plan
+        self._news.set()
+
+    def say(self, line: str) -> None:
+        """A line in the terminal and in the flow run's log."""
+        get_run_logger().info(line)
+        tell(f"{self._folder.name}: {line}")
+
+    def _keep_recent(self, iteration: int, rows: list[dict[str, Any]]) -> None:
+        plan = plan_at(self.replanning.plans, iteration).plan
+        if plan is not self._shown:
+            self._shown = plan
+            self._recent.clear()
+        self._recent.extend(rows)
+        while len(self._recent) > TIMELINE_ITERATIONS * len(plan.nodes):
+            self._recent.popleft()
+
+    def starting(self) -> None:
+        """An attempt begins: there is no cluster yet, or none any more."""
+        self._terminal.close()
+
+    def loading(self) -> None:
+        """The cluster is there, its ranks load the models."""
+        self._loaded = False
+        self._terminal.begin_phase("models")
+
+    def finishing(self) -> None:
+        """The last commit is written: what is left is to export the model."""
+        self._terminal.begin_phase("model and summary")
+
+    def finished(self) -> None:
+        """All is done."""
+        self._terminal.end_phase()
+
+    async def end(self) -> None:
+        """The run has ended well: show everything in its final state, as long as Prefect takes it."""
+        self._ending = True
+        self._news.set()
+        if self._showing is not None:
+            _, late = await asyncio.wait([self._showing], timeout=COMPLETE_S)
+            self.api.skipped += len(late)
+        await self._stop_showing()
+
+    async def close(self) -> None:
+        """End what moves in the terminal, a search for a plan that is under way, and what is shown in the UI."""
+        self._terminal.close()
+        await self.replanning.close()
+        await self._stop_showing()
+
+    # --- the UI -----------------------------------------------------------------------------------------
+
+    async def _show_all(self) -> None:
+        """Write what is new, the newest of its kind, until the run has ended and all is written."""
+        while not self._ending:
+            await self._news.wait()
+            self._news.clear()
+            try:
+                await self._show_news()
+            except Exception:
+                logger.exception("what Prefect shows of the run has failed; training goes on")
+        while self._events.due and self.api.outage_s < GIVE_UP_S:
+            with suppress(Away):
+                await asyncio.sleep(min(self.api.wait_s, 1.0))
+                await self._events.send()
+        await self._draw()
+
+    async def _show_news(self) -> None:
+        plan, self._plan_due = self._plan_due, None
+        if plan is not None:
+            await self._show_page(lambda: artifacts.plan_page(plan))
+        with suppress(Away):
+            await self._events.send()
+        await self._show_progress(self._done)
+        if not self._ending and time.monotonic() - self._drawn_s > REFRESH_S:
+            self._drawn_s = time.monotonic()
+            await self._draw()
+
+    async def _stop_showing(self) -> None:
+        """What has not been written by now never will; the last events have a moment more."""
+        if self._showing is None:
+            return
+        self._showing.cancel()
+        (error,) = await asyncio.gather(self._showing, return_exceptions=True)
+        if isinstance(error, Exception):
+            logger.error("the end of what Prefect shows of the run has failed", exc_info=error)
+        self._showing = None
+        if not self.api.wait_s:
+            with suppress(Away, TimeoutError):
+                await asyncio.wait_for(self._events.send(), RETIRE_S)
+        self._events.give_up()
+
+    async def _show_progress(self, done: int) -> None:
+        """The bar, which is made as soon as Prefect takes it."""
+        known, total = self._progress, self._prepared.iterations
+        if known is None:
+            known = self._progress = await self.api.show(lambda: artifacts.start_progress(total))
+        if known is not None and done:
+            await self.api.show(lambda: artifacts.show_progress(known, done, total))
+
+    async def _draw(self) -> None:
+        metrics = await asyncio.to_thread(read_jsonl, self._folder / METRICS)
+        await self._show_page(lambda: artifacts.curves_page(metrics))
+        spans = spans_of(self._shown, self._recent)
+        await self._show_page(lambda: artifacts.timeline_page(spans))
+        samples = await asyncio.to_thread(latest_samples, self._folder)
+        await self.api.show(lambda: artifacts.show_completions(samples))
+
+    async def _show_page(self, draw: Callable[[], artifacts.Page | None]) -> None:
+        """Draw a page, then show it: what goes wrong with a picture is no fault of the server's."""
+        try:
+            page = await asyncio.wait_for(asyncio.to_thread(draw), DRAWN_S)
+        except Exception:
+            logger.exception("a page of the run cannot be drawn; training goes on")
+            self.api.skipped += 1
+            return
+        if page is not None:
+            await self.api.show(lambda: artifacts.show_page(page))
+
+
+def by_rank(committed: Committed) -> dict[str, dict[int, NodeResult]]:
+    """Node -> rank -> result, as the journals have it."""
+    return {node: {result.rank: result for result in ranks} for node, ranks in committed.results.items()}
+
+
+def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
+    """A few of the samples that the last iteration wrote."""
+    files = sorted((folder / SAMPLES).glob("*.jsonl"))
+    if not files:
+        return []
+    shown = ("prompt", "completion", "score", "rewards", "reward_model", "truncated")
+    return [{name: row[name] for name in shown} for row in read_jsonl(files[-1])[:count]]
+
+
+def run_tags(config: AnyConfig) -> list[str]:
+    """`algo:`, `model:` and `plan:`, by which runs are found in the UI."""
+    folder = Path(config.roles()[next(iter(config.roles()))].folder)
+    model = (
+        folder.parent.name if folder.name == "model" else folder.name
+    )  # a run leaves its model as RUN/model
+    plan = config.plan if config.plan in MADE_PLANS else "manual"
+    return [f"algo:{config.type.replace('_', '-')}", f"model:{model}", f"plan:{plan}"]

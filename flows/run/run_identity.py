@@ -1,0 +1,265 @@
+"""What a run must find again when it goes on: commits, journals, configuration, data and models.
+
+Where something has changed since the last commit, the run is refused with the difference, until its user says that
+the change is wanted: `prefect-rlhf run TYPE --resume FOLDER --accept-changes`. Where the ranks are and how long they
+are waited for may differ; the model that trains may not.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from flows.run.prepare import Prepared
+from flows.run.run_folder import CONFIG, taken
+from rlhf_tasks.checkpoint.accepted_changes import Accepted, last_accepted, write_accepted
+from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
+from rlhf_tasks.checkpoint.journals import (
+    EMPTY,
+    JOURNALS,
+    Journal,
+    JournalError,
+    JournalMark,
+    committed_lines,
+    is_row,
+)
+from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from rlhf_tasks.checkpoint.plan_log import PLAN
+from rlhf_tasks.config.run import AnyConfig, ConfigError, make_config
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.system.durable import replace_file, sync, write_file
+from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
+
+DATA, MODELS = "data.sha256", "models.json"
+FREE = ("cluster", "keep_last", "name", "output_dir", "resume", "runtime")
+"""Keys of a configuration that no result depends on."""
+
+_DIGESTS = TypeAdapter(dict[str, dict[str, str]])
+_READ_OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model")
+_WHOLE_BYTES = 64 << 20  # a file up to this size is hashed as a whole
+_SAMPLES, _SAMPLE_BYTES = (
+    1024,
+    4096,
+)  # of a larger one, besides its first MiB, where safetensors have their header
+_HEAD_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 60
+
+
+def refuse_changes(folder: Path, prepared: Prepared) -> None:
+    """Raises ConfigError when a run cannot go on as its last commit left it, with what differs and what to do."""
+    lost = lost_commits(folder)
+    if lost is not None:
+        raise ConfigError(lost)
+    changes = differences(folder, prepared)
+    if changes:
+        command = (
+            f"prefect-rlhf run {prepared.config.type.replace('_', '-')} --resume {folder} --accept-changes"
+        )
+        raise ConfigError(
+            f"{folder} would not go on as its last commit left it: {'; '.join(changes)}. Put that back, or say that "
+            f"it is wanted: {command}"
+        )
+
+
+def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
+    """Let a run go on with what there is now, and write that down in its folder. Gives a sentence for each change.
+
+    Damaged journals lose the lines that cannot be read; what was there is put aside. Raises ConfigError for what
+    cannot be accepted: commits that are gone, another model in the place of one that trains.
+    """
+    with taken(folder):
+        lost = lost_commits(folder)
+        if lost is not None:
+            raise ConfigError(lost)
+        changes, manifest = differences(folder, prepared), _newest_manifest(folder)
+        if manifest is not None and changes:
+            marks = _marks(folder, manifest)
+            journals = {name: _mended(folder / name, marks[name], manifest.step) for name in JOURNALS}
+            config = prepared.config.model_dump(mode="json")
+            accepted = Accepted(step=manifest.step, changes=changes, config=config, journals=journals)
+            write_accepted(folder, accepted)
+        replace_file(folder / CONFIG, prepared.config.model_dump_json(indent=2))
+        keep_identity(folder, prepared)
+    return changes
+
+
+def keep_identity(folder: Path, prepared: Prepared) -> None:
+    """Write down what the next attempt must find again: plan, data, models. Raises OSError."""
+    replace_file(folder / DATA, prepared.data_digest)
+    replace_file(folder / MODELS, json.dumps(model_digests(prepared.config), indent=1))
+    replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
+
+
+def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
+    """What is not as the last commit left it, a sentence for each; nothing where there is no commit yet.
+
+    Raises ConfigError when the model that trains is another one: the commit fits none but its own.
+    """
+    manifest = _newest_manifest(folder)
+    if manifest is None:
+        return ()
+    _refuse_another_model(folder, manifest, prepared.config)
+    changes = list(_changed_keys(_committed_config(folder, manifest), _compared(prepared.config)))
+    kept = folder / DATA
+    if kept.exists() and kept.read_bytes() != prepared.data_digest.encode():
+        changes.append(f"{prepared.config.data.train} has other rows")
+    try:
+        changes += _changed_models(folder / MODELS, model_digests(prepared.config))
+    except ConfigError as damaged:
+        changes.append(str(damaged).rstrip("."))
+    for name, mark in _marks(folder, manifest).items():
+        try:
+            Journal(folder / name, mark)
+        except JournalError as error:
+            changes.append(str(error).rstrip("."))
+    return tuple(changes)
+
+
+def _newest_manifest(folder: Path) -> Manifest | None:
+    """Of the highest commit whose manifest can be read; the controller will look at the files, too."""
+    for step in sorted(steps_of(folder), reverse=True):
+        try:
+            return read_manifest(step_folder(folder, step))
+        except CheckpointError:
+            continue
+    return None
+
+
+def _accepted(folder: Path, step: int) -> Accepted | None:
+    try:
+        accepted = last_accepted(folder)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    return accepted if accepted is not None and accepted.step >= step else None
+
+
+def _marks(folder: Path, manifest: Manifest) -> Mapping[str, JournalMark]:
+    accepted = _accepted(folder, manifest.step)
+    return accepted.journals if accepted and accepted.step == manifest.step else manifest.journals
+
+
+def _refuse_another_model(folder: Path, manifest: Manifest, config: AnyConfig) -> None:
+    for role, parts in config.roles().items():
+        record = manifest.roles.get(role)
+        if record is not None:
+            difference = record.shape.difference(ModelShape.from_folder(parts.folder))
+            changes = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in difference.items())
+            if changes:
+                raise ConfigError(
+                    f"{folder}: {role!r} was saved as another model than {parts.folder}: {changes}. Name that model "
+                    "folder, or start a new run."
+                )
+
+
+# --- configuration -----------------------------------------------------------------------------------------
+
+
+def _committed_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    accepted = _accepted(folder, manifest.step)
+    document = manifest.config if accepted is None else accepted.config
+    try:  # keys that came with a later version have their defaults
+        return _compared(make_config(document))
+    except ConfigError:
+        return {key: value for key, value in document.items() if key not in FREE}
+
+
+def _compared(config: AnyConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude=set(FREE))
+
+
+def _changed_keys(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """`key.sub OLD (now NEW)` for each value in which two documents differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from _changed_keys(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield f"{key} {_short(old)} (now {_short(new)})"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+# --- models ------------------------------------------------------------------------------------------------
+
+
+def model_digests(config: AnyConfig) -> dict[str, dict[str, str]]:
+    """Model folder -> file -> digest, of the files that a run reads of its models and its tokenizer.
+
+    Of a file above 64 MiB its size, its first MiB and 1024 samples are hashed: enough for another or a newly trained
+    model, not for a few altered bytes. Copying a file changes nothing.
+    """
+    folders = {parts.folder for parts in config.roles().values()} | {config.models.tokenizer}
+    return {
+        folder: {
+            path.name: _digest(path)
+            for path in sorted(Path(folder).iterdir())
+            if path.is_file() and path.suffix in _READ_OF_A_MODEL
+        }
+        for folder in sorted(map(str, folders))
+    }
+
+
+def _digest(path: Path) -> str:
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        if size_bytes <= _WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256(f"{size_bytes} ".encode() + file.read(_HEAD_BYTES))
+        for number in range(1, _SAMPLES + 1):
+            file.seek((size_bytes - _SAMPLE_BYTES) * number // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _changed_models(kept: Path, now: dict[str, dict[str, str]]) -> list[str]:
+    """A folder that the configuration names anew is a change of its key. Raises ConfigError for a damaged record."""
+    before: dict[str, dict[str, str]] = {}
+    if kept.exists():
+        with reading(kept, "no digests of models"):
+            before = _DIGESTS.validate_json(read_bytes(kept, MOST_JSON_BYTES))
+    return [
+        f"model folder {folder} has changed: {', '.join(files)}"
+        for folder in before.keys() & now.keys()
+        if (
+            files := [
+                n for n in {**before[folder], **now[folder]} if before[folder].get(n) != now[folder].get(n)
+            ]
+        )
+    ]
+
+
+# --- journals ----------------------------------------------------------------------------------------------
+
+
+def _mended(path: Path, mark: JournalMark, step: int) -> JournalMark:
+    """What of a journal is to count as committed from here on: what can be read of it, where it has changed."""
+    try:
+        Journal(path, mark)
+    except JournalError:
+        if not path.is_file() or path.is_symlink():
+            path.unlink(missing_ok=True)
+            return EMPTY
+        rows = b"".join(line for line in committed_lines(path, mark.size_bytes) if is_row(line))
+        mended = path.with_name(f".{path.name}.mended")
+        write_file(mended, rows)
+        _put_aside(path, f"{path.name}.damaged-{step}")
+        mended.rename(path)  # whenever this process ends, the journal is the damaged one or the mended one
+        sync(path.parent)
+        return JournalMark(size_bytes=len(rows), sha256=hashlib.sha256(rows).hexdigest())
+    return mark
+
+
+def _put_aside(path: Path, name: str) -> None:
+    """Give a file a second name that no other has, `name` or one like it."""
+    for number in count(1):
+        with suppress(FileExistsError):
+            os.link(path, path.with_name(name if number == 1 else f"{name}-{number}"))
+            return

@@ -1,0 +1,311 @@
+"""One run from its configuration to its summary: what every algorithm's flow does."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prefect.exceptions import Abort
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Cancelled, State
+
+from flows.cluster.cluster import Cluster, ClusterError, found_cluster, local_cluster
+from flows.cluster.server import prefect_server
+from flows.cluster.shutdown import ending_in_time
+from flows.cluster.this_machine import gpus_here
+from flows.rewards.secret_blocks import secret_blocks
+from flows.run.disk_room import full_disk
+from flows.run.model_card import model_card
+from flows.run.orders import Order, Orders, leave_to_prefect, watched_orders
+from flows.run.planned_and_measured import Planned, keep_drift, planned, planned_and_measured
+from flows.run.planning import hardware_of
+from flows.run.prepare import Prepared, prepare
+from flows.run.progress import RunView
+from flows.run.replanning import Replanning
+from flows.run.restarts import Restarts
+from flows.run.run_folder import open_run, remember_folder, run_folder_of, taken
+from flows.run.run_identity import keep_identity, refuse_changes
+from flows.run.summary import read_jsonl, rows_by_plan, run_figures
+from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
+from flows.view import artifacts
+from flows.view.prefect_api import PrefectApi
+from flows.view.terminal import entering
+from rlhf_tasks.checkpoint.commits import latest_commit, newest_step
+from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
+from rlhf_tasks.checkpoint.plan_log import logged_changes
+from rlhf_tasks.config.run import AnyConfig, ConfigError
+from rlhf_tasks.system.durable import replace_file
+from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.system.reading import read_json
+
+SUMMARY = "summary.json"
+ENDS_S = 600.0  # what the process before may take to end where Prefect starts a flow run again
+
+
+async def carry_out(
+    algorithm: str, config: AnyConfig | None, run_folder: str | None = None
+) -> dict[str, Any] | State[Any]:
+    """Run a configuration to its end, or go on from the last commit in `run_folder`; gives the summary, or the state
+    of a run that is cancelled.
+
+    algorithm  the type of configuration that the flow carries out
+
+    Called inside a flow. Relative paths mean the flow's folder. Raises ConfigError for what the user can mend,
+    RunFailed for what happened on the way, and Prefect's signals where the flow run is suspended or was ended.
+    """
+    begun = flow_run.run_count or 1  # so often, by Prefect's automation among others
+    folder, config = open_run(config, run_folder, flow_run.id)
+    if config.type != algorithm:
+        raise ConfigError(
+            f"{folder} is a run of type {config.type!r}, and this flow carries out {algorithm!r}. Go on with it by "
+            f"prefect-rlhf run {config.type.replace('_', '-')} --resume {folder}, or name another folder."
+        )
+    most = config.runtime.max_restarts
+    if folder is None and begun > 1 + most:
+        raise RunFailed(
+            f"its process has ended {begun - 1} times without a run folder (runtime.max_restarts={most}). Start a "
+            "new flow run."
+        )
+    blocks = await secret_blocks(config)  # once: a later attempt needs no server for them
+    made = _prepared(config, None) if folder is None else None  # a run that is refused leaves no folder
+    with (
+        run_folder_of(config, folder) as place,
+        ending_in_time(asyncio.current_task()),
+        taken(place, ENDS_S if begun > 1 else 0.0),
+    ):
+        remember_folder(place, flow_run.id)
+        restarts = Restarts(place, most)
+        rebuilds = restarts.begin(
+            started_again=begun > 1
+        )  # at once: whatever ends the process from here on counts
+        prepared, expected = made or _prepared(config, place)
+        with prefect_server(place):
+            keep_identity(place, prepared)
+            view = RunView(prepared, place, expected)
+            try:
+                await view.begin()
+                async with watched_orders(place, flow_run.id, view.say) as orders:
+                    attempts = Attempts(prepared, place, blocks, view, orders, restarts)
+                    order = await attempts.run(rebuilds)
+                return await _end(order, orders, prepared, place, view)
+            finally:
+                await view.close()
+
+
+def _prepared(config: AnyConfig, folder: Path | None) -> tuple[Prepared, dict[int, Planned]]:
+    """A configuration that was found fit, and what is expected of its plans."""
+    prepared = prepare(config, folder)
+    if folder is not None:
+        refuse_changes(folder, prepared)
+    for warning in prepared.warnings:
+        get_run_logger().warning(warning)
+    return prepared, {p.iteration: planned(config, p.plan) for p in prepared.plans}
+
+
+async def _end(
+    order: Order, orders: Orders, prepared: Prepared, folder: Path, view: RunView
+) -> dict[str, Any] | State[Any]:
+    """End a run as it was ordered: its summary, or its state."""
+    if order is Order.LEAVE:
+        await leave_to_prefect(flow_run.id, newest_step(folder) or 0, orders.left)
+    if order is Order.CANCEL:
+        return Cancelled(message=f"at commit {newest_step(folder) or 0}; {orders.why}")
+    view.finishing()
+    await view.end()  # first: the summary says what Prefect does not show
+    summary = await asyncio.to_thread(_finish, folder, prepared, view.replanning, view.api)
+    compared = summary["planned_and_measured"]
+    await view.api.show(lambda: artifacts.show_planned_and_measured(compared))
+    if missing := view.api.missing():
+        view.say(
+            f"Prefect does not show all of the run, which went on without its server for {missing['away_s']} s: "
+            f"what is not there stands in {folder / SUMMARY}"
+        )
+    view.finished()
+    return summary
+
+
+class Attempts:
+    """The attempts of a run, one after the other: where a controller or a scheduler is lost, and where devices were
+    released, the next one goes on from the last commit.
+
+    Attempts that end without a commit are counted together with rebuilds.
+
+    blocks  Prefect Secret block that rewards name -> its value
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: Path,
+        blocks: Mapping[str, str],
+        view: RunView,
+        orders: Orders,
+        restarts: Restarts,
+    ) -> None:
+        self._prepared, self._folder, self._blocks = prepared, folder, dict(blocks)
+        self._view, self._orders, self._restarts = view, orders, restarts
+
+    async def run(self, rebuilds: int) -> Order:
+        """Until the run has reached its last iteration (GO_ON, or STOP before that), or ends for another order.
+
+        rebuilds  how many there were since the last commit, before this process
+        """
+        again = False
+        while True:
+            try:
+                result = await self._attempt(rebuilds, again)
+            except ControllerLost as lost:
+                rebuilds, again = lost.rebuilds + 1, True
+                self._restarts.count(rebuilds, str(lost))
+                self._view.say(f"{lost}: a new attempt begins at the last commit")
+                continue
+            if result.order is Order.RELEASE:
+                order = await self._orders.released()
+                if order is Order.GO_ON or (order is Order.STOP and not newest_step(self._folder)):
+                    rebuilds, again = 0, False
+                    self._restarts.count(rebuilds, "")
+                    continue
+                if self._orders.wanted is Order.END:
+                    raise Abort(self._orders.why)
+            self._restarts.forget()
+            return self._orders.wanted if result.order is Order.RELEASE else result.order
+
+    async def _attempt(self, rebuilds: int, again: bool) -> TrainingResult:
+        prepared, config, view = self._prepared, self._prepared.config, self._view
+        for change in logged_changes(self._folder)[len(view.replanning.plans) - 1 :]:
+            await view.replanning.changed(change)  # written down, but not told before its controller was lost
+        expected = view.replanning.expected
+        view.starting()
+        cluster_context = cluster_of(config, self._folder, expected[0].needs, again)
+        with entering("cluster", cluster_context, view.say) as cluster:
+            view.loading()
+            return await run_training(
+                prepared.plan,
+                config.model_dump(mode="json"),
+                cluster,
+                run=self._folder.name,
+                run_folder=self._folder,
+                iterations=prepared.iterations,
+                on_commit=view.on_commit,
+                on_plan=view.on_plan,
+                on_event=view.on_event,
+                api=view.api,
+                orders=self._orders,
+                changes=[
+                    p.model_copy(update={"predicted_s": expected[p.iteration].price.duration_s})
+                    for p in view.replanning.plans[1:]
+                ],
+                snapshot_every=config.snapshot_every,
+                deadline_factor=config.runtime.deadline_factor,
+                deadline_floor_s=config.runtime.deadline_floor_s,
+                max_rebuilds=config.runtime.max_restarts,
+                rebuilds=rebuilds,
+                predicted_s=expected[0].price.duration_s,
+                peak_flops_per_s=expected[0].peak_flops_per_s,
+                blocks=self._blocks,
+            )
+
+
+@contextmanager
+def cluster_of(
+    config: AnyConfig,
+    folder: Path,
+    needs: Mapping[int, float] | None = None,
+    again: bool = False,
+) -> Iterator[Cluster]:
+    """The cluster that a configuration names, or one of our own on this machine.
+
+    again  this process has lost it
+    needs  rank -> bytes of tensors by the plan, which a cluster found by address must have room for
+    """
+    place = config.cluster
+    if place.address is not None:
+        with found_cluster(
+            place.address,
+            place.n_devices,
+            folder=folder,
+            devices_per_host=place.devices_per_host,
+            deadline_s=config.runtime.startup_timeout_s,
+            assumed=None if config.planning.device else hardware_of(config).classes.profile(0),
+            needs=needs,
+            again=again,
+        ) as cluster:
+            yield cluster
+    else:
+        n_gpus = gpus_here()
+        if 0 < n_gpus < place.n_devices:
+            raise ClusterError(
+                f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.devices_per_host} are {place.n_devices} "
+                f"ranks; this machine has {n_gpus} GPUs. Ask for fewer, or name a larger cluster by cluster.address."
+            )
+        with local_cluster(
+            place.n_devices,
+            gpus=n_gpus > 0,
+            folder=folder / "scratch",
+            deadline_s=config.runtime.startup_timeout_s,
+        ) as cluster:
+            yield cluster
+
+
+def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: PrefectApi) -> dict[str, Any]:
+    """Export the trained model and write `summary.json`."""
+    metrics, lineage = read_jsonl(folder / METRICS), read_jsonl(folder / LINEAGE)
+    summary = run_figures(replanning.plans, lineage)
+    last, rows = rows_by_plan(replanning.plans, lineage)[-1]
+    expected = replanning.expected[last.iteration]
+    summary["planned_and_measured"] = planned_and_measured(last.plan, expected, rows)
+    keep_drift(last.plan, expected, summary["planned_and_measured"])
+    summary["run"] = folder.name
+    summary["metrics"] = metrics[-1] if metrics else {}
+    trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]
+    if trained:
+        commit, _ = latest_commit(folder)
+        assert commit is not None, "a finished run has a commit"
+        model, role = folder / "model", "actor" if "actor" in trained else trained[0]
+        if _exported_step(folder) != commit.step:  # a run that was stopped may have gone on
+            shutil.rmtree(model, ignore_errors=True)
+            reach(Point.EXPORT)
+            _export(commit.folder, prepared, role, model)
+            reach(Point.EXPORTED)
+        by_now = replace(prepared, changes=replanning.plans[1:])
+        card = model_card(by_now, folder.name, role, summary["metrics"])
+        (model / "README.md").write_text(card, encoding="utf-8")
+        summary["model"] = str(model)
+    if missing := api.missing():
+        summary["prefect"] = missing
+    text = json.dumps(summary, indent=2)
+    replace_file(folder / SUMMARY, text + "\n")
+    return summary
+
+
+def _exported_step(folder: Path) -> int | None:
+    """How many iterations had been committed when the run's model was exported; None where nothing says so."""
+    with suppress(ConfigError):
+        return read_json(folder / SUMMARY).get("iterations")
+    return None
+
+
+def _export(commit: Path, prepared: Prepared, role: str, model: Path) -> None:
+    """Write the trained model. Raises RunFailed, with bytes needed and free, when the disk is full."""
+    from rlhf_tasks.rank.export import export_commit  # torch, which a flow process needs for nothing else
+
+    try:
+        export_commit(commit, prepared.config, role, model)
+    except Exception as error:  # safetensors has an error of its own
+        full = full_disk(error, model.parent, prepared.disk.export_bytes)
+        if full is None:
+            raise
+        raise RunFailed(f"the model could not be written, all iterations are committed. {full}") from error
+
+
+def flow_run_name() -> str:
+    """`ppo/<run>`, from the parameters of the flow run that asks."""
+    parameters = flow_run.parameters or {}
+    config, folder = parameters.get("config"), parameters.get("run_folder")
+    name = Path(folder).name if folder else getattr(config, "name", None) or flow_run.id[:8]
+    return f"{flow_run.flow_name.removeprefix('rlhf-')}/{name}"

@@ -1,0 +1,116 @@
+"""The figures of a run, taken from what its ranks wrote down: `lineage.jsonl` and `metrics.jsonl`."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flows.view.clocks import idle_while_ready_s, overlapping_s, predecessors_of, running_s, spans_of
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
+from rlhf_tasks.spec import ExecutionPlan
+
+Row = Mapping[str, Any]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON-lines file; none when the file is not there."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[Row]) -> dict[str, Any]:
+    """The figures of a run's committed iterations; no downtime between generations or attempts is in them.
+
+    plans                     which plan each iteration went by; `calls` are those of the last one
+    plan_changes              at which iterations the plan changed
+    orchestration_overhead_s  per iteration: seconds in which a rank idled although its next node could run,
+                              as a mean over ranks; beside it that of the worst rank
+    overlaps_s                seconds that train calls ran beside each other or beside the next generation
+    """
+    parts = rows_by_plan(plans, lineage)
+    count = len({row["iteration"] for row in lineage})
+    wall_s = sum(running_s(spans_of(p.plan, rows)) for p, rows in parts)
+    idle = _added(_idle(p.plan, rows) for p, rows in parts)
+    last, last_rows = parts[-1]
+    return {
+        "iterations": count,
+        "seconds": round(wall_s, 3),
+        "seconds_per_iteration": round(wall_s / count, 4),
+        "plan_changes": [planned.iteration for planned in plans[1:]],
+        "calls": _calls(last.plan, last_rows),
+        "bytes_reallocated": sum(_bytes_sent(p.plan, rows, "reallocate") for p, rows in parts),
+        "bytes_redistributed": sum(_bytes_sent(p.plan, rows, "transfer") for p, rows in parts),
+        "orchestration_overhead_s": round(sum(idle.values()) / len(idle) / count, 5),
+        "orchestration_overhead_worst_rank_s": round(max(idle.values()) / count, 5),
+        "overlaps_s": _rounded(_added(_overlaps(p.plan, rows) for p, rows in parts)),
+    }
+
+
+def rows_by_plan(
+    plans: Sequence[ScheduledPlan], lineage: Sequence[Row]
+) -> list[tuple[ScheduledPlan, list[Row]]]:
+    """The rows of the iterations that went by each plan; plans that no iteration went by are left out."""
+    parts: dict[int, tuple[ScheduledPlan, list[Row]]] = {}
+    for row in lineage:
+        planned = plan_at(plans, row["iteration"])
+        parts.setdefault(planned.iteration, (planned, []))[1].append(row)
+    return [parts[iteration] for iteration in sorted(parts)]
+
+
+def _idle(plan: ExecutionPlan, rows: Sequence[Row]) -> dict[int, float]:
+    spans = spans_of(plan, rows)
+    return idle_while_ready_s(spans, predecessors_of(plan, sorted({span.iteration for span in spans})))
+
+
+def _added(parts: Iterable[Mapping[Any, float]]) -> dict[Any, float]:
+    total: dict[Any, float] = defaultdict(float)
+    for part in parts:
+        for key, seconds in part.items():
+            total[key] += seconds
+    return dict(total)
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}
+
+
+def _calls(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Per call: its placement and the median of its seconds (first rank in to last rank out)."""
+    seconds = defaultdict(list)
+    for row in lineage:
+        seconds[row["node"]].append(row["ended_s"] - row["started_s"])
+    return {
+        node.name: {
+            "devices": list(node.placement.devices),
+            "dp": node.placement.strategy.dp,
+            "tp": node.placement.strategy.tp,
+            "pp": node.placement.strategy.pp,
+            "micro_batches": node.assignment.micro_batches,
+            "median_s": round(median(seconds[node.name]), 4),
+        }
+        for node in plan.nodes
+        if node.kind == "call" and seconds[node.name]
+    }
+
+
+def _overlaps(plan: ExecutionPlan, lineage: Sequence[Row]) -> dict[str, float]:
+    spans = spans_of(plan, lineage)
+    trains = [node.name for node in plan.nodes if node.kind == "call" and node.trains]
+    generates = [node.name for node in plan.nodes if node.kind == "call" and node.call.kind == "generate"]
+    pairs = [(a, b, 0) for i, a in enumerate(trains) for b in trains[i + 1 :]]
+    pairs += [(train, generate, 1) for train in trains for generate in generates]
+    named = {
+        f"{first} and {second}" + (" of the next iteration" if shift else ""): overlapping_s(
+            spans, first, second, shift
+        )
+        for first, second, shift in pairs
+    }
+    return {name: seconds for name, seconds in named.items() if seconds > 0}
+
+
+def _bytes_sent(plan: ExecutionPlan, lineage: Sequence[Row], kind: str) -> int:
+    names = {node.name for node in plan.nodes if node.kind == kind}
+    return sum(row["bytes_sent"] for row in lineage if row["node"] in names)

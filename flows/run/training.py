@@ -1,0 +1,366 @@
+"""The part that all algorithms' flows share: the parent's loop.
+
+The loop enters an iteration as soon as the controller says that it may be entered (t + 1 while t runs, t +
+2 when t is committed): it tells the controller, which delivers, and the iteration's view (flows/view/iterations.py).
+Whatever Prefect does or does not do meanwhile, the ranks go on.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed.comm import CommClosedError
+from distributed.core import connect, rpc
+from prefect.exceptions import Abort
+
+from flows.cluster.cluster import Cluster
+from flows.run.orders import Order, Orders
+from flows.run.run_folder import ATTEMPTS
+from flows.view.iterations import IterationView
+from flows.view.prefect_api import PrefectApi
+from rlhf_tasks.protocol.messages import (
+    EVENT,
+    Aborted,
+    ChangePlan,
+    Committed,
+    Enter,
+    Enterable,
+    Faulted,
+    Finished,
+    GaveUp,
+    Held,
+    NodeBegun,
+    NodeEnded,
+    NotEntered,
+    Pause,
+    PlanChanged,
+    PlanKept,
+    Resume,
+    RunSpec,
+    StopAfter,
+    Writer,
+)
+from rlhf_tasks.spec import ExecutionPlan
+from rlhf_tasks.system.failpoints import Point, at, reach
+
+logger = logging.getLogger(__name__)
+ASK_EVERY_S = 5.0  # whether the controller still answers
+HOOKS_S = 60.0  # what hooks may take after the last commit
+ANSWER_S = 60.0  # its event loop waits for nobody, but the interpreter is held while torch is imported
+
+
+class RunFailed(RuntimeError):
+    """The run has ended without its last commit. The message has the cause, and where to go on from."""
+
+
+class ControllerLost(RunFailed):
+    """The attempt has ended with its controller, or its scheduler: another one can go on from the last commit.
+
+    rebuilds  attempts and rebuilds since the last commit, before this loss
+    """
+
+    def __init__(self, what: str, rebuilds: int) -> None:
+        super().__init__(what)
+        self.rebuilds = rebuilds
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How an attempt ended.
+
+    committed_step  number of committed iterations
+    faults          the causes of the rebuilds
+    order           GO_ON: the last iteration is committed; else the order for which the attempt ended at a commit
+    """
+
+    committed_step: int
+    faults: tuple[str, ...]
+    order: Order = Order.GO_ON
+
+
+class RunControl:
+    """What a hook can do to the run that it watches: all takes effect at the first iteration not yet delivered."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def stop_after(self, iteration: int) -> None:
+        """Make an iteration the last one."""
+        self._writer.put(StopAfter(iteration=iteration))
+
+    def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
+        """Go by another plan; `PlanChanged` or `PlanKept` follows. predicted_s: node name -> seconds."""
+        self._writer.put(ChangePlan(plan=plan, predicted_s=dict(predicted_s)))
+
+
+OnCommit = Callable[[Committed, RunControl], Awaitable[None]]
+OnPlan = Callable[[PlanChanged | PlanKept], Awaitable[None]]
+OnEvent = Callable[[Any], None]
+HookNews = Committed | PlanChanged | PlanKept
+
+
+async def run_training(
+    plan: ExecutionPlan,
+    config: dict[str, Any],
+    cluster: Cluster,
+    *,
+    run: str,
+    run_folder: Path,
+    iterations: int,
+    on_commit: OnCommit | None = None,
+    on_plan: OnPlan | None = None,
+    api: PrefectApi | None = None,
+    on_event: OnEvent | None = None,
+    dispatch_ahead: bool = True,
+    orders: Orders | None = None,
+    **options: Any,
+) -> TrainingResult:
+    """Run a plan to its last iteration, from the last commit in the run folder if there is one. Call it in
+    a flow.
+
+    config          JSON-able; what the executor and the snapshots parse
+    on_commit       awaited for each committed iteration, in order, beside the training; its errors are logged. It is
+                    to be quick: what it has not come to is kept, and given up `HOOKS_S` after the last commit
+    on_plan         awaited among them for what came of a change of the plan
+    api             the door to Prefect that the hooks use too
+    on_event        called at once with each of the controller's events, whatever the other hooks wait for
+    dispatch_ahead  False: an iteration is entered only when the one before is committed
+    orders          what the run is to do; default: go on to its last iteration
+    options         further fields of `RunSpec`
+    Raises RunFailed with the cause, ControllerLost, and `prefect.exceptions.Abort` where it is ordered to END.
+    Cancelling the caller ends the run: the cluster is free again within seconds.
+    """
+    spec = RunSpec(
+        run=run,
+        attempt=next_attempt(run_folder),
+        ranks=tuple(member.name for member in cluster.ranks[: plan.n_devices]),
+        plan=plan,
+        config=config,
+        run_folder=str(run_folder),
+        iterations=iterations,
+        **options,
+    )
+    with at(attempt=spec.attempt):
+        reach(Point.ATTEMPT)
+    hooks, api, orders = Hooks(on_commit, on_plan, on_event), api or PrefectApi(run), orders or Orders()
+    return await Training(spec, cluster, hooks, api, dispatch_ahead, orders).run()
+
+
+def next_attempt(run_folder: Path) -> int:
+    """The number of a new attempt: 1, 2, ... Attempts at the same moment get different ones."""
+    attempts = run_folder / ATTEMPTS
+    attempts.mkdir(parents=True, exist_ok=True)
+    made = [int(path.name) for path in attempts.iterdir() if path.name.isdecimal()]
+    number = 1 + max(made, default=0)
+    while True:
+        try:
+            os.close(os.open(attempts / str(number), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            number += 1
+        else:
+            return number
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What is called beside a training."""
+
+    on_commit: OnCommit | None = None
+    on_plan: OnPlan | None = None
+    on_event: OnEvent | None = None
+
+    def hear(self, event: Any) -> None:
+        """Hand an event to whoever shows it; what goes wrong there is logged, and training goes on."""
+        if self.on_event is not None:
+            try:
+                self.on_event(event)
+            except Exception:
+                logger.exception("what is shown of %s has failed; training goes on", event.kind)
+
+
+class Training:
+    """One attempt, seen from its flow."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        cluster: Cluster,
+        hooks: Hooks,
+        api: PrefectApi,
+        dispatch_ahead: bool,
+        orders: Orders,
+    ) -> None:
+        self.spec = spec
+        self.cluster = cluster
+        self._view = IterationView(spec, api)
+        self._hooks = hooks
+        self._dispatch_ahead = dispatch_ahead
+        self._in_flight: set[tuple[int, int]] = set()  # iteration, generation
+        self._held: Enterable | None = None
+        self._orders = orders
+        self._faults: list[str] = []
+        self._rebuilds = spec.rebuilds  # since the last commit
+
+    async def run(self) -> TrainingResult:
+        """Hold the lease, follow the events, and leave nothing running."""
+        lease = {"op": "rlhf_lease", "spec": self.spec.model_dump_json().encode()}
+        try:
+            comm = await connect(self.cluster.controller.address, **self.cluster.connection_args)
+            await comm.write(lease)
+        except OSError as error:
+            raise ControllerLost(
+                f"the controller of run {self.spec.run} is gone: {error}", self._rebuilds
+            ) from None
+        writer = Writer(comm)
+        news: asyncio.Queue[HookNews | None] = asyncio.Queue()
+        hooks = asyncio.create_task(self._run_hooks(news, writer))
+        liveness = asyncio.create_task(self._watch_controller(comm))
+        try:
+            step, order = await self._obey_and_follow(comm, writer, news)
+            news.put_nowait(None)
+            _, late = await asyncio.wait([hooks], timeout=HOOKS_S)
+            if late:
+                logger.warning(
+                    "the hooks take too long; of what they were to be told, %d are left out", news.qsize()
+                )
+            await self._view.complete()
+        except CommClosedError:
+            what = "is gone"
+            if liveness.done() and not liveness.cancelled():
+                what = f"has not answered for {ANSWER_S:g} s, as if its process was stopped"
+            raise ControllerLost(f"the controller of run {self.spec.run} {what}", self._rebuilds) from None
+        finally:
+            writer.close()
+            hooks.cancel()
+            liveness.cancel()
+            await self._view.close()
+        return TrainingResult(step, tuple(self._faults), order)
+
+    async def _obey_and_follow(
+        self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]
+    ) -> tuple[int, Order]:
+        """Until the last commit, or the one for which the attempt is to end: its step, and the order."""
+        self._orders.hold(None)
+        obeying = asyncio.create_task(self._obey(writer))
+        following = asyncio.create_task(self._follow(comm, writer, news))
+        try:
+            await asyncio.wait({obeying, following}, return_when=asyncio.FIRST_COMPLETED)
+            return (following.result(), Order.GO_ON) if following.done() else obeying.result()
+        finally:
+            obeying.cancel()
+            following.cancel()
+            await asyncio.gather(obeying, following, return_exceptions=True)
+
+    async def _obey(self, writer: Writer) -> tuple[int, Order]:
+        """Pass the orders on; ends at the commit, with its step and the order, at which the attempt is to end."""
+        orders, passed_on = self._orders, Order.GO_ON
+        while True:
+            order = orders.wanted
+            if order is Order.END:
+                raise Abort(orders.why)
+            if order is not passed_on:
+                passed_on = order
+                if order is Order.GO_ON:
+                    orders.hold(None)
+                    writer.put(Resume())
+                else:
+                    writer.put(StopAfter(iteration=0) if order is Order.STOP else Pause())
+            if orders.held is not None and order in (Order.RELEASE, Order.LEAVE, Order.CANCEL):
+                return orders.held, order
+            await orders.news()
+
+    async def _follow(self, comm: Any, writer: Writer, news: asyncio.Queue[HookNews | None]) -> int:
+        """Act on the controller's events until the last commit; its step."""
+        while True:
+            event = EVENT.validate_json(await comm.read())
+            self._hooks.hear(event)
+            match event:
+                case Enterable() as place:
+                    self._enter(place, writer)
+                case Held(step=step):
+                    if self._orders.wanted not in (Order.GO_ON, Order.STOP):  # taken back meanwhile
+                        self._orders.hold(step)
+                case Committed() as committed:
+                    self._rebuilds = 0
+                    news.put_nowait(committed)
+                    self._ended(committed)
+                    if self._held is not None:
+                        self._enter(self._held, writer)
+                case NodeBegun() | NodeEnded() as node:
+                    self._view.node(node)
+                case Aborted() | NotEntered() as end:
+                    self._ended(end)
+                case PlanChanged() | PlanKept() as change:
+                    if isinstance(change, PlanChanged):
+                        self._view.plan_changed(change.planned)
+                    news.put_nowait(change)
+                case Faulted(cause=cause, generation=generation):
+                    self._faults.append(cause)
+                    self._rebuilds += 1
+                    logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
+                case Finished(step=step):
+                    return step
+                case GaveUp() as end:
+                    raise RunFailed(_ending(end))
+
+    async def _watch_controller(self, comm: Any) -> None:
+        """Break the lease when the controller does not answer any more: its connections outlive a hung process."""
+        address, arguments = self.cluster.controller.address, self.cluster.connection_args
+        answered_s = time.monotonic()
+        async with rpc(address, connection_args=arguments) as controller:
+            while time.monotonic() - answered_s < ANSWER_S:
+                await asyncio.sleep(ASK_EVERY_S)
+                with suppress(OSError):  # no answer in time among them
+                    await asyncio.wait_for(controller.identity(), ANSWER_S)
+                    answered_s = time.monotonic()
+        comm.abort()
+
+    def _enter(self, place: Enterable, writer: Writer) -> None:
+        """Deliver an iteration, and have it shown."""
+        if self._in_flight and not self._dispatch_ahead:
+            self._held = place
+            return
+        self._held = None
+        self._in_flight.add((place.iteration, place.generation))
+        with at(iteration=place.iteration, generation=place.generation, attempt=self.spec.attempt):
+            reach(Point.ENTER)
+            writer.put(Enter(iteration=place.iteration, generation=place.generation))
+            reach(Point.ENTERED)
+        self._view.entered(place.iteration, place.generation)
+
+    def _ended(self, end: Committed | Aborted | NotEntered) -> None:
+        """An iteration has ended, under a generation or (committed) whichever it was entered under last."""
+        generation = None if isinstance(end, Committed) else end.generation
+        self._in_flight = {
+            place
+            for place in self._in_flight
+            if place[0] != end.iteration or generation not in (None, place[1])
+        }
+        self._view.ended(end)
+
+    async def _run_hooks(self, news: asyncio.Queue[HookNews | None], writer: Writer) -> None:
+        control, hooks = RunControl(writer), self._hooks
+        while (item := await news.get()) is not None:
+            try:
+                if isinstance(item, Committed):
+                    if hooks.on_commit is not None:
+                        await hooks.on_commit(item, control)
+                elif hooks.on_plan is not None:
+                    await hooks.on_plan(item)
+            except Exception:
+                logger.exception("a hook failed at %s; training goes on", item.kind)
+
+
+def _ending(end: GaveUp) -> str:
+    """Why an attempt has ended, the traceback of the user's code where that is the cause, and where to go on from."""
+    step = end.committed_step
+    where = "" if step is None else f"{step} iterations are committed; resume to go on from there."
+    if end.traceback:
+        return f"{end.reason}\n{end.traceback.rstrip()}\nMend that. {where}".rstrip()
+    return f"{end.reason} {where}".rstrip()

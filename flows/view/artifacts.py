@@ -1,0 +1,295 @@
+"""What a run shows in the Prefect UI beside its graph: plan, curves, timeline, completions, progress.
+
+Pictures travel as base64 PNG in markdown, which both versions of the UI draw; inline SVG is drawn by neither, Mermaid
+by one, too small. Text of any length stands in a table in markdown: there it is wrapped, and where a table artifact
+would draw an image that a sample names, here it is only text.
+"""
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from prefect.artifacts import (
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    aupdate_progress_artifact,
+)
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+from flows.view.clocks import Span
+from flows.view.pictures import curves, drawn_metrics, plan_graph, timeline
+from planner.pricing.calls import CostModel
+from planner.pricing.provenance import figures_source
+from planner.report.alternatives import Alternative
+from planner.report.report import (
+    ALTERNATIVES,
+    alternative_rows,
+    call_rows,
+    mode_rows,
+    proof_sentence,
+    told_limits,
+)
+from planner.report.text import format_devices, node_detail, node_devices, short_names
+from planner.report.timeline import steady_bars
+from planner.search.search import SearchResult
+from rlhf_tasks.spec import ExecutionPlan
+
+SECONDS = "s per iteration"
+BAR = 20  # characters of a progress bar
+PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that markdown might read as its own
+LONGEST = 400  # characters of a sample's prompt or completion that are shown
+WORD = re.compile(r"\S{24}(?=\S)")  # after so many characters a word may be broken
+
+
+class Page(NamedTuple):
+    """Markdown, as the UI shows it under a key. about: its description."""
+
+    key: str
+    about: str
+    markdown: str
+
+
+async def show_page(page: Page) -> None:
+    """Write a page: one request."""
+    await acreate_markdown_artifact(page.markdown, key=page.key, description=page.about)
+
+
+def picture(png: bytes, caption: str) -> str:
+    """Markdown of a PNG as a data URI."""
+    return f"![{caption}](data:image/png;base64,{base64.b64encode(png).decode()})"
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with the same columns as a table in markdown; numbers stand on the right, text as it is."""
+    heads = list(rows[0])
+    numeric = [all(isinstance(row[head], int | float | None) for row in rows) for head in heads]
+    rule = ["--:" if right else "---" for right in numeric]
+    lines = [map(_plain, heads), rule, *([_cell(row[head]) for head in heads] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else ""
+        case float():
+            return f"{value:.4g}"
+        case None:
+            return ""
+        case _:
+            return _plain(str(value))
+
+
+def _plain(text: str) -> str:
+    """Text that markdown shows as it is, in one piece: a line break as ↵, the unprintable as a question mark."""
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in text.replace("\n", " ↵ "))
+    return PLAIN.sub(r"\\\1", WORD.sub("\\g<0>\u200b", shown))
+
+
+async def _show_table(key: str, rows: Sequence[Mapping[str, Any]], about: str) -> None:
+    await acreate_markdown_artifact(
+        f"{_plain(about)}\n\n{markdown_table(rows)}\n", key=key, description=about
+    )
+
+
+async def tag_flow_run(tags: Sequence[str]) -> None:
+    """Add tags to the flow run that this is called in, which may have come from a deployment with its own."""
+    async with get_client() as client:
+        own = (await client.read_flow_run(UUID(flow_run.id))).tags
+        await client.update_flow_run(UUID(flow_run.id), tags=[*own, *(tag for tag in tags if tag not in own)])
+
+
+def plan_page(plan: ExecutionPlan) -> Page:
+    """The plan as a graph and as a table."""
+    png = plan_graph(plan)
+    names = short_names(plan)
+    rows = [
+        {"node": names[node.name], "devices": node_devices(node), "what": node_detail(node)}
+        for node in plan.nodes
+    ]
+    markdown = (
+        f"# Execution plan of {plan.algorithm} on {plan.n_devices} devices\n\n{picture(png, 'one iteration')}\n\n"
+        "Each box names its devices. ↻ waits for that node of the iteration before.\n\n"
+        f"{markdown_table(rows)}\n"
+    )
+    return Page("execution-plan", "Placement of each call.", markdown)
+
+
+async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[str] = ()) -> None:
+    """What a plan costs: a table of its calls, its proof, the source of its figures, and the bars of one steady-state
+    iteration. warnings: what is to be said of the figures, a sentence each."""
+    rows = [
+        {
+            "call": row.call,
+            "devices": row.devices,
+            **({"class": row.device_class} if len(model.classes.profiles) > 1 else {}),
+            "dp": row.dp,
+            "tp": row.tp,
+            "pp": row.pp,
+            "micro-batches": row.micro_batches,
+            "offload": row.offload,
+            "seconds": row.time_s,
+            "memory, GB": row.memory_bytes / 1e9,
+            "lacking, GB": row.missing_bytes / 1e9,
+        }
+        for row in call_rows(result.plan, result.price, model)
+    ]
+    await _show_table(
+        "plan-calls", rows, "What each call takes and needs; memory: peak of its fullest device."
+    )
+    groups = steady_bars(result.plan, result.price)
+    spans = [
+        Span(number, 0, bar.node, bar.kind, bar.start_s, bar.end_s)
+        for number, group in enumerate(groups)
+        for bar in group.bars
+    ]
+    labels = {number: format_devices(group.devices) for number, group in enumerate(groups)}
+    title = f"one iteration on {model.classes}, by devices"
+    warned = "".join(f"> **Warning:** {warning}\n\n" for warning in warnings)
+    await acreate_markdown_artifact(
+        f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}.\n\n"
+        f"{warned}{picture(timeline(spans, title, labels), title)}\n",
+        key="plan-timeline",
+        description="Predicted seconds per iteration, the proof, and who works when.",
+    )
+
+
+async def show_alternatives(rejected: Sequence[Alternative]) -> None:
+    """Each call's best other place, and why it loses, or that it does not."""
+    if rejected:
+        found = alternative_rows(rejected)
+        rows = [
+            {
+                "call": row.call,
+                "devices": row.devices,
+                "dp": row.dp,
+                "tp": row.tp,
+                "pp": row.pp,
+                SECONDS: row.time_s,
+            }
+            for row in found
+        ]
+        reasons = "".join(f"- {_plain(row.call)}: {_plain(row.beside_the_plan)}\n" for row in found)
+        about = f"Rejected alternatives: {ALTERNATIVES}."
+        await acreate_markdown_artifact(
+            f"{markdown_table(rows)}\n{reasons}", key="plan-alternatives", description=about
+        )
+
+
+async def show_comparison(
+    found: Mapping[str, SearchResult | str], limits_s: Mapping[str, float], iterations: int
+) -> None:
+    """The hours that some iterations take under each mode's plan. limits_s: seconds that modes had to search."""
+    rows = [
+        {"mode": row.mode, SECONDS: row.time_s, "hours": row.hours, "against the best of these": row.remark}
+        for row in mode_rows(found, iterations)
+    ]
+    about = f"{iterations} iterations under the plan of each mode; {told_limits(limits_s)}."
+    await _show_table("plan-modes", rows, about)
+
+
+def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
+    """Rewards, KL, losses over the committed iterations."""
+    if not any(drawn_metrics(list(row)) for row in metrics):
+        return None
+    markdown = f"# After {len(metrics)} iterations\n\n{picture(curves(metrics), 'curves')}\n"
+    return Page("curves", "Rewards, KL and losses.", markdown)
+
+
+def timeline_page(spans: Sequence[Span]) -> Page | None:
+    """The last iterations on the ranks' own clocks, about one in each line of the picture."""
+    if not spans:
+        return None
+    shown = sorted({span.iteration + 1 for span in spans})
+    title = f"iterations {shown[0]} to {shown[-1]}"
+    markdown = f"# Devices over time\n\n{picture(timeline(spans, title, lines=len(shown)), title)}\n"
+    return Page("device-timeline", "What each rank ran when, by its own clock.", markdown)
+
+
+async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
+    """A few prompts with what the policy answered and its scores: a table of the scores, then the texts."""
+    if samples:
+        rows = [{"sample": number, **scores_of(sample)} for number, sample in enumerate(samples, 1)]
+        texts = [
+            f"### Sample {number}\n\n> {_shown(sample['prompt'])}\n\n{_shown(sample['completion'])}\n"
+            for number, sample in enumerate(samples, 1)
+        ]
+        await acreate_markdown_artifact(
+            "\n".join([markdown_table(rows), *texts]),
+            key="completions",
+            description="Samples of the newest iteration: their scores, then each prompt with its completion.",
+        )
+
+
+def scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of a sample beside its texts, flat: each reward by its name."""
+    row: dict[str, Any] = {}
+    for name, value in sample.items():
+        if isinstance(value, Mapping):
+            row.update(value)
+        elif name not in ("prompt", "completion"):
+            row[name.replace("_", " ")] = value
+    return row
+
+
+def _shown(text: str | Sequence[Mapping[str, Any]]) -> str:
+    """A text, or the messages of a conversation."""
+    if not isinstance(text, str):
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
+    return _plain(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…") or "(nothing)"
+
+
+async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:
+    """A run's time and memory as planned and as measured; figures: of `flows.run.planned_and_measured`."""
+    rows = [
+        _planned_row("iteration", "s", figures["iteration"]),
+        *(_planned_row(name, "s", pair) for name, pair in figures["calls"].items()),
+        *(_memory_row(f"memory in {name}", pair) for name, pair in figures["call_memory_bytes"].items()),
+        *(_memory_row(f"memory of device {n}", pair) for n, pair in figures["peak_memory_bytes"].items()),
+    ]
+    await _show_table("planned-and-measured", rows, f"Planned by a {figures['source']}.")
+
+
+def _memory_row(what: str, pair: Mapping[str, float]) -> dict[str, Any]:
+    return _planned_row(what, "MB", {key: value / 1e6 for key, value in pair.items()})
+
+
+def _planned_row(what: str, unit: str, pair: Mapping[str, float]) -> dict[str, Any]:
+    planned, measured = pair["planned"], pair["measured"]
+    row = {"what": what, "planned": planned, "measured": measured, "unit": unit}
+    return row | {"measured is": measured_against(planned, measured)}
+
+
+def measured_against(planned: float, measured: float) -> str:
+    """How a measured figure stands to the planned one, in words."""
+    if planned <= 0:
+        return ""
+    ratio = measured / planned
+    if ratio >= 2:
+        return f"{ratio:.3g} times the plan"
+    percent = round(100 * abs(ratio - 1))
+    if not percent:
+        return "as planned"
+    return f"{percent}% {'more' if ratio > 1 else 'less'} than planned"
+
+
+async def start_progress(total: int) -> UUID:
+    """A progress bar over `total` iterations; gives the id for `show_progress`."""
+    artifact = await acreate_progress_artifact(0.0, key="progress", description=progress_bar(0, total))
+    assert isinstance(artifact, UUID)
+    return artifact
+
+
+async def show_progress(artifact: UUID, done: int, total: int) -> None:
+    await aupdate_progress_artifact(
+        artifact, round(100 * done / total, 1), description=progress_bar(done, total)
+    )
+
+
+def progress_bar(done: int, total: int) -> str:
+    """A bar of characters, as the UI shows of a progress artifact only its number."""
+    full = BAR * done // total
+    return f"{'█' * full}{'░' * (BAR - full)} {done} of {total} iterations committed"

@@ -1,0 +1,253 @@
+"""From assignments to an execution plan: checks, inserted nodes, one total order, and the edges that it
+implies."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import networkx as nx
+import numpy as np
+
+from planner.plan.call_order import OrderRule, levels, with_trailing
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster, DeviceMesh, MeshError
+from planner.plan.node_insertion import Draft, draft, role_placements
+from planner.plan.node_order import OrderProblem, total_order
+from planner.plan.workload import fullest_share
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.spec import (
+    CallAssignment,
+    CallNode,
+    ExecutionPlan,
+    ModelFunctionCall,
+    OffloadNode,
+    OnloadNode,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+)
+
+
+class PlanError(ValueError):
+    """Assignments that make no plan, with the values and what to change."""
+
+
+_WORK_S = {"generate": 8.0, "inference": 1.0, "train_step": 3.0}
+"""Rough seconds of a call on one device, only to rank orders of nodes; ratios as in RLHF practice."""
+
+_MOVE_S = 0.02
+"""Rough seconds of any other node, for the same purpose."""
+
+
+_COPY_S = 0.1
+"""Rough seconds of the copy that an onload starts, for the same purpose."""
+
+
+def rough_duration_s(node: PlanNode) -> float:
+    """Seconds that a node takes, roughly: for ordering where no profile is at hand."""
+    if isinstance(node, CallNode):
+        return _WORK_S[node.call.kind] / len(node.devices)
+    return _MOVE_S
+
+
+def rough_copy_s(node: OnloadNode) -> float:
+    """Seconds of the copy that an onload starts, roughly."""
+    return _COPY_S
+
+
+def build_plan(
+    graph: DataflowGraph,
+    assignments: Mapping[str, CallAssignment],
+    cluster: Cluster,
+    duration_s: Callable[[PlanNode], float] = rough_duration_s,
+    call_order: Sequence[str] | None = None,
+    copy_s: Callable[[OnloadNode], float] = rough_copy_s,
+) -> ExecutionPlan:
+    """The execution plan of a graph under assignments (call -> placement, micro-batches, balance, order).
+
+    duration_s  seconds of a node; decides only which of two nodes on a shared device comes first
+    call_order  all calls in a topological order of the graph: then this order decides, and the inserted nodes
+                stand where planner.plan.call_order puts them; None: the assignments' own order, and where they
+                have none, planner.plan.node_order finds an order for `duration_s`
+    copy_s      seconds of the copy that an onload starts; for that order
+
+    Raises PlanError when an assignment is missing, names an unknown call, uses devices that are no device
+    mesh of the cluster, has more dp ranks than a mini-batch has sequences or more micro-batches than a dp rank has of
+    these, offloads what cannot be, and for an order that is not of all calls or contradicts the graph.
+    """
+    _check(graph, assignments, cluster)
+    if call_order is None:
+        call_order = _own_order(assignments)
+    if call_order is not None:
+        _check_order(graph, call_order)
+        place = {name: i for i, name in enumerate(call_order)}
+        assignments = {
+            name: given.model_copy(update={"order": place[name]}) for name, given in assignments.items()
+        }
+    made = draft(graph, assignments)
+    if call_order is None:
+        found = total_order(_order_problem(made, duration_s, copy_s))
+        places = np.array([[found.index(name) for name in made.skeleton.moving]])
+    else:
+        places = OrderRule(levels(graph), [call_order]).places(made.skeleton)
+    names = list(made.skeleton.slots)
+    order = [names[i] for i in with_trailing(made.skeleton, places)[0].argsort()]
+    edges = _edges(made, order)
+    nodes = tuple(
+        made.nodes[name].model_copy(update={"after": edges[name][0], "after_previous": edges[name][1]})
+        for name in order
+    )
+    return ExecutionPlan(
+        algorithm=graph.name,
+        n_devices=cluster.n_devices,
+        devices_per_host=cluster.devices_per_host,
+        n_seqs=graph.n_seqs,
+        roles=role_placements(graph, assignments),
+        nodes=nodes,
+    )
+
+
+def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], cluster: Cluster) -> None:
+    names = [call.name for call in graph.calls]
+    unknown = sorted(set(assignments) - set(names))
+    if unknown:
+        raise PlanError(
+            f"The plan names {', '.join(unknown)}; the calls of {graph.name} are {', '.join(names)}."
+        )
+    missing = [name for name in names if name not in assignments]
+    if missing:
+        raise PlanError(
+            f"The plan says nothing about {', '.join(missing)}. Give each call of {graph.name} a place."
+        )
+    for call in graph.calls:
+        placement = assignments[call.name].placement
+        try:
+            DeviceMesh.of(cluster, placement.devices)
+        except MeshError as error:
+            raise PlanError(f"Call {call.name!r}: {error}") from None
+        _check_counts(call, assignments[call.name])
+    _check_offloads(graph, assignments)
+
+
+def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
+    """Raises PlanError unless every dp rank has a sequence of every mini-batch, and some dp rank one for every
+    micro-batch."""
+    dp = given.placement.strategy.dp
+    if call.n_seqs < dp * call.mini_batches:
+        raise PlanError(
+            f"Call {call.name!r}: a batch of {call.n_seqs} sequences is smaller than dp={dp} x "
+            f"{call.mini_batches} mini-batches = {dp * call.mini_batches}. "
+            "Enlarge the batch or choose a smaller dp."
+        )
+    most = fullest_share(call, dp)
+    if given.micro_batches > most:
+        batch = "batch" if call.mini_batches == 1 else "mini-batch"
+        raise PlanError(
+            f"Call {call.name!r}: micro_batches={given.micro_batches}, but under dp={dp} a dp rank has {most} of a "
+            f"{batch}'s sequences where they are dealt evenly, and a micro-batch holds at least one. "
+            f"Choose at most {most} micro-batches, a smaller dp or a larger batch."
+        )
+
+
+def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> None:
+    """Raises PlanError unless offloaded roles are frozen and their calls on one placement agree."""
+    seen: dict[tuple[str, Placement], ModelFunctionCall] = {}
+    for call in graph.calls:
+        given, trainer = assignments[call.name], graph.trainer(call.role)
+        if given.offload and trainer is not None:
+            raise PlanError(
+                f"Call {call.name!r}: offload is for frozen roles, and {call.role!r} is trained by {trainer.name!r}. "
+                "Leave offload out."
+            )
+        other = seen.setdefault((call.role, given.placement), call)
+        if assignments[other.name].offload != given.offload:
+            raise PlanError(
+                f"Calls {other.name!r} and {call.name!r} share one copy of {call.role!r} on devices "
+                f"{list(given.placement.devices)}, but offload is {assignments[other.name].offload} for one and "
+                f"{given.offload} for the other. Give both the same."
+            )
+
+
+def _own_order(assignments: Mapping[str, CallAssignment]) -> list[str] | None:
+    """The calls in the order that their assignments give them; None where they give none."""
+    places = {name: given.order for name, given in assignments.items() if given.order is not None}
+    if not places:
+        return None
+    without = [name for name in assignments if name not in places]
+    if without or len(set(places.values())) < len(places):
+        what = (
+            f"{', '.join(without)} {'has' if len(without) == 1 else 'have'} none"
+            if without
+            else "two are equal"
+        )
+        raise PlanError(
+            f"The plan gives calls an order ({', '.join(f'{name}: {place}' for name, place in places.items())}), but "
+            f"{what}. Give each call a place of its own, or leave all out."
+        )
+    return sorted(places, key=lambda name: places[name])
+
+
+def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
+    """Raises PlanError when the order is not one of all calls, each after the calls that it waits for."""
+    names = [call.name for call in graph.calls]
+    if sorted(call_order) != sorted(names):
+        raise PlanError(
+            f"The order {', '.join(call_order)} does not name each call of {graph.name} once: {', '.join(names)}."
+        )
+    place = {name: i for i, name in enumerate(call_order)}
+    for a, b in graph.digraph.edges:
+        if place[a] > place[b]:
+            raise PlanError(
+                f"In the order {', '.join(call_order)}, {b!r} stands before {a!r}, which it needs."
+            )
+
+
+def _order_problem(
+    made: Draft, duration_s: Callable[[PlanNode], float], copy_s: Callable[[OnloadNode], float]
+) -> OrderProblem:
+    """What planner.plan.node_order needs to know of the nodes that it orders."""
+    moving = {name: made.nodes[name] for name in made.skeleton.moving}
+    return OrderProblem(
+        after={name: frozenset(made.after[name]) for name in moving},
+        across={name: frozenset(made.across[name] & moving.keys()) for name in moving},
+        devices={name: frozenset(node.devices) for name, node in moving.items()},
+        duration_s={name: duration_s(node) for name, node in moving.items()},
+        late=frozenset(
+            name for name, node in moving.items() if isinstance(node, ReallocateNode | OnloadNode)
+        ),
+        copy_s={name: copy_s(node) for name, node in moving.items() if isinstance(node, OnloadNode)},
+    )
+
+
+def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Node -> (after, after_previous): data, version and memory edges without those that others imply.
+
+    A memory edge leads from a release or offload to the next call on its devices.
+    """
+    graph = nx.DiGraph()
+    for t in (0, 1):
+        for name in order:
+            graph.add_edges_from(((t, before), (t, name)) for before in made.after[name])
+            graph.add_node((t, name))
+        for release, call in _memory_edges(made, order):
+            graph.add_edge((t, release), (t, call))
+    for name in order:
+        graph.add_edges_from(((0, before), (1, name)) for before in made.across[name])
+    reduced = nx.transitive_reduction(graph)
+    position = {name: i for i, name in enumerate(order)}
+
+    def predecessors(name: str, iteration: int) -> tuple[str, ...]:
+        found = [before for t, before in reduced.predecessors((1, name)) if t == iteration]
+        return tuple(sorted(found, key=position.__getitem__))
+
+    return {name: (predecessors(name, 1), predecessors(name, 0)) for name in order}
+
+
+def _memory_edges(made: Draft, order: list[str]) -> Iterator[tuple[str, str]]:
+    for i, name in enumerate(order):
+        release = made.nodes[name]
+        if not isinstance(release, ReleaseNode | OffloadNode):
+            continue
+        for later in order[i + 1 :]:
+            node = made.nodes[later]
+            if isinstance(node, CallNode) and set(node.devices) & set(release.devices):
+                yield name, later
+                break

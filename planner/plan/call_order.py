@@ -1,0 +1,136 @@
+"""Orders of calls, and the place of every inserted node once the calls have an order.
+
+The search tries the orders of the calls; the inserted nodes follow by rule: fetch first; all transfers to
+calls of one level (depth in the dataflow graph) before the first call of that level or a deeper one, so that no
+call that runs meanwhile holds them up; the onloads for these calls before the transfers, so that they overlap with
+both; a reallocation directly before the first reader of its copy, so that the copy lives shortly. Where the rule
+contradicts what a node needs, the need wins.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.plan.graph import DataflowGraph
+from planner.plan.template import Skeleton, Slot, SlotKind
+
+Ints = NDArray[np.int64]
+
+MOST_ORDERS = 120
+"""Of a graph with more orders of its calls than this (5 calls in any order) the first ones are tried."""
+
+
+def call_orders(graph: DataflowGraph) -> tuple[tuple[str, ...], ...]:
+    """The topological orders of a graph's calls, its own order first; at most MOST_ORDERS."""
+    return tuple(islice(_orders(graph), MOST_ORDERS))
+
+
+def has_more_orders(graph: DataflowGraph) -> bool:
+    """Whether a graph's calls have more orders than `call_orders` gives."""
+    return next(islice(_orders(graph), MOST_ORDERS, None), None) is not None
+
+
+def _orders(graph: DataflowGraph) -> Iterator[tuple[str, ...]]:
+    position = {call.name: i for i, call in enumerate(graph.calls)}
+    waiting = {name: frozenset(graph.digraph.predecessors(name)) for name in position}
+
+    def grow(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        if len(order) == len(position):
+            yield order
+            return
+        for name in position:
+            if name not in order and waiting[name] <= set(order):
+                yield from grow((*order, name))
+
+    return grow(())
+
+
+def levels(graph: DataflowGraph) -> dict[str, int]:
+    """Call -> number of calls on the longest path that leads to it."""
+    found: dict[str, int] = {}
+    for name in nx.topological_sort(graph.digraph):
+        found[name] = max((found[before] + 1 for before in graph.digraph.predecessors(name)), default=0)
+    return found
+
+
+class OrderRule:
+    """Where a skeleton's slots stand under each of some orders of the calls.
+
+    level   call -> its depth in the graph (`levels`)
+    orders  of the calls
+    """
+
+    def __init__(self, level: Mapping[str, int], orders: Sequence[Sequence[str]]) -> None:
+        self._level = level
+        self._at = {name: np.array([order.index(name) for order in orders]) for name in level}
+        # level -> place of the first call of that level or a deeper one
+        self._first = [
+            np.min([at for name, at in self._at.items() if level[name] >= deep], axis=0)
+            for deep in range(max(level.values()) + 1)
+        ]
+        self._wishes: dict[tuple[SlotKind, tuple[str, ...]], Ints] = {}
+
+    def places(self, made: Skeleton) -> Ints:
+        """[orders, slots that move] int64: the less, the earlier; all different in an order."""
+        names = made.moving
+        number = {name: i for i, name in enumerate(names)}
+        wishes = [self._wish(made, made.slots[name]) for name in names]
+        places = np.stack(wishes, axis=1) * len(names) + np.arange(len(names))
+        edges = [(number[before], i) for name, i in number.items() for before in made.after[name]]
+        early, late = np.array(edges).T
+        for unheeded in np.flatnonzero((places[:, early] > places[:, late]).any(axis=1)):
+            places[unheeded] = _heeding(places[unheeded].tolist(), edges)
+        return places
+
+    def _wish(self, made: Skeleton, slot: Slot) -> Ints:
+        """[orders] int64: where a slot would like to be, the least first; equal for those that do not mind."""
+        calls = (slot.call,)
+        if slot.kind == "reallocate":
+            calls = tuple(n for n in self._at if slot.name in made.after[n] and n != slot.source)
+        if (slot.kind, calls) not in self._wishes:
+            self._wishes[slot.kind, calls] = self._wish_of(slot.kind, calls)
+        return self._wishes[slot.kind, calls]
+
+    def _wish_of(self, kind: SlotKind, calls: tuple[str, ...]) -> Ints:
+        """calls: whom a slot of this kind serves."""
+        at, first, n = self._at[calls[0]], self._first[self._level[calls[0]]], len(self._at)
+        match kind:
+            case "fetch":
+                return np.full_like(at, -n)
+            case "onload":
+                return 4 * n * first + at
+            case "transfer":
+                return (4 * first + 1) * n + at
+            case "reallocate":
+                return (4 * np.min([self._at[name] for name in calls], axis=0) + 2) * n
+            case _:
+                return (4 * at + 3) * n
+
+
+def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Places by wishes, of those whose predecessors have places always the least one. edges: (earlier, later)"""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(wishes)))
+    graph.add_edges_from(edges)
+    order = list(nx.lexicographical_topological_sort(graph, key=wishes.__getitem__))
+    return [order.index(i) for i in range(len(wishes))]
+
+
+def with_trailing(made: Skeleton, places: Ints) -> Ints:
+    """[orders, slots] int64, all different in an order, from those of the slots that move ([orders, these]).
+
+    A release or offload directly follows the last reader, a save its train_step: nothing comes between.
+    """
+    column = {name: i for i, name in enumerate(made.moving)}
+    trailing = [name for name in made.slots if name not in column]
+    leaders = [[column[before] for before in made.after[name]] for name in trailing]
+    most = max(map(len, leaders), default=1)
+    table = np.array([each + each[:1] * (most - len(each)) for each in leaders], np.int64)
+    last = places[:, table.reshape(len(trailing), most)].max(axis=2)
+    n = len(trailing) + 2  # one more: the copy that an onload starts finds a place behind it
+    found = np.hstack([places * n, last * n + np.arange(1, n - 1)])
+    number = {name: i for i, name in enumerate((*column, *trailing))}
+    return found[:, [number[name] for name in made.slots]]

@@ -1,0 +1,164 @@
+"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads and saves,
+with what they wait for.
+
+Which ones there are is said by planner.plan.template; here they get their devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.plan.graph import DataflowGraph
+from planner.plan.template import FETCH, Skeleton, Slot, skeleton
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.parallel.layout.transfers import Balance
+from rlhf_tasks.spec import (
+    CallAssignment,
+    CallNode,
+    DataSide,
+    FetchNode,
+    ModelFunctionCall,
+    OffloadNode,
+    OnloadNode,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    RolePlacements,
+    SaveNode,
+    TransferNode,
+)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Nodes without edges, by name, and the skeleton that has the edges."""
+
+    nodes: Mapping[str, PlanNode]
+    skeleton: Skeleton
+
+    @property
+    def after(self) -> Mapping[str, set[str]]:
+        return self.skeleton.after
+
+    @property
+    def across(self) -> Mapping[str, set[str]]:
+        return self.skeleton.across
+
+
+def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Draft:
+    """All nodes of one iteration with their data and version edges."""
+    source = assignments[graph.source.name]
+    by_tokens = [call for call in graph.calls if assignments[call.name].balance == "tokens"]
+    made = skeleton(
+        graph,
+        where={
+            FETCH: where(graph.source, source.placement, "count"),
+            **{
+                c.name: where(c, assignments[c.name].placement, assignments[c.name].balance)
+                for c in graph.calls
+            },
+        },
+        placement={call.name: assignments[call.name].placement for call in graph.calls},
+        dealt_by={call.name: call.token_key for call in by_tokens},
+        offloaded={name for name, given in assignments.items() if given.offload},
+    )
+    return Draft({name: _node(slot, graph, assignments) for name, slot in made.slots.items()}, made)
+
+
+def role_placements(
+    graph: DataflowGraph, assignments: Mapping[str, CallAssignment]
+) -> dict[str, RolePlacements]:
+    """Where each role lives: a trained one at its training placement, then wherever its copies are built."""
+    found = {}
+    for role in graph.roles:
+        trainer = graph.trainer(role)
+        calls = [call for call in graph.calls if call.role == role]
+        if trainer is not None:
+            calls.insert(0, trainer)
+        placements = dict.fromkeys(assignments[call.name].placement for call in calls)
+        offloaded = dict.fromkeys(a.placement for call in calls if (a := assignments[call.name]).offload)
+        found[role] = RolePlacements(
+            trained=trainer is not None, placements=tuple(placements), offloaded=tuple(offloaded)
+        )
+    return found
+
+
+def data_side(call: ModelFunctionCall, assignment: CallAssignment) -> DataSide:
+    """How a call wants its samples."""
+    return DataSide(
+        placement=assignment.placement, balance=assignment.balance, mini_batches=call.mini_batches
+    )
+
+
+@dataclass(frozen=True)
+class Where:
+    """What decides whether two calls have every sample on the same rank."""
+
+    heads: tuple[int, ...]
+    dealing: tuple[str, ...]
+
+
+def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Where:
+    """Where a call's samples lie (docs/interfaces.md, "who gets which sample").
+
+    With one dp rank all samples are on its head. Dealt by count, the mini-batches matter only if dp does not
+    divide them. Dealt by tokens, sides are alike if their mini-batches are and one key gives the lengths.
+    """
+    return Where(placement.heads, dealing(call, placement.strategy.dp, balance))
+
+
+def dealing(call: ModelFunctionCall, dp: int, balance: Balance) -> tuple[str, ...]:
+    """What beside the heads decides which dp rank has a sample: (), or ("count",), ("count", mini-batches), or
+    ("tokens", mini-batches, key)."""
+    if dp == 1:
+        return ()
+    if balance == "tokens":
+        return ("tokens", str(call.mini_batches), call.token_key)
+    if call.n_seqs % (dp * call.mini_batches) == 0:
+        return ("count",)
+    return ("count", str(call.mini_batches))
+
+
+def _source_side(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> DataSide:
+    """How the samples of a transfer lie where they come from; rows that are fetched are dealt by count."""
+    if slot.source == FETCH:
+        source = graph.source
+        return DataSide(placement=assignments[source.name].placement, mini_batches=source.mini_batches)
+    return data_side(graph.call(slot.source), assignments[slot.source])
+
+
+def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> PlanNode:
+    call, here = graph.call(slot.call), assignments[slot.call]
+    match slot.kind:
+        case "fetch":
+            return FetchNode(
+                name=slot.name,
+                call=call.name,
+                placement=here.placement,
+                keys=slot.keys,
+                mini_batches=call.mini_batches,
+            )
+        case "call":
+            return CallNode(name=slot.name, call=call, assignment=here)
+        case "transfer":
+            return TransferNode(
+                name=slot.name,
+                consumer=call.name,
+                source=_source_side(slot, graph, assignments),
+                destination=data_side(call, here),
+                keys=slot.keys,
+            )
+        case "reallocate":
+            return ReallocateNode(
+                name=slot.name,
+                role=call.role,
+                source=assignments[slot.source].placement,
+                destination=here.placement,
+            )
+        case "release":
+            return ReleaseNode(name=slot.name, role=call.role, placement=here.placement)
+        case "onload":
+            return OnloadNode(name=slot.name, role=call.role, placement=here.placement)
+        case "offload":
+            return OffloadNode(name=slot.name, role=call.role, placement=here.placement)
+        case "save":
+            return SaveNode(name=slot.name, role=call.role, placement=here.placement)

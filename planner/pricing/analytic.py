@@ -1,0 +1,111 @@
+"""An analytic profile in the form of a measured one: a device's roofline at the points where ranks would measure.
+
+A roofline is the longer of two times, each linear in tokens, context and bytes. So a table of it says the same
+between its points, but in the cell in which arithmetic takes over from memory traffic: there it says up to a fifth
+more, and of a prefill's head, which goes by tokens / context, up to a third. Among ranks that are no power of two a
+collective is up to a sixteenth too cheap. Updates are measured on one dp rank, so that what several have to clear of
+each other's gradients is left out here too.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from planner.plan.mesh import Cluster
+from planner.pricing.device_share import sizes
+from planner.pricing.devices import DeviceProfile, described
+from planner.pricing.measured import MeasuredProfile
+from planner.pricing.rooflines import Roofline
+from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.profiling.measurements import Exchange, Grid, Pass, Timed, TimedExchange
+
+HEADS: tuple[Head, ...] = ("lm", "scalar")
+AMONG_ALL: tuple[Exchange, ...] = ("all_reduce", "all_gather", "reduce_scatter", "share")
+BETWEEN_TWO: tuple[Exchange, ...] = ("send", "redistribute")
+EXCHANGE_BYTES = (0, 2**22)  # seconds are linear in bytes: two sizes say all
+FEWEST_PARAMETERS = 1  # likewise of an update, with all parameters
+
+
+def tabulated(
+    device: DeviceProfile, cluster: Cluster, shape: ModelShape, grid: Grid, itemsize: int
+) -> MeasuredProfile:
+    """The profile of a model that measuring would give, had the devices of a cluster exactly a device's figures.
+
+    A point costs nothing here: passes have every context that the grid names, and every power of two in tokens.
+    itemsize  bytes of a parameter
+    """
+    per_host, most_tp = cluster.devices_per_host, min(shape.query_heads, shape.intermediate, shape.vocab)
+    degrees = [tp for tp in range(1, per_host + 1) if per_host % tp == 0 and tp <= most_tp]
+    return MeasuredProfile(
+        device=device.name,
+        n_hosts=cluster.n_hosts,
+        devices_per_host=per_host,
+        model=shape,
+        itemsize=itemsize,
+        operations=tuple(
+            timed
+            for tp in degrees
+            for timed in _operations(_rooflines(device, shape, itemsize, tp), shape, grid, tp)
+        ),
+        exchanges=tuple(_exchanges(_rooflines(device, shape, itemsize, 1)["lm"], cluster)),
+        dispatch_s=device.dispatch_s,
+        process_bytes=device.process_bytes,
+        computed_from=described(device),
+    )
+
+
+def _rooflines(device: DeviceProfile, shape: ModelShape, itemsize: int, tp: int) -> dict[Head, Roofline]:
+    """Of each head; a tp group lies on one host."""
+    return {head: Roofline(device, sizes(shape, head, tp), head, tp, False, itemsize) for head in HEADS}
+
+
+def _operations(rooflines: dict[Head, Roofline], shape: ModelShape, grid: Grid, tp: int) -> Iterator[Timed]:
+    """Every operation of a model at one tp degree. As where ranks measure, heads contain the embedding."""
+    lm = rooflines["lm"]
+    for kind, tokens, context in _passes(grid):
+        yield _timed(f"layer/{kind}", tp, tokens, context, lm.layer_s(kind, tokens, context))
+        for head in HEADS if kind in ("forward", "backward") else HEADS[:1]:  # only an lm head generates
+            ends_s = rooflines[head].head_s(kind, tokens, context) + lm.embedding_s(kind, tokens)
+            yield _timed(f"{head}/{kind}", tp, tokens, context, ends_s)
+    for tokens in _tokens(grid):
+        yield _timed("embedding/forward", tp, tokens, 0, lm.embedding_s("forward", tokens))
+        yield _timed("embedding/backward", tp, tokens, 0, lm.embedding_s("backward", tokens))
+    for parameters in (FEWEST_PARAMETERS, sizes(shape, "lm", tp).stage_parameters(1, 0)):
+        yield _timed("optimizer", tp, parameters, 0, lm.update_s(parameters, 1))
+
+
+def _passes(grid: Grid) -> Iterator[tuple[Pass, int, int]]:
+    """(pass, tokens, context) of every point."""
+    for context in sorted({*grid.contexts, *grid.lengths}):
+        for tokens in _tokens(grid):
+            yield "forward", tokens, context
+            yield "backward", tokens, context
+        for tokens in sorted({*_tokens(grid), *(rows * context for rows in grid.rows)}):
+            yield "prefill", tokens, context
+        for rows in grid.rows:
+            yield "decode", rows, context
+
+
+def _tokens(grid: Grid) -> list[int]:
+    """Powers of two from one sequence that decodes to the largest micro-batch."""
+    return [2**power for power in range(grid.tokens[-1].bit_length())]
+
+
+def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -> Timed:
+    return Timed.model_validate(
+        {"operation": operation, "tp": tp, "tokens": tokens, "context": context, "seconds": seconds}
+    )
+
+
+def _exchanges(roofline: Roofline, cluster: Cluster) -> Iterator[TimedExchange]:
+    """Every exchange, inside a host and across hosts, among 2, 4, ... and all ranks there."""
+    for crosses, most in ((False, cluster.devices_per_host), (True, cluster.n_devices)):
+        if most < 2 or (crosses and cluster.n_hosts == 1):
+            continue
+        for ranks in sorted({*(2**power for power in range(1, most.bit_length())), most}):
+            kinds = (*AMONG_ALL, *BETWEEN_TWO) if ranks == 2 else AMONG_ALL
+            points: list[tuple[Exchange, int]] = [("objects", 0), *product(kinds, EXCHANGE_BYTES)]
+            for kind, size_bytes in points:
+                seconds = roofline.exchange_s(kind, ranks, size_bytes, crosses)
+                yield TimedExchange(
+                    kind=kind, ranks=ranks, crosses_hosts=crosses, size_bytes=size_bytes, seconds=seconds
+                )

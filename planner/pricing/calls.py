@@ -1,0 +1,402 @@
+"""Seconds and bytes of every model function call under every assignment.
+
+The formulas follow what the engine does: pipeline.py (1F1B), optimizer.py (ZeRO-1, float32 gradients and
+master weights), generation.py (as many groups in flight as stages, sequences leave when they end),
+kv_cache.py. Everything is per device, in seconds and bytes; the slowest stage and the fullest tp rank count.
+What the formulas are made of, seconds of a layer and the like, comes from a profile (planner/pricing/rooflines.py).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from planner.plan.mesh import Cluster
+from planner.plan.workload import RoleModel, Workload, fullest_share
+from planner.pricing.calibrate import with_transfer_links
+from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.device_share import Sizes, sizes, stage_kinds
+from planner.pricing.devices import DeviceProfile
+from planner.pricing.measured import MeasuredProfile, ProfileError, Tables
+from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Slowest, Timing
+from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, factor_of
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.profiling.measurements import Exchange, Pass
+from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+
+OPTIMIZER_BYTES = 12  # master weight and two moments in float32 (optimizer.py)
+TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """What one call costs.
+
+    seconds       its duration
+    active_bytes  memory of a device beyond parameters while it runs, stage by stage
+    """
+
+    seconds: float
+    active_bytes: tuple[float, ...]
+
+    def times(self, factor: Factor) -> "CallCost":
+        seconds = self.seconds * factor.seconds + factor.added_s
+        return CallCost(seconds, tuple(n * factor.memory for n in self.active_bytes))
+
+
+class Crossings(NamedTuple):
+    """Which groups of a placement span hosts."""
+
+    tp: bool
+    dp: bool
+    pp: bool
+
+
+class _Where(NamedTuple):
+    """What a call's price depends on besides micro-batches. classes: numbers of the placement's device classes."""
+
+    strategy: ParallelStrategy
+    crossings: Crossings
+    classes: tuple[int, ...]
+
+
+class CostModel:
+    """Prices calls on the devices of a cluster.
+
+    device    peaks, memory and links of all devices, or of each class
+    classes   the same as an attribute, with the links that transfers find
+    models    role -> its model
+    measured  profiles of some of the models on such devices; other models, and tp degrees that were not measured,
+              are priced by `device`
+    ran       what earlier runs of the same calls found: a call costs what it did under the assignment that ran, and
+              under any other one its price times a factor by which those that ran were off
+              (planner/pricing/run_history.py)
+    Raises ValueError for a profile of a model that no role has or of a device that the cluster has not, and when
+    a strategy has more tp ranks than heads or more stages than layers.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        device: DeviceProfile | DeviceClasses,
+        models: Mapping[str, RoleModel],
+        workload: Workload,
+        measured: Sequence[MeasuredProfile] = (),
+        ran: Sequence[RanCall] = (),
+    ) -> None:
+        self.cluster, self.models, self.workload = cluster, models, workload
+        stated = device if isinstance(device, DeviceClasses) else DeviceClasses.alike(cluster, device)
+        for profile in measured:
+            profile.check(models, workload.itemsize)
+        self.measured = _by_class(stated, measured)
+        self._inside_calls = stated.profiles
+        found = [
+            with_transfer_links(profile, next(iter(of_models.values()))) if of_models else profile
+            for profile, of_models in zip(stated.profiles, self.measured, strict=True)
+        ]
+        self.classes = replace(stated, profiles=tuple(found))
+        self._timings: dict[tuple, Timing] = {}
+        self._costs: dict[tuple, dict[int, CallCost]] = {}
+        self.ran = tuple(ran)
+        self._factors: dict[str, dict[tuple, Factor]] = {}
+
+    def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
+        """Seconds and memory of a call. They depend on the mesh by its strategy, crossings and classes alone."""
+        return self.calls(call, assignment.placement, [assignment.micro_batches])[0]
+
+    def calls(
+        self, call: ModelFunctionCall, placement: Placement, micro_batches: Sequence[int]
+    ) -> list[CallCost]:
+        """The cost of a call on a placement with each of some numbers of micro-batches."""
+        where = self._where(placement)
+        found = self._profiled(call, where, micro_batches)
+        factors = self._factors_of(call) if self.ran else {}
+        if not factors:
+            return found
+        elsewhere = self.correction(call)
+        return [
+            cost.times(factors.get((where, count), elsewhere))
+            for cost, count in zip(found, micro_batches, strict=True)
+        ]
+
+    def correction(self, call: ModelFunctionCall) -> Factor:
+        """By which a call's price is multiplied under assignments that have not run."""
+        return factor_elsewhere(self._factors_of(call).values())
+
+    def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple, Factor]:
+        """(place, micro-batches) -> what a call took there, as factors of the profiles' price."""
+        if call.name not in self._factors:
+            found = self._factors[call.name] = {}
+            for ran in self.ran:
+                if ran.call == call.name:
+                    where, count = self._where(ran.assignment.placement), ran.assignment.micro_batches
+                    (priced,) = self._profiled(call, where, [count])
+                    found[where, count] = factor_of(ran, priced.seconds, max(priced.active_bytes))
+        return self._factors[call.name]
+
+    def _where(self, placement: Placement) -> _Where:
+        return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement))
+
+    def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
+        """A call's prices, with some numbers of micro-batches, by profiles and the device's figures."""
+        key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where
+        known = self._costs.setdefault(key, {})
+        if missing := [count for count in counts if count not in known]:
+            price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
+                "generate": _generate,
+                "inference": _infer,
+                "train_step": _train,
+            }[call.kind]
+            local = self._sizes(call.role, where.strategy)
+            timing = self._timing(call.role, where.strategy.tp, where.crossings.tp, where.classes)
+            mesh = _OnMesh(timing, self.workload, local, where.strategy, where.crossings)
+            known.update((count, price(mesh, call, count)) for count in missing)
+        return [known[count] for count in counts]
+
+    def classes_of(self, placement: Placement) -> tuple[int, ...]:
+        """Numbers of the device classes that a placement has devices of."""
+        if len(self.classes.profiles) == 1:
+            return (0,)
+        return self.classes.within(min(placement.devices), len(placement.devices))
+
+    def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
+        """Bytes of a role's parameters on a device, stage by stage."""
+        local, pp = self._sizes(role, placement.strategy), placement.strategy.pp
+        return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(pp))
+
+    def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
+        """Bytes of parameters, gradients and optimizer on a device that trains, stage by stage."""
+        s = placement.strategy
+        local = self._sizes(role, s)
+        per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
+        return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
+
+    def onload_s(self, role: str, placement: Placement) -> float:
+        """Seconds of the copy of a role's parameters from host memory; of the fullest device, the others wait."""
+        held = max(self.parameter_bytes(role, placement))
+        return self.classes.host_copy_s(held, self.classes_of(placement))
+
+    def _sizes(self, role: str, strategy: ParallelStrategy) -> Sizes:
+        model = self.models[role]
+        if strategy.pp > model.shape.layers:
+            raise ValueError(f"pp={strategy.pp} exceeds the model's {model.shape.layers} layers.")
+        return sizes(model.shape, model.head, strategy.tp)
+
+    def _timing(self, role: str, tp: int, crosses: bool, classes: tuple[int, ...]) -> Timing:
+        """The profiles' answers for a role under tp: measured ones where they are at hand.
+
+        Groups of several classes were not measured: their collectives are priced by the devices' links.
+        """
+        key = (role, tp, crosses, classes)
+        if key not in self._timings:
+            model, itemsize = self.models[role], self.workload.itemsize
+            local = sizes(model.shape, model.head, tp)
+            analytic = [
+                Roofline(self._inside_calls[number], local, model.head, tp, crosses, itemsize)
+                for number in classes
+            ]
+            profiles = [self.measured[number].get(model.shape) for number in classes]
+            timings: list[Timing] = [
+                roofline
+                if profile is None or tp not in profile.tp_degrees
+                else Tables(profile, model.head, tp, crosses)
+                for roofline, profile in zip(analytic, profiles, strict=True)
+            ]
+            self._timings[key] = timings[0] if len(timings) == 1 else Slowest(timings, analytic)
+        return self._timings[key]
+
+    def _crossings(self, placement: Placement) -> Crossings:
+        """Of the groups of the first device; looks no further than to the first one on another host."""
+        s, at = placement.strategy, placement.device
+        home = self.cluster.host(placement.devices[0])
+
+        def spans(devices: Iterable[int]) -> bool:
+            return any(self.cluster.host(device) != home for device in devices)
+
+        if not spans(placement.devices):
+            return Crossings(False, False, False)
+        return Crossings(
+            spans(at(0, rank, 0) for rank in range(s.tp)),
+            spans(at(rank, 0, 0) for rank in range(s.dp)),
+            spans(at(0, 0, rank) for rank in range(s.pp)),
+        )
+
+
+def _by_class(
+    classes: DeviceClasses, measured: Sequence[MeasuredProfile]
+) -> tuple[dict[ModelShape, MeasuredProfile], ...]:
+    """The profiles of each class by the shape of their model. Raises ProfileError for one of another device."""
+    found: dict[str, dict[ModelShape, MeasuredProfile]] = {p.name: {} for p in classes.profiles}
+    for profile in measured:
+        if profile.device not in found:
+            raise ProfileError(
+                f"The profile is of {profile.device}; the cluster has {', '.join(found)}. "
+                "Measure the run's devices with prefect-rlhf profile."
+            )
+        found[profile.device][profile.model] = profile
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class _OnMesh:
+    """One model under one strategy: seconds and bytes of the pieces that calls are made of."""
+
+    timing: Timing
+    workload: Workload
+    local: Sizes
+    strategy: ParallelStrategy
+    crossings: Crossings
+
+    def share(self, n_seqs: float) -> int:
+        """Sequences of the fullest dp rank."""
+        return -(-int(n_seqs) // self.strategy.dp)
+
+    def layers(self, stage: int) -> int:
+        return self.local.stage_layers(self.strategy.pp, stage)
+
+    def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses: bool) -> float:
+        return self.timing.exchange_s(kind, ranks, size_bytes, crosses)
+
+    def pass_on_s(self, tokens: float) -> float:
+        """Hidden states sent to the next stage."""
+        if self.strategy.pp == 1:
+            return 0.0
+        size_bytes = tokens * self.local.hidden * self.workload.itemsize
+        return self.exchange_s("send", 2, size_bytes, self.crossings.pp)
+
+    def each_stage(self, figure: Callable[[int], float]) -> list[float]:
+        """A figure of every stage, asked for once where stages have equally many layers and are no ends."""
+        firsts, alike = stage_kinds(self.local.layers, self.strategy.pp)
+        found = [figure(stage) for stage in firsts]
+        return [found[kind] for kind in alike]
+
+    def stages_s(self, kinds: Sequence[Pass], tokens: float, context: float) -> list[float]:
+        """Every stage's passes over a micro-batch."""
+        layer_s, first_s, last_s = (
+            sum(figure)
+            for figure in zip(*(self._pass_s(kind, tokens, context) for kind in kinds), strict=True)
+        )
+
+        def stage_s(stage: int) -> float:
+            seconds = self.layers(stage) * layer_s
+            if stage == 0:
+                seconds += first_s
+            if stage == self.strategy.pp - 1:
+                seconds += last_s
+            return seconds
+
+        return self.each_stage(stage_s)
+
+    def _pass_s(self, kind: Pass, tokens: float, context: float) -> tuple[float, float, float]:
+        """(a layer, what the first stage does besides, what the last one does) of a pass over a micro-batch."""
+        timing, layer_s = self.timing, self.timing.layer_s(kind, tokens, context)
+        if kind == "backward" and self.workload.recompute:
+            layer_s += timing.layer_s("forward", tokens, context)
+        return layer_s, timing.embedding_s(kind, tokens), timing.head_s(kind, tokens, context)
+
+    def pipelined_s(self, kinds: Sequence[Pass], tokens: float, context: float, micro_batches: int) -> float:
+        """Micro-batches through all stages: one fills the pipeline, the others follow the slowest stage."""
+        stages, sends = self.stages_s(kinds, tokens, context), self.pass_on_s(tokens)
+        return sum(stages) + (self.strategy.pp - 1) * sends + (micro_batches - 1) * (max(stages) + sends)
+
+    def share_batch_s(self, call: ModelFunctionCall, tokens: float) -> float:
+        """A replica's ranks get the batch from their head."""
+        ranks = self.strategy.tp * self.strategy.pp
+        size_bytes = len(call.inputs) * tokens * TOKEN_BYTES
+        return self.exchange_s("share", ranks, size_bytes, self.crossings.tp or self.crossings.pp)
+
+    def working_bytes(self, tokens: float, stage: int, gradients: bool) -> float:
+        """Temporary tensors of one layer, and of the head on the last stage."""
+        local, itemsize = self.local, self.workload.itemsize
+        layer = (
+            tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate) * itemsize
+        )
+        logits = 0.0
+        if stage == self.strategy.pp - 1:
+            logits = tokens * local.vocab * itemsize * (2 if gradients else 1)
+        return max(layer * (2 if gradients else 1), logits)
+
+
+def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
+    """A forward pass. Python rewards run meanwhile, each head's share one after another; or they run alone."""
+    length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
+    tokens, fullest = share * length / micro_batches, -(-share // micro_batches) * length
+    rewards_s = share * mesh.workload.reward_s if "scores" in call.outputs else 0.0
+    if not call.runs_model:
+        return CallCost(rewards_s, (0.0,) * mesh.strategy.pp)
+    passes_s = mesh.pipelined_s(["forward"], tokens, length, micro_batches)
+    seconds = mesh.share_batch_s(call, share * length) + passes_s
+    return CallCost(
+        max(seconds, rewards_s),
+        tuple(mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, False))),
+    )
+
+
+def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
+    """An optimizer step per mini-batch and epoch. Memory is that of the fullest micro-batches, which hold whole
+    sequences: of a share of 5 in 4 micro-batches, the first one holds 2."""
+    workload, s = mesh.workload, mesh.strategy
+    length = workload.mean_tokens
+    tokens = mesh.share(call.n_seqs / call.mini_batches) * length / micro_batches
+    gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
+    passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)
+    step = passes_s + gradients_back + _update_s(mesh)
+
+    width = mesh.local.hidden
+    if not workload.recompute:
+        local = mesh.local
+        width += 4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate
+    share = fullest_share(call, s.dp)
+    fullest = -(-share // micro_batches) * length
+    per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * width * workload.itemsize)
+    working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True))
+    in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
+    kept = [(n * (share // micro_batches) + min(n, share % micro_batches)) * length for n in in_flight]
+    seconds = mesh.share_batch_s(call, mesh.share(call.n_seqs) * length)
+    seconds += step * call.mini_batches * workload.epochs
+    active = (n * of_one + besides for n, of_one, besides in zip(kept, per_token, working, strict=True))
+    return CallCost(seconds, tuple(active))
+
+
+def _update_s(mesh: _OnMesh) -> float:
+    """An optimizer step after the backward passes: gradients reduced, shares updated, weights gathered."""
+    s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
+    parameters = max(mesh.local.parameters_by_stage(s.pp))
+    seconds = (
+        mesh.exchange_s("reduce_scatter", s.dp, parameters * GRADIENT_BYTES, crossings.dp)
+        + mesh.timing.update_s(parameters, s.dp)
+        + mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
+    )
+    if mesh.local.tied and s.pp > 1:
+        seconds += mesh.exchange_s(
+            "all_reduce", 2 * s.dp, mesh.local.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
+        )
+    if s.dp * s.pp > 1:  # the ranks tell each other their metrics
+        seconds += mesh.exchange_s("objects", s.size, 0, any(crossings))
+    return seconds
+
+
+def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
+    """Prefill, then one token per step for every sequence that still runs, in as many groups as stages."""
+    workload, local = mesh.workload, mesh.local
+    pp, share = mesh.strategy.pp, mesh.share(call.n_seqs)
+    groups = min(pp, share)
+    prompt = workload.prompt_tokens
+    tokens, fullest = share * prompt / groups, -(-share // groups)
+    seconds = mesh.share_batch_s(call, share * prompt)
+    seconds += mesh.pipelined_s(["prefill"], tokens, prompt, groups)
+    for first, last, running in workload.new_tokens.spans():
+        steps = last - max(first, 2) + 1  # the first token comes with the prefill
+        rows = max(share * running / groups, 1.0)
+        context = prompt + (first + last) / 2
+        stages = mesh.stages_s(["decode"], rows, context)
+        message = mesh.pass_on_s(rows)  # of hidden states; the tokens drawn take about as long
+        # A stage takes all groups in turn for each token, and a group's next token waits for its last one
+        seconds += steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
+
+    def active(stage: int) -> float:
+        cache = share * workload.cache_tokens * 2 * local.kv * mesh.layers(stage) * workload.itemsize
+        logits = fullest * local.vocab * 4 if stage == pp - 1 else 0.0
+        return cache + max(mesh.working_bytes(fullest * prompt, 0, False), logits)
+
+    return CallCost(seconds, tuple(mesh.each_stage(active)))

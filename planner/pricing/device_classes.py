@@ -1,0 +1,153 @@
+"""Which class of devices each host of a cluster has: the same on all of them, or several.
+
+What a mesh of several classes costs, which is part of what proofs of the search speak of:
+- a call is priced by the slowest of the mesh's classes, operation by operation (a layer's pass, an update, a
+  collective; planner/pricing/rooflines.py, `Slowest`): its ranks wait for each other at every collective, and shares
+  are dealt as if all were alike. A save likewise;
+- memory is each device's own;
+- a message is priced by the slower link of its two hosts: the greater latency, the lesser bandwidth;
+- the dispatch of a node is that of the class with the costliest.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from planner.plan.mesh import Cluster
+from planner.pricing.devices import DeviceProfile
+
+
+class DeviceClassError(ValueError):
+    """Device classes that do not make up a cluster: one sentence with the values and what to change."""
+
+
+def _check_hosts(cluster: Cluster, n_hosts: int) -> None:
+    if n_hosts != cluster.n_hosts:
+        raise DeviceClassError(
+            f"n_hosts={cluster.n_hosts}, but device classes are given for {n_hosts} hosts. "
+            "Change n_hosts, or the numbers of hosts of the classes."
+        )
+
+
+@dataclass(frozen=True)
+class DeviceClasses:
+    """The classes of a cluster's devices. A class has a number: its place in `profiles`.
+
+    profiles  what a device of each class can do; their names differ
+    of_host   host -> number of its class
+    Raises DeviceClassError when hosts are missing or left over, and for two classes of one name.
+    """
+
+    cluster: Cluster
+    profiles: tuple[DeviceProfile, ...]
+    of_host: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_hosts(self.cluster, len(self.of_host))
+        names = [profile.name for profile in self.profiles]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DeviceClassError(
+                f"Two device classes with different figures are both named {twice!r}. "
+                "Give one of them a name of its own: device: {like: ..., name: ...}."
+            )
+
+    @staticmethod
+    def alike(cluster: Cluster, device: DeviceProfile) -> "DeviceClasses":
+        """All hosts have devices of one class."""
+        return DeviceClasses(cluster, (device,), (0,) * cluster.n_hosts)
+
+    @staticmethod
+    def host_by_host(cluster: Cluster, devices: Sequence[DeviceProfile]) -> "DeviceClasses":
+        """The device of each host; equal ones are one class."""
+        profiles = list(dict.fromkeys(devices))
+        number = {profile: i for i, profile in enumerate(profiles)}
+        return DeviceClasses(cluster, tuple(profiles), tuple(number[device] for device in devices))
+
+    @staticmethod
+    def by_hosts(cluster: Cluster, parts: Sequence[tuple[int, DeviceProfile]]) -> "DeviceClasses":
+        """(hosts, device) of the first hosts, the next ones, ...; equal devices are one class."""
+        _check_hosts(cluster, sum(n_hosts for n_hosts, _ in parts))  # before any list is as long as that
+        return DeviceClasses.host_by_host(cluster, [device for n, device in parts for _ in range(n)])
+
+    def part(self, number: int) -> Cluster:
+        """The hosts of one class as a cluster."""
+        return Cluster(self.of_host.count(number), self.cluster.devices_per_host)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(first device, class) of the longest runs of consecutive devices of one class, ascending."""
+        per_host = self.cluster.devices_per_host
+        return tuple(
+            (host * per_host, number)
+            for host, number in enumerate(self.of_host)
+            if host == 0 or self.of_host[host - 1] != number
+        )
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [first for first, _ in self.runs]
+
+    def layout(self, first: int, size: int) -> tuple[tuple[int, int], ...]:
+        """(offset, class) of the runs of devices first .. first + size - 1: equal for meshes that are alike."""
+        if len(self.runs) == 1:
+            return ((0, 0),)
+        low = bisect_right(self._starts, first) - 1
+        high = bisect_right(self._starts, first + size - 1)
+        return tuple((max(start - first, 0), number) for start, number in self.runs[low:high])
+
+    def within(self, first: int, size: int) -> tuple[int, ...]:
+        """The classes of devices first .. first + size - 1, ascending."""
+        return tuple(sorted({number for _, number in self.layout(first, size)}))
+
+    def profile(self, device: int) -> DeviceProfile:
+        """What a device can do."""
+        return self.profiles[self.of_host[self.cluster.host(device)]]
+
+    @property
+    def dispatch_s(self) -> float:
+        """A plan node's cost besides its work."""
+        return max(profile.dispatch_s for profile in self.profiles)
+
+    def link(self, a: int, b: int, crosses_hosts: bool) -> tuple[float, float]:
+        """(latency in seconds, bytes per second) of messages between devices of classes a and b."""
+        return self._links[a, b, crosses_hosts]
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int, bool], tuple[float, float]]:
+        numbers, found = range(len(self.profiles)), {}
+        for a, b, crosses_hosts in product(numbers, numbers, (False, True)):
+            ends = [self.profiles[number] for number in (a, b)]
+            latency_s = max(end.link(crosses_hosts).latency_s for end in ends)
+            bytes_per_s = min(end.link(crosses_hosts).bytes_per_s * end.link_efficiency for end in ends)
+            found[a, b, crosses_hosts] = latency_s, bytes_per_s
+        return found
+
+    def send_s(self, source: int, destination: int, size_bytes: float) -> float:
+        """Seconds of one message from device to device."""
+        a, b = self.cluster.host(source), self.cluster.host(destination)
+        latency_s, bytes_per_s = self.link(self.of_host[a], self.of_host[b], a != b)
+        return latency_s + size_bytes / bytes_per_s
+
+    def host_copy_s(self, size_bytes: float, classes: Iterable[int]) -> float:
+        """Seconds in which devices of some classes each copy so many bytes to their host's memory, or back."""
+        return size_bytes / min(self.profiles[number].host_copy_bytes_per_s for number in classes)
+
+    def name(self, classes: Iterable[int]) -> str:
+        """Classes by name, as in `a100-80g-sxm + h100-sxm`."""
+        return " + ".join(self.profiles[number].name for number in classes)
+
+    def __str__(self) -> str:
+        """As in `8x8 a100-80g-sxm`, or `8x8 (hosts 0-3 h100-sxm, 4-7 a100-80g-sxm)`."""
+        if len(self.runs) == 1:
+            return f"{self.cluster} {self.profiles[0].name}"
+        per_host = self.cluster.devices_per_host
+        ends = [*self._starts[1:], self.cluster.n_devices]
+        parts: list[str] = []
+        for (start, number), end in zip(self.runs, ends, strict=True):
+            first, last = start // per_host, end // per_host - 1
+            hosts = str(first) if first == last else f"{first}-{last}"
+            parts.append(f"{hosts} {self.profiles[number].name}")
+        return f"{self.cluster} (hosts {', '.join(parts)})"

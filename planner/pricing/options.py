@@ -1,0 +1,256 @@
+"""All options of every call: device mesh, strategy and micro-batches, with seconds and bytes.
+
+The class of options, which is the class that proofs of the search speak of:
+- meshes: aligned parts of a host, or whole consecutive hosts. On at most 16 hosts all of them. On more, those that
+  begin and end at sixteenths of the cluster; inside the first sixteenth, the first 1, 2, 4, ... hosts and as many
+  behind these; and the parts of the first host;
+- strategies: dp tp pp = size of the mesh; tp divides the devices of a host or is a multiple of them, and is at
+  most the problem's limit and what the model's heads allow; pp at most the layers; dp at most the
+  sequences of a mini-batch;
+- micro-batches: 1, 2, 4, ... and pp times these, and the share of a dp rank itself, within that share;
+- device classes: a mesh may hold several, and is priced as planner/pricing/device_classes.py says.
+
+- offload: of a frozen role with one call, parameters resident or offloaded between their uses.
+
+Options that do not fit a device's memory even alone are left out. Of options on one mesh under one strategy, one that
+is neither faster nor smaller than another is left out too: they differ in nothing else, so no plan gets worse. And
+none is offloaded where the largest options of all calls fit a device together: then nothing is gained by it, for an
+onload and an offload only ever cost time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import sub
+from typing import NamedTuple
+
+from planner.plan.mesh import Cluster, DeviceMesh, meshes
+from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.plans import active_part, remedy
+from planner.pricing.problem import Problem, ProblemError
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+
+ALL_CUTS = 16
+"""On clusters of at most this many hosts, every host is a cut point."""
+
+
+class Option(NamedTuple):
+    """One way to run a call.
+
+    first, size    its device mesh: devices first .. first + size - 1
+    strategy       (dp, tp, pp) with dp tp pp = size
+    seconds        the call's duration
+    resident       bytes per stage that a device holds all the time: a trained role's parameters, gradients and
+                   optimizer at its train_step, a frozen role's parameters unless they are offloaded; zeros for a
+                   reader of a trained role
+    copy           bytes per stage of a read-only copy of the parameters, or of the parameters while onloaded
+    active         bytes per stage beyond these while the call runs
+    offload        whether a frozen role's parameters are in host memory but for this call
+    """
+
+    first: int
+    size: int
+    strategy: ParallelStrategy
+    micro_batches: int
+    seconds: float
+    resident: tuple[float, ...]
+    copy: tuple[float, ...]
+    active: tuple[float, ...]
+    offload: bool = False
+
+    @property
+    def assignment(self) -> CallAssignment:
+        devices = tuple(range(self.first, self.first + self.size))
+        return CallAssignment(
+            placement=Placement(devices, self.strategy),
+            micro_batches=self.micro_batches,
+            offload=self.offload,
+        )
+
+    @property
+    def active_bytes(self) -> float:
+        """The most that a device holds besides while the call runs."""
+        return max(self.active)
+
+
+def cut_points(n_hosts: int) -> tuple[int, ...]:
+    """Numbers of hosts at which large meshes begin and end: all of them up to 16 hosts, else sixteenths."""
+    parts = min(n_hosts, ALL_CUTS)
+    return tuple(i * n_hosts // parts for i in range(parts + 1))
+
+
+def few_hosts(n_hosts: int) -> tuple[int, ...]:
+    """Numbers of hosts of the small meshes at the start of a cluster: 1, 2, 4, ... up to half its first sixteenth."""
+    half = cut_points(n_hosts)[1] // 2
+    return tuple(2**i for i in range(half.bit_length()))
+
+
+def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
+    """The meshes of the class above, smallest first."""
+    if cluster.n_hosts <= ALL_CUTS:
+        yield from meshes(cluster)
+        return
+    cuts, per_host = cut_points(cluster.n_hosts), cluster.devices_per_host
+    for size in (size for size in range(1, per_host + 1) if per_host % size == 0):
+        yield from (DeviceMesh(cluster, first, size) for first in range(0, per_host, size))
+    ranges = {(b - a, a) for a in cuts for b in cuts if a < b}
+    for n in few_hosts(cluster.n_hosts):
+        ranges |= {(n, 0), (n, n)}
+    yield from (DeviceMesh(cluster, a * per_host, n * per_host) for n, a in sorted(ranges - {(1, 0)}))
+
+
+def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator[ParallelStrategy]:
+    """The strategies of a call on a mesh of some size."""
+    shape = problem.model.models[call.role].shape
+    per_host = problem.cluster.devices_per_host
+    most_tp = min(problem.tp_limit, size, shape.query_heads, shape.intermediate, shape.vocab)
+    for tp in range(1, most_tp + 1):
+        if size % tp or (per_host % tp and tp % per_host):
+            continue
+        for pp in range(1, min(shape.layers, size // tp) + 1):
+            dp = size // (tp * pp)
+            if size == dp * tp * pp and dp <= call.n_seqs // call.mini_batches:
+                yield ParallelStrategy(dp, tp, pp)
+
+
+def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> list[int]:
+    """Into how many micro-batches a dp rank may cut its share; generation has groups in flight instead."""
+    if call.kind == "generate":
+        return [1]
+    share = call.n_seqs // (call.mini_batches * strategy.dp)
+    counts, count = {share}, 1
+    while count <= share:
+        counts |= {count, min(share, count * strategy.pp)}
+        count *= 2
+    return sorted(counts)
+
+
+def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
+    """The options of every call of the graph. Offloaded ones follow the resident ones, in the same order.
+
+    Raises ProblemError as `call_options` does.
+    """
+    graph = problem.graph
+    found = [call_options(problem, call) for call in graph.calls]
+    smallest = min(profile.memory_bytes for profile in problem.model.classes.profiles)
+    if sum(map(_most_needed, found)) <= smallest:
+        return tuple(found)
+    roles = [call.role for call in graph.calls]
+    return tuple(
+        options
+        if graph.trainer(call.role) or roles.count(call.role) > 1
+        else (*options, *map(_offloaded, options))
+        for call, options in zip(graph.calls, found, strict=True)
+    )
+
+
+def _most_needed(options: Iterable[Option]) -> float:
+    """Bytes that no device exceeds for a call, if nothing else were there."""
+    unlike = {
+        id(option.active): option for option in options
+    }.values()  # those on like meshes share their figures
+    return max(max(*option.resident, *option.copy) + option.active_bytes for option in unlike)
+
+
+def _offloaded(option: Option) -> Option:
+    return option._replace(resident=(0.0,) * len(option.resident), offload=True)
+
+
+def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...]:
+    """All options of a call with its role's parameters where they are, sorted by mesh and strategy.
+
+    Raises ProblemError when none fits, with the least shortfall and the fields that would lower it.
+    """
+    classes = problem.model.classes
+    priced: dict[tuple, list[Option]] = {}
+    shortfalls: list[tuple[float, Option]] = []
+    found = []
+    for mesh in candidate_meshes(problem.cluster):
+        like = mesh.size, classes.layout(mesh.first, mesh.size)
+        if like not in priced:
+            fitting: list[Option] = []
+            for strategy in strategies(problem, call, mesh.size):
+                alike = _prices(problem, call, strategy, mesh.first)
+                lacking = _lacking(alike, _rooms(strategy, mesh.first, classes))
+                shortfalls += zip(lacking, alike, strict=True)
+                fitting += _pareto(o for lack, o in zip(lacking, alike, strict=True) if lack <= 0)
+            priced[like] = fitting
+        found += [Option(mesh.first, *option[1:]) for option in priced[like]]
+    if not found:
+        raise ProblemError(_none_fits(problem, call, shortfalls))
+    return tuple(found)
+
+
+def _prices(
+    problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy, first: int
+) -> list[Option]:
+    """The options under a strategy from a device on. They cost the same on every mesh of these classes."""
+    model = problem.model
+    placement = Placement(tuple(range(first, first + strategy.size)), strategy)
+    copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
+    trainer = problem.graph.trainer(call.role)
+    if trainer is None:
+        resident = copy
+    elif trainer.name == call.name:
+        resident = model.training_bytes(call.role, placement)
+    else:
+        resident = (0.0,) * strategy.pp
+    counts = micro_batch_counts(call, strategy)
+    return [
+        Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
+        for count, cost in zip(counts, model.calls(call, placement, counts), strict=True)
+    ]
+
+
+def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> list[tuple[int, int]]:
+    """Of each stage from a device on, (bytes of memory, device) of its smallest device."""
+    width = strategy.dp * strategy.tp
+    return [
+        min(
+            (classes.profiles[number].memory_bytes, start + offset)
+            for offset, number in classes.layout(start, width)
+        )
+        for start in range(first, first + strategy.size, width)
+    ]
+
+
+def _lacking(alike: Sequence[Option], rooms: Sequence[tuple[int, int]]) -> list[float]:
+    """Bytes that a device lacks most, or has left least, while the call runs, if nothing else were there: of options
+    that differ in micro-batches. rooms: of their stages."""
+    stages = zip(alike[0].resident, alike[0].copy, rooms, strict=True)
+    left = [memory_bytes - max(resident, copy) for resident, copy, (memory_bytes, _) in stages]
+    return [max(map(sub, option.active, left)) for option in alike]
+
+
+def _pareto(options: Iterable[Option]) -> list[Option]:
+    """Options without those that another one matches in time and on every stage in memory."""
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.seconds, o.active_bytes, o.micro_batches)):
+        if not any(all(a <= b for a, b in zip(k.active, option.active, strict=True)) for k in kept):
+            kept.append(option)
+    return kept
+
+
+def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple[float, Option]]) -> str:
+    if not shortfalls:
+        return (
+            f"Call {call.name!r} has no strategy on a cluster of {problem.cluster} with tp up to "
+            f"{problem.tp_limit}: {call.n_seqs} sequences in {call.mini_batches} mini-batches. "
+            "Enlarge the batch or the cluster."
+        )
+    missing, option = min(shortfalls, key=lambda pair: (pair[0], pair[1].size))
+    classes = problem.model.classes
+    rooms = _rooms(option.strategy, option.first, classes)
+    stages = zip(option.resident, option.copy, option.active, rooms, strict=True)
+    needs = ((max(resident, copy) + active, room) for resident, copy, active, room in stages)
+    _, device, needed = max(
+        (needed - memory_bytes, device, needed) for needed, (memory_bytes, device) in needs
+    )
+    name = classes.profile(device).name
+    held = max(max(option.resident), max(option.copy))
+    parameters = f"{call.role}: {'optimizer' if call.kind == 'train_step' else 'copy'}"
+    largest = active_part(call) if option.active_bytes > held else parameters
+    return (
+        f"Call {call.name!r} fits no mesh of a cluster of {problem.cluster}: at best, on {option.size} devices with "
+        f"{option.strategy} and {option.micro_batches} micro-batches, device {device} ({name}) lacks {missing:.0f} "
+        f"of {needed:.0f} bytes. {remedy(largest)}"
+    )

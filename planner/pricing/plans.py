@@ -1,0 +1,309 @@
+"""What a whole plan costs: seconds of every node, the steady state, and every device's peak of memory.
+
+Transfers are priced from the very lists that the executors run (rlhf_tasks/parallel/layout/transfers.py).
+"""
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.plan.steady_state import SteadyState, steady_state
+from planner.plan.workload import Workload
+from planner.pricing.calls import OPTIMIZER_BYTES, CostModel
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
+from rlhf_tasks.spec import (
+    CallNode,
+    ExecutionPlan,
+    FetchNode,
+    ModelFunctionCall,
+    OffloadNode,
+    OnloadNode,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    SaveNode,
+    TransferNode,
+)
+
+Message = tuple[int, int, float]  # source device, destination device, bytes
+
+_TOKEN_BYTES = {"prompt_ids": 8, "input_ids": 8, "response_mask": 1, "chosen_ids": 8, "rejected_ids": 8}
+"""Bytes per token of the keys that are not float32 per token (docs/interfaces.md)."""
+
+_SAMPLE_BYTES = {"scores": 4, "truncated": 1, "final_values": 4}
+"""Bytes per sample of the keys that have one row per sample."""
+
+COLUMN_BYTES = 4  # of `columns`, per prompt token: its text, and as much again for the row's other columns
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The most that a device holds at once: when (the node that runs) and what (part -> bytes)."""
+
+    node: str
+    parts: dict[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class PlanPrice:
+    """A plan under a cost model.
+
+    duration_s   seconds of every node
+    copy_s       onload -> seconds of the copy that it starts
+    moved_bytes  bytes that transfers and reallocations send between devices
+    peaks        device -> its peak of memory, for the devices that the plan uses
+    call_bytes   call -> the most that a device holds while it runs
+    """
+
+    duration_s: dict[str, float]
+    moved_bytes: dict[str, float]
+    steady: SteadyState
+    peaks: dict[int, MemoryPeak]
+    call_bytes: dict[str, float]
+    copy_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def iteration_time_s(self) -> float:
+        return self.steady.iteration_time_s
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without looking for cycles of objects: lists of a million messages have none, and looking through them again
+    and again takes as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collection()
+def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
+    """Price every node of a plan. Raises ValueError when a strategy does not suit its model."""
+    duration_s, moved_bytes, copy_s = {}, {}, {}
+    for node in plan.nodes:
+        duration_s[node.name], moved = node_cost(node, plan, model)
+        if isinstance(node, TransferNode | ReallocateNode):
+            moved_bytes[node.name] = moved
+        if isinstance(node, OnloadNode):
+            copy_s[node.name] = model.onload_s(node.role, node.placement)
+    steady = steady_state(plan, duration_s, copy_s)
+    return PlanPrice(duration_s, moved_bytes, steady, *plan_memory(plan, model), copy_s)
+
+
+def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes sent between devices) of a node, its dispatch included."""
+    seconds, moved = 0.0, 0.0
+    match node:
+        case CallNode():
+            seconds = model.call(node.call, node.assignment).seconds
+        case TransferNode():
+            seconds, moved = send(redistribution_messages(node, plan, model.workload), model)
+        case ReallocateNode():
+            seconds, moved = send(reallocation_messages(node, model), model)
+        case SaveNode():
+            held = max(model.parameter_bytes(node.role, node.placement))
+            seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement))
+        case FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
+            pass
+    return seconds + model.classes.dispatch_s, moved
+
+
+def save_s(parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[int]) -> float:
+    """Seconds in which a device copies its part of the optimizer's state aside.
+
+    parameter_bytes  of its slices; classes: of which the placement has devices
+    """
+    state_bytes = parameter_bytes / model.workload.itemsize * OPTIMIZER_BYTES / dp
+    return model.classes.host_copy_s(state_bytes, classes)
+
+
+def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
+    """What a reallocation sends, from the list that the executor runs."""
+    role = model.models[node.role]
+    source, destination = (Layout(role.shape, role.head, p) for p in (node.source, node.destination))
+    planned = plan_reallocation(source, destination, model.workload.itemsize, model.cluster.devices_per_host)
+    return [(t.source, t.destination, t.size_bytes) for t in planned]
+
+
+def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: Workload) -> list[Message]:
+    """What a redistribution sends when every sequence has the mean length."""
+    ids = range(plan.n_seqs)
+    alike = dict.fromkeys(ids, 1)
+    held, wanted = shares(node.source, ids, alike), shares(node.destination, ids, alike)
+    planned = plan_redistribution(held, wanted, plan.devices_per_host)
+    per_sample = sum(key_bytes(key, workload) for key in node.keys)
+    return [(t.source, t.destination, len(t.ids) * per_sample) for t in planned]
+
+
+def key_bytes(key: str, workload: Workload) -> float:
+    """Bytes of a key per sample, on average."""
+    if key in _SAMPLE_BYTES:
+        return _SAMPLE_BYTES[key]
+    if key == "columns":
+        return COLUMN_BYTES * workload.prompt_tokens
+    tokens = workload.prompt_tokens if key == "prompt_ids" else workload.mean_tokens
+    return _TOKEN_BYTES.get(key, 4) * tokens
+
+
+def send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes) of messages that run at the same time: the busiest direction of any device's links."""
+    busy: dict[tuple[int, str], float] = defaultdict(float)
+    total = 0.0
+    for source, destination, size_bytes in messages:
+        seconds = model.classes.send_s(source, destination, size_bytes)
+        busy[source, "out"] += seconds
+        busy[destination, "in"] += seconds
+        total += size_bytes
+    return max(busy.values(), default=0.0), total
+
+
+class PlanMemory(NamedTuple):
+    """Memory under a plan: `PlanPrice.peaks` and `PlanPrice.call_bytes`."""
+
+    peaks: dict[int, MemoryPeak]
+    call_bytes: dict[str, float]
+
+
+def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
+    """What devices hold at most, in all and while each call runs.
+
+    Resident all the time: a trained role's parameters, gradients and optimizer on its training placement, a
+    frozen role's parameters on each of its placements where they are not offloaded. Copies live from their
+    reallocation to their release, offloaded parameters on the devices from their onload to their offload, a
+    call's temporary memory while it runs.
+    """
+    groups, stages = _alike(plan)
+    live: dict[int, dict[str, float]] = {device: {} for device in groups}
+    for role, where in plan.roles.items():
+        for number, placement in enumerate(where.placements):
+            if (where.trained and number) or placement in where.offloaded:
+                continue
+            held = model.training_bytes if where.trained else model.parameter_bytes
+            part = f"{role}: {'parameters, gradients, optimizer' if where.trained else 'frozen parameters'}"
+            for device, size_bytes in _by_device(stages[placement], held(role, placement)):
+                live[device][part] = live[device].get(part, 0.0) + size_bytes
+    peaks: dict[int, MemoryPeak] = {}
+    call_bytes: dict[str, float] = {}
+
+    def note(device: int, node: str, parts: dict[str, float]) -> None:
+        if device not in peaks or sum(parts.values()) > peaks[device].total_bytes:
+            peaks[device] = MemoryPeak(node, dict(parts))
+
+    def brought(node: str, role: str, part: str, placement: Placement) -> None:
+        for device, size_bytes in _by_device(stages[placement], model.parameter_bytes(role, placement)):
+            live[device][part] = live[device].get(part, 0.0) + size_bytes  # of several at once the sum
+            note(device, node, live[device])
+
+    def freed(role: str, part: str, placement: Placement) -> None:
+        for device, size_bytes in _by_device(stages[placement], model.parameter_bytes(role, placement)):
+            live[device][part] -= size_bytes
+            if not live[device][part]:
+                del live[device][part]
+
+    for node in plan.nodes:
+        match node:
+            case ReallocateNode():
+                brought(node.name, node.role, f"{node.role}: copy", node.destination)
+            case ReleaseNode():
+                freed(node.role, f"{node.role}: copy", node.placement)
+            case OnloadNode():
+                brought(node.name, node.role, f"{node.role}: onloaded parameters", node.placement)
+            case OffloadNode():
+                freed(node.role, f"{node.role}: onloaded parameters", node.placement)
+            case CallNode():
+                active = model.call(node.call, node.assignment).active_bytes
+                for device, size_bytes in _by_device(stages[node.placement], active):
+                    parts = {**live[device], active_part(node.call): size_bytes}
+                    note(device, node.name, parts)
+                    call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
+            case FetchNode() | TransferNode() | SaveNode():
+                pass
+    by_device = {device: peak for first, peak in peaks.items() for device in groups[first]}
+    return PlanMemory(by_device, call_bytes)
+
+
+_Stages = list[tuple[int, int]]  # (device, stage)
+
+
+def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:
+    """First device -> the devices that are on the same stages as it of all placements of the plan; and placement ->
+    the stages of these first devices on it. Devices stand stage by stage (pp-major)."""
+    placements = list(dict.fromkeys(p for where in plan.roles.values() for p in where.placements))
+    stage = np.full((plan.n_devices, len(placements)), -1)
+    for column, placement in enumerate(placements):
+        width = len(placement.devices) // placement.strategy.pp
+        stage[np.array(placement.devices), column] = np.arange(len(placement.devices)) // width
+    _, firsts, group = np.unique(stage, axis=0, return_index=True, return_inverse=True)
+    groups: dict[int, list[int]] = {first: [] for first in sorted(firsts.tolist())}
+    for device, first in enumerate(firsts[group.reshape(-1)].tolist()):
+        groups[first].append(device)
+    on: dict[Placement, _Stages] = {
+        placement: [(first, at) for first in groups if (at := int(stage[first, column])) >= 0]
+        for column, placement in enumerate(placements)
+    }
+    return groups, on
+
+
+def _by_device(stages: _Stages, per_stage: Iterable[float]) -> list[tuple[int, float]]:
+    """(device, bytes) from bytes per stage."""
+    sizes = list(per_stage)
+    return [(device, sizes[stage]) for device, stage in stages]
+
+
+def shortfall(price: PlanPrice, model: CostModel) -> str | None:
+    """One sentence about the device that lacks most memory, or None when the plan fits."""
+    return lack_of_memory(price.peaks, model)
+
+
+def lack_of_memory(peaks: Mapping[int, MemoryPeak], model: CostModel) -> str | None:
+    """`shortfall` from the peaks alone."""
+    device = scarcest_device(peaks, model)
+    peak, profile = peaks[device], model.classes.profile(device)
+    missing = peak.total_bytes - profile.memory_bytes
+    if missing <= 0:
+        return None
+    largest, size_bytes = max(peak.parts.items(), key=lambda item: item[1])
+    return (
+        f"Device {device} ({profile.name}) lacks {missing:.0f} bytes: it needs {peak.total_bytes:.0f} during "
+        f"{peak.node} and has {profile.memory_bytes}. Most of it, {size_bytes:.0f}, is {largest}. {remedy(largest)}"
+    )
+
+
+def scarcest_device(peaks: Mapping[int, MemoryPeak], model: CostModel) -> int:
+    """The device that lacks most memory, or has least left."""
+    return max(
+        peaks, key=lambda device: peaks[device].total_bytes - model.classes.profile(device).memory_bytes
+    )
+
+
+def active_part(call: ModelFunctionCall) -> str:
+    """The name of the memory that a call needs while it runs."""
+    return f"{call.name}: {'KV cache' if call.kind == 'generate' else 'activations'}"
+
+
+def remedy(part: str) -> str:
+    """Which fields would lower a part."""
+    if part.endswith("KV cache"):
+        return "A larger dp, tp or pp, a smaller batch_size or fewer new tokens would lower it."
+    if part.endswith("activations"):
+        return "More micro_batches, a larger dp or a smaller batch_size would lower it."
+    if part.endswith("optimizer"):
+        return "A larger tp, pp or dp (ZeRO-1 shards the optimizer) on more devices would lower it."
+    if part.endswith("frozen parameters"):
+        return "A larger tp or pp, or offload: true for its calls, would lower it."
+    return "A larger tp or pp would lower it."

@@ -1,0 +1,47 @@
+"""What a plan search is asked: a graph, a cluster with its devices, and the models behind the roles."""
+
+from dataclasses import dataclass
+
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.pricing.calls import CostModel
+
+
+class ProblemError(ValueError):
+    """A search that cannot have an answer, with the reason in one sentence."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to place and what it costs. Equal problems have equal results.
+
+    graph   the calls of an iteration
+    model   what calls and transfers cost: cluster, device, the roles' models, workload
+    max_tp  the largest tensor-parallel degree; default: the devices of a host
+    warnings  a sentence for each file of kept figures that was put aside
+    Raises ProblemError when a role has no model or max_tp is no positive whole number.
+    """
+
+    graph: DataflowGraph
+    model: CostModel
+    max_tp: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        missing = [role for role in self.graph.roles if role not in self.model.models]
+        if missing:
+            raise ProblemError(
+                f"No model is given for {', '.join(missing)}; {self.graph.name} has the roles "
+                f"{', '.join(self.graph.roles)}."
+            )
+        if self.max_tp is not None and (isinstance(self.max_tp, bool) or self.max_tp < 1):
+            raise ProblemError(f"max_tp={self.max_tp!r} is not a positive whole number.")
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.model.cluster
+
+    @property
+    def tp_limit(self) -> int:
+        """The largest tensor-parallel degree."""
+        return self.max_tp or self.cluster.devices_per_host

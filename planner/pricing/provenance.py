@@ -1,0 +1,129 @@
+"""Where the figures that a plan is priced by come from, and where they are stretched beyond a profile's points."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from planner.plan.workload import Workload, fullest_share
+from planner.pricing.calls import CostModel
+from planner.pricing.devices import described
+from planner.pricing.measured import MeasuredProfile
+from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
+from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall
+
+STRETCH = 2.0  # times what was measured; points are powers of two, so the last slope is near up to it
+
+ROWS_OR_TOKENS = {
+    "layer/forward": "tokens of a micro-batch",
+    "layer/backward": "tokens of a micro-batch",
+    "layer/prefill": "tokens of prompts together",
+    "layer/decode": "rows that decode together",
+}
+"""What `Timed.tokens` are of an operation."""
+
+
+def figures_source(model: CostModel) -> str:
+    """Of each device class its profile or its stated figures, and whose prices earlier runs correct."""
+    parts = []
+    for device, profiles in zip(model.classes.profiles, model.measured, strict=True):
+        roles: dict[str, list[str]] = {}
+        others: list[str] = []
+        for role, own in model.models.items():
+            profile = profiles.get(own.shape)
+            (others if profile is None else roles.setdefault(profile.title, [])).append(role)
+        if not roles:
+            parts.append(described(device))
+        elif len(roles) == 1 and not others:
+            parts += roles
+        else:
+            told = " and ".join(f"{source} for {', '.join(of)}" for source, of in roles.items())
+            rest = f", its figures recalibrated by that for {', '.join(others)}" if others else ""
+            parts.append(told + rest)
+    source = "; ".join(parts)
+    if model.ran:
+        source += f", corrected by measured figures of {', '.join(sorted({ran.call for ran in model.ran}))}"
+    return source
+
+
+class Asked(NamedTuple):
+    """What pricing a call asks of a profile at most: operation, tokens (decoding: rows), context, as in `Timed`."""
+
+    operation: str
+    tokens: float
+    context: float
+
+
+class _Beyond(NamedTuple):
+    """A call asks for `asked` of `what` of a profile that has `most`; profile: its title."""
+
+    times: float
+    call: str
+    asked: float
+    most: float
+    what: str
+    profile: str
+
+
+def extrapolation(plan: ExecutionPlan, model: CostModel) -> str | None:
+    """One sentence when calls of a plan are priced at more than STRETCH times what their profile has."""
+    found = [
+        one
+        for node in plan.nodes
+        if isinstance(node, CallNode)
+        for one in _beyond(node, model)
+        if one.times > STRETCH
+    ]
+    if not found:
+        return None
+    worst = max(found)
+    others = len({one.call for one in found}) - 1
+    more = f" ({others} other call{'s' if others > 1 else ''} beyond it too)" if others else ""
+    return (
+        f"The {worst.profile} ends at {worst.most:.0f} {worst.what}; {worst.call} is priced at "
+        f"{worst.asked:.0f}{more}, by extrapolation. prefect-rlhf profile measures this run's sizes, up to "
+        f"{MOST_TOKENS} tokens and {MOST_ROWS} rows."
+    )
+
+
+def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
+    """How far a call goes in each direction, for the classes of its devices that have a profile."""
+    shape, tp = model.models[node.call.role].shape, node.placement.strategy.tp
+    for number in model.classes_of(node.placement):
+        profile = model.measured[number].get(shape)
+        if profile is None or tp not in profile.tp_degrees:
+            continue
+        for asked in asked_of(node.call, node.assignment, model.workload):
+            tokens, context = _ends(profile, asked.operation, tp)
+            what = ROWS_OR_TOKENS[asked.operation]
+            if tokens >= (MOST_ROWS if asked.operation == "layer/decode" else MOST_TOKENS):
+                tokens = max(
+                    tokens, asked.tokens
+                )  # no profile has more: devices are busy, seconds grow linearly
+            for value, most, unit in (
+                (asked.tokens, tokens, what),
+                (asked.context, context, "tokens of a sequence"),
+            ):
+                yield _Beyond(value / most, node.name, value, most, unit, profile.title)
+
+
+def _ends(profile: MeasuredProfile, operation: str, tp: int) -> tuple[int, int]:
+    """The most tokens and the longest context of an operation in a profile."""
+    points = [o for o in profile.operations if (o.operation, o.tp) == (operation, tp)]
+    return max(o.tokens for o in points), max(o.context for o in points)
+
+
+def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload) -> list[Asked]:
+    """The largest passes of a layer that planner/pricing/calls.py prices a call by."""
+    if not call.runs_model:
+        return []
+    s, length = given.placement.strategy, workload.mean_tokens
+    share = fullest_share(call, s.dp)
+    if call.kind != "generate":
+        tokens = share * length / given.micro_batches
+        passes = ["layer/forward"] if call.kind == "inference" else ["layer/forward", "layer/backward"]
+        return [Asked(operation, tokens, length) for operation in passes]
+    prompt, rows = workload.prompt_tokens, share / min(s.pp, share)
+    first, last, _ = workload.new_tokens.spans()[-1]
+    return [
+        Asked("layer/prefill", rows * prompt, prompt),
+        Asked("layer/decode", rows, prompt + (first + last) / 2),
+    ]

@@ -1,0 +1,240 @@
+"""A priced plan as data: the JSON of `prefect-rlhf plan`, and the YAML that a run's `plan:` accepts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from planner.pricing.calls import CostModel
+from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.plans import PlanPrice
+from planner.pricing.problem import Problem
+from planner.pricing.provenance import figures_source
+from planner.pricing.run_history import Factor
+from planner.report.alternatives import Alternative
+from planner.report.text import format_devices
+from planner.search.search import SearchResult
+from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNode
+
+ALTERNATIVES = (
+    "for each call the best plan found with it on other devices; the other calls may have moved too"
+)
+"""What a table of rejected alternatives shows."""
+
+
+def result_document(result: SearchResult) -> dict[str, Any]:
+    """All figures of a result, JSON-able: seconds, bytes, and devices and hosts (`nodes`) by number."""
+    model = result.tables.problem.model
+    return {
+        "iteration_time_s": result.iteration_time_s,
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "proven_optimal": result.proven_optimal,
+        "proof_class": result.proof_class,
+        "device_classes": _device_classes(model.classes),
+        "source": figures_source(model),
+        "assignments": _assignments(result.plan, result.price, model),
+        "transfers": _transfers(result.plan, result.price),
+        "peak_memory_bytes": {
+            str(device): round(peak.total_bytes) for device, peak in sorted(result.price.peaks.items())
+        },
+        "corrections": {
+            call: {"factor": by.seconds, "added_s": by.added_s}
+            for call, by in corrections(result.tables.problem).items()
+        },
+        "search": {
+            "mode": result.mode,
+            "seconds": result.seconds,
+            "compile_s": result.compile_s,
+            "evaluations": result.evaluations,
+        },
+    }
+
+
+def corrections(problem: Problem) -> dict[str, Factor]:
+    """Call -> what measured figures of earlier runs make of its price; calls without such are left out."""
+    ran = {found.call for found in problem.model.ran}
+    return {call.name: problem.model.correction(call) for call in problem.graph.calls if call.name in ran}
+
+
+class CallRow(NamedTuple):
+    """A call's place and price.
+
+    device_class   of its devices; of several, `a + b`
+    memory_bytes   peak of the fullest of its devices; missing_bytes: of the one that lacks most; 0 if it fits
+    """
+
+    call: str
+    devices: str
+    device_class: str
+    dp: int
+    tp: int
+    pp: int
+    micro_batches: int
+    offload: bool
+    time_s: float
+    memory_bytes: int
+    missing_bytes: int
+
+
+def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[CallRow]:
+    """A row for each call, in the plan's order."""
+
+    def missing_bytes(device: int) -> float:
+        return price.peaks[device].total_bytes - model.classes.profile(device).memory_bytes
+
+    return [
+        CallRow(
+            node.name,
+            format_devices(node.devices),
+            model.classes.name(model.classes_of(node.placement)),
+            node.placement.strategy.dp,
+            node.placement.strategy.tp,
+            node.placement.strategy.pp,
+            node.assignment.micro_batches,
+            node.assignment.offload,
+            price.duration_s[node.name],
+            round(max(price.peaks[device].total_bytes for device in node.devices)),
+            max(0, round(max(map(missing_bytes, node.devices)))),
+        )
+        for node in plan.nodes
+        if isinstance(node, CallNode)
+    ]
+
+
+def proof_sentence(result: SearchResult) -> str:
+    """Seconds per iteration, the bound, and what is proved; the gap is rounded up to tenths of a percent."""
+    compiled = f", after {result.compile_s:.1f} s of compilation" if result.compile_s else ""
+    certain = (
+        "proved optimal" if result.proven_optimal else f"at most {_at_most(result.gap)} from the optimum"
+    )
+    return (
+        f"{result.iteration_time_s:.4g} s per iteration, lower bound {result.lower_bound_s:.4g} s: {certain} "
+        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s{compiled})."
+    )
+
+
+def _at_most(share: float) -> str:
+    return f"{math.ceil(round(share * 1000, 9)) / 1000:.1%}"  # 5% of some sums is a hair above
+
+
+def _above(share: float) -> str:
+    return f"+{share:.1%}" if share >= 0.0005 else "less than +0.1%"
+
+
+class AlternativeRow(NamedTuple):
+    """A call's best other place, seconds per iteration of the plan with it, and how that is beside the plan."""
+
+    call: str
+    devices: str
+    dp: int
+    tp: int
+    pp: int
+    time_s: float
+    beside_the_plan: str
+
+
+def alternative_rows(rejected: Sequence[Alternative]) -> list[AlternativeRow]:
+    """A row for each call that has an alternative."""
+    rows = []
+    for other in rejected:
+        placement = other.assignment.placement
+        devices, s = format_devices(placement.devices), placement.strategy
+        rows.append(AlternativeRow(other.call, devices, s.dp, s.tp, s.pp, other.time_s, other.reason))
+    return rows
+
+
+class ModeRow(NamedTuple):
+    """Seconds per iteration and hours under the plan of a mode, None where it has none; remark: how much that is
+    above the best of all modes, or why there is no plan."""
+
+    mode: str
+    time_s: float | None
+    hours: float | None
+    remark: str
+
+
+def mode_rows(found: Mapping[str, SearchResult | str], iterations: int) -> list[ModeRow]:
+    """A row for each mode, from what `compare` of flows/run/planning.py found."""
+    best = min((r.iteration_time_s for r in found.values() if not isinstance(r, str)), default=0.0)
+    rows = []
+    for mode, result in found.items():
+        if isinstance(result, str):
+            rows.append(ModeRow(mode, None, None, result))
+        else:
+            time_s = result.iteration_time_s
+            above = "" if time_s == best else _above(time_s / best - 1)
+            rows.append(ModeRow(mode, time_s, time_s * iterations / 3600, above))
+    return rows
+
+
+def told_limits(limits_s: Mapping[str, float]) -> str:
+    """How long each mode that searches until a limit may do so, by mode."""
+    return "time limits: " + ", ".join(f"{mode} {limit_s:g} s" for mode, limit_s in limits_s.items())
+
+
+def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
+    """{call: {devices, dp, tp, pp, micro_batches, balance, offload, order}}: what a run's `plan:` accepts.
+
+    Without `order` where the plan's order was found by planner/plan/node_order.py, which finds it again.
+    """
+    document = {}
+    for node in plan.nodes:
+        if isinstance(node, CallNode):
+            given, s = node.assignment, node.placement.strategy
+            document[node.name] = {
+                "devices": list(node.placement.devices),
+                "dp": s.dp,
+                "tp": s.tp,
+                "pp": s.pp,
+                "micro_batches": given.micro_batches,
+                "balance": given.balance,
+                "offload": given.offload,
+            }
+            if given.order is not None:
+                document[node.name]["order"] = given.order
+    return document
+
+
+def _device_classes(classes: DeviceClasses) -> dict[str, dict[str, Any]]:
+    return {
+        profile.name: {
+            "nodes": [host for host, number in enumerate(classes.of_host) if number == i],
+            "memory_bytes": profile.memory_bytes,
+        }
+        for i, profile in enumerate(classes.profiles)
+    }
+
+
+def _assignments(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> dict[str, dict[str, Any]]:
+    classes, cluster = model.classes, model.cluster
+    return {
+        call: {
+            "nodes": sorted({cluster.host(device) for device in given["devices"]}),
+            "device_classes": sorted({classes.profile(device).name for device in given["devices"]}),
+            **{key: given[key] for key in ("devices", "dp", "tp", "pp", "micro_batches", "offload")},
+            "time_s": price.duration_s[call],
+        }
+        for call, given in plan_document(plan).items()
+    }
+
+
+def _transfers(plan: ExecutionPlan, price: PlanPrice) -> list[dict[str, Any]]:
+    found = []
+    for node in plan.nodes:
+        if isinstance(node, TransferNode):
+            source, destination, what = node.source.placement, node.destination.placement, list(node.keys)
+        elif isinstance(node, ReallocateNode):
+            source, destination, what = node.source, node.destination, [f"parameters of {node.role}"]
+        else:
+            continue
+        found.append(
+            {
+                "name": node.name,
+                "what": what,
+                "source": list(source.devices),
+                "destination": list(destination.devices),
+                "bytes": round(price.moved_bytes[node.name]),
+                "time_s": price.duration_s[node.name],
+            }
+        )
+    return found

@@ -1,0 +1,156 @@
+"""Graphs and plans as text: tables, the short names of nodes, and Mermaid of a graph."""
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from planner.plan.graph import DataflowGraph
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.spec import (
+    CallNode,
+    ExecutionPlan,
+    FetchNode,
+    OffloadNode,
+    OnloadNode,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    SaveNode,
+    TransferNode,
+)
+
+
+def algorithm_graph(algorithm: str) -> DataflowGraph:
+    """The dataflow graph of a registered algorithm at a nominal size, for drawing.
+
+    Raises ValueError naming the registered algorithms.
+    """
+    if algorithm not in GRAPHS:
+        raise ValueError(f"There is no algorithm {algorithm!r}; registered are {', '.join(GRAPHS)}.")
+    registered = GRAPHS[algorithm]
+    nominal = SimpleNamespace(
+        batch_size=1,
+        num_mini_batches=1,
+        scoring_role="reward",
+        records_kept=False,
+        truncated_responses="keep",
+    )
+    return DataflowGraph(registered.calls(nominal), registered.dataset_keys, name=algorithm)
+
+
+def dataflow_mermaid(graph: DataflowGraph) -> str:
+    """Mermaid flowchart of a dataflow graph: data edges with their keys, version edges dotted."""
+    lines = ["flowchart TD", '    dataset[("data set")]']
+    for call in graph.calls:
+        lines.append(f'    {call.name}["{call.name}<br/>{call.role}: {call.kind}"]')
+        from_dataset = [key for key in call.inputs if key in graph.dataset_keys]
+        if from_dataset:
+            lines.append(f"    dataset -->|{_keys(from_dataset)}| {call.name}")
+    for a, b, edge in graph.digraph.edges(data=True):
+        if edge["keys"]:
+            lines.append(f"    {a} -->|{_keys(edge['keys'])}| {b}")
+    lines += [
+        f"    {edge.writer} -.->|{edge.role}, next iteration| {edge.reader}"
+        for edge in graph.across
+        if edge.writer != edge.reader
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def dataflow_table(graph: DataflowGraph) -> str:
+    """The calls of a dataflow graph as a text table."""
+    rows = [
+        (call.name, call.role, call.kind, ", ".join(call.inputs), ", ".join(call.outputs) or "-")
+        for call in graph.calls
+    ]
+    return _table(("call", "role", "kind", "inputs", "outputs"), rows)
+
+
+def short_names(plan: ExecutionPlan) -> dict[str, str]:
+    """Node -> its name where room is scarce: no two are alike.
+
+    A call keeps its name; what moves data is called by where they go, what moves parameters by the role.
+    """
+    short = {node.name: _short_name(node) for node in plan.nodes}
+    taken = Counter(short.values())
+    return {
+        name: brief if taken[brief] == 1 else name.removeprefix("transfer_").replace("_to_", " → ")
+        for name, brief in short.items()
+    }
+
+
+def _short_name(node: PlanNode) -> str:
+    match node:
+        case TransferNode():
+            return f"→ {node.name.rpartition('_to_')[2]}"
+        case ReallocateNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode():
+            return f"{node.kind}_{node.role}"
+        case _:
+            return node.name
+
+
+def plan_table(plan: ExecutionPlan) -> str:
+    """The nodes of a plan in their total order as a text table."""
+    rows = [
+        (str(number), node.name, node.kind, node_devices(node), node_detail(node))
+        for number, node in enumerate(plan.nodes)
+    ]
+    return _table(("", "node", "kind", "devices", "what"), rows)
+
+
+def format_devices(devices: Sequence[int]) -> str:
+    """Device numbers with runs shortened: `0-3,8`."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and device == runs[-1][-1] + 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def node_devices(node: PlanNode) -> str:
+    """The devices of a node; of what moves, from where to where."""
+    match node:
+        case TransferNode(source=source, destination=destination):
+            return _arrow(source.placement.devices, destination.placement.devices)
+        case ReallocateNode(source=source, destination=destination):
+            return _arrow(source.devices, destination.devices)
+        case _:
+            return format_devices(node.devices)
+
+
+def _arrow(source: Sequence[int], destination: Sequence[int]) -> str:
+    return f"{format_devices(source)} → {format_devices(destination)}"
+
+
+def node_detail(node: PlanNode) -> str:
+    """What a node does there: strategy, columns or role."""
+    match node:
+        case CallNode(call=call, assignment=assignment):
+            detail = f"{call.role}: {assignment.placement.strategy}"
+            if assignment.micro_batches > 1:
+                detail += f", {assignment.micro_batches} micro-batches"
+            detail += ", by tokens" if assignment.balance == "tokens" else ""
+            return detail + (", offloaded" if assignment.offload else "")
+        case FetchNode(keys=keys) | TransferNode(keys=keys):
+            return ", ".join(keys)
+        case ReallocateNode(role=role, source=source, destination=destination):
+            return f"{role}: {source.strategy} → {destination.strategy}"
+        case ReleaseNode(role=role) | OnloadNode(role=role) | OffloadNode(role=role) | SaveNode(role=role):
+            return role
+
+
+def _keys(keys: Sequence[str]) -> str:
+    return "<br/>".join(keys)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns with a rule under the head."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    rule = ["─" * width for width in widths]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (head, rule, *rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"

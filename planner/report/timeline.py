@@ -1,0 +1,83 @@
+"""One steady-state iteration as bars: what each group of devices does when."""
+
+from typing import NamedTuple
+
+from planner.pricing.plans import PlanPrice
+from planner.report.text import format_devices
+from rlhf_tasks.spec import CallNode, ExecutionPlan
+
+
+class Bar(NamedTuple):
+    """One node from start_s to end_s, both within one period. kind: of the call, or of the node."""
+
+    node: str
+    kind: str
+    start_s: float
+    end_s: float
+
+
+class Group(NamedTuple):
+    """Devices that do the same all the time, e.g. `0-3`, and what they do, in order of time."""
+
+    devices: tuple[int, ...]
+    bars: tuple[Bar, ...]
+
+    @property
+    def busy_s(self) -> float:
+        return sum(bar.end_s - bar.start_s for bar in self.bars)
+
+
+def steady_bars(plan: ExecutionPlan, price: PlanPrice) -> list[Group]:
+    """The groups of devices and their bars over one period of the steady state.
+
+    A node that reaches over the period's end goes on at its beginning: there it is the iteration before's.
+    """
+    period_s = price.iteration_time_s
+    kinds = {n.name: n.call.kind if isinstance(n, CallNode) else n.kind for n in plan.nodes}
+    used: dict[int, list[str]] = {device: [] for device in range(plan.n_devices)}
+    for node in plan.nodes:
+        for device in node.devices:
+            used[device].append(node.name)
+    members: dict[tuple[str, ...], list[int]] = {}
+    for device, names in used.items():
+        members.setdefault(tuple(names), []).append(device)
+    groups = []
+    for names, devices in members.items():
+        bars: list[Bar] = []
+        for name in names:
+            start_s = price.steady.start_s[name] % period_s
+            end_s = start_s + price.duration_s[name]
+            bars.append(Bar(name, kinds[name], start_s, min(end_s, period_s)))
+            if end_s > period_s:
+                bars.append(Bar(name, kinds[name], 0.0, end_s - period_s))
+        groups.append(Group(tuple(devices), tuple(sorted(bars, key=lambda bar: bar.start_s))))
+    return sorted(groups)
+
+
+def draw_bars(
+    groups: list[Group], period_s: float, width: int = 100, rows: int = 24
+) -> list[list[tuple[str, str]]]:
+    """Lines of (text, kind) pieces, `width` characters for one period; kind is "" for what is not a bar.
+
+    Bars shorter than half a character are left out. At most `rows` groups, the busiest first where there are more.
+    """
+    shown = groups if len(groups) <= rows else sorted(sorted(groups, key=lambda g: -g.busy_s)[:rows])
+    labels = [format_devices(group.devices) for group in shown]
+    longest = min(max(map(len, labels), default=0), 24)
+    lines = []
+    for group, label in zip(shown, labels, strict=True):
+        line, column = [(f"{label[:longest]:>{longest}} │", "")], 0
+        for bar in group.bars:
+            first, last = (round(moment / period_s * width) for moment in (bar.start_s, bar.end_s))
+            first = max(first, column)
+            if last <= first:
+                continue
+            line.append((" " * (first - column), ""))
+            line.append((f"{bar.node[: last - first - 1]:─<{last - first - 1}}┤", bar.kind))
+            column = last
+        line.append((" " * (width - column) + "│", ""))
+        lines.append(line)
+    if len(shown) < len(groups):
+        lines.append([(f"{'':>{longest}}  ... and {len(groups) - len(shown)} groups that work less", "")])
+    lines.append([(f"{'':>{longest}} 0 s{f'{period_s:.3g} s':>{width - 2}}", "")])
+    return lines

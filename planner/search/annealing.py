@@ -1,0 +1,328 @@
+"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983). A round ends with a
+descent from its best state, if that fits memory: each call in turn gets its best option, until no call has a better.
+
+A proposal's energy limit is drawn before the proposal is priced. Most proposals are refused by a lower bound that
+needs only seconds and meshes: the longest model cycle and the fullest device.
+"""
+
+# pyright: reportArgumentType=false, reportReturnType=false
+# (compiled code takes elements of arrays for the numbers they are)
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.bounds.root_bound import Cycles
+from planner.search.compiled.arrays import Arrays
+from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.evaluator import value
+from planner.search.compiled.tables import Tables
+from rlhf_tasks.system.counter_random import stream, stream_key
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+STEPS = (
+    5_000,
+    5_000,
+    10_000,
+    10_000,
+    20_000,
+)  # proposals of each round and of later ones; short ones find plans soon
+ROUNDS = 24  # at most
+AGREE = 3  # rounds that have met the best plan: then no other is looked for
+SAME = 1e-9  # relative; plans so close in time count as one
+HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
+CALM = 0.004  # the same at the beginning of a round that polishes a plan
+PAIRS = 0.4  # share of the proposals that change two calls
+CHUNK = 500  # proposals between two looks at the clock: a part of a round
+ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
+DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
+SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
+
+
+class Neighbours(NamedTuple):
+    """Where proposals go.
+
+    start   [calls + 1] call c has the meshes start[c] .. start[c + 1] - 1 of the arrays over meshes
+    first, size  [meshes] devices
+    begin   [meshes + 1] the options of mesh m are by_speed[begin[m]] .. by_speed[begin[m + 1] - 1], fastest first
+    """
+
+    start: Ints
+    first: Ints
+    size: Ints
+    begin: Ints
+    by_speed: Ints
+
+
+class State(NamedTuple):
+    """A choice (option number per call), its seconds per iteration and its missing bytes."""
+
+    choice: Ints
+    time_s: float
+    excess_bytes: float
+
+
+def neighbours(tables: Tables, barred: tuple[int, int, int] | None = None) -> Neighbours:
+    """The options of each call by mesh, fastest first.
+
+    barred  (call, first device, size): a mesh that the call may not have
+    """
+    start, first, size, begin, by_speed = [0], [], [], [0], []
+    for call, options in enumerate(tables.options):
+        meshes: dict[tuple[int, int], list[int]] = {}
+        for number, option in enumerate(options):
+            meshes.setdefault((option.first, option.size), []).append(number)
+        for (a, n), numbers in sorted(meshes.items()):
+            if (call, a, n) == barred:
+                continue
+            first.append(a)
+            size.append(n)
+            by_speed += sorted(numbers, key=lambda number: options[number].seconds)
+            begin.append(len(by_speed))
+        start.append(len(first))
+    return Neighbours(*(np.array(column, np.int64) for column in (start, first, size, begin, by_speed)))
+
+
+def nobody(tables: Tables) -> Neighbours:
+    """Neighbours without any option."""
+    none = np.zeros(0, np.int64)
+    return Neighbours(np.zeros(len(tables.calls) + 1, np.int64), none, none, np.zeros(1, np.int64), none)
+
+
+def uniforms(seed: int, purpose: str, round_number: int, steps: int) -> Floats:
+    """[steps, DRAWS] random numbers in [0, 1), a pure function of the arguments."""
+    with np.errstate(over="ignore"):
+        bits = stream(stream_key(seed, purpose, round_number), np.arange(steps * DRAWS, dtype=np.int64))
+    return ((bits >> 11) & ((1 << 53) - 1)).reshape(steps, DRAWS) / float(1 << 53)
+
+
+def start_state(tables: Tables, choice: Sequence[int]) -> State:
+    """The state of a choice."""
+    found = tables.evaluate(choice)
+    return State(np.asarray(choice, np.int64), found.time_s, found.excess_bytes)
+
+
+def annealing(
+    tables: Tables,
+    near: Neighbours,
+    cycles: Cycles,
+    starts: Sequence[Sequence[int]],
+    seed: int,
+    purpose: str = "annealing",
+) -> Iterator[tuple[State, int]]:
+    """After each part of a round: the best state so far, and the number of choices that the part priced.
+
+    starts   choices to begin with, which the rounds take in turn: a round settles early on how large the meshes are,
+             so rounds of their own find more than rounds that go on from the best state
+    purpose  of the random numbers
+    """
+    best, agreeing = start_state(tables, starts[0]), 0
+    for number in range(ROUNDS):
+        start = met = start_state(tables, starts[number % len(starts)])
+        draws = uniforms(seed, purpose, number, STEPS[min(number, len(STEPS) - 1)])
+        for found, n_priced in _parts(tables, near, cycles, start, draws, HOT):
+            met = found
+            yield better(best, met), n_priced
+        agreeing = 0 if _beats(met, best) else agreeing
+        best = better(best, met)
+        agreeing += not _beats(best, met)
+        if agreeing == AGREE:
+            return
+
+
+def _beats(a: State, b: State) -> bool:
+    """Whether a state is better than another by more than rounding."""
+    return (a.excess_bytes, a.time_s * (1 + SAME)) < (b.excess_bytes, b.time_s)
+
+
+def polishing(
+    tables: Tables, near: Neighbours, cycles: Cycles, state: State, seed: int, number: int
+) -> Iterator[tuple[State, int]]:
+    """After each part of a round: the best state met near a state, and the number of choices that the part priced.
+    number: of the polishing, from 0."""
+    draws = uniforms(seed, "polishing", number, STEPS[0])
+    yield from _parts(tables, near, cycles, state, draws, CALM)
+
+
+def _parts(
+    tables: Tables, near: Neighbours, cycles: Cycles, start: State, draws: Floats, hot: float
+) -> Iterator[tuple[State, int]]:
+    """After each CHUNK of a round's proposals and each call of the descent: the best state met, and the number of
+    choices that the part priced.
+
+    draws  [steps, DRAWS] random numbers, steps a multiple of CHUNK
+    hot    temperature at the beginning, as a share of the start's energy
+    """
+    best = state = start
+    heat = start.time_s * hot * (COLD / hot) ** (np.arange(len(draws) + 1) / len(draws))
+    for step in range(0, len(draws), CHUNK):
+        part = draws[step : step + CHUNK]
+        found, state, n_priced = anneal(
+            tables.arrays, near, cycles, state, part, heat[step], heat[step + CHUNK], True
+        )
+        best = better(best, found)
+        yield best, n_priced
+    call = unchanged = 0
+    while best.excess_bytes <= 0 and unchanged < len(tables.calls):
+        found, n_priced = descend(tables.arrays, near, cycles, best, call)
+        unchanged = 0 if _beats(found, best) else unchanged + 1
+        best, call = better(best, found), (call + 1) % len(tables.calls)
+        yield best, n_priced
+
+
+def better(a: State, b: State) -> State:
+    """The state that lacks less memory; of two that lack the same, the faster; of two such, a."""
+    return b if (b.excess_bytes, b.time_s) < (a.excess_bytes, a.time_s) else a
+
+
+@compiled
+def anneal(
+    arrays: Arrays,
+    near: Neighbours,
+    cycles: Cycles,
+    start: State,
+    draws: Floats,
+    hot: float,
+    cold: float,
+    local: bool,
+) -> tuple[State, State, int]:
+    """One round of proposals from a start; each changes one call, or two if they are local.
+
+    draws      [steps, DRAWS] random numbers
+    hot, cold  temperatures of the first and last step, in seconds; between them geometric
+    local      whether proposals look near the meshes in use (annealing), or anywhere alike (MCMC)
+    Returns the best state met, of those that fit memory if any does, the last one, and the number of choices priced.
+    """
+    state = best = start
+    n_priced = 0
+    for step in range(len(draws)):
+        u = draws[step]
+        call = int(u[0] * arrays.n_calls)
+        choice = state.choice.copy()
+        choice[call] = _propose(arrays, near, choice, call, u, local)
+        if local and u[12] < PAIRS:
+            second = int(u[6] * arrays.n_calls)
+            choice[second] = _propose(arrays, near, choice, second, u[6:], local)
+        if np.array_equal(choice, state.choice):
+            continue
+        temperature = hot * (cold / hot) ** (step / len(draws))
+        limit = _energy(arrays, state) - temperature * np.log(1 - u[1])
+        if _surely_above(arrays, cycles, choice, limit):
+            continue
+        time_s, excess_bytes, _ = value(arrays, choice, limit)
+        n_priced += 1
+        proposed = State(choice, time_s, excess_bytes)
+        if _energy(arrays, proposed) > limit:
+            continue
+        state = proposed
+        if (excess_bytes, time_s) < (best.excess_bytes, best.time_s):
+            best = state
+    return best, state, n_priced
+
+
+@compiled
+def descend(arrays: Arrays, near: Neighbours, cycles: Cycles, start: State, call: int) -> tuple[State, int]:
+    """The best state that differs from a start, which fits memory, in at most one call's option; and the number of
+    choices priced."""
+    best, n_priced = start, 0
+    for i in range(near.begin[near.start[call]], near.begin[near.start[call + 1]]):
+        if near.by_speed[i] == start.choice[call]:
+            continue
+        choice = start.choice.copy()
+        choice[call] = near.by_speed[i]
+        if _surely_above(arrays, cycles, choice, best.time_s):
+            continue
+        time_s, excess_bytes, _ = value(arrays, choice, best.time_s)
+        n_priced += 1
+        if excess_bytes <= 0 and time_s < best.time_s:
+            best = State(choice, time_s, excess_bytes)
+    return best, n_priced
+
+
+@inner
+def _energy(arrays: Arrays, state: State) -> float:
+    if state.excess_bytes <= 0:
+        return state.time_s
+    return state.time_s * (1 + SHORT_OF_MEMORY + 2 * state.excess_bytes / arrays.memory_bytes)
+
+
+@inner
+def _surely_above(arrays: Arrays, cycles: Cycles, choice: Ints, limit: float) -> bool:
+    """Whether a choice's model cycles or the load of a device exceed a limit."""
+    o, n = arrays.options, arrays.n_calls
+    for k in range(len(cycles.delays)):
+        total = 0.0
+        for c in range(n):
+            if cycles.members[k, c]:
+                total += o[arrays.start[c] + choice[c]].seconds
+        if total > limit * cycles.delays[k]:
+            return True
+    for point in range(n):
+        device, load = o[arrays.start[point] + choice[point]].first, 0.0
+        for c in range(n):
+            row = arrays.start[c] + choice[c]
+            if o[row].first <= device < o[row].first + o[row].size:
+                load += o[row].seconds
+        if load > limit:
+            return True
+    return False
+
+
+@inner
+def _propose(arrays: Arrays, near: Neighbours, choice: Ints, call: int, u: Floats, local: bool) -> int:
+    """Another option for a call: on its mesh, on another call's, beside one, at one of its own ends, or anywhere."""
+    o = arrays.options
+    if not local:
+        return int(u[2] * (arrays.start[call + 1] - arrays.start[call]))
+    low, high = near.start[call], near.start[call + 1]
+    mesh = low + int(u[3] * (high - low))
+    peer = int(u[4] * arrays.n_calls)
+    if u[2] < 0.75:
+        mine, other = arrays.start[call] + choice[call], arrays.start[peer] + choice[peer]
+        mesh = _mesh_like(
+            near,
+            low,
+            high,
+            mesh,
+            u[2],
+            (o[mine].first, o[mine].first + o[mine].size),
+            (o[other].first, o[other].first + o[other].size),
+        )
+    options, other = near.begin[mesh + 1] - near.begin[mesh], arrays.start[peer] + choice[peer]
+    if u[5] < ALIKE and o[other].first == near.first[mesh] and o[other].size == near.size[mesh]:
+        for i in range(near.begin[mesh], near.begin[mesh + 1]):
+            if o[arrays.start[call] + near.by_speed[i]].strategy == o[other].strategy:
+                return near.by_speed[i]
+    return near.by_speed[near.begin[mesh] + int(u[5] * u[5] * options)]
+
+
+@inner
+def _mesh_like(
+    near: Neighbours,
+    low: int,
+    high: int,
+    begin: int,
+    kind: float,
+    mine: tuple[int, int],
+    other: tuple[int, int],
+) -> int:
+    """The first mesh from `begin` on, cyclically, that stands as wanted to a call's own mesh or another's (first
+    device, device after the last); `begin` when there is none."""
+    for i in range(high - low):
+        mesh = low + (begin - low + i) % (high - low)
+        first, end = near.first[mesh], near.first[mesh] + near.size[mesh]
+        if kind < 0.25:
+            wanted = first == mine[0] and end == mine[1]
+        elif kind < 0.4:
+            wanted = first == other[0] and end == other[1]
+        elif kind < 0.55:
+            wanted = first == other[1] or end == other[0]
+        else:
+            wanted = first == mine[0] or end == mine[1]
+        if wanted:
+            return mesh
+    return begin

@@ -1,0 +1,156 @@
+"""Plans by rule that fit the memory of their devices: what a search has to beat."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from planner.plan.build import PlanError, build_plan
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.plan.workload import fullest_share
+from planner.pricing.calls import CostModel
+from planner.pricing.plans import (
+    MemoryPeak,
+    PlanPrice,
+    lack_of_memory,
+    plan_memory,
+    price_plan,
+    scarcest_device,
+    shortfall,
+)
+from planner.search.heuristic import Limits, heuristic, symmetric
+from rlhf_tasks.spec import (
+    CallAssignment,
+    CallNode,
+    ExecutionPlan,
+    ModelFunctionCall,
+    OnloadNode,
+    PlanNode,
+)
+
+Assignments = Mapping[str, CallAssignment]
+Rule = Callable[[DataflowGraph, Cluster, Mapping[str, Limits]], Assignments]
+
+
+class Priced(NamedTuple):
+    """A plan and what it costs."""
+
+    plan: ExecutionPlan
+    price: PlanPrice
+
+
+def heuristic_plan(graph: DataflowGraph, model: CostModel) -> Priced:
+    """Every call on the whole cluster, with the smallest replica of its role that fits memory."""
+    return _fit(graph, model, heuristic)
+
+
+def symmetric_plan(graph: DataflowGraph, model: CostModel) -> Priced:
+    """All calls alike on the whole cluster, with the smallest replica under which everything fits memory."""
+    return _fit(graph, model, symmetric)
+
+
+def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
+    """The plan of given assignments. Raises PlanError, with device, bytes and remedy, when it does not fit
+    memory, and for what `priced_plan` refuses."""
+    priced = priced_plan(graph, model, assignments)
+    missing = shortfall(priced.price, model)
+    if missing is not None:
+        raise PlanError(missing)
+    return priced
+
+
+def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
+    """The plan of given assignments, whether it fits memory or not. Raises PlanError when they are for another
+    graph or cluster, and when a strategy does not suit its model."""
+    check_strategies(graph, model, assignments)
+    return _price(graph, model, assignments)
+
+
+def check_strategies(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> None:
+    """Raises PlanError naming the call whose strategy does not suit its model."""
+    for call in graph.calls:
+        if call.name in assignments:
+            try:
+                model.call(call, assignments[call.name])
+            except ValueError as error:
+                raise PlanError(f"Call {call.name!r}: {error}") from None
+
+
+def _price(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
+    """Plan and price."""
+    plan = _plan(graph, model, assignments)
+    return Priced(plan, price_plan(plan, model))
+
+
+def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> ExecutionPlan:
+    """The plan; which of two nodes on a device comes first is decided by what calls cost."""
+
+    def duration_s(node: PlanNode) -> float:
+        seconds = model.call(node.call, node.assignment).seconds if isinstance(node, CallNode) else 0.0
+        return seconds + model.classes.dispatch_s
+
+    def copy_s(node: OnloadNode) -> float:
+        return model.onload_s(node.role, node.placement)
+
+    return build_plan(graph, assignments, model.cluster, duration_s, copy_s=copy_s)
+
+
+class _Demand(NamedTuple):
+    """What the rules are asked for: devices of a role's replica, and a factor of a call's micro-batches."""
+
+    replicas: Mapping[str, int]
+    cuts: Mapping[str, int]
+
+
+def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
+    """Follow a rule with growing replicas and micro-batches until the plan fits memory.
+
+    Where it does not fit, the largest part of what the fullest device holds gives way that still can: a role's
+    replica doubles; a call's micro-batches double while a dp rank's share has enough sequences.
+    Raises PlanError, with the shortfall of the last plan, when nothing can give way, or what the rule raises.
+    """
+    demand = _Demand(dict.fromkeys(graph.roles, 1), {call.name: 1 for call in graph.calls})
+    found = rule(graph, model.cluster, _limits(model, demand.replicas))
+    while True:
+        found = {name: _cut(graph.call(name), given, demand.cuts[name]) for name, given in found.items()}
+        plan = _plan(graph, model, found)
+        peaks = plan_memory(plan, model).peaks
+        missing = lack_of_memory(peaks, model)
+        if missing is None:
+            return Priced(plan, price_plan(plan, model))
+        fullest = peaks[scarcest_device(peaks, model)]
+        for larger in _larger_demands(fullest, graph, found, demand):
+            with suppress(PlanError):
+                found, demand = rule(graph, model.cluster, _limits(model, larger.replicas)), larger
+                break
+        else:
+            raise PlanError(missing)
+
+
+def _limits(model: CostModel, replicas: Mapping[str, int]) -> dict[str, Limits]:
+    shapes = {role: model.models[role].shape for role in replicas}
+    return {
+        role: Limits(replica_devices, shapes[role].query_heads, shapes[role].layers)
+        for role, replica_devices in replicas.items()
+    }
+
+
+def _cut(call: ModelFunctionCall, given: CallAssignment, factor: int) -> CallAssignment:
+    """So many times the micro-batches, as far as there are sequences: a larger replica's rule has more by itself."""
+    most = fullest_share(call, given.placement.strategy.dp)
+    return given.model_copy(update={"micro_batches": min(given.micro_batches * factor, most)})
+
+
+def _larger_demands(
+    peak: MemoryPeak, graph: DataflowGraph, found: Assignments, demand: _Demand
+) -> Iterator[_Demand]:
+    """What would lower a peak: of its parts, the largest first, twice the replica or twice the micro-batches."""
+    for part in sorted(peak.parts, key=lambda name: -peak.parts[name]):
+        role = owner = part.split(":")[0]
+        if owner not in demand.replicas:
+            call, given = graph.call(owner), found[owner]
+            share = call.n_seqs // (call.mini_batches * given.placement.strategy.dp)
+            if call.kind != "generate" and 2 * given.micro_batches <= share:
+                yield demand._replace(cuts={**demand.cuts, owner: 2 * demand.cuts[owner]})
+            role = call.role
+        yield demand._replace(replicas={**demand.replicas, role: 2 * demand.replicas[role]})

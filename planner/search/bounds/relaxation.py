@@ -1,0 +1,362 @@
+"""What the bounds on partial choices know of a problem: rows that stand for many options, seconds of moves, memory.
+
+Above the options stand rows for all of them at one placement (they differ in micro-batches), above these rows for all
+under one strategy on meshes of one size (a kind), above these rows for all on meshes of one size (a group). In all
+that the bounds ask for, such a row is as good as the best of those that it stands for.
+"""
+
+# pyright: reportArgumentType=false, reportReturnType=false
+# (compiled code takes elements of arrays for the numbers they are)
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.bounds.root_bound import data_order
+from planner.search.compiled.arrays import Arrays, Rows
+from planner.search.compiled.compile import compiled, inner
+from planner.search.compiled.memory_peaks import memory_of
+from planner.search.compiled.resharding_memo import least_move_s, least_reallocation, reallocation
+from planner.search.compiled.tables import Tables
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+OPEN = -1
+UNKNOWN, APART, MEET = range(3)
+"""Whether the meshes of two calls share a device."""
+ALONE, TRAINER, READER, BOTH = range(4)
+"""Columns of a move's seconds: of the move itself, and what it and the trainer, the reader, or both take at least
+beyond the least seconds of these."""
+KNOWN_MOVES = 1 << 18  # that are remembered; newer ones displace older ones
+
+
+class Relaxation(NamedTuple):
+    """What the bounds need beside the arrays of a problem. Options are named by their row.
+
+    arrays        of the problem; behind its options are the rows of placements, kinds and groups, whose first, where
+                  and place are OPEN where they have no placement, and whose strategy is where they have none
+    above         [rows] the row next above; OPEN of groups and of offloaded options
+    begin, below  row i behind the options stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest
+                  first, where i counts from 0
+    spots, spot   a group's meshes begin at the devices spot[spots[i]] .. spot[spots[i + 1] - 1]
+    load          [rows] seconds x devices, with the save of a train_step, at least
+    least         [rows, 3] the smallest of resident, copy, active bytes over the stages
+    fastest       [calls] seconds of the fastest option
+    data          [calls, calls] whether data lead from one to the other
+    ends, begins  [calls] whether the call is the last, the first of a path of data
+    trainer, reader, delay  [moves] a copy of the role that `trainer` trains is made for `reader`, from the
+                  version of `delay` iterations before; alone: no other call may share the copy
+    position      [orders, calls] place of each call
+    source        the call behind the fetch
+    keys, known_s  [KNOWN_MOVES] moves, pairs of rows and whether they are apart, in one number; [KNOWN_MOVES, 4] the
+                  seconds (`moves_s`)
+    """
+
+    arrays: Arrays
+    above: Ints
+    begin: Ints
+    below: Ints
+    spots: Ints
+    spot: Ints
+    load: Floats
+    least: Floats
+    fastest: Floats
+    data: Bools
+    ends: Bools
+    begins: Bools
+    trainer: Ints
+    reader: Ints
+    delay: Ints
+    alone: Bools
+    position: Ints
+    source: int
+    n_devices: int
+    keys: Ints
+    known_s: Floats
+
+
+def relaxation(tables: Tables) -> Relaxation:
+    """The relaxation of a problem's tables."""
+    graph, arrays, names = tables.problem.graph, tables.arrays, tables.calls
+    number = {name: i for i, name in enumerate(names)}
+    ordered = data_order(graph)
+    moves = np.array(_moves(tables, number), np.int64).reshape(-1, 4).T.copy()
+    ladder = _ladder(arrays)
+    return Relaxation(
+        arrays=arrays._replace(options=ladder.options),
+        above=ladder.above,
+        begin=ladder.begin,
+        below=ladder.below,
+        spots=(spots := _spots(ladder))[0],
+        spot=spots[1],
+        load=ladder.least[:, 0].copy(),
+        least=ladder.least[:, 1:].copy(),
+        fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
+        data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
+        ends=np.array([not ordered.out_degree(name) for name in names]),
+        begins=np.array([not ordered.in_degree(name) for name in names]),
+        trainer=moves[0],
+        reader=moves[1],
+        delay=moves[2],
+        alone=moves[3].astype(np.bool_),
+        position=np.array([[order.index(name) for name in names] for order in tables.orders], np.int64),
+        source=number[graph.source.name],
+        n_devices=tables.problem.cluster.n_devices,
+        keys=np.full(KNOWN_MOVES, -1),
+        known_s=np.zeros((KNOWN_MOVES, 4)),
+    )
+
+
+class _Ladder(NamedTuple):
+    """All rows, and what is above and below them; least: [rows, 4] load, and resident, copy, active bytes."""
+
+    options: Rows
+    above: Ints
+    begin: Ints
+    below: Ints
+    least: Floats
+
+
+_RUNGS = (
+    (("place",), ()),
+    (("size", "strategy"), ("first", "where", "place")),
+    (("size",), ("first", "where", "place", "strategy")),
+)
+"""Of placements, kinds and groups: what their rows agree in, and what is open."""
+
+
+def _ladder(arrays: Arrays) -> _Ladder:
+    options, n = arrays.options, len(arrays.options)
+    call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
+    members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
+    trains = arrays.trainer[call] == call
+    load = (options.seconds + options.save_s * trains) * options["size"]
+    least = np.concatenate([load[:, None], _least_stages(arrays)], axis=1)
+    above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
+    for alike, opened in _RUNGS:
+        keys = np.stack([call[members], *(options[name][members] for name in alike)])
+        order = np.lexsort((options.seconds[members], *keys[::-1]))
+        members, new = members[order], np.diff(keys[:, order]).any(axis=0)
+        starts = np.concatenate([[0], 1 + np.flatnonzero(new)])
+        rows = options[members[starts]].copy()
+        rows["save_s"] = np.minimum.reduceat(options.save_s[members], starts)
+        for name in opened:
+            rows[name] = OPEN
+        begin.append(begin[-1][-1] + np.append(starts[1:], len(members)))
+        below.append(members)
+        first = len(options)
+        above[members] = first + np.cumsum(np.concatenate([[0], new]))
+        above = np.concatenate([above, np.full(len(rows), OPEN)])
+        call = np.concatenate([call, call[members[starts]]])
+        least = np.concatenate([least, np.minimum.reduceat(least[members], starts)])
+        options = np.concatenate([options, rows]).view(np.recarray)
+        members = first + np.arange(len(rows))
+    return _Ladder(options, above, np.concatenate(begin), np.concatenate(below), least)
+
+
+def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
+    """Of each group, where its meshes may begin."""
+    o, n = ladder.options, len(ladder.options) - len(ladder.begin) + 1
+    begin, found = [0], list[Ints]()
+    for row in range(n, len(o)):
+        if o.strategy[row] == OPEN:
+            kinds = ladder.below[ladder.begin[row - n] : ladder.begin[row - n + 1]]
+            places = np.concatenate(
+                [ladder.below[ladder.begin[k - n] : ladder.begin[k - n + 1]] for k in kinds]
+            )
+            found.append(np.unique(o.first[places]))
+        else:
+            found.append(np.zeros(0, np.int64))
+        begin.append(begin[-1] + len(found[-1]))
+    return np.array(begin), np.concatenate(found)
+
+
+def _least_stages(arrays: Arrays) -> Floats:
+    """[options, 3] the smallest of resident, copy, active bytes over an option's stages."""
+    begins, option = np.unique(arrays.options.stage, return_inverse=True)
+    columns = (arrays.stages.resident, arrays.stages["copy"], arrays.stages.active)
+    return np.stack([np.minimum.reduceat(column, begins)[option] for column in columns], axis=1)
+
+
+def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, bool]]:
+    """(trainer, reader, delay, alone) of every copy that may have to be made."""
+    graph, found = tables.problem.graph, []
+    for call in graph.calls:
+        trainer = graph.trainer(call.role)
+        if trainer is None or trainer.name == call.name:
+            continue
+        alike = [
+            other
+            for other in graph.calls
+            if other.role == call.role and other.name not in (call.name, trainer.name)
+        ]
+        delay = 0 if graph.reads_updated(call) else 1
+        found.append((number[trainer.name], number[call.name], delay, not alike))
+    return found
+
+
+@inner
+def placed(options: Rows, row: int) -> bool:
+    """Whether a row has a placement."""
+    return row != OPEN and options[row].first != OPEN
+
+
+@compiled
+def relation(options: Rows, n_devices: int, a: int, b: int) -> int:
+    """Whether the meshes of two rows share a device, as far as their sizes and placements say."""
+    if a == OPEN or b == OPEN:
+        return UNKNOWN
+    one, other = options[a], options[b]
+    if one.first == OPEN or other.first == OPEN:
+        return MEET if one.size + other.size > n_devices else UNKNOWN
+    share = one.first < other.first + other.size and other.first < one.first + one.size
+    return MEET if share else APART
+
+
+@inner
+def seconds_of(r: Relaxation, choice: Ints) -> Floats:
+    """[calls] seconds at least."""
+    seconds = r.fastest.copy()
+    for call in range(len(choice)):
+        if choice[call] != OPEN:
+            seconds[call] = r.arrays.options[choice[call]].seconds
+    return seconds
+
+
+@compiled
+def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> float:
+    """Seconds of a reallocation between two placements, by row, its dispatch included; 0 when none is needed.
+
+    exact  else at least so many, at once"""
+    place = r.arrays.options.place
+    if place[trainer] == place[reader]:
+        return 0.0
+    role = r.arrays.role[r.trainer[move]]
+    if not exact:
+        return r.arrays.dispatch_s + least_reallocation(r.arrays, role, trainer, reader)
+    return r.arrays.dispatch_s + reallocation(r.arrays, role, trainer, reader)
+
+
+@compiled
+def moves_s(
+    r: Relaxation, move: int, trainer: int, reader: int, related: int, exact: bool, out: Floats
+) -> None:
+    """Seconds of a reallocation between two rows in all of its columns.
+
+    related  of the two meshes; exact: between two placements: else at least so many, at once
+    """
+    o = r.arrays.options
+    if o[trainer].first != OPEN and o[reader].first != OPEN:
+        out[:] = move_s(r, move, trainer, reader, exact)
+        return
+    a = _unplaced(r, trainer)
+    b = _unplaced(r, reader)
+    key = ((move * len(o) + a) * len(o) + b) * 2 + (related == APART)
+    slot = key % len(r.keys)
+    if r.keys[slot] != key:
+        _least_moves(r, move, a, b, related == APART, r.known_s[slot])
+        r.keys[slot] = key
+    out[:] = r.known_s[slot]
+
+
+@inner
+def _unplaced(r: Relaxation, row: int) -> int:
+    """The kind of a row that has a placement; else the row."""
+    while r.arrays.options[row].first != OPEN:
+        row = r.above[row]
+    return row
+
+
+@inner
+def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, apart: bool, out: Floats) -> None:
+    """`moves_s` of two rows without placement, by the kinds of groups."""
+    o = r.arrays.options
+    out[:] = np.inf
+    for i in range(_n_kinds(r, trainer)):
+        a = _kind(r, trainer, i)
+        for j in range(_n_kinds(r, reader)):
+            b = _kind(r, reader, j)
+            taken = _least_move_s(r, move, a, b, apart)
+            slower_a, slower_b = o[a].seconds - o[trainer].seconds, o[b].seconds - o[reader].seconds
+            out[ALONE] = min(out[ALONE], taken)
+            out[TRAINER] = min(out[TRAINER], taken + slower_a)
+            out[READER] = min(out[READER], taken + slower_b)
+            out[BOTH] = min(out[BOTH], taken + slower_a + slower_b)
+
+
+@inner
+def _n_kinds(r: Relaxation, row: int) -> int:
+    """The number of a group's kinds; 1 of a kind."""
+    i = row - r.arrays.start[-1]
+    return r.begin[i + 1] - r.begin[i] if r.arrays.options[row].strategy == OPEN else 1
+
+
+@inner
+def _kind(r: Relaxation, row: int, i: int) -> int:
+    """One of a group's kinds; a kind itself."""
+    return r.below[r.begin[row - r.arrays.start[-1]] + i] if r.arrays.options[row].strategy == OPEN else row
+
+
+@inner
+def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> float:
+    """Seconds that a move between options of two kinds takes at least, wherever their meshes lie."""
+    o, per_host = r.arrays.options, r.arrays.links.per_host
+    if o[a].strategy == o[b].strategy and not apart:
+        return 0.0
+    shared = 0 if apart else min(o[a].size, o[b].size)
+    near = min(max(o[a].size, per_host), o[b].size)
+    if apart and o[a].size + o[b].size > per_host:
+        near = 0  # a mesh that is no part of a host has its hosts for itself
+    role = r.arrays.role[r.trainer[move]]
+    return r.arrays.dispatch_s + least_move_s(r.arrays, role, a, b, shared, near)
+
+
+@inner
+def may_offload(arrays: Arrays, call: int) -> bool:
+    """Whether a call has offloaded options."""
+    return arrays.offloaded[call] < arrays.start[call + 1]
+
+
+@compiled
+def lacks(r: Relaxation, choice: Ints) -> bool:
+    """Whether some device lacks memory for the decided calls already, by the stages that hold least, whether or not
+    what may be offloaded is."""
+    o, n = r.arrays.options, r.arrays.n_calls
+    static, needed = np.zeros(n), np.zeros(n)
+    for call in range(n):
+        row = choice[call]
+        if placed(o, row):
+            needed[call] = r.least[row, 2]
+            if r.arrays.offloaded[call] < r.arrays.start[call + 1]:
+                needed[call] += r.least[row, 1]
+            elif r.arrays.trainer[call] >= 0 or not _stands_before(o, r.arrays.role, choice, call):
+                static[call] = r.least[row, 0]
+    for k in range(len(r.reader)):
+        reader, trainer = choice[r.reader[k]], choice[r.trainer[k]]
+        if placed(o, reader) and placed(o, trainer) and o[reader].place != o[trainer].place:
+            needed[r.reader[k]] += r.least[reader, 1]
+    for row in choice:
+        if placed(o, row):
+            device, held, peak = o[row].first, 0.0, 0.0
+            for call in range(n):
+                mesh = o[choice[call]]
+                if placed(o, choice[call]) and mesh.first <= device < mesh.first + mesh.size:
+                    held += static[call]
+                    peak = max(peak, needed[call])
+            if held + peak > memory_of(r.arrays, device):
+                return True
+    return False
+
+
+@inner
+def _stands_before(options: Rows, role: Ints, choice: Ints, call: int) -> bool:
+    """Whether an earlier call of the same role has the same placement."""
+    for other in range(call):
+        same = role[other] == role[call] and placed(options, choice[other])
+        if same and options[choice[other]].place == options[choice[call]].place:
+            return True
+    return False

@@ -1,0 +1,222 @@
+"""Lower bounds on the seconds per iteration of every plan of a problem.
+
+The root bound relaxes a plan to the seconds of its calls. Three facts hold in the steady state of every plan
+with period T, whatever the order of its nodes (planner/plan/steady_state.py, whose edges these are):
+
+- *Model cycles.* Data order an iteration's calls, and a call that reads a trained role waits for the train_step
+  of the iteration before, also where a copy is made for it. Calls along a cycle of these edges take at most T
+  for each iteration that the cycle reaches ahead. Such are generation, the slowest inference, training. (That a
+  train_step waits for the readers of the old version is no such edge: with a copy it need not.)
+- *Iterations in flight.* Iteration t + 2 starts after t has ended, so the calls along a path of one iteration
+  take at most 2 T.
+- *Load.* A device runs all of its iteration t before its t + 1, so its calls take at most T. Summed over the
+  devices: the seconds times devices of all calls are at most T times the devices of the cluster.
+
+Inserted nodes (transfers, reallocations, saves) only lengthen cycles and loads. The root bound is the smallest
+T for which one option per call satisfies all three. A call's options enter as its front: those of which none
+is both shorter and lighter.
+"""
+
+# pyright: reportArgumentType=false, reportReturnType=false
+# (compiled code takes elements of arrays for the numbers they are)
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.plan.graph import DataflowGraph
+from planner.plan.steady_state import IN_FLIGHT
+from planner.search.compiled.compile import compiled, inner
+
+Floats = NDArray[np.float64]
+
+PRECISION = 1e-4  # relative: the root bound lies at most this much below the smallest such T
+
+
+class Cycles(NamedTuple):
+    """Sets of calls that take at most `delays` times the period in every plan.
+
+    members  [n_cycles, n_calls] bool
+    delays   [n_cycles] iterations that the cycle reaches ahead
+    """
+
+    members: NDArray[np.bool_]
+    delays: Floats
+
+
+class Front(NamedTuple):
+    """What a call's options offer: seconds ascending, load (seconds x devices) descending."""
+
+    seconds: Floats
+    load: Floats
+
+
+def call_cycles(graph: DataflowGraph) -> Cycles:
+    """The model cycles of a graph and the paths of one iteration, without those that others imply."""
+    names = [call.name for call in graph.calls]
+    ordered = data_order(graph)
+    found: dict[frozenset[str], int] = {}
+
+    def note(members: Iterable[str], delay: int) -> None:
+        key = frozenset(members)
+        found[key] = min(delay, found.get(key, delay))
+
+    for edge in graph.across:
+        if edge.reader == edge.writer:
+            note([edge.reader], 1)
+        for path in nx.all_simple_paths(ordered, edge.reader, edge.writer):
+            note(path, 1)
+    for source in (name for name in names if not ordered.in_degree(name)):
+        for sink in (name for name in names if not ordered.out_degree(name)):
+            for path in nx.all_simple_paths(ordered, source, sink) if source != sink else [[source]]:
+                note(path, IN_FLIGHT)
+    kept = [
+        (members, delay)
+        for members, delay in found.items()
+        if not any(members < other and delay >= less for other, less in found.items())
+    ]
+    return Cycles(
+        np.array([[name in members for name in names] for members, _ in kept]),
+        np.array([float(delay) for _, delay in kept]),
+    )
+
+
+def data_order(graph: DataflowGraph) -> nx.DiGraph:
+    """The calls with the edges that hold wherever copies are made."""
+    trainers = {trainer.name for role in graph.roles if (trainer := graph.trainer(role)) is not None}
+    ordered = nx.DiGraph()
+    ordered.add_nodes_from(graph.digraph)
+    ordered.add_edges_from(
+        (a, b) for a, b, data in graph.digraph.edges(data=True) if data["keys"] or a in trainers
+    )
+    return ordered
+
+
+def front(seconds: Sequence[float] | Floats, devices: Sequence[int] | NDArray[np.int64]) -> Front:
+    """The front of options that take so many seconds on so many devices."""
+    time = np.asarray(seconds, dtype=np.float64)
+    load = time * np.asarray(devices)
+    order = np.lexsort((load, time))
+    time, load = time[order], load[order]
+    lightest = np.minimum.accumulate(load)
+    kept = np.concatenate(([True], load[1:] < lightest[:-1]))
+    return Front(time[kept], load[kept])
+
+
+def root_bound(fronts: Sequence[Front], cycles: Cycles, n_devices: int) -> float:
+    """The smallest T, less at most PRECISION of it, that model cycles, iterations in flight and load allow.
+
+    fronts  of each call, in the order of the cycles' members
+    """
+    width = max(len(f.seconds) for f in fronts)
+    seconds = np.full((len(fronts), width), np.inf)
+    load = np.full((len(fronts), width), np.inf)
+    for call, f in enumerate(fronts):
+        seconds[call, : len(f.seconds)] = f.seconds
+        load[call, : len(f.load)] = f.load
+    fastest = np.array([f.seconds[0] for f in fronts])
+    low = max(
+        float(np.max(cycles.members @ fastest / cycles.delays)),
+        sum(float(f.load[-1]) for f in fronts) / n_devices,
+    )
+    high = sum(float(f.seconds[-1]) for f in fronts)
+    order = np.argsort([-len(f.seconds) * cycles.members[:, i].sum() for i, f in enumerate(fronts)])
+    sizes = np.array([len(f.seconds) for f in fronts])
+
+    def feasible(period: float) -> bool:
+        return _feasible(seconds, load, sizes, order, cycles.members, cycles.delays, period, n_devices)
+
+    if feasible(low):
+        return low
+    while high - low > PRECISION * low:
+        middle = (low + high) / 2
+        if feasible(middle):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@compiled
+def _feasible(
+    seconds: Floats,
+    load: Floats,
+    sizes: NDArray[np.int64],
+    order: NDArray[np.int64],
+    members: NDArray[np.bool_],
+    delays: Floats,
+    period: float,
+    n_devices: int,
+) -> bool:
+    """Whether one option per call keeps all cycles within `period` and the load within the cluster.
+
+    Depth first over the calls in `order`. At each step every undecided call is given the time that the others
+    leave it when they are at their fastest, and the lightest of its options within that time: if these loads
+    already exceed the cluster, the branch is dead; if they keep the cycles too, it is a solution.
+    """
+    n_calls = len(sizes)
+    time = seconds[:, 0].copy()  # of the chosen option; of undecided calls, of the fastest
+    leisure = seconds[:, 0].copy()  # of the chosen option; of undecided calls, of the lightest in time
+    weight = np.zeros(n_calls)
+    choice = np.zeros(n_calls, dtype=np.int64)
+    decided = np.zeros(n_calls, dtype=np.bool_)
+    depth = 0
+    choice[order[0]] = -1
+    while depth >= 0:
+        call = order[depth]
+        decided[call] = False
+        time[call] = seconds[call, 0]
+        choice[call] += 1
+        limit = allowance(call, time, members, delays, period)
+        if choice[call] >= sizes[call] or seconds[call, choice[call]] > limit:
+            depth -= 1
+            continue
+        decided[call] = True
+        time[call] = leisure[call] = seconds[call, choice[call]]
+        weight[call] = load[call, choice[call]]
+        total = 0.0
+        for other in range(n_calls):
+            if not decided[other]:
+                limit = allowance(other, time, members, delays, period)
+                last = np.searchsorted(seconds[other, : sizes[other]], limit * (1 + 1e-12), side="right") - 1
+                weight[other] = load[other, last] if last >= 0 else np.inf
+                leisure[other] = seconds[other, max(last, 0)]
+            total += weight[other]
+        if total > period * n_devices:
+            continue
+        if _keeps(leisure, members, delays, period):
+            return True
+        if depth < n_calls - 1:
+            depth += 1
+            choice[order[depth]] = -1
+    return False
+
+
+@inner
+def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> bool:
+    """Whether calls that take `time` keep all cycles within `period`."""
+    for cycle in range(len(delays)):
+        total = 0.0
+        for call in range(len(time)):
+            if members[cycle, call]:
+                total += time[call]
+        if total > delays[cycle] * period * (1 + 1e-12):
+            return False
+    return True
+
+
+@inner
+def allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> float:
+    """The most seconds that the cycles leave a call when all others take `time`."""
+    allowed = np.inf
+    for cycle in range(len(delays)):
+        if members[cycle, call]:
+            rest = delays[cycle] * period
+            for other in range(len(time)):
+                if other != call and members[cycle, other]:
+                    rest -= time[other]
+            allowed = min(allowed, rest)
+    return allowed

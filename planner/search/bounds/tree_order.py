@@ -1,0 +1,59 @@
+"""What a walk through partial choices goes by: the calls' order, and their groups by size.
+
+A group is all options of a call on meshes of one size. Offloaded ones are in no group: bounds are the same for their
+resident twins (planner/search/compiled/arrays.py), and the walk tries them at complete choices.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.bounds.concurrency_bound import Cover, cover
+from planner.search.bounds.relaxation import OPEN, Relaxation
+from planner.search.bounds.root_bound import Cycles
+from planner.search.compiled.tables import Tables
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Tree(NamedTuple):
+    """What a walk goes by.
+
+    order     [calls] calls by the least load of their options, the heaviest first
+    start     [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
+    group     [groups] rows; seconds: of each
+    lightest  [groups] the least load of the call's groups up to this one; lightest_bare: the same without saves
+    """
+
+    order: Ints
+    start: Ints
+    group: Ints
+    seconds: Floats
+    lightest: Floats
+    lightest_bare: Floats
+    cycles: Cycles
+    cover: Cover
+
+
+def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
+    """The tree of a problem's partial choices."""
+    o, n = r.arrays.options, r.arrays.start[-1]
+    groups = n + np.flatnonzero(o.strategy[n:] == OPEN)
+    member = groups
+    while (member >= n).any():
+        member = r.below[r.begin[member - n]]
+    call = np.searchsorted(r.arrays.start, member, side="right") - 1
+    groups = groups[np.lexsort((o.seconds[groups], call))]
+    start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
+    calls = list(pairwise(start))
+    lightest, bare = (
+        np.concatenate([np.minimum.accumulate(load[groups[a:b]]) for a, b in calls])
+        for load in (r.load, o.seconds * o["size"])
+    )
+    heaviest = np.argsort([-lightest[b - 1] for b in start[1:]], kind="stable")
+    return Tree(
+        heaviest, start, groups, o.seconds[groups].copy(), lightest, bare, cycles, cover(tables.problem.graph)
+    )

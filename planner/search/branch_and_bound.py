@@ -1,0 +1,143 @@
+"""Branch and bound: proofs that no choice of options has a period below some threshold.
+
+Thresholds lie between the proved bound and the best plan's time, so an interrupted search has a bound to show; the
+first of them are tried with the sizes of meshes alone, which takes little time
+(planner/search/bounds/tree_search.py).
+"""
+
+from collections.abc import Iterator
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.deadline import Deadline
+from planner.search.annealing import Neighbours, State, annealing, better, polishing
+from planner.search.bounds.relaxation import Relaxation, relaxation
+from planner.search.bounds.root_bound import Cycles
+from planner.search.bounds.tree_order import Tree, tree
+from planner.search.bounds.tree_search import BELOW, DONE, FOUND, GROUP, PAIR, PAUSED, Walk, new_walk, walk_on
+from planner.search.compiled.tables import Tables
+
+Ints = NDArray[np.int64]
+
+NODES = 1_000  # options tried before the first look at the clock
+LOOK_S = 0.1  # seconds between two later ones, about
+ANYTHING = 4  # times the slowest options of all calls: a plan that takes longer is not looked for
+PROVED = 5e-10  # relative; nearer to the best plan than this no threshold is set
+LAST_STEP = 5e-3  # relative; from here on the threshold is the best plan's time itself
+GROUP_STEP = 1e-3  # relative; so closely the bound by groups is found
+PATIENCE = 0.25  # of the time that is left, until a walk gives way to one with a lower threshold
+
+
+class Proofs(NamedTuple):
+    """What proofs about a problem go by.
+
+    by_size, to_options  steps of walks (planner.search.bounds.tree_search.Walk): through groups alone, and down to
+                         options
+    """
+
+    relaxation: Relaxation
+    tree: Tree
+    by_size: Ints
+    to_options: Ints
+
+
+def proofs(tables: Tables, cycles: Cycles) -> Proofs:
+    """The proofs of a problem."""
+    r = relaxation(tables)
+    t = tree(tables, r, cycles)
+    by_size = [(GROUP, call, call) for call in t.order]
+    pairs = [(PAIR, a, b) for i, a in enumerate(t.order) for b in t.order[:i]]
+    moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})  # so moves are soon known
+    below = [(BELOW, call, call) for call in moved]
+    placing = [step for step in below for _ in range(2)]  # a strategy and a place
+    return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + placing + below))
+
+
+def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:
+    """Lower bounds, ever higher ones, as far as walks through groups alone prove them.
+
+    lower_bound_s  the root bound; upper: seconds of a plan
+    deadline       ends early
+    """
+    while upper - lower_bound_s > GROUP_STEP * upper and not deadline.is_past():
+        threshold, walk = (lower_bound_s + upper) / 2, new_walk(p.relaxation, p.by_size)
+        if _walked(p, walk, threshold, deadline)[0] == DONE:
+            lower_bound_s = threshold
+            yield lower_bound_s
+        else:
+            upper = threshold
+
+
+def branching(
+    tables: Tables,
+    near: Neighbours,
+    cycles: Cycles,
+    p: Proofs,
+    state: State,
+    lower_bound_s: float,
+    seed: int,
+    deadline: Deadline,
+) -> Iterator[tuple[State, float, int]]:
+    """After each proof and each better plan: the best state, the lower bound, and the choices priced since.
+
+    state          the plan to beat; lower_bound_s: no plan takes less
+    deadline       ends early
+    A threshold that is proved becomes the lower bound. The next lies halfway to the best plan, or, when little is
+    between them, at it; where a walk takes too long, halfway to that threshold, after another annealing. A walk that
+    finds a better plan goes on below it, once annealing has polished it: what was cut stays cut.
+    """
+    polishings = restarts = 0
+    anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
+    tedious = np.inf  # the lowest threshold whose walk took too long
+    walk: Walk | None = None  # that goes on
+    while not deadline.is_past():
+        upper = state.time_s if state.excess_bytes <= 0 else anything
+        if lower_bound_s >= upper * (1 - 2 * PROVED):
+            return
+        threshold = (lower_bound_s + min(upper, tedious)) / 2
+        if walk is not None or (upper - lower_bound_s < LAST_STEP * upper and tedious > upper):
+            threshold = upper * (1 - PROVED)
+        walk = walk or new_walk(p.relaxation, p.to_options)
+        priced_before = int(walk.counts[1])
+        code, time_s = _walked(p, walk, threshold, deadline)
+        n_priced = int(walk.counts[1]) - priced_before
+        if code == DONE:
+            lower_bound_s, walk = threshold, None
+        elif code == FOUND:
+            state = better(state, State(walk.found - tables.arrays.start[:-1], time_s, 0.0))
+            near_it = polishing(tables, near, cycles, state, seed, polishings)
+            state, more = _until(deadline, state, near_it)
+            n_priced, polishings = n_priced + more, polishings + 1
+        else:
+            tedious, walk = threshold, None
+            purpose = f"annealing again {restarts}"
+            again = annealing(tables, near, cycles, [state.choice.tolist()], seed, purpose)
+            state, more = _until(deadline, state, again)
+            n_priced, restarts = n_priced + more, restarts + 1
+        yield state, lower_bound_s, n_priced
+
+
+def _until(deadline: Deadline, state: State, parts: Iterator[tuple[State, int]]) -> tuple[State, int]:
+    """The better of a state and the best of an annealing that ends with the part in which the deadline passes; and
+    the choices priced."""
+    n_priced = 0
+    for found, more in parts:
+        state, n_priced = better(state, found), n_priced + more
+        if deadline.is_past():
+            break
+    return state, n_priced
+
+
+def _walked(p: Proofs, walk: Walk, threshold: float, deadline: Deadline) -> tuple[int, float]:
+    """`walk_on` until the walk ends or has taken its share of the time that is left."""
+    looked, nodes = monotonic(), NODES
+    until = looked + PATIENCE * (deadline.at_s - looked)
+    while True:
+        code, time_s = walk_on(p.relaxation, p.tree, walk, threshold, nodes)
+        now = monotonic()
+        if code != PAUSED or now > until or deadline.called_off():
+            return code, time_s
+        nodes, looked = int(nodes * min(2.0, LOOK_S / max(now - looked, 1e-9))) + 1, now

@@ -1,0 +1,376 @@
+"""A plan search's tables as arrays for compiled code: options, skeletons, models, and memories of move prices.
+
+Options of all calls stand one after another: option j of call c is row start[c] + j. A skeleton is what
+planner.plan.template says for one pattern of equal sides and equal placements; its slots are numbered. It has the
+onloads and offloads of all calls whose role may be offloaded; for an option that is resident they are left out
+as idle. Orders are those of planner.plan.call_order.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.plan.call_order import OrderRule, levels, with_trailing
+from planner.plan.graph import DataflowGraph
+from planner.plan.node_insertion import dealing
+from planner.plan.steady_state import waits
+from planner.plan.template import FETCH as FETCHED
+from planner.plan.template import Skeleton, Slot, SlotKind, skeleton
+from planner.plan.workload import RoleModel
+from planner.pricing.device_share import sizes
+from planner.pricing.options import Option
+from planner.pricing.plans import key_bytes, save_s
+from planner.pricing.problem import Problem
+from planner.search.compiled.resharding_pieces import parts
+from planner.search.compiled.resharding_seconds import Links, links
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.spec import ModelFunctionCall
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
+
+FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE, ONLOAD, OFFLOAD, COPY = range(9)
+"""Kinds of slots; COPY is what an onload starts."""
+
+_KINDS: dict[SlotKind, int] = {
+    "fetch": FETCH,
+    "call": CALL,
+    "transfer": TRANSFER,
+    "reallocate": REALLOCATE,
+    "release": RELEASE,
+    "save": SAVE,
+    "onload": ONLOAD,
+    "offload": OFFLOAD,
+}
+
+MEMORY_SLOTS = 1 << 18
+"""Prices of moves that are remembered, of each kind; newer ones displace older ones."""
+
+
+OPTION_ROW = np.dtype(
+    [
+        *((name, "f8") for name in ("seconds", "save_s", "copy_s")),
+        *(
+            (name, "i8")
+            for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "stage")
+        ),
+        *((name, "f8") for name in ("resident", "copy", "active", "layer")),
+        ("layers", "i8"),
+    ]
+)
+"""An option.
+
+seconds, save_s  of the call and of the save that follows a train_step, dispatch included
+copy_s           of the copy of its parameters from host memory
+first .. pp      mesh and strategy
+where            row of Arrays.sides; equal numbers: every sample lies on the same rank
+place, strategy  numbers of the placement and of (dp, tp, pp) with the classes along the mesh
+stage            row of its first stage in Arrays.stages
+resident, copy, active  the largest of any stage, in bytes
+layer, layers    bytes of a layer on the tp rank that has most of it; layers of the stage that has most
+"""
+
+STAGE_ROW = np.dtype([("resident", "f8"), ("copy", "f8"), ("active", "f8")])
+"""Bytes of a stage, as in planner.pricing.options.Option."""
+
+SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", "i8"), ("moved", "i8")])
+"""A slot of a skeleton: planner.plan.template.Slot with calls by number; mask, whose bit c says that the slot
+occupies the mesh of call c; and what a transfer moves, as an index into Skeletons.sample_bytes."""
+
+MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8")])
+"""Memory of each device from `first` on."""
+
+PRICE_ROW = np.dtype([("key", "i8"), ("seconds", "f8")])
+"""A remembered price."""
+
+
+class Skeletons(NamedTuple):
+    """Skeletons of all patterns.
+
+    of             [patterns] int64: number of a pattern's skeleton (planner.search.compiled.evaluator.pattern)
+    size           [skeletons] int64: number of slots
+    slots          [skeletons, slots] SLOT_ROW
+    after, across  [skeletons, slots, most] int64: slots that must have finished, -1 behind the last
+    order          [skeletons, orders, slots] int64: slots in the total order
+    sample_bytes   [kinds of transfers] float64: bytes of its keys per sample
+    """
+
+    of: Ints
+    size: Ints
+    slots: Rows
+    after: Ints
+    across: Ints
+    order: Ints
+    sample_bytes: Floats
+
+
+class Models(NamedTuple):
+    """planner.search.compiled.resharding_seconds.Parts of all roles, one after another: so the type is the same for
+    any number of roles.
+
+    entries, kinds  of all roles; role r has rows start[r, 0] .. start[r + 1, 0] - 1 of entries and start[r, 1] ..
+                    start[r + 1, 1] - 1 of kinds
+    start           [roles + 1, 2] int64
+    layers          [roles] int64
+    layer_bytes     [roles] float64: of a whole layer
+    itemsize        bytes of an element
+    """
+
+    entries: Ints
+    kinds: Ints
+    start: Ints
+    layers: Ints
+    layer_bytes: Floats
+    itemsize: int
+
+
+class Arrays(NamedTuple):
+    """Everything that the price of a choice needs.
+
+    role     [calls] int64: number of the call's role
+    trainer  [calls] int64: the call that trains its role, -1 where none does
+    start    [calls + 1] int64: its first option
+    offloaded  [calls] int64: its first option with offloaded parameters, start of the next call where it has none;
+             the same options with resident ones, as many and in the same order, stand before
+    options  [options of all calls] OPTION_ROW
+    stages   [stages of all different options] STAGE_ROW
+    sides    [sides, 4] int64: first head, distance of heads, dp, blocks that are dealt separately
+    models   the models that move, by role
+    memory_bytes  of the smallest device; memories  [runs] MEMORY_ROW: of all, ascending
+    redistributions, reallocations  [MEMORY_SLOTS] PRICE_ROW: prices that are remembered
+    """
+
+    n_calls: int
+    n_seqs: int
+    memory_bytes: float
+    memories: Rows
+    dispatch_s: float
+    links: Links
+    role: Ints
+    trainer: Ints
+    start: Ints
+    offloaded: Ints
+    options: Rows
+    stages: Rows
+    sides: Ints
+    skeletons: Skeletons
+    models: Models
+    redistributions: Rows
+    reallocations: Rows
+
+
+def make_arrays(
+    problem: Problem, options: Sequence[Sequence[Option]], orders: Sequence[tuple[str, ...]]
+) -> Arrays:
+    """The arrays of a problem with these options and orders of calls."""
+    graph, model = problem.graph, problem.model
+    number = {call.name: i for i, call in enumerate(graph.calls)}
+    trainers = [graph.trainer(call.role) for call in graph.calls]
+    trained_by = [-1 if call is None else number[call.name] for call in trainers]
+    shapes = [model.models[role] for role in graph.roles]
+    roles = [graph.roles.index(call.role) for call in graph.calls]
+    rows, stages, sides = _option_rows(problem, options)
+    profiles = model.classes.profiles
+    memories = [(first, float(profiles[number].memory_bytes)) for first, number in model.classes.runs]
+    start = np.cumsum([0, *map(len, options)])
+    resident = [sum(not option.offload for option in of_call) for of_call in options]
+    offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
+    return Arrays(
+        n_calls=len(graph.calls),
+        n_seqs=graph.n_seqs,
+        memory_bytes=min(memory for _, memory in memories),
+        memories=_table(MEMORY_ROW, memories),
+        dispatch_s=model.classes.dispatch_s,
+        links=links(model.classes),
+        role=np.array(roles),
+        trainer=np.array(trained_by),
+        start=start,
+        offloaded=start[:-1] + np.array(resident),
+        options=rows,
+        stages=stages,
+        sides=sides,
+        skeletons=_skeletons(problem, orders, offloadable),
+        models=_models(shapes, model.workload.itemsize),
+        redistributions=_no_prices(),
+        reallocations=_no_prices(),
+    )
+
+
+def _models(roles: Sequence[RoleModel], itemsize: int) -> Models:
+    of_roles = [parts(model.shape, model.head, itemsize) for model in roles]
+    counts = [(len(model.entries), len(model.kinds)) for model in of_roles]
+    return Models(
+        np.concatenate([model.entries for model in of_roles]),
+        np.concatenate([model.kinds for model in of_roles]),
+        np.cumsum([(0, 0), *counts], axis=0),
+        np.array([model.layers for model in of_roles]),
+        np.array([float(sizes(model.shape, model.head, 1).layer * itemsize) for model in roles]),
+        itemsize,
+    )
+
+
+def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
+    return np.array([*rows], row).view(np.recarray)
+
+
+def _no_prices() -> Rows:
+    """A memory of prices that has none yet."""
+    return np.repeat(np.array([(-1, 0.0)], PRICE_ROW), MEMORY_SLOTS).view(np.recarray)
+
+
+def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:
+    """The rows of all options, of all stages, and the table of sides."""
+    classes, itemsize = problem.model.classes, problem.model.workload.itemsize
+    dispatch_s = classes.dispatch_s
+    rows: list[tuple] = []
+    stages: list[tuple[float, float, float]] = []
+    sides, places, strategies = _Numbers(), _Numbers(), _Numbers()
+    layouts = {
+        mesh: classes.layout(*mesh) for of_call in options for mesh in {(o.first, o.size) for o in of_call}
+    }
+    for call, of_call in zip(problem.graph.calls, options, strict=True):
+        model = problem.model.models[call.role]
+        known: dict[tuple, tuple] = {}  # what options have in common that are alike but for their place
+        for option in of_call:
+            s, mesh = option.strategy, (option.first, option.size)
+            degrees, layout = (s.dp, s.tp, s.pp), layouts[mesh]
+            alike = (degrees, layout, option.micro_batches, option.offload)
+            if alike not in known:
+                most = max(option.resident), max(option.copy), max(option.active)
+                within = {number for _, number in layout}
+                layer = float(sizes(model.shape, model.head, s.tp).layer * itemsize)
+                known[alike] = (
+                    save_s(most[1], s.dp, problem.model, within) + dispatch_s,
+                    classes.host_copy_s(most[1], within),
+                    strategies[degrees, layout],
+                    *_dealt(call, s),
+                    (len(stages), *most, layer, -(-model.shape.layers // s.pp)),
+                )
+                stages += zip(option.resident, option.copy, option.active, strict=True)
+            saved_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
+            where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
+            seconds = option.seconds + dispatch_s
+            rows.append((seconds, saved_s, copy_s, *mesh, *degrees, where, place, strategy, *figures))
+    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64)
+
+
+def _dealt(call: ModelFunctionCall, s: ParallelStrategy) -> tuple[int, int, int]:
+    """planner.plan.node_insertion.where as numbers: devices before the first head, distance of heads, blocks that
+    are dealt separately. With the first device and dp they make a row of Arrays.sides."""
+    blocks = (*dealing(call, s.dp, "count"), "1", "1")[1]
+    return (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, int(blocks)
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers things in the order in which they are first asked for."""
+
+    def __missing__(self, key: object) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def _skeletons(
+    problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
+) -> Skeletons:
+    graph = problem.graph
+    found: dict[tuple, int] = {}
+    different: list[Skeleton] = []
+    of = np.full(n_patterns(graph), -1)
+    for pattern, where, placement in _patterns(graph):
+        made = skeleton(graph, {**where, FETCHED: where[graph.source.name]}, placement, offloaded=offloadable)
+        key = (
+            tuple(made.slots.values()),
+            *(frozenset(e[n]) for n in made.slots for e in (made.after, made.across)),
+        )
+        if key not in found:
+            found[key] = len(different)
+            different.append(made)
+        of[pattern] = found[key]
+    onloads = [[n for n, slot in made.slots.items() if slot.kind == "onload"] for made in different]
+    before = [waits(made.after, own) for made, own in zip(different, onloads, strict=True)]
+    n_slots = max(map(len, before))
+    most = max(len(e) for edges in (*before, *(made.across for made in different)) for e in edges.values())
+    slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
+    after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
+    order = np.zeros((len(different), len(orders), n_slots), np.int64)
+    rule, row_of = OrderRule(levels(graph), orders), _SlotRows(problem)
+    for i, made in enumerate(different):
+        started_by = [made.slots[name] for name in onloads[i]]
+        rows = [row_of[slot] for slot in made.slots.values()]
+        rows += [(COPY, *row_of[slot][1:]) for slot in started_by]
+        slots[i, : len(rows)] = rows
+        place = {name: j for j, name in enumerate(before[i])}
+        for table, edges in ((after, before[i]), (across, made.across)):
+            for name, earlier in edges.items():
+                if earlier:
+                    table[i, place[name], : len(earlier)] = sorted(place[other] for other in earlier)
+        places = with_trailing(made, rule.places(made))
+        copies = places[:, [place[name] for name in onloads[i]]] + 1  # directly behind their onloads
+        order[i, :, : len(rows)] = np.hstack([places, copies]).argsort(axis=1)
+    sizes = np.array([*map(len, before)])
+    moved = np.array(list(row_of.sample_bytes), np.float64)
+    return Skeletons(of, sizes, slots, after, across, order, moved)
+
+
+class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
+    """The rows of slots. sample_bytes: of the transfers among them, numbered."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._graph, self._workload = problem.graph, problem.model.workload
+        self._number = {call.name: i for i, call in enumerate(problem.graph.calls)}
+        self.sample_bytes = _Numbers()
+
+    def __missing__(self, slot: Slot) -> tuple[int, int, int, int, int]:
+        call, moved = self._number[slot.call], 0
+        source = self._number[self._graph.source.name if slot.source == FETCHED else slot.source]
+        mask = 1 << call
+        if slot.kind in ("transfer", "reallocate"):
+            mask |= 1 << source
+        if slot.kind == "transfer":
+            moved = self.sample_bytes[sum(key_bytes(key, self._workload) for key in slot.keys)]
+        self[slot] = _KINDS[slot.kind], call, source, mask, moved
+        return self[slot]
+
+
+# Patterns: which calls have equal sides, and which calls of a trained role equal placements. Each call
+# tells the first call like it; these are the digits of the pattern's number, the last call's least significant.
+
+
+def radices(graph: DataflowGraph) -> list[tuple[list[int], list[int]]]:
+    """Call -> (the calls that its side may equal first, the calls that its placement may equal first)."""
+    names = [call.name for call in graph.calls]
+    found = []
+    for i, call in enumerate(graph.calls):
+        trained = graph.trainer(call.role) is not None
+        own = [names.index(c.name) for c in graph.calls[: i + 1] if c.role == call.role] if trained else [i]
+        found.append((list(range(i + 1)), own))
+    return found
+
+
+def n_patterns(graph: DataflowGraph) -> int:
+    """The number of patterns, impossible ones included."""
+    return math.prod(len(sides) * len(places) for sides, places in radices(graph))
+
+
+def _patterns(graph: DataflowGraph) -> Iterator[tuple[int, dict[str, int], dict[str, int]]]:
+    """(number, call -> side, call -> placement) of all possible patterns."""
+    names = [call.name for call in graph.calls]
+    digits = radices(graph)
+
+    def grow(number: int, sides: list[int], places: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+        i = len(sides)
+        if i == len(names):
+            yield number, sides, places
+            return
+        for a, side in enumerate(digits[i][0]):
+            for b, place in enumerate(digits[i][1]):
+                if side in (i, *sides) and place in (i, *places) and (side == i or sides[side] == side):
+                    following = (number * len(digits[i][0]) + a) * len(digits[i][1]) + b
+                    yield from grow(following, [*sides, side], [*places, place])
+
+    for number, sides, places in grow(0, [], []):
+        yield number, dict(zip(names, sides, strict=True)), dict(zip(names, places, strict=True))

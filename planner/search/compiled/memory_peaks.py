@@ -1,0 +1,127 @@
+"""What devices lack of memory under a choice of options, compiled: the peaks of planner.pricing.plans, order by
+order."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.compiled.arrays import CALL, OFFLOAD, ONLOAD, REALLOCATE, RELEASE, Arrays, Rows
+from planner.search.compiled.compile import inner
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@inner
+def _counts(options: Rows, role: Ints, trainer: Ints, rows: Ints, call: int) -> bool:
+    """Whether a call's resident bytes are its own: of a frozen role's calls at one placement the first has them."""
+    if trainer[call] >= 0:
+        return True
+    for other in range(call):
+        if role[other] == role[call] and options[rows[other]].place == options[rows[call]].place:
+            return False
+    return True
+
+
+@inner
+def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints, n_masks: int) -> bool:
+    """Whether every device has room for the largest stages, all copies and the largest call at once."""
+    for k in range(n_masks):
+        held, active = 0.0, 0.0
+        for c in range(len(rows)):
+            if masks[k] >> c & 1:
+                if _counts(arrays.options, arrays.role, arrays.trainer, rows, c):
+                    held += arrays.options[rows[c]].resident
+                active = max(active, arrays.options[rows[c]].active)
+        for i in range(arrays.skeletons.size[made]):
+            slot = arrays.skeletons.slots[made, i]
+            brings = slot.kind == REALLOCATE or (slot.kind == ONLOAD and chains[i] > 0)
+            if brings and masks[k] >> slot.call & 1:
+                held += arrays.options[rows[slot.call]].copy
+        if held + active > arrays.memory_bytes:
+            return False
+    return True
+
+
+@inner
+def excesses(arrays: Arrays, made: int, rows: Ints, chains: Ints) -> Floats:
+    """Missing bytes of the fullest device, order by order.
+
+    Memory changes along the devices only where a stage begins or a mesh ends, and at the end it only shrinks; what
+    there is of it changes only from class to class: the first devices of all stages and of all runs of a class
+    stand for all.
+    """
+    worst = np.zeros(arrays.skeletons.order.shape[1])
+    stage = np.empty(len(rows), np.int64)
+    for c in range(len(rows)):
+        option = arrays.options[rows[c]]
+        for p in range(option.pp):
+            _note_excess(arrays, made, rows, chains, option.first + p * option.dp * option.tp, stage, worst)
+    for run in range(1, len(arrays.memories)):
+        _note_excess(arrays, made, rows, chains, arrays.memories[run].first, stage, worst)
+    return worst
+
+
+@inner
+def _note_excess(
+    arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints, worst: Floats
+) -> None:
+    """Raises the missing bytes in each order to those of a device. stage: room for the rows of its stages."""
+    there = memory_of(arrays, device)
+    resident, most = _stages_on(arrays, made, rows, chains, device, stage)
+    if most > there:
+        for order in range(len(worst)):
+            worst[order] = max(worst[order], _peak(arrays, made, order, chains, stage, resident) - there)
+
+
+@inner
+def memory_of(arrays: Arrays, device: int) -> float:
+    """Bytes of memory of a device."""
+    run = 0
+    while run + 1 < len(arrays.memories) and arrays.memories[run + 1].first <= device:
+        run += 1
+    return arrays.memories[run].bytes
+
+
+@inner
+def _stages_on(
+    arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints
+) -> tuple[float, float]:
+    """Writes the row of each call's stage on a device, -1 off its mesh.
+
+    Returns the bytes that are resident there, and a bound of its peak: these, all copies, and the largest call.
+    """
+    resident, copies, active = 0.0, 0.0, 0.0
+    for c in range(len(rows)):
+        option = arrays.options[rows[c]]
+        stage[c] = -1
+        if option.first <= device < option.first + option.size:
+            stage[c] = option.stage + (device - option.first) // (option.dp * option.tp)
+            active = max(active, arrays.stages[stage[c]].active)
+            if _counts(arrays.options, arrays.role, arrays.trainer, rows, c):
+                resident += arrays.stages[stage[c]].resident
+    for i in range(arrays.skeletons.size[made]):
+        slot = arrays.skeletons.slots[made, i]
+        brings = slot.kind == REALLOCATE or (slot.kind == ONLOAD and chains[i] > 0)
+        if brings and stage[slot.call] >= 0:
+            copies += arrays.stages[stage[slot.call]].copy
+    return resident, resident + copies + active
+
+
+@inner
+def _peak(arrays: Arrays, made: int, order: int, chains: Ints, stage: Ints, resident: float) -> float:
+    """The most that a device holds in an order. stage: row of each call's stage there, -1 off its mesh."""
+    held, peak = resident, 0.0
+    for j in range(arrays.skeletons.size[made]):
+        i = arrays.skeletons.order[made, order, j]
+        slot = arrays.skeletons.slots[made, i]
+        at = stage[slot.call]
+        if at < 0 or not chains[i]:
+            continue
+        if slot.kind == REALLOCATE or slot.kind == ONLOAD:
+            held += arrays.stages[at].copy
+            peak = max(peak, held)
+        elif slot.kind == RELEASE or slot.kind == OFFLOAD:
+            held -= arrays.stages[at].copy
+        elif slot.kind == CALL:
+            peak = max(peak, held + arrays.stages[at].active)
+    return peak

@@ -1,0 +1,87 @@
+"""The tables of a plan search: all options of all calls, and what a choice among them costs."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.plan.build import build_plan
+from planner.plan.call_order import call_orders
+from planner.pricing.options import Option, all_options
+from planner.pricing.problem import Problem
+from planner.search.compiled.arrays import make_arrays
+from planner.search.compiled.evaluator import value
+from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+
+
+class Value(NamedTuple):
+    """What a choice costs.
+
+    time_s        steady-state seconds per iteration
+    excess_bytes  what the fullest device lacks of memory; the plan fits if it is 0
+    order         number of the order of calls in Tables.orders under which this holds: of least excess, of
+                  these of least time, of these the first
+    """
+
+    time_s: float
+    excess_bytes: float
+    order: int
+
+
+class Tables:
+    """Options of every call and the price of every choice.
+
+    calls    names of the calls, in the graph's order
+    options  call number -> its options
+    orders   the orders of calls that are tried (planner.plan.call_order)
+    arrays   all of this for compiled searches; planner.search.compiled.evaluator.value(arrays, choice, limit) prices
+    a choice there A choice is one option number per call, in the order of `calls`.
+    Raises ProblemError when a call has no option that fits.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.calls: tuple[str, ...] = tuple(call.name for call in problem.graph.calls)
+        self.options: tuple[tuple[Option, ...], ...] = all_options(problem)
+        self.orders = call_orders(problem.graph)
+        self.arrays = make_arrays(problem, self.options, self.orders)
+
+    def evaluate(self, choice: Sequence[int]) -> Value:
+        """The price of a choice under the best order of calls."""
+        return Value(*value(self.arrays, np.asarray(choice, np.int64), np.inf))
+
+    def assignments(self, choice: Sequence[int]) -> dict[str, CallAssignment]:
+        """The assignment of every call."""
+        return {
+            name: options[number].assignment
+            for name, options, number in zip(self.calls, self.options, choice, strict=True)
+        }
+
+    def plan(self, choice: Sequence[int]) -> ExecutionPlan:
+        """The execution plan of a choice, under the order that `evaluate` found best."""
+        return self.plan_in(choice, self.evaluate(choice).order)
+
+    def plan_in(self, choice: Sequence[int], order: int) -> ExecutionPlan:
+        """The execution plan of a choice under the order of that number."""
+        return build_plan(
+            self.problem.graph,
+            self.assignments(choice),
+            self.problem.cluster,
+            call_order=self.orders[order],
+        )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: tens of thousands of objects are made that all live on, and looking for garbage
+    among them takes as long again. Where it is off already, whoever did that turns it on."""
+    if not gc.isenabled():
+        yield
+        return
+    try:
+        gc.disable()
+        yield
+    finally:
+        gc.enable()

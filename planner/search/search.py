@@ -1,0 +1,392 @@
+"""One interface to all ways of finding a plan, and what each result says about itself."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from planner.deadline import Deadline, never
+from planner.plan.build import PlanError
+from planner.plan.call_order import MOST_ORDERS, has_more_orders
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
+from planner.pricing.plans import PlanPrice, price_plan, shortfall
+from planner.pricing.problem import Problem
+from planner.search.annealing import (
+    State,
+    anneal,
+    annealing,
+    better,
+    descend,
+    neighbours,
+    nobody,
+    polishing,
+    start_state,
+    uniforms,
+)
+from planner.search.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
+from planner.search.bounds.root_bound import call_cycles, front, root_bound
+from planner.search.bounds.tree_search import new_walk, walk_on
+from planner.search.branch_and_bound import bounds_by_groups, branching, proofs
+from planner.search.choices import assignments_of, nearest_choice
+from planner.search.compiled.tables import Tables, uncollected
+from planner.search.disjoint import disjoint_choice, side_by_side
+from planner.search.mcmc import greedy_choice, metropolis
+from rlhf_tasks.spec import CallAssignment, ExecutionPlan
+
+ROUNDING = 1e-9  # relative; a gap below it is none
+BOUNDING = 0.25  # share of the time after which walks through groups give way to annealing
+ANNEALING = 0.75  # share of the time after which annealing gives way to proofs
+FIRST = 80  # parts of annealing before any proof: good plans in the first second
+RESERVE = 1.25  # times what pricing a plan from its lists has taken: the time kept for the plan found last
+
+
+class TracePoint(NamedTuple):
+    """The best plan's seconds per iteration and the lower bound (0 before there is one), `seconds` after the search
+    began."""
+
+    seconds: float
+    time_s: float
+    lower_bound_s: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A plan, what it costs, and how far from the best it may be.
+
+    price          from the transfer lists that the executors run; iteration_time_s is its steady state
+    lower_bound_s  no plan of the class takes less
+    gap            by how much the plan exceeds the lower bound, as a share of the plan's time
+    proof_class    the plans for which the lower bound holds, in one sentence
+    mode           how it was found: a key of MODES
+    seconds        that the search took, compilation left out; evaluations: plans that it priced
+    compile_s      seconds in which its code was compiled, or loaded, before the clock started
+    trace          how the best plan and the bound came closer
+    tables         of the problem
+    """
+
+    plan: ExecutionPlan
+    price: PlanPrice
+    iteration_time_s: float
+    lower_bound_s: float
+    gap: float
+    proven_optimal: bool
+    proof_class: str
+    mode: str
+    seconds: float
+    compile_s: float
+    evaluations: int
+    trace: tuple[TracePoint, ...]
+    tables: Tables = field(repr=False, compare=False)
+
+
+class Found(NamedTuple):
+    """What a mode has found: a plan, the best lower bound it knows, the plans it priced, and its trace."""
+
+    priced: Priced
+    lower_bound_s: float
+    evaluations: int = 1
+    trace: tuple[TracePoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The plans by rule that fit memory, and the points of a trace at which they stood: before the tables do."""
+
+    plans: tuple[Priced, ...] = ()
+    trace: tuple[TracePoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a mode is asked. `started` is time.monotonic() at the beginning, later by what compilation took."""
+
+    problem: Problem
+    rules: Rules
+    tables: Tables
+    lower_bound_s: float
+    time_limit_s: float
+    seed: int
+    evaluate: Mapping[str, CallAssignment] | None
+    started: float
+    called_off: Callable[[], bool]
+
+
+class Progress:
+    """The best plan so far and how it came about. It begins with the plans by rule and ends with none worse."""
+
+    def __init__(self, request: Request, start: Sequence[int]) -> None:
+        self._request, self._rules = request, request.rules.plans
+        self.state = start_state(request.tables, start)
+        self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
+        self._trace = list(request.rules.trace)
+        self._priced: dict[tuple[int, ...], Priced] = {}
+        self._pricing_s = 0.0
+        self._trace_up_to(float("inf"))
+
+    def deadline_of(self, share: float = 1.0) -> Deadline:
+        """Of the steps that get this share of the time. After the last one there is time to price a plan from its
+        lists, as soon as it is known what that takes."""
+        limit_s = self._request.time_limit_s - RESERVE * self._pricing_s
+        return Deadline(self._request.started + share * limit_s, self._request.called_off)
+
+    def note(self, state: State, n_priced: int, lower_bound_s: float = 0.0) -> None:
+        """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
+        self._evaluations += n_priced
+        self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
+        self.state = state
+        self._trace_up_to(state.time_s if state.excess_bytes <= 0 else float("inf"))
+
+    def follow(self, parts: Iterable[tuple[State, int]]) -> None:
+        """Notes the parts of an annealing, while there is time for it."""
+        for state, n_priced in parts:
+            self.note(better(self.state, state), n_priced)
+            if self.deadline_of(ANNEALING).is_past():
+                break
+
+    def _trace_up_to(self, time_s: float) -> None:
+        """Notes the time of a plan, or the best one's before it if that is less, unless there is none yet."""
+        best = min([time_s, *(point.time_s for point in self._trace[-1:])])
+        if best < float("inf"):
+            seconds = time.monotonic() - self._request.started
+            self._trace.append(TracePoint(seconds, best, self.lower_bound_s))
+
+    def price_ahead(self) -> None:
+        """Prices the best plan so far, unless one has been priced: from then on it is known what pricing takes, which
+        is seconds on ten thousand devices."""
+        if not self._priced and self.state.excess_bytes <= 0:
+            self._price()
+
+    def _price(self) -> None:
+        choice = tuple(self.state.choice.tolist())
+        if choice not in self._priced:
+            began = time.monotonic()
+            self._priced[choice] = priced_choice(self._request.tables, choice)
+            self._pricing_s = time.monotonic() - began
+
+    def found(self) -> Found:
+        """The best plan, priced from its transfer lists. Raises PlanError when nothing fits memory."""
+        if self.state.excess_bytes <= 0 or not self._rules:
+            self._price()
+        candidates = [*self._rules, *self._priced.values()]
+        best = min(candidates, key=lambda one: one.price.iteration_time_s)
+        return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
+
+
+@uncollected()
+def find_plan(
+    problem: Problem,
+    mode: str = "search",
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    evaluate: Mapping[str, CallAssignment] | None = None,
+    called_off: Callable[[], bool] = never,
+) -> SearchResult:
+    """A plan for a problem.
+
+    mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
+                  symmetric (all calls alike), disjoint (every role on its own devices), manual
+    time_limit_s  of search and mcmc, compilation left out; with less time they give the best plan so far. The plans
+                  by rule and the tables are made, and the plan found is priced, in any case: on 16,384 devices in
+                  about 20 s
+    seed          equal seeds give equal plans where the time limit does not cut
+    evaluate      the assignments that mode manual prices
+    called_off    asked again and again: as soon as it is true, time is over
+    An exception of a signal's handler that comes while compiled code returns ends the process (numba): where signals
+    raise, search in another thread than the main one (flows/cluster/shutdown.py `beside`).
+
+    Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that
+    would help, for an unknown mode, and for mode manual without assignments; ProblemError when a call
+    has no option that fits.
+    """
+    if mode not in MODES:
+        raise PlanError(f"There is no mode {mode!r}; known are {', '.join(MODES)}.")
+    if not time_limit_s > 0:
+        raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
+    started = time.monotonic()
+    rules = _by_rule(problem, started) if mode == "search" else Rules()
+    tables = Tables(problem)
+    compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
+    started += compile_s
+    lower_bound_s = bound_of(tables)
+    request = Request(
+        problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off
+    )
+    found = MODES[mode](request)
+    time_s = found.priced.price.iteration_time_s
+    in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
+    lower_bound_s = min(found.lower_bound_s, time_s)
+    gap = 1 - lower_bound_s / time_s
+    return SearchResult(
+        plan=found.priced.plan,
+        price=found.priced.price,
+        iteration_time_s=time_s,
+        lower_bound_s=lower_bound_s,
+        gap=gap,
+        proven_optimal=in_class and gap <= ROUNDING,
+        proof_class=proof_class(problem),
+        mode=mode,
+        seconds=time.monotonic() - started,
+        compile_s=compile_s,
+        evaluations=found.evaluations,
+        trace=found.trace or (TracePoint(time.monotonic() - started, time_s, lower_bound_s),),
+        tables=tables,
+    )
+
+
+def _compile(tables: Tables) -> float:
+    """Calls everything that is compiled once, with nothing to do; returns the seconds."""
+    began = time.monotonic()
+    start = start_state(tables, greedy_choice(tables))
+    cycles, draws = call_cycles(tables.problem.graph), uniforms(0, "compiling", 0, 0)
+    bound_of(tables)
+    near = neighbours(tables)
+    anneal(tables.arrays, near, cycles, start, draws, 1.0, 1.0, True)
+    descend(tables.arrays, nobody(tables), cycles, start, 0)
+    found = proofs(tables, cycles)
+    walk = new_walk(found.relaxation, found.to_options)
+    walk.depth[0] = -1
+    walk_on(found.relaxation, found.tree, walk, 1.0, 0)
+    return time.monotonic() - began
+
+
+def bound_of(tables: Tables) -> float:
+    """The root bound of a problem's options (planner/search/bounds/root_bound.py)."""
+    problem = tables.problem
+    dispatch_s = problem.model.classes.dispatch_s
+    fronts = [
+        front([o.seconds + dispatch_s for o in options], [o.size for o in options])
+        for options in tables.options
+    ]
+    return root_bound(fronts, call_cycles(problem.graph), problem.cluster.n_devices)
+
+
+def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
+    """The plan of a choice, priced from its transfer lists. Raises PlanError when it does not fit memory."""
+    plan = tables.plan(choice)
+    price = price_plan(plan, tables.problem.model)
+    missing = shortfall(price, tables.problem.model)
+    if missing is not None:
+        raise PlanError(missing)
+    return Priced(plan, price)
+
+
+def proof_class(problem: Problem) -> str:
+    """The plans for which bounds and proofs hold, in one sentence."""
+    mixed = "a mesh of several device classes priced by its slowest, "
+    return (
+        f"Plans on {problem.cluster} whose calls have {_meshes(problem.cluster)}, strategies "
+        f"(tp up to {problem.tp_limit}) and micro-batch counts as planner/pricing/options.py lists them, contiguous stages, "
+        f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in {_orders(problem.graph)}, "
+        "the same in every iteration, inserted nodes placed by rule beside them, frozen models with one call "
+        "resident or offloaded, others resident, and at most two iterations in flight; with times and memory as the "
+        "cost model gives them."
+    )
+
+
+def _meshes(cluster: Cluster) -> str:
+    """Which meshes the class has (planner/pricing/options.py `candidate_meshes`)."""
+    if cluster.n_hosts <= ALL_CUTS:
+        return "all meshes"
+    cuts = cut_points(cluster.n_hosts)
+    step = cuts[1]
+    even = all(cut == i * step for i, cut in enumerate(cuts))
+    ends = f"multiples of {step} hosts" if even else f"hosts {', '.join(map(str, cuts))}"
+    few = [str(n) for n in few_hosts(cluster.n_hosts)]
+    small = f"the first {' or '.join(few)} hosts and as many behind these, " if few else ""
+    return f"meshes that begin and end at {ends}, {small}the first host and its aligned parts"
+
+
+def _orders(graph: DataflowGraph) -> str:
+    """Which orders of the calls the class has (`call_orders`)."""
+    which = f"of the first {MOST_ORDERS} orders" if has_more_orders(graph) else "order"
+    return f"one {which} of the graph"
+
+
+def _heuristic(request: Request) -> Found:
+    return Found(heuristic_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
+
+
+def _symmetric(request: Request) -> Found:
+    return Found(symmetric_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
+
+
+def _disjoint(request: Request) -> Found:
+    choice, evaluations = disjoint_choice(request.tables)
+    return Found(priced_choice(request.tables, choice), request.lower_bound_s, evaluations)
+
+
+def _manual(request: Request) -> Found:
+    if request.evaluate is None:
+        raise PlanError("Mode 'manual' prices given assignments; give one for each call.")
+    problem = request.problem
+    return Found(manual_plan(problem.graph, problem.model, request.evaluate), request.lower_bound_s)
+
+
+def _search(request: Request) -> Found:
+    """Plans near the starts, some annealing, the bound that takes little time, the rest of annealing, then branch and
+    bound."""
+    tables, seed, starts = request.tables, request.seed, _starts(request)
+    progress = Progress(request, starts[0])
+    near, cycles = neighbours(tables), call_cycles(request.problem.graph)
+    parts = annealing(tables, near, cycles, starts, seed)
+    for number, start in enumerate(starts):
+        state = start_state(tables, start)
+        progress.follow(polishing(tables, near, cycles, state, seed, number))
+    progress.follow(islice(parts, FIRST))
+    found = proofs(tables, cycles)
+    for lower_bound_s in bounds_by_groups(
+        found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)
+    ):
+        progress.note(progress.state, 0, lower_bound_s)
+    progress.follow(parts)
+    progress.price_ahead()
+    state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
+    for step in branching(tables, near, cycles, found, state, proved_s, seed, deadline):
+        state, lower_bound_s, n_priced = step
+        progress.note(state, n_priced, lower_bound_s)
+    return progress.found()
+
+
+def _starts(request: Request) -> list[list[int]]:
+    """Choices that are unlike each other: with roles side by side, of the plans by rule, with all calls fast."""
+    tables = request.tables
+    by_rule = [nearest_choice(tables, assignments_of(rule.plan)) for rule in request.rules.plans]
+    apart = side_by_side(tables)
+    return [*([] if apart is None else [apart]), *by_rule, greedy_choice(tables)]
+
+
+def _mcmc(request: Request) -> Found:
+    progress = Progress(request, greedy_choice(request.tables))
+    near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
+    for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
+        progress.note(state, n_priced)
+        if progress.deadline_of(ANNEALING).is_past():
+            progress.price_ahead()
+        if progress.deadline_of().is_past():
+            break
+    return progress.found()
+
+
+def _by_rule(problem: Problem, started: float) -> Rules:
+    """The plans by rule. started: time.monotonic() when the search began"""
+    plans, trace = list[Priced](), list[TracePoint]()
+    for rule in (heuristic_plan, symmetric_plan):
+        with suppress(PlanError):
+            plans.append(rule(problem.graph, problem.model))
+            best = min(plan.price.iteration_time_s for plan in plans)
+            trace.append(TracePoint(time.monotonic() - started, best, 0.0))
+    return Rules(tuple(plans), tuple(trace))
+
+
+MODES: dict[str, Callable[[Request], Found]] = {
+    "search": _search,
+    "mcmc": _mcmc,
+    "heuristic": _heuristic,
+    "symmetric": _symmetric,
+    "disjoint": _disjoint,
+    "manual": _manual,
+}

@@ -1,0 +1,344 @@
+"""Commits of a run: `step-NNNNNNNN` folders that appear by a rename, whole or not at all. Torch-free.
+
+Ranks write their parts into `step-NNNNNNNN.tmp-<attempt>` (snapshots.py) and say when they are durable; then
+the controller writes the manifest there and renames the folder: that is the commit. The latest commit is the
+highest one whose manifest and files verify; nothing else says which it is.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rlhf_tasks.checkpoint.accepted_changes import last_accepted
+from rlhf_tasks.checkpoint.journals import (
+    EMPTY,
+    JOURNALS,
+    LINEAGE,
+    METRICS,
+    IterationResults,
+    Journal,
+    JournalError,
+    JournalMark,
+    MetricsLines,
+    lineage_lines,
+)
+from rlhf_tasks.checkpoint.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Part,
+    RoleRecord,
+    verify,
+    write_manifest,
+)
+from rlhf_tasks.checkpoint.plan_log import plan_digest
+from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.system.durable import explained, refuse_full, sync, write_file
+from rlhf_tasks.system.failpoints import Point, at, reach
+
+logger = logging.getLogger(__name__)
+_STEP = re.compile(r"step-(\d{8})")
+_LEFTOVER = re.compile(r"step-\d{8}\.(tmp-.*|pruned)")
+_REFUSED = re.compile(r"step-\d{8}\.refused-\d+")
+ATTEMPTS = "attempts"
+KEPT_AT_LEAST = 2  # commits kept, so that there is one to fall back to
+
+
+class Commit(NamedTuple):
+    """A commit that was verified."""
+
+    step: int
+    folder: Path
+    manifest: Manifest
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """Where a commit lies."""
+    return run_folder / f"step-{step:08d}"
+
+
+def unfinished_folder(run_folder: Path, step: int, attempt: int) -> Path:
+    """Where the parts of a commit are gathered until it is one."""
+    return run_folder / f"step-{step:08d}.tmp-{attempt}"
+
+
+def commit(run_folder: Path, manifest: Manifest) -> Path:
+    """Make a commit of the parts that its ranks have written: manifest, rename, sync. Returns its folder.
+
+    What the manifest does not name (of an aborted generation) is removed. A folder that stands in its place
+    was refused when the run was resumed, and is put aside.
+    Raises CheckpointError when a part is not there, OSError when the manifest cannot be written.
+    """
+    unfinished = unfinished_folder(run_folder, manifest.step, manifest.attempt)
+    unfinished.mkdir(exist_ok=True)
+    present = {path.name: path for path in unfinished.iterdir()}
+    for stored in manifest.files:
+        path = present.pop(stored.file, None)
+        if path is None or path.stat().st_size != stored.size_bytes:
+            raise CheckpointError(f"{unfinished / stored.file}: not the {stored.size_bytes} bytes written.")
+    for name, path in present.items():
+        if name not in (MANIFEST, CHECKSUM):
+            path.unlink()
+    write_manifest(unfinished, manifest)
+    final = step_folder(run_folder, manifest.step)
+    if final.exists():
+        aside = final.with_name(f"{final.name}.refused-{manifest.attempt}")
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+    reach(Point.MANIFEST_SYNCED)
+    os.rename(unfinished, final)
+    reach(Point.RENAMED)
+    sync(run_folder)
+    reach(Point.COMMITTED)
+    return final
+
+
+def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError]]:
+    """The highest step that verifies, and why each higher one was refused. Reads every byte of them."""
+    refused = []
+    for step in sorted(steps_of(run_folder), reverse=True):
+        folder = step_folder(run_folder, step)
+        try:
+            manifest = verify(folder)
+        except CheckpointError as error:
+            refused.append(error)
+            continue
+        if manifest.step == step:
+            return Commit(step, folder, manifest), refused
+        refused.append(CheckpointError(f"{folder / MANIFEST}: it is of step {manifest.step}, not {step}."))
+    return None, refused
+
+
+def prune(run_folder: Path, keep_last: int) -> None:
+    """Remove all but the newest commits, at least two, once the newest has been read back.
+
+    Raises CheckpointError, and removes nothing, when the newest does not verify.
+    """
+    steps = sorted(steps_of(run_folder))
+    old = steps[: -max(keep_last, KEPT_AT_LEAST)]
+    if old:
+        verify(step_folder(run_folder, steps[-1]))
+    for step in old:
+        folder = step_folder(run_folder, step)
+        pruned = folder.rename(folder.with_name(f"{folder.name}.pruned"))
+        reach(Point.PRUNE)
+        shutil.rmtree(pruned)
+
+
+def sweep(run_folder: Path) -> None:
+    """Remove what attempts that have ended left unfinished. Only for the holder of the run's lease.
+
+    A rank that has not noticed yet may still be writing into one: that one stays for the next attempt to remove.
+    """
+    for path in run_folder.iterdir():
+        if _LEFTOVER.fullmatch(path.name):
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("%s is left for the next attempt: %s", path, error)
+
+
+def newest_step(run_folder: Path) -> int | None:
+    """The step of the newest commit, sound or not; None where there is none."""
+    return max(steps_of(run_folder), default=None)
+
+
+def lost_commits(run_folder: Path) -> str | None:
+    """What a folder without commits says of commits that it once had, in one sentence; None where it had none.
+
+    Whoever begins anew there removes what is left of that run.
+    """
+    if not run_folder.is_dir() or steps_of(run_folder):
+        return None
+    found = [f"{name} with rows" for name in JOURNALS if _size_bytes(run_folder / name)]
+    found += sorted(path.name for path in run_folder.iterdir() if _REFUSED.fullmatch(path.name))
+    found += [
+        f"attempt {path.name}, which has committed step {path.read_text(errors='replace').strip()}"
+        for path in sorted((run_folder / ATTEMPTS).glob("*"))
+        if _size_bytes(path)
+    ]
+    if not found:
+        return None
+    return (
+        f"{run_folder} has {', '.join(found)}, but no commit to go on from: its folders step-* are gone. Put them "
+        "back, or move the folder away to train anew."
+    )
+
+
+def _size_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def step_folders(run_folder: Path) -> list[Path]:
+    """The folders of a run's commits, whether they verify or not."""
+    return [step_folder(run_folder, step) for step in steps_of(run_folder)]
+
+
+def steps_of(run_folder: Path) -> list[int]:
+    """The numbers of a run folder's commits, whether they verify or not."""
+    matches = [_STEP.fullmatch(path.name) for path in run_folder.iterdir()] if run_folder.is_dir() else []
+    return [int(match[1]) for match in matches if match]
+
+
+class RunIdentity(Protocol):
+    """What commits need to know of an attempt (`rlhf_tasks.protocol.messages.RunSpec` is one)."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def run_folder(self) -> str: ...
+    @property
+    def peak_flops_per_s(self) -> float | None: ...
+
+
+def run_snapshots(spec: RunIdentity) -> "RunSnapshots":
+    """The commits of one attempt of a run, as its controller uses them."""
+    return RunSnapshots(spec)
+
+
+class RunSnapshots:
+    """Finds the commit to go on from, and writes new ones and the run's journals. Both methods may block."""
+
+    def __init__(self, spec: RunIdentity) -> None:
+        self._spec = spec
+        self._folder = Path(spec.run_folder)
+        self._journals = self._open_journals({})
+        self._marked = False
+        self._metrics = MetricsLines(spec.peak_flops_per_s)
+
+    def latest(self) -> tuple[int, int] | None:
+        """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
+
+        Puts the run folder into the state of that commit: unfinished folders go, journals are cut back.
+        Raises CheckpointError naming the files when there are commits and none can be used, when there were some,
+        and when what is committed of a journal has changed.
+        """
+        found, refused = latest_commit(self._folder)
+        for error in refused:
+            logger.warning("checkpoint refused: %s", error)
+        if found is None and refused:
+            reasons = " ".join(map(str, refused))
+            raise CheckpointError(
+                f"no commit in {self._folder} can be used. {reasons} Put one back from a copy, or move the folder "
+                "away to train anew."
+            )
+        if found is None and (lost := lost_commits(self._folder)) is not None:
+            raise CheckpointError(lost)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._journals = self._open_journals({} if found is None else self._marks(found))
+        sweep(self._folder)
+        with at(attempt=self._spec.attempt):
+            reach(Point.SWEEP)
+        for journal in self._journals.values():
+            journal.cut()
+        return None if found is None else (found.step, found.manifest.cursor)
+
+    def commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
+        """Commit a step: journals, manifest, rename; then remove commits that are no longer kept.
+
+        results  iteration -> node -> rank -> result, of `order.iterations`
+        Raises CheckpointError when the parts do not fit together, OSError with path and sizes on a full disk.
+        """
+        with at(iteration=order.step - 1, attempt=self._spec.attempt):
+            self._commit(order, results)
+
+    def _commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
+        parts = [Part.model_validate(part) for ranks in order.parts.values() for part in ranks.values()]
+        roles = _records(parts)
+        versions = {role: record.version for role, record in roles.items()}
+        if versions != dict(order.versions):
+            raise CheckpointError(f"step {order.step}: parts of versions {versions}, not {order.versions}.")
+        reach(Point.COMMIT)
+        marks = self._append(order.iterations, results)
+        reach(Point.JOURNALS)
+        manifest = Manifest(
+            run=self._spec.run,
+            attempt=self._spec.attempt,
+            step=order.step,
+            seed=self._spec.config.get("seed", 0),
+            cursor=order.cursor,
+            versions=versions,
+            roles=roles,
+            files=tuple(sorted((part.stored for part in parts), key=lambda stored: stored.file)),
+            journals=marks,
+            config=dict(self._spec.config),
+            plan_sha256=plan_digest(order.plan),
+        )
+        path = unfinished_folder(self._folder, order.step, self._spec.attempt) / MANIFEST
+        size_bytes = len(manifest.model_dump_json(indent=1))
+        try:
+            path.parent.mkdir(exist_ok=True)
+            refuse_full(path, size_bytes)
+            commit(self._folder, manifest)
+        except OSError as error:
+            raise explained(error, path, size_bytes) from error
+        for journal in self._journals.values():
+            journal.keep()
+        self._mark_attempt(order.step)
+        try:
+            prune(self._folder, self._spec.config.get("keep_last", KEPT_AT_LEAST))
+        except (CheckpointError, OSError) as error:
+            logger.error("older commits are kept: %s", error)
+
+    def _marks(self, found: Commit) -> Mapping[str, JournalMark]:
+        """What is committed of the journals: by the commit's manifest, or by what was accepted since."""
+        accepted = last_accepted(self._folder)
+        return accepted.journals if accepted and accepted.step == found.step else found.manifest.journals
+
+    def _open_journals(self, marks: Mapping[str, JournalMark]) -> dict[str, Journal]:
+        try:
+            return {name: Journal(self._folder / name, marks.get(name, EMPTY)) for name in JOURNALS}
+        except JournalError as error:
+            raise CheckpointError(str(error)) from None
+
+    def _append(
+        self, iterations: Iterable[int], results: Mapping[int, IterationResults]
+    ) -> dict[str, JournalMark]:
+        """Append to both journals behind the last commit. Returns what is then to be committed of them."""
+        lines = {
+            METRICS: [self._metrics.line(i, results[i]) for i in iterations if i in results],
+            LINEAGE: [line for i in iterations if i in results for line in lineage_lines(i, results[i])],
+        }
+        marks = {}
+        for name, more in lines.items():
+            path, size_bytes = self._folder / name, sum(map(len, more))
+            try:
+                refuse_full(path, size_bytes)
+                marks[name] = self._journals[name].append(more)
+                if name == METRICS:
+                    reach(Point.METRICS)
+            except OSError as error:
+                raise explained(error, path, size_bytes) from error
+        return marks
+
+    def _mark_attempt(self, step: int) -> None:
+        """Note in the attempt's own file that it has trained: without its commits, the run is not to begin anew."""
+        if step > 0 and not self._marked:
+            attempts = self._folder / ATTEMPTS
+            try:
+                attempts.mkdir(exist_ok=True)
+                write_file(attempts / str(self._spec.attempt), f"{step}\n".encode())
+                self._marked = True
+            except OSError as error:
+                logger.warning("%s: %s; the step is committed all the same", attempts, error)
+
+
+def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:
+    """Role -> its record, on which all its ranks must agree. Raises CheckpointError."""
+    roles: dict[str, RoleRecord] = {}
+    for part in parts:
+        role = part.stored.role
+        if roles.setdefault(role, part.record) != part.record:
+            raise CheckpointError(
+                f"ranks disagree on the state of role {role!r}: {roles[role]} {part.record}"
+            )
+    return roles

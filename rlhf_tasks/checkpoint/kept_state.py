@@ -1,0 +1,87 @@
+"""State that outlives its generation: when the plan changes, trained roles go from rank to rank, not through files.
+
+A rank that is reset for a change of the plan keeps what its engines hold. When every rank still has its part of the
+commit that the next generation starts from, they exchange it; else all read the commit.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from rlhf_tasks.checkpoint.commits import step_folder
+from rlhf_tasks.checkpoint.manifest import read_manifest
+from rlhf_tasks.checkpoint.snapshots import TrainedRole, stored_role, take_state
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.state_layout import StateLayout
+from rlhf_tasks.parallel.state.exchange import exchange_state
+from rlhf_tasks.parallel.state.transfer import StateTransfer
+from rlhf_tasks.parallel.train.optimizer import StateShard
+from rlhf_tasks.protocol.messages import GenerationSpec
+
+
+class KeptState(NamedTuple):
+    """What the engines of one rank held at a commit: trained role -> this rank's part, in host memory."""
+
+    run: str
+    attempt: int
+    step: int
+    shards: dict[str, list[StateShard]]
+
+
+def host_shards(engines: Mapping[str, TrainedRole]) -> dict[str, list[StateShard]]:
+    """The state of trained roles in host memory: on a CPU it stays where it is, no engine may go on with it."""
+    found: dict[str, list[StateShard]] = {}
+    for role, engine in engines.items():
+        assert engine.optimizer is not None, f"role {role!r} is not trained here"
+        found[role] = [
+            shard._replace(tensor=shard.tensor.detach().cpu()) for shard in engine.optimizer.shard_state()
+        ]
+    return found
+
+
+class KeptCommit:
+    """The commit that a generation starts from, as its ranks may have kept it.
+
+    kept    this rank's; None when it has none
+    groups  of the generation: building and `take_over` are collective over all ranks, which have a group
+    """
+
+    def __init__(self, kept: KeptState | None, spec: GenerationSpec, groups: ProcessGroups) -> None:
+        assert spec.restore_step is not None, "there is no commit yet"
+        self._folder = step_folder(Path(spec.run_folder), spec.restore_step)
+        self._manifest = read_manifest(self._folder)
+        self._groups, self._ranks = groups, range(spec.n_ranks)
+        here = kept is not None and kept[:3] == (spec.run, spec.attempt, spec.restore_step)
+        self._shards = kept.shards if kept is not None and here else {}
+        self.is_whole = self._ask_all()
+
+    def _ask_all(self) -> bool:
+        """Whether every device that owned a part of the commit is a rank that still has it."""
+        owners = {role: set(record.placement.devices) for role, record in self._manifest.roles.items()}
+        owned = {role for role, devices in owners.items() if self._groups.rank in devices}
+        here = all(devices <= set(self._ranks) for devices in owners.values())
+        has = torch.tensor(int(here and owned <= self._shards.keys()))
+        return bool(all_reduce(has, self._groups[self._ranks], dist.ReduceOp.MIN))
+
+    def take_over(self, role: str, layout: Layout, engine: TrainedRole | None) -> None:
+        """Bring a role to the commit: weights, moments, version and state.
+
+        layout  that the role is trained in from now on
+        engine  this rank's; None outside that layout's placement
+        Raises as `snapshots.restore` does.
+        """
+        assert self.is_whole, "some rank lacks its part: read the commit"
+        record = stored_role(role, layout, self._manifest, self._folder)
+        wanted = [] if engine is None or engine.optimizer is None else list(engine.optimizer.shard_state())
+        transfer = StateTransfer(StateLayout(record.layout), StateLayout(layout))
+        kept = self._shards.get(role, [])
+        shards = exchange_state(transfer, kept, wanted, self._groups, self._ranks)
+        if engine is not None:
+            take_state(engine, shards, record)
+        else:
+            for shard in shards:
+                raise AssertionError(f"{shard.name} of role {role!r} came, which is not trained here")

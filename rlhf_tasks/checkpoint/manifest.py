@@ -1,0 +1,154 @@
+"""What a commit consists of: its manifest, and the check that all it names is there unchanged. Torch-free."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from rlhf_tasks.checkpoint.journals import JournalMarks
+from rlhf_tasks.config.files import first_fault
+from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.spec import Frozen
+from rlhf_tasks.system.durable import no_link, sync, write_file
+from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.system.reading import reading, shown
+
+SCHEMA = 2
+MANIFEST = "manifest.json"
+CHECKSUM = "manifest.json.sha256"  # in the format of `sha256sum -c`
+_CHUNK_BYTES = 1 << 22
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used: which file, and why."""
+
+
+class RoleRecord(Frozen):
+    """What is saved of a role besides tensors, and how its tensors are laid out over the files.
+
+    version         number of train calls applied
+    optimizer_step  number of optimizer updates applied
+    state           KL coefficient, value normaliser and the like
+    """
+
+    version: int
+    optimizer_step: int
+    state: dict[str, Any]
+    shape: ModelShape
+    head: Head
+    placement: Placement
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.shape, self.head, self.placement)
+
+
+class StoredFile(Frozen):
+    """One file of a commit, by its plain name inside the commit's folder."""
+
+    role: str
+    file: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+    size_bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Part(Frozen):
+    """What a rank says when its part of a role's snapshot is durable (`SavedPart.details`)."""
+
+    stored: StoredFile
+    record: RoleRecord
+
+
+class Manifest(Frozen):
+    """The table of contents of a commit.
+
+    step      number of committed iterations
+    cursor    global id of the first sample not yet fetched
+    versions  trained role -> number of its train calls
+    journals  each of the two journals -> what of it is committed
+    config    the run's configuration
+    plan_sha256     names the execution plan of the last committed iteration; of step 0, the first plan
+    """
+
+    schema_version: int = SCHEMA
+    run: str
+    attempt: int = Field(ge=0)
+    step: int = Field(ge=0)
+    seed: int
+    cursor: int = Field(ge=0)
+    versions: dict[str, int]
+    roles: dict[str, RoleRecord]
+    files: tuple[StoredFile, ...]
+    journals: JournalMarks
+    config: dict[str, Any]
+    plan_sha256: str
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest and checksum, durably. Raises OSError."""
+    data = manifest.model_dump_json(indent=1).encode()
+    write_file(folder / MANIFEST, data)
+    reach(Point.MANIFEST_WRITTEN)
+    write_file(folder / CHECKSUM, _checksum(data))
+    sync(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a folder's manifest. Raises CheckpointError naming the file."""
+    path = folder / MANIFEST
+    if folder.is_symlink():
+        raise CheckpointError(f"{path}: {folder} is a symbolic link.")
+    try:
+        data, checksum = _read(path), _read(folder / CHECKSUM)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}.") from error
+    if checksum != _checksum(data):
+        raise CheckpointError(f"{path}: its checksum is not the one in {CHECKSUM}.")
+    with reading(path, "not a manifest", CheckpointError):
+        schema = json.loads(data).get("schema_version")
+        if schema != SCHEMA:
+            raise CheckpointError(
+                f"{path}: schema {shown(schema)}; this version of prefect-rlhf reads {SCHEMA}. Go on with the "
+                "version that wrote it."
+            )
+        try:
+            return Manifest.model_validate_json(data)
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: not a manifest: {first_fault(error)}") from None
+
+
+def verify(folder: Path) -> Manifest:
+    """Check that a commit is whole: manifest, and size and hash of every file. Raises CheckpointError naming
+    the first file that is not as it was written. Nothing else in the folder is opened."""
+    manifest = read_manifest(folder)
+    for stored in manifest.files:
+        path = folder / stored.file
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path}: missing, or not a plain file.")
+        size_bytes = path.stat().st_size
+        if size_bytes != stored.size_bytes:
+            raise CheckpointError(f"{path}: {size_bytes} bytes instead of {stored.size_bytes}.")
+        if _hash_file(path) != stored.sha256:
+            raise CheckpointError(f"{path}: its content has changed since it was written.")
+    return manifest
+
+
+def _read(path: Path) -> bytes:
+    with open(path, "rb", opener=no_link) as file:
+        return file.read()
+
+
+def _checksum(data: bytes) -> bytes:
+    return f"{hashlib.sha256(data).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

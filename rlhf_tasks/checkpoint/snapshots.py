@@ -1,0 +1,156 @@
+"""A rank's side of checkpoints: copying a role's state aside, writing it in the background, restoring it."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
+from rlhf_tasks.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    Part,
+    RoleRecord,
+    StoredFile,
+    read_manifest,
+)
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.state.files import read_shards, state_size_bytes, write_shards
+from rlhf_tasks.parallel.train.optimizer import Optimizer, StateShard
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.system.durable import NotWritable, explained, refuse_full, sync
+from rlhf_tasks.system.failpoints import Point, at, reach
+
+
+class TrainedRole(Protocol):
+    """What a checkpoint holds of an engine: all that training changes."""
+
+    layout: Layout
+    groups: ProcessGroups
+    optimizer: Optimizer | None
+    version: int
+    state: dict[str, Any]
+
+
+class SnapshotWriter:
+    """Saves the trained roles of one rank in one generation.
+
+    on_saved  called from the writing thread, once per `save`, when the part is durable or has failed; of an aborted
+              generation's last part maybe not
+    """
+
+    def __init__(self, spec: GenerationSpec, on_saved: Callable[[SavedPart], None]) -> None:
+        self._spec = spec
+        self._on_saved = on_saved
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+
+    def save(self, role: str, engine: TrainedRole, step: int) -> None:
+        """Copy a role's state as it stands and write it in the background.
+
+        Copying aside is all that the caller waits for. Saves are written in the order of the calls.
+        """
+        assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to save"
+        shards = [
+            shard._replace(tensor=shard.tensor.detach().to("cpu", copy=True))
+            for shard in engine.optimizer.shard_state()
+        ]
+        record = RoleRecord(
+            version=engine.version,
+            optimizer_step=engine.optimizer.step,
+            state=dict(engine.state),
+            shape=engine.layout.shape,
+            head=engine.layout.head,
+            placement=engine.layout.placement,
+        )
+        path = self._path(role, step)
+        reach(Point.SAVE)
+        writing = self._thread.submit(self._write, path, role, record.model_copy(deep=True), shards, step)
+        # A callback of `writing` would run here, in the caller's thread, when the write was quicker than this line.
+        self._thread.submit(self._report, writing, path, state_size_bytes(shards), role, step)
+
+    def close(self, wait: bool = True) -> None:
+        """End the thread: after it has written everything, or (aborted generation) after its current part."""
+        self._thread.shutdown(wait=wait, cancel_futures=not wait)
+
+    def _path(self, role: str, step: int) -> Path:
+        """Where a part goes. The name holds the generation, so that what an aborted one still writes cannot
+        touch a file of this one."""
+        spec = self._spec
+        folder = unfinished_folder(Path(spec.run_folder), step, spec.attempt)
+        return folder / f"{role}.rank-{spec.rank:05d}.gen-{spec.generation}.safetensors"
+
+    def _write(self, path: Path, role: str, record: RoleRecord, shards: list[StateShard], step: int) -> Part:
+        spec = self._spec
+        with at(spec.rank, step - 1, spec.generation, spec.attempt):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            refuse_full(path, state_size_bytes(shards))
+            written = write_shards(path, spec.rank, shards)
+            reach(Point.SHARD_SYNCED)
+            sync(path.parent)
+            reach(Point.PART_DURABLE)
+        stored = StoredFile(role=role, file=path.name, **written._asdict())
+        return Part(stored=stored, record=record)
+
+    def _report(self, done: Future[Part], path: Path, needed_bytes: int, role: str, step: int) -> None:
+        """Say how a save has ended, whatever happened."""
+        error = done.exception()
+        if isinstance(error, OSError):
+            error = explained(error, path, needed_bytes)
+            reason = str(error)
+        else:
+            reason = "" if error is None else f"{type(error).__name__}: {error}"
+        spec = self._spec
+        part = SavedPart(
+            run=spec.run,
+            attempt=spec.attempt,
+            generation=spec.generation,
+            step=step,
+            role=role,
+            rank=spec.rank,
+            details={} if error else done.result().model_dump(mode="json"),
+            error=reason,
+            lasting=isinstance(error, NotWritable),
+        )
+        self._on_saved(part)
+
+
+def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None:
+    """Bring a role to a commit: weights, moments, version and state, whatever layout they were saved in.
+
+    The commit has been verified (`latest_commit`). Collective over each dp group of the engine's placement.
+    Raises CheckpointError when the commit has no such role or is of another model, ValueError when it lacks
+    values.
+    """
+    assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to restore"
+    folder, layout = step_folder(run_folder, step), engine.layout
+    manifest = read_manifest(folder)
+    record = stored_role(role, layout, manifest, folder)
+    files = [folder / stored.file for stored in manifest.files if stored.role == role]
+    reach(Point.RESTORE)
+    wanted = engine.optimizer.shard_state()
+    take_state(engine, read_shards(files, record.layout, layout, engine.groups.rank, wanted), record)
+
+
+def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> RoleRecord:
+    """What the commit in a folder says of a role. Raises CheckpointError when it has none, or another model."""
+    if role not in manifest.roles:
+        raise CheckpointError(f"{folder} has the roles {sorted(manifest.roles)}, not {role!r}.")
+    record = manifest.roles[role]
+    difference = record.shape.difference(layout.shape)
+    if record.head != layout.head:
+        difference["head"] = (record.head, layout.head)
+    if difference:
+        changes = ", ".join(f"{name} {saved} (now {ours})" for name, (saved, ours) in difference.items())
+        raise CheckpointError(
+            f"{folder}: {role!r} was saved as another model: {changes}. Name that model folder."
+        )
+    return record
+
+
+def take_state(engine: TrainedRole, shards: Iterable[StateShard], record: RoleRecord) -> None:
+    """Let an engine be what a commit says. Collective over each dp group of its placement."""
+    assert engine.optimizer is not None
+    engine.optimizer.load_shard_state(shards, record.optimizer_step)
+    engine.version = record.version
+    engine.state = dict(record.state)

@@ -1,0 +1,113 @@
+"""What run configurations have in common, made of the sections in config_parts.py. Torch-free."""
+
+from typing import Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from rlhf_tasks.config.sections import (
+    MOST_ITERATIONS,
+    MOST_SEQS,
+    ClusterConfig,
+    DataConfig,
+    OptimizerConfig,
+    PlanningConfig,
+    PlanSource,
+    RuntimeConfig,
+    Settings,
+)
+
+
+class BaseConfig(Settings):
+    """What all runs share."""
+
+    data: DataConfig
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=200,
+        description="The run folder's name; default: a fresh one.",
+    )
+    output_dir: str = Field(default="runs", description="Folder of the run folders; all hosts must share it.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32", description="Type of the parameters."
+    )
+    batch_size: int = Field(
+        default=64, gt=0, le=MOST_SEQS, description="Sequences (reward model: pairs) per iteration."
+    )
+    resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
+    snapshot_every: int = Field(
+        default=1, gt=0, le=MOST_ITERATIONS, description="Completed iterations per committed snapshot."
+    )
+    keep_last: int = Field(
+        default=2,
+        ge=2,
+        le=MOST_ITERATIONS,
+        description="Snapshots that are kept: the last, and one to go back to if it is damaged.",
+    )
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
+    plan: PlanSource = Field(
+        default="heuristic",
+        description="heuristic, auto (searched), a YAML file, or {call: {devices or hosts, dp, tp, pp, ...}}.",
+    )
+    replan: Literal["never", "auto"] = Field(
+        default="never",
+        description="auto: where planned and measured times drift apart, plan anew during the run (plan: auto only).",
+    )
+    planning: PlanningConfig = Field(default=PlanningConfig(), description="What only the planner reads.")
+    runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
+
+    @model_validator(mode="after")
+    def _replans_what_was_searched(self) -> Self:
+        if self.replan == "auto" and self.plan != "auto":
+            raise ValueError(
+                "replan: auto goes on searching for a plan, and this run's is given by hand or by the heuristic. Say "
+                "plan: auto, or replan: never."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _plan_fits_cluster(self) -> Self:
+        if isinstance(self.plan, str):
+            return self
+        for call, manual in self.plan.items():
+            kind, named, count = (
+                ("devices", manual.devices, self.cluster.n_devices)
+                if manual.hosts is None
+                else ("hosts", manual.hosts, self.cluster.n_hosts)
+            )
+            outside = [number for number in named or () if number >= count][:8]
+            if outside and self.cluster.address is None:
+                raise ValueError(
+                    f"plan.{call}.{kind} names {outside}; the cluster has 0 to {count - 1}. "
+                    f"Choose other {kind} or enlarge cluster.n_hosts x cluster.devices_per_host."
+                )
+            try:
+                manual.assignment(self.cluster.devices_per_host)
+            except ValueError as error:
+                raise ValueError(f"plan.{call}: {error}") from None
+        return self
+
+
+class TrainingConfig(BaseConfig):
+    """What training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
+
+    total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
+    num_mini_batches: int = Field(
+        default=1, gt=0, le=MOST_SEQS, description="Optimizer steps per pass over the batch."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Recompute a layer's activations in its backward pass: less memory, more time.",
+    )
+
+    @field_validator("num_mini_batches")
+    @classmethod
+    def _mini_batches_divide(cls, value: int, info: ValidationInfo) -> int:
+        batch_size = info.data.get("batch_size")
+        if batch_size is not None and batch_size % value:
+            raise ValueError(
+                f"{value} does not divide batch_size={batch_size}. Make batch_size a multiple of it."
+            )
+        return value

@@ -1,0 +1,179 @@
+"""Files that a user wrote, YAML and JSON: every fault becomes one sentence."""
+
+import difflib
+import re
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
+
+Value = TypeVar("Value")
+
+MAX_ALIASES = 24  # of YAML: at most 3 ** 8 copies of a value
+MAX_DEPTH = 64  # of YAML's lists and mappings in one another
+MAX_KEYS = 20_000  # of one mapping in YAML: a measured distribution of lengths has one for each length
+MOST_YAML_BYTES = 1 << 20  # about 10 s of parsing
+MOST_PLAN_BYTES = 8 << 20  # of a plan in YAML: one for 100,000 devices names each of them for each call
+MOST_KEPT_BYTES = 1 << 30  # of the JSON that we write and read again: plans of 100,000 devices have 50 MB
+
+_TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
+"""What YAML may hold: what JSON can, too. A date is text, as no setting is one."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which also refuses a key that stands twice in one mapping, values nested without end, and
+    aliases by the dozen: a few lines of aliases of aliases stand for more values than any memory holds."""
+
+    def __init__(self, text: str, place: Place) -> None:
+        super().__init__(text)
+        self._place, self._aliases, self._depth = place, 0, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._place.line = self.peek_event().start_mark.line + 1
+        self._aliases += self.check_event(yaml.AliasEvent)
+        if self._aliases > MAX_ALIASES:
+            raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases")
+        if isinstance(parent, yaml.MappingNode) and len(parent.value) == MAX_KEYS:
+            raise yaml.YAMLError(f"more than {MAX_KEYS} keys in one mapping")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError(f"nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and node.end_mark is None:
+            raise yaml.YAMLError("an alias of what it stands in")
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        self._place.line = node.start_mark.line + 1
+        if isinstance(node, yaml.ScalarNode):
+            node.value.encode()  # half a surrogate pair, written as an escape, is no text
+        return super().construct_object(node, deep)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set[Hashable]()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            self._place.line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise yaml.YAMLError("a key is a list or mapping")
+            if key == "<<":
+                raise yaml.YAMLError("no key may be '<<': write out what it would merge")
+            if key in seen:
+                raise yaml.YAMLError(f"key {shown(key)} stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_TAGS = [f"tag:yaml.org,2002:{name}" for name in _TYPES]
+_Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in [*_TAGS, None]}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _TAGS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# YAML 1.1 takes 80e9, without a point and a sign, for text
+_Loader.add_implicit_resolver(
+    _TAGS[3], re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, place: Place) -> Any:
+    """The value that a YAML text has; stands inside `reading`, whose place it moves."""
+    loader = _Loader(text, place)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def read_yaml(path: Path, most_bytes: int = MOST_YAML_BYTES) -> dict[str, Any]:
+    """A YAML file's mapping. Raises ConfigError naming file and line."""
+    with reading(path, "not valid YAML") as place:
+        document = parse_yaml(read_bytes(path, most_bytes).decode("utf-8-sig"), place)
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(document).__name__}.")
+    return document
+
+
+def read_document(
+    path: Path,
+    kind: TypeAdapter[Value],
+    predicate: str,
+    error: type[ValueError] = ConfigError,
+    remedy: str = "",
+) -> Value:
+    """What one of our own JSON files holds. Raises `error` of one sentence, as `reading` does: file, field, fault."""
+    with reading(path, predicate, error, remedy):
+        content = read_bytes(path, MOST_KEPT_BYTES)
+        try:
+            return kind.validate_json(content)
+        except ValidationError as fault:
+            raise error(f"{path}: {predicate}: {first_fault(fault)} {remedy}".rstrip()) from None
+
+
+def first_fault(error: ValidationError, model: type[BaseModel] | None = None, kind: str = "") -> str:
+    """One sentence for the first of pydantic's errors.
+
+    model  what was validated, to suggest keys; kind: its tag, where it is a member of a discriminated union
+    """
+    fault = error.errors(include_url=False)[0]
+    *above, last = ("", *fault["loc"])
+    tags = (kind, "inline", "path")
+    keyed = fault["type"] in (
+        "extra_forbidden",
+        "missing",
+    )  # then the last part is a key, whatever it is called
+    path = [str(part) for part in above[1:] if part not in tags]
+    path += [str(last)] if keyed or last not in tags else []
+    field = one_line(".".join(path))
+    message = one_line(fault["msg"].removeprefix("Value error, "), most=2000)
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"{field or repr('')}: unknown key{_suggestion(path, model)}"
+        case "missing":
+            return f"{field}: required, but not given."
+        case "value_error":
+            return f"{field}: {message}." if field else f"{message}."
+    return f"{field}: {message[0].lower()}{message[1:]}, found {shown(fault['input'])}."
+
+
+def _suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
+    """Ends the sentence about an unknown key: the key that is spelt alike, or else those there are."""
+    for key in path[:-1]:
+        field = model.model_fields.get(key) if model else None
+        model = _submodel(field.annotation) if field else model if key.isdecimal() else None
+    if model is None:
+        return "."
+    near = difflib.get_close_matches(path[-1], model.model_fields, n=1)
+    return f", did you mean {near[0]!r}?" if near else f" (known here: {', '.join(model.model_fields)})."
+
+
+def _submodel(annotation: Any) -> type[BaseModel] | None:
+    """The model inside `Model`, `Model | None` or `tuple[Model, ...]`."""
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def how_to_download(path: str, kind: str = "model") -> str:
+    """A sentence for a path that is not there and looks like a name on the Hugging Face Hub; empty for others.
+
+    kind  model or dataset
+    """
+    given = Path(path)
+    with suppress(ValueError):
+        given = given.relative_to(Path.cwd())
+    if not _HUB_ID.fullmatch(str(given)) or given.suffix in (".jsonl", ".gz", ".parquet", ".json"):
+        return ""
+    what = "" if kind == "model" else f"--repo-type {kind} "
+    return (
+        f" Nothing is downloaded by itself: where {given} is a {kind} on the Hugging Face Hub, get it by "
+        f"`hf download {what}{given} --local-dir FOLDER` and name FOLDER."
+    )

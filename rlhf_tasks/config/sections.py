@@ -1,0 +1,407 @@
+"""The sections of run configurations: models, data, rewards, sampling, optimizer, cluster, plan.
+
+Torch-free. Each field has bounds and a description, which `config schema` and the blocks show.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
+from rlhf_tasks.spec import CallAssignment, Frozen
+
+Head = Literal["lm", "scalar"]
+
+# What no run comes near: larger figures are slips of the hand, and some would fill memory with lists.
+MOST_SEQS = 2**20  # of a batch
+MOST_TOKENS = 2**24  # of a sequence
+MOST_ITERATIONS = 10**9
+MOST_SECONDS = 1e9  # about thirty years; what waits takes no more
+
+
+class Settings(Frozen):
+    """Base of all configuration: immutable, unknown keys are refused, numbers are finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_section_is_the_default(cls, values: Any) -> Any:
+        """A section of which nothing is said is the default one: an empty key in YAML, or one closed in a form."""
+        if not isinstance(values, Mapping):
+            return values
+        return {
+            key: value
+            for key, value in values.items()
+            if value is not None or not cls._has_default_section(key)
+        }
+
+    @classmethod
+    def _has_default_section(cls, key: Any) -> bool:
+        field = cls.model_fields.get(key)
+        if field is None or field.is_required():
+            return False
+        return isinstance(field.annotation, type) and issubclass(field.annotation, Settings)
+
+
+class InlineModel(Settings):
+    """A model that exists as a configuration only: enough to plan with, not to run."""
+
+    config: dict[str, Any] = Field(description="What a Hugging Face config.json says, as a mapping.")
+
+
+def _form(value: Any) -> str:
+    return "path" if isinstance(value, str) else "inline"
+
+
+ModelSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[InlineModel, Tag("inline")], Discriminator(_form)
+]
+
+
+class ActorOnly(Settings):
+    """Hugging Face folder of the one role of SFT and reward modelling; to plan, `{config: {...}}` is enough."""
+
+    actor: ModelSource = Field(
+        description="Folder the training starts from; its tokenizer serves the whole run."
+    )
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder whose tokenizer serves the run. Raises ValueError where the actor has no folder."""
+        if isinstance(self.actor, InlineModel):
+            raise ValueError(
+                "models.actor is an inline config, which has no tokenizer. Name a model folder, or to plan "
+                "give planning.prompt_tokens."
+            )
+        return self.actor
+
+
+class RolloutModels(ActorOnly):
+    """Hugging Face folders of a rollout."""
+
+    reward: ModelSource | None = Field(
+        default=None, description="Folder of a reward model that scores too; default: none."
+    )
+
+
+class GRPOModels(RolloutModels):
+    """Hugging Face folders of the roles of GRPO, which has no critic."""
+
+    ref: ModelSource | None = Field(
+        default=None, description="Folder of the frozen reference; default: the actor."
+    )
+
+
+class ModelsConfig(GRPOModels):
+    """Hugging Face folders of the roles of PPO."""
+
+    critic: ModelSource | None = Field(
+        default=None,
+        description="Folder the critic starts from; default: the reward model, or else the actor.",
+    )
+
+
+class DataConfig(Settings):
+    """Where the rows come from."""
+
+    train: str = Field(min_length=1, description="JSONL (.gz) or Parquet: a file, a glob or a folder.")
+    column_map: dict[str, str] = Field(
+        default_factory=dict, description="Renames columns: {name in the file: name that we expect}."
+    )
+    max_prompt_tokens: int = Field(
+        default=1024,
+        gt=0,
+        le=MOST_TOKENS,
+        description="Longer rows are refused (SFT, reward model: prompt + completion).",
+    )
+
+
+class RewardFunction(Settings):
+    """One Python reward."""
+
+    function: str = Field(
+        pattern=r"^[^:]+:[A-Za-z_]\w*$", description="Where it is: `module:function` or `file.py:function`."
+    )
+    weight: float = Field(default=1.0, description="Factor of its value in the score.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further keyword arguments; a secret by its name: {env: VARIABLE} or {block: PREFECT_SECRET}.",
+    )
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics: `rewards/<name>/mean`."""
+        return self.function.rpartition(":")[2]
+
+
+class RewardModelScore(Settings):
+    """How the reward model's raw score s enters the sum: weight * clip((s - mean) / std, -clip, clip)."""
+
+    weight: float = Field(default=1.0, description="Factor of the normalised score.")
+    mean: float = Field(default=0.0, description="Subtracted from the raw score.")
+    std: float = Field(default=1.0, gt=0, description="Divides the centred score.")
+    clip: float | None = Field(
+        default=None, gt=0, description="Bound of the normalised score; default: none."
+    )
+
+
+class ScoringConfig(Settings):
+    """How responses are scored, by Python functions, a reward model, or both."""
+
+    rewards: tuple[RewardFunction, ...] = Field(
+        default=(), description="Python rewards, summed with weights."
+    )
+    reward_model: RewardModelScore = Field(
+        default=RewardModelScore(), description="How the reward model's score enters."
+    )
+    missing_eos_penalty: float = Field(
+        default=0.0, ge=0, description="Subtracted where a response has no end token."
+    )
+    reward_timeout_s: float = Field(
+        default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards get per batch."
+    )
+    reward_memory_bytes: int = Field(
+        default=4 * 2**30,
+        gt=0,
+        description="Memory of the Python rewards' process beside each rank, with all that it starts.",
+    )
+
+
+class SamplingConfig(Settings):
+    """How responses are sampled."""
+
+    max_completion_length: int = Field(
+        gt=0, le=MOST_TOKENS, description="Most tokens of a response, the end token included."
+    )
+    temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is kept; 1 keeps all.")
+    top_k: int = Field(
+        default=0, ge=0, le=2**31 - 1, description="Number of tokens that are kept; 0 keeps all."
+    )
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its learning-rate schedule. Steps are optimizer steps (mini-batches), not iterations."""
+
+    learning_rate: float = Field(default=3e-6, gt=0, description="Peak learning rate.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course after the warm-up: constant, or down to 0 at the last step."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, le=MOST_ITERATIONS, description="Optimizer steps of linear warm-up from 0."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay, on matrices only.")
+    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="Decay rates of AdamW's two moments."
+    )
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0, description="Global gradient norm to which gradients are clipped."
+    )
+
+
+class ClusterConfig(Settings):
+    """The ranks: started by us on this machine, or found in a running Dask cluster."""
+
+    address: str | None = Field(
+        default=None, description="Scheduler of a running Dask cluster; default: start one."
+    )
+    n_hosts: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of hosts.")
+    devices_per_host: int = Field(
+        default=1, gt=0, le=MAX_DEVICES, description="Number of ranks (GPUs or CPU slots) per host."
+    )
+
+    @model_validator(mode="after")
+    def _can_be_planned(self) -> Self:
+        check_count(self.n_hosts, self.devices_per_host)
+        return self
+
+    @property
+    def n_devices(self) -> int:
+        return self.n_hosts * self.devices_per_host
+
+
+class RuntimeConfig(Settings):
+    """Deadlines and restarts."""
+
+    deadline_floor_s: float = Field(
+        default=120.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Least seconds for a call once its last rank entered it.",
+    )
+    deadline_factor: float = Field(
+        default=20.0, ge=1, le=MOST_SECONDS, description="Deadline over a call's predicted seconds."
+    )
+    startup_timeout_s: float = Field(
+        default=180.0, gt=0, le=MOST_SECONDS, description="Seconds for the workers to come up."
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, le=10**6, description="Restarts of the ranks without a commit in between."
+    )
+
+
+Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
+"""Of a device or a host."""
+
+
+class ManualAssignment(Settings):
+    """One call's place, given by hand: devices or whole hosts by number, and (dp, tp, pp)."""
+
+    devices: tuple[Number, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_DEVICES,
+        description="Devices in rank order; or else hosts.",
+    )
+    hosts: tuple[Number, ...] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_DEVICES,
+        description="Hosts, all of whose devices are meant; or else devices.",
+    )
+    dp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Data-parallel degree.")
+    tp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Tensor-parallel degree.")
+    pp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Number of pipeline stages.")
+    micro_batches: int = Field(
+        default=1, gt=0, le=MOST_SEQS, description="Micro-batches per dp rank and (mini-)batch."
+    )
+    balance: Literal["count", "tokens"] = Field(
+        default="count", description="How samples are dealt to dp ranks."
+    )
+    offload: bool = Field(
+        default=False, description="Whether a frozen model lies in host memory while it is not needed."
+    )
+    order: int | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Place among the calls of an iteration, of all calls or of none; default: by rule.",
+    )
+
+    @model_validator(mode="after")
+    def _placement_holds(self) -> Self:
+        if (self.devices is None) == (self.hosts is None):
+            raise ValueError(
+                f"give either devices or hosts, found {'neither' if self.hosts is None else 'both'}"
+            )
+        if self.devices is not None:
+            self.assignment(len(self.devices))  # whatever the hosts, the strategy must fit
+        return self
+
+    def assignment(self, devices_per_host: int) -> CallAssignment:
+        """The same as the planner's type. Raises ValueError when dp*tp*pp is not the number of devices."""
+        if self.devices is None:
+            check_count(len(self.hosts or ()), devices_per_host)
+        devices = self.devices or tuple(
+            host * devices_per_host + device
+            for host in self.hosts or ()
+            for device in range(devices_per_host)
+        )
+        placement = Placement(devices, ParallelStrategy(self.dp, self.tp, self.pp))
+        return CallAssignment(
+            placement=placement,
+            micro_batches=self.micro_batches,
+            balance=self.balance,
+            offload=self.offload,
+            order=self.order,
+        )
+
+
+Assignments = dict[str, ManualAssignment]
+
+
+class Role(NamedTuple):
+    """What the engine must know of a role: where its weights start, its head, and whether it trains.
+
+    optimizer    None for a frozen role
+    random_init  the folder has only the model's configuration; its weights are drawn from the run's seed
+    config       of an inline model, which has no folder; None where there is one
+    """
+
+    folder: str
+    head: Head
+    optimizer: OptimizerConfig | None
+    random_init: bool = False
+    config: Mapping[str, Any] | None = None
+
+    @staticmethod
+    def of(source: ModelSource, head: Head, optimizer: OptimizerConfig | None = None) -> "Role":
+        """The role of a model given by folder or inline."""
+        if isinstance(source, InlineModel):
+            return Role("", head, optimizer, config=source.config)
+        return Role(source, head, optimizer)
+
+
+PlanSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[Assignments, Tag("inline")], Discriminator(_form)
+]
+
+
+def _as_distribution(value: Any) -> Any:
+    return {value: 1.0} if isinstance(value, int | str) else value
+
+
+class HostDevices(Settings):
+    """Some consecutive hosts whose devices are alike."""
+
+    n_hosts: int = Field(gt=0, le=MAX_DEVICES, description="Hosts of this class.")
+    device: str = Field(description="Their device: a preset's name, or a YAML file with its figures.")
+
+
+DeviceSource = Annotated[
+    Annotated[str, Tag("path")] | Annotated[tuple[HostDevices, ...], Tag("inline")], Discriminator(_form)
+]
+
+
+class PlanningConfig(Settings):
+    """What only the planner reads: sizes that a run shows by itself, and the devices."""
+
+    prompt_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_TOKENS,
+        description="Tokens of a prompt (SFT, reward model: of a row); default: the data's.",
+    )
+    new_tokens: (
+        Annotated[
+            dict[Annotated[int, Field(gt=0, le=MOST_TOKENS)], Annotated[float, Field(ge=0, le=1)]],
+            BeforeValidator(_as_distribution),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Generated tokens: a number or {number: share}; default: sampling.max_completion_length.",
+    )
+    device: DeviceSource | None = Field(
+        default=None,
+        description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures; "
+        "where hosts differ, [{n_hosts, device}] in the order of the hosts; default: this machine's.",
+    )
+    reward_seconds_per_sequence: float = Field(
+        default=0.0,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds of all Python rewards for one sequence, as measured on yours; "
+        "default: they cost nothing but their node.",
+    )
+    time_limit_s: float = Field(
+        default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."
+    )
+
+    @field_validator("new_tokens")
+    @classmethod
+    def _shares_add_up(cls, value: dict[int, float] | None) -> dict[int, float] | None:
+        if value is not None and abs(sum(value.values()) - 1) > 1e-6:
+            raise ValueError(f"the shares add up to {sum(value.values()):g}, not to 1")
+        return value

@@ -1,0 +1,434 @@
+"""One attempt of a run on the controller: drives the ledger, on the worker's event loop.
+
+The ledger decides; this module carries out what it asks (sends, restarts, commits), tells it what ranks,
+disk and clock report, and tells the flow.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+from uuid import uuid4
+
+from distributed import Worker
+
+from rlhf_tasks.checkpoint.journals import MetricsLines
+from rlhf_tasks.checkpoint.plan_log import log_change
+from rlhf_tasks.controller.rank_link import RankLink
+from rlhf_tasks.controller.rendezvous import Rendezvous
+from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.commit import Snapshots
+from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
+from rlhf_tasks.protocol.messages import (
+    HOST,
+    Aborted,
+    Committed,
+    Deliver,
+    Done,
+    Enterable,
+    Failed,
+    Faulted,
+    Finished,
+    GaveUp,
+    GenerationSpec,
+    Held,
+    IterationRan,
+    NodeBegun,
+    NodeEnded,
+    NotEntered,
+    PlanChanged,
+    PlanKept,
+    Reset,
+    Restore,
+    RunSpec,
+    SavedPart,
+    Told,
+)
+from rlhf_tasks.protocol.phases import Phase, State, Timeouts
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.protocol.sequencer import Deadlines
+from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, SaveNode
+from rlhf_tasks.system.durable import NotWritable
+from rlhf_tasks.system.failpoints import Point, at, reach
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.2
+GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
+CONNECT_DEADLINE_S = 300.0  # a rank imports torch and transformers first, as do the others on its cores
+RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
+ALIVE_S = (
+    2.0  # a process that runs answers within this; killing one that does not wakes the peers that it blocks
+)
+
+
+class Attempt:
+    """One attempt, from its lease to its end.
+
+    spec  what the flow asked for
+    tell  takes each `Event` for the flow
+    """
+
+    def __init__(self, worker: Worker, spec: RunSpec, tell: Callable[[Any], None]) -> None:
+        self.spec = spec
+        self._worker = worker
+        self._tell = tell
+        self._client = uuid4().hex
+        self._rendezvous = Rendezvous(worker.ip)
+        self._snapshots: Snapshots | None = None
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._links: list[RankLink] = []
+        self._lost_early: dict[int, str] = {}
+        self._ordered_early: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
+        self._ledger: Ledger | None = None
+        self._metrics = MetricsLines(spec.peak_flops_per_s)
+        self._enterable: tuple[int, int] | None = None
+        self._inside: set[tuple[int, str]] = set()  # iteration, node: a rank has entered, not all have left
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._act: dict[type, Callable[[Any], None]] = {
+            do.ResetRank: self._reset_rank,
+            do.RestartRank: lambda i: self._links[i.rank].restart(i.lost, self._timeouts.restart_s),
+            do.RestoreRank: self._restore_rank,
+            do.Send: self._deliver,
+            do.WriteCommit: lambda i: self._background(self._commit(i)),
+            do.IterationCommitted: self._committed,
+            do.LogPlan: lambda i: self._background(self._log_plan(i.planned)),
+            do.PlanChanges: lambda i: tell(PlanChanged(planned=i.planned)),
+            do.RefusePlan: lambda i: tell(PlanKept(reason=i.reason)),
+            do.AbortIteration: self._aborted,
+            do.Fault: self._faulted,
+            do.Held: lambda i: tell(Held(step=i.step)),
+            do.Finished: lambda i: tell(Finished(step=i.step)),
+            do.GiveUp: lambda i: tell(
+                GaveUp(reason=i.reason, committed_step=i.committed_step, traceback=i.traceback)
+            ),
+            do.RefuseEntry: lambda i: tell(
+                NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
+            ),
+            do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
+            do.NodeDone: self._node_done,
+            do.IterationDone: self._ran,
+        }
+
+    @property
+    def _timeouts(self) -> Timeouts:
+        return self.ledger.timeouts
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """What this generation goes by."""
+        return self.ledger.account.sequencer.plan
+
+    @property
+    def ledger(self) -> Ledger:
+        """The account of this attempt. Present after `start`."""
+        assert self._ledger is not None, "the attempt has not started"
+        return self._ledger
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Find the last commit, connect to all ranks, and begin generation 0.
+
+        Raises RankMissing, and whatever the snapshots raise when no commit can be trusted.
+        """
+        spec = self.spec
+        self._reach(Point.LEASE)
+        self._snapshots = snapshots = resolve_name(spec.snapshots)(spec)
+        latest = await asyncio.get_running_loop().run_in_executor(self._disk, snapshots.latest)
+        step, cursor = latest if latest is not None else (None, 0)
+        news = (self._receive, self._lost, self._started)
+        self._links = [
+            RankLink(self._worker, rank, name, self._client, spec.executor, *news)
+            for rank, name in enumerate(spec.ranks)
+        ]
+        await asyncio.gather(*(link.open(CONNECT_DEADLINE_S) for link in self._links))
+        self._ledger = Ledger(
+            spec.plans,
+            run=spec.run,
+            attempt=spec.attempt,
+            n_ranks=len(spec.ranks),
+            total_iterations=spec.iterations,
+            committed_step=step,
+            cursor=cursor,
+            snapshot_every=spec.snapshot_every,
+            max_rebuilds=spec.max_rebuilds,
+            rebuilds=spec.rebuilds,
+            timeouts=Timeouts(reset_s=RESET_S),
+            deadlines=Deadlines(factor=spec.deadline_factor, floor_s=spec.deadline_floor_s),
+        )
+        for order, facts in self._ordered_early:
+            self._feed(order, self._ledger, *facts)
+        self._feed(self._ledger.start)
+        for rank, reason in self._lost_early.items():
+            self._feed(self._ledger.rank_lost, rank, reason)
+        self._background(self._tick())
+
+    async def close(self) -> None:
+        """Let every rank go, and leave the run folder to the next attempt: a commit under way is completed first."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links))
+        self._rendezvous.close()
+        await asyncio.to_thread(self._disk.shutdown)
+
+    # --- for the flow -----------------------------------------------------------------------------------
+
+    def enter(self, iteration: int, generation: int) -> None:
+        """Deliver an iteration's requests, if that has not been done."""
+        self._feed(self.ledger.enter, iteration, generation)
+
+    def pause(self) -> None:
+        """Deliver no more; `Held` is told when all that is delivered is committed."""
+        self._order(Ledger.pause)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._order(Ledger.resume)
+
+    def stop_after(self, iteration: int) -> None:
+        """Make an iteration the last one."""
+        self._order(Ledger.stop_after, iteration)
+
+    def _order(self, order: Callable[..., list[Any]], *facts: Any) -> None:
+        """What the flow may ask at any time: what comes before the start is done first."""
+        if self._ledger is None:
+            self._ordered_early.append((order, facts))
+        else:
+            self._feed(order, self._ledger, *facts)
+
+    def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
+        """Go by another plan from the first iteration on that is not yet delivered."""
+        self._feed(self.ledger.change_plan, plan, predicted_s)
+
+    # --- news of the ranks ------------------------------------------------------------------------------
+
+    def _receive(self, news: Told | Done | Failed | SavedPart) -> None:
+        """What a rank reports."""
+        if self._ledger is None:
+            return
+        if isinstance(news, Done):
+            self._feed(self._ledger.rank_done, news.result)
+        elif isinstance(news, Failed):
+            self._feed(self._ledger.rank_failed, news.failure)
+        elif isinstance(news, SavedPart):
+            self._saved(news)
+        elif (news.key.run, news.key.attempt) == (self.spec.run, self.spec.attempt):
+            self._told(news)
+
+    def _told(self, news: Told) -> None:
+        ledger, rank, key = self.ledger, news.rank, news.key
+        match news.kind:
+            case "entered":
+                self._feed(ledger.rank_entered, rank, key)
+                self._node_begun(key)
+            case "reset":
+                self._feed(ledger.rank_reset, rank, key.generation)
+            case "restored":
+                self._feed(ledger.rank_restored, rank, key.generation)
+            case "refused":
+                self._feed(ledger.rank_refused, rank, key, news.reason)
+
+    def _node_begun(self, key: NodeKey) -> None:
+        """Tell the flow of a node's first rank; news of what was aborted or is done comes too late."""
+        iteration, generation, node = key.iteration, key.generation, key.node
+        live = self.ledger.account.node_state(iteration, generation, node) in (State.WAITING, State.RUNNING)
+        if live and (iteration, node) not in self._inside:
+            self._inside.add((iteration, node))
+            now = time.time()
+            self._tell(NodeBegun(iteration=iteration, generation=generation, node=node, started_s=now))
+
+    def _saved(self, part: SavedPart) -> None:
+        key = NodeKey(part.run, part.attempt, part.generation, part.step - 1, self._save_node(part.role))
+        if part.error:
+            failure = NodeFailure(key=key, rank=part.rank, error=part.error, lasting=part.lasting)
+            self._feed(self.ledger.rank_failed, failure)
+        else:
+            self._feed(self.ledger.part_durable, part.rank, key, part.details)
+
+    def _save_node(self, role: str) -> str:
+        saves = [node for node in self.plan.nodes if isinstance(node, SaveNode)]
+        return next(node.name for node in saves if node.role == role)
+
+    def _lost(self, rank: int, reason: str) -> None:
+        if self._ledger is None:
+            self._lost_early[rank] = reason  # the others still connect
+        else:
+            self._feed(self._ledger.rank_lost, rank, reason)
+
+    def _started(self, rank: int) -> None:
+        self._feed(self.ledger.rank_started, rank)
+
+    def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
+        """Tell the ledger something, and do what it asks. A mistake of ours ends the attempt, loudly."""
+        try:
+            self._apply(stimulus(*facts, time.monotonic()))
+        except Exception as error:
+            logger.exception("run %s: the ledger or what it asked for has failed", self.spec.run)
+            reason = f"internal error: {type(error).__name__}: {error}"
+            self._tell(GaveUp(reason=reason, committed_step=self.ledger.committed_step))
+
+    # --- instructions of the ledger ---------------------------------------------------------------------
+
+    def _apply(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            self._act[type(instruction)](instruction)
+        enterable = self.ledger.enterable
+        place = None if enterable is None else (enterable, self.ledger.generation)
+        if place != self._enterable:
+            self._enterable = place
+            if place is not None:
+                self._tell(Enterable(iteration=place[0], generation=place[1]))
+
+    def _node_done(self, instruction: do.NodeDone) -> None:
+        iteration, node = instruction.iteration, instruction.node
+        summary = self.ledger.account.summary(iteration, node)
+        assert summary is not None, f"{node} of iteration {iteration} is done"
+        self._inside.discard((iteration, node))
+        self._tell(
+            NodeEnded(
+                iteration=iteration,
+                generation=self.ledger.generation,
+                node=node,
+                started_s=summary.started_s,
+                ended_s=summary.ended_s,
+            )
+        )
+
+    def _reset_rank(self, instruction: do.ResetRank) -> None:
+        spec, rank = self.spec, instruction.rank
+        self._links[rank].send(
+            Reset(
+                run=spec.run,
+                attempt=spec.attempt,
+                generation=instruction.generation,
+                rank=rank,
+                keep_state=instruction.keep_state,
+            )
+        )
+        self._reach(Point.RESETTING, generation=instruction.generation)
+        if instruction.generation > 0:
+            self._background(self._look_alive(rank, instruction.generation))
+
+    def _deliver(self, instruction: do.Send) -> None:
+        self._links[instruction.rank].send(Deliver(requests=instruction.requests))
+        self._reach(Point.DELIVERED, instruction.requests[0].key.iteration)
+
+    def _reach(self, point: Point, iteration: int | None = None, generation: int | None = None) -> None:
+        with at(iteration=iteration, generation=generation, attempt=self.spec.attempt):
+            reach(point)
+
+    async def _look_alive(self, rank: int, generation: int) -> None:
+        """A process that does not even answer will not reset: it is replaced at once.
+
+        Its peers in a collective wake when its connections break. Those that do not within their grace leave too,
+        and to start them all anew takes much longer.
+        """
+        link, ledger = self._links[rank], self.ledger
+        process = link.process
+        if await link.answers(ALIVE_S) or link.process is not process:
+            return
+        if (ledger.phase, ledger.generation) == (Phase.RESETTING, generation):
+            key = NodeKey(self.spec.run, self.spec.attempt, generation, do.SETUP, HOST)
+            error = f"no answer within {ALIVE_S:g} s"
+            self._feed(ledger.rank_failed, NodeFailure(key=key, rank=rank, error=error))
+
+    def _restore_rank(self, instruction: do.RestoreRank) -> None:
+        spec, generation = self.spec, instruction.generation
+        generation_spec = GenerationSpec(
+            run=spec.run,
+            attempt=spec.attempt,
+            generation=generation,
+            rank=instruction.rank,
+            n_ranks=len(spec.ranks),
+            plan=self.plan,
+            config=spec.config,
+            run_folder=spec.run_folder,
+            restore_step=instruction.step,
+            iterations=spec.iterations,
+            store_host=self._rendezvous.host,
+            store_port=self._rendezvous.port,
+            store_prefix=f"attempt-{spec.attempt}/generation-{generation}/{self._client}",
+            timeout_s=group_timeout_s(self.plan, self.ledger.account.sequencer.deadlines),
+            blocks=spec.blocks,
+        )
+        self._links[instruction.rank].send(Restore(spec=generation_spec))
+
+    def _ran(self, instruction: do.IterationDone) -> None:
+        iteration, ledger = instruction.iteration, self.ledger
+        metrics = self._metrics.metrics(iteration, ledger.account.results(iteration))
+        self._tell(IterationRan(iteration=iteration, generation=ledger.generation, metrics=metrics))
+
+    def _committed(self, instruction: do.IterationCommitted) -> None:
+        found = self.ledger.account.results(instruction.iteration)
+        results = {node: tuple(ranks.values()) for node, ranks in found.items()}
+        self._tell(Committed(iteration=instruction.iteration, results=results))
+
+    def _aborted(self, instruction: do.AbortIteration) -> None:
+        cause = instruction.cause
+        self._tell(
+            Aborted(
+                iteration=instruction.iteration,
+                generation=instruction.generation,
+                cause=str(cause),
+                traceback=cause.traceback,
+            )
+        )
+
+    def _faulted(self, instruction: do.Fault) -> None:
+        cause = instruction.cause
+        logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
+        self._inside.clear()
+        if not cause.lasting:
+            self._tell(
+                Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback)
+            )
+
+    async def _commit(self, order: do.WriteCommit) -> None:
+        account = self.ledger.account
+        results = {iteration: account.results(iteration) for iteration in order.iterations}
+        assert self._snapshots is not None
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._disk, self._snapshots.commit, order, results)
+        except Exception as error:
+            logger.exception("step %d could not be committed", order.step)
+            full = isinstance(error, NotWritable)
+            reason = str(error) if full else f"{type(error).__name__}: {error}"
+            self._feed(self.ledger.commit_failed, order.step, reason, full)
+        else:
+            self._feed(self.ledger.commit_done, order.step)
+
+    async def _log_plan(self, planned: ScheduledPlan) -> None:
+        folder, loop = Path(self.spec.run_folder), asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, log_change, folder, planned.iteration, planned.plan)
+        except OSError as error:
+            logger.exception("the change of the plan at iteration %d is not written down", planned.iteration)
+            self._feed(self.ledger.plan_not_logged, f"{type(error).__name__}: {error}")
+        else:
+            self._reach(Point.PLAN_LOGGED, planned.iteration)
+            self._feed(self.ledger.plan_logged)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._feed(self.ledger.tick)
+
+    def _background(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def group_timeout_s(plan: ExecutionPlan, deadlines: Deadlines) -> float:
+    """Timeout of a generation's process groups: no wait that the ledger allows may reach it.
+
+    A rank inside a collective waits out all that its peers do before it, each node within its own deadline: at
+    most what is left of the iterations in flight.
+    """
+    return GROUP_TIMEOUT_FLOOR_S + OVERLAPPING * sum(deadlines.of(node.name) for node in plan.nodes)

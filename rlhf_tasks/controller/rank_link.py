@@ -1,0 +1,198 @@
+"""The controller's end of one rank: finds its process, holds the link to it, has it restarted."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from distributed import Worker
+from distributed.comm import Comm, CommClosedError
+from distributed.core import connect
+from pydantic import BaseModel
+
+from rlhf_tasks.protocol.messages import NEWS, Writer
+
+logger = logging.getLogger(__name__)
+LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler
+CONNECT_S = 5.0  # a worker that is up accepts a connection within this
+GREETING_S = 60.0  # and greets within this: it imports torch and transformers first, 8 s with four at once
+KILL_S = 1.5  # what a nanny leaves a worker to end by itself before it kills it
+
+
+class RankMissing(RuntimeError):
+    """A rank's worker cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """One life of a rank's worker. boot names it; nanny is empty where nothing would restart it."""
+
+    address: str
+    nanny: str
+    boot: str
+    pid: int
+
+
+class RankLink:
+    """One rank of an attempt.
+
+    executor    "module:function" that makes the rank's executor
+    client      names us to the rank: its lease lasts as long as our connection
+    on_news     called with each `News` of the rank
+    on_lost     called with the reason when the rank's process is gone
+    on_started  called when another process has taken its place
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        rank: int,
+        name: str,
+        client: str,
+        executor: str,
+        on_news: Callable[[Any], None],
+        on_lost: Callable[[int, str], None],
+        on_started: Callable[[int], None],
+    ) -> None:
+        self.rank = rank
+        self.name = name
+        self.process: RankProcess | None = None
+        self._worker = worker
+        self._client = client
+        self._executor = executor
+        self._on_news = on_news
+        self._on_lost = on_lost
+        self._on_started = on_started
+        self._writer: Writer | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+
+    async def open(self, deadline_s: float) -> None:
+        """Connect to the rank's process. Raises RankMissing when there is none within the deadline."""
+        await self._find("", deadline_s)
+
+    def send(self, message: BaseModel) -> None:
+        """Send a message to the rank's process. Without one it is dropped: the next one starts anew."""
+        if self._writer is not None:
+            self._writer.put(message)
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether the rank's process answers at all, whatever its engine thread does. A stopped one does not."""
+        assert self.process is not None
+        try:
+            await asyncio.wait_for(self._worker.rpc(self.process.address).rlhf_status(), within_s)
+        except OSError:  # no answer in time among them
+            return False
+        return True
+
+    def restart(self, lost: bool, deadline_s: float) -> None:
+        """Have the rank's nanny start a new process, unless it does so already; then `on_started`.
+
+        lost  True: the process is known to be gone; False: it is stuck, and killed first
+        """
+        if self._restarting is None or self._restarting.done():
+            self._restarting = asyncio.create_task(self._restart(lost, deadline_s))
+
+    async def close(self) -> None:
+        """Let the rank go: its lease ends."""
+        tasks = [task for task in (self._watching, self._restarting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    async def _restart(self, lost: bool, deadline_s: float) -> None:
+        old = self.process
+        if not lost and old is not None:
+            await self._kill(old)
+        try:
+            await self._find(old.boot if old else "", deadline_s)
+        except RankMissing as error:
+            logger.error("%s", error)  # the ledger's own deadline ends the rebuild
+            return
+        self._on_started(self.rank)
+
+    async def _kill(self, process: RankProcess) -> None:
+        """Ask the nanny, which starts the next process by itself; without one there is nobody to ask."""
+        self._release()
+        if not process.nanny:
+            return
+        try:
+            await self._worker.rpc(process.nanny).kill(timeout=KILL_S, reason="rank is stuck")
+        except OSError as error:
+            logger.warning("nanny %s of rank %d: %s", process.nanny, self.rank, error)
+
+    async def _find(self, not_boot: str, deadline_s: float) -> None:
+        """Connect to the worker of our name, once it is another process than `not_boot`.
+
+        The same process found again has lost its lease with the connection: it is as good as gone, and
+        killed.
+        """
+        deadline = time.monotonic() + deadline_s
+        reason = "no such worker at the scheduler"
+        while time.monotonic() < deadline:
+            try:
+                process, comm = await self._connect()
+            except (OSError, LookupError) as error:
+                reason = str(error) or type(error).__name__
+            else:
+                if process.boot != not_boot:
+                    self.process, self._writer = process, Writer(comm)
+                    self._watching = asyncio.create_task(self._watch(comm))
+                    return
+                comm.abort()
+                await self._kill(process)
+            await asyncio.sleep(LOOK_EVERY_S)
+        raise RankMissing(
+            f"rank {self.rank} (worker {self.name}) was not there within {deadline_s:g} s: {reason}"
+        )
+
+    async def _connect(self) -> tuple[RankProcess, Comm]:
+        """One try. Raises RankMissing when it is of no use to go on trying, LookupError when the scheduler knows no
+        such worker yet, OSError when something does not answer.
+        """
+        known = cast(dict[str, Any], await self._worker.scheduler.identity())
+        workers = known["workers"].items()
+        mine = [(at, worker) for at, worker in workers if self.name in (worker["name"], worker["nanny"])]
+        if not mine:
+            raise LookupError(f"the scheduler knows no worker {self.name}")
+        address, worker = mine[0]
+        comm = await connect(
+            address, timeout=CONNECT_S, **self._worker.security.get_connection_args("worker")
+        )
+        try:
+            await comm.write({"op": "rlhf_link", "client": self._client, "executor": self._executor})
+            hello = await asyncio.wait_for(cast(Awaitable[Any], comm.read()), GREETING_S)
+            if hello is None:
+                raise LookupError(f"worker {self.name} is up but not a rank yet")
+            if "boot" not in hello:
+                raise RankMissing(f"worker {self.name} cannot serve: {hello['exception_text']}")
+        except BaseException:
+            comm.abort()
+            raise
+        return RankProcess(address, worker["nanny"] or "", hello["boot"], hello["pid"]), comm
+
+    async def _watch(self, comm: Comm) -> None:
+        """Read news until the link breaks: the process is gone."""
+        try:
+            while True:
+                news = NEWS.validate_json(await comm.read())  # pyright: ignore[reportArgumentType]  declared as None
+                self._on_news(news)
+        except CommClosedError:
+            pass
+        assert self.process is not None
+        self._release()
+        self._on_lost(self.rank, f"process {self.process.pid} of worker {self.name} is gone")
+
+    def _release(self) -> None:
+        """Let the present process go; its end is no news any more."""
+        if self._watching is not None and self._watching is not asyncio.current_task():
+            self._watching.cancel()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,84 @@
+"""Micro-batches: the packed tensors that one forward pass of a stage sees."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some samples of a batch, concatenated without padding. T = total tokens, n = number of samples.
+
+    input_ids     [T] int64
+    cu_seqlens    [n + 1] int32, where each sample starts; ends with T
+    position_ids  [T] int64, from 0 in each sample
+    ids           global sample ids, in packed order
+    lengths       tokens of each sample (what cu_seqlens says, without asking the device)
+    data          every other key of the batch, packed alike: [T, ...] for a key with a row per token,
+                  [n, ...] for one with a row per sample
+    """
+
+    input_ids: Tensor
+    cu_seqlens: Tensor
+    position_ids: Tensor
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    data: Mapping[str, Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def per_sample(self, values: Tensor) -> tuple[Tensor, ...]:
+        """One view [length, ...] per sample of a tensor with a row per token."""
+        return values.split(list(self.lengths))
+
+
+def micro_batch(batch: SampleBatch) -> MicroBatch:
+    """All samples of a batch as one micro-batch."""
+    lengths = batch["input_ids"].lengths
+    input_ids = batch["input_ids"].values.long()
+    device = input_ids.device
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = [torch.arange(length) for length in lengths]
+    return MicroBatch(
+        input_ids=input_ids,
+        cu_seqlens=starts.to(device),
+        position_ids=(torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64)).to(device),
+        ids=batch.ids,
+        lengths=lengths,
+        data={key: packed.values for key, packed in batch.data.items() if key != "input_ids"},
+    )
+
+
+def split(batch: SampleBatch, micro_batches: int) -> list[MicroBatch]:
+    """Cut a batch into at most `micro_batches` micro-batches of about equal token counts.
+
+    Deterministic: the longest sample goes first, each to the lightest micro-batch so far; in a micro-batch
+    samples keep the batch's order. With fewer samples there are fewer micro-batches, never an empty one.
+    Neighbours with the same id (the two answers of a preference pair) stay together.
+    """
+    lengths = batch["input_ids"].lengths
+    together = [list(places) for _, places in groupby(range(len(batch)), key=lambda place: batch.ids[place])]
+    loads = [sum(lengths[place] for place in places) for places in together]
+    return [
+        micro_batch(batch.take([place for group in part for place in together[group]]))
+        for part in balance(loads, micro_batches)
+    ]
+
+
+def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Positions 0, 1, ... of `lengths` dealt to min(parts, len(lengths)) non-empty lists of like sums."""
+    loads = [(0, 0)] * min(parts, len(lengths))  # (tokens, samples): empty lists are filled first
+    dealt: list[list[int]] = [[] for _ in loads]
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        lightest = loads.index(min(loads))
+        tokens, samples = loads[lightest]
+        loads[lightest] = (tokens + lengths[position], samples + 1)
+        dealt[lightest].append(position)
+    return [sorted(part) for part in dealt]

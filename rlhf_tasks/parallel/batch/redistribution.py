@@ -1,0 +1,158 @@
+"""Brings the samples of an iteration from the heads of one placement to the heads of another."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.comm.messages import Blank, exchange
+from rlhf_tasks.parallel.layout.transfers import Side, plan_redistribution, shares
+from rlhf_tasks.system.failpoints import Point, reach
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_MAX_DIMS = 3  # of one row of a key
+_HEADER = 2 + _MAX_DIMS
+_ABSENT = -1
+
+
+def heads_set(source: Side, destination: Side) -> tuple[int, ...]:
+    """The set of devices that a redistribution communicates in: `ProcessGroups` must have been given it."""
+    return tuple(sorted({*source.placement.heads, *destination.placement.heads}))
+
+
+class Holdings(NamedTuple):
+    """What some heads hold of one key.
+
+    dtype, row_shape  of the key's data; a row is one token, byte or score
+    held              head device -> ids of the samples it holds
+    rows              sample id -> number of rows, over all heads
+    """
+
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+    held: Mapping[int, Sequence[int]]
+    rows: Mapping[int, int]
+
+    def blank(self, samples: Sequence[int]) -> Blank:
+        """Some samples' packed values, as their receiver must know them."""
+        return Blank(self.dtype, (sum(self.rows[sample] for sample in samples), *self.row_shape))
+
+
+def survey(
+    store: SampleStore, ids: Sequence[int], keys: Sequence[str], heads: Sequence[int], groups: ProcessGroups
+) -> dict[str, Holdings]:
+    """Lets each of some heads know what all of them hold. Collective over the heads, this rank among them.
+
+    Raises LookupError naming a key that no head holds for any sample.
+    """
+    ours = torch.full((len(keys), _HEADER + len(ids)), _ABSENT, dtype=torch.int64)
+    for number, key in enumerate(keys):
+        held = [i for i, sample in enumerate(ids) if store.has(sample, key)]
+        if held:
+            values = store.get([ids[held[0]]], [key])[key].values
+            assert values.ndim - 1 <= _MAX_DIMS, f"key {key!r}: rows of {values.ndim - 1} dims"
+            header = [_DTYPES.index(values.dtype), values.ndim - 1, *values.shape[1:]]
+            ours[number, : len(header)] = torch.tensor(header)
+            lengths = torch.tensor([store.length(ids[i], key) for i in held])
+            ours[number, _HEADER + torch.tensor(held)] = lengths
+    tables = _all_gather(ours, heads, groups)
+    return {key: _holdings(key, number, ids, tables) for number, key in enumerate(keys)}
+
+
+def redistribute(
+    source: Side,
+    destination: Side,
+    ids: Sequence[int],
+    keys: Sequence[str],
+    store: SampleStore,
+    groups: ProcessGroups,
+    devices_per_host: int,
+    token_key: str = "",
+) -> int:
+    """After this, every destination head's store holds `keys` of the samples that the destination works on.
+
+    ids        the iteration's sample ids
+    token_key  the key whose lengths `destination.balance == "tokens"` deals by, not used otherwise; each
+               sample must have it on one of the heads
+    groups     with the group of `heads_set`
+
+    Collective over the heads of both sides; a rank that is no head returns at once. Where samples lie is what
+    the heads say, not what a rule predicts; the rest is planned alike on every head. A head is not sent what
+    it holds already; sources keep what they send. Returns the bytes that this rank sent.
+    """
+    heads = heads_set(source, destination)
+    if groups.rank not in heads:
+        return 0
+    by_tokens = destination.balance == "tokens"
+    asked = list(dict.fromkeys([*keys, token_key])) if by_tokens else list(keys)
+    found = survey(store, ids, asked, heads, groups)
+    reach(Point.TRANSFER)
+    wanted = shares(destination, ids, found[token_key].rows if by_tokens else None)
+    outgoing: dict[int, list[Tensor]] = {}
+    expected: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+    for key in keys:
+        for source_head, destination_head, samples in _moves(key, found[key], wanted, devices_per_host):
+            if source_head == groups.rank:
+                values = store.get(samples, [key])[key].values
+                outgoing.setdefault(destination_head, []).append(values)
+            elif destination_head == groups.rank:
+                expected.setdefault(source_head, []).append((key, samples))
+    blanks = {peer: [found[key].blank(samples) for key, samples in e] for peer, e in expected.items()}
+    for peer, tensors in exchange(outgoing, blanks, groups[heads], groups.device).items():
+        for (key, samples), values in zip(expected[peer], tensors, strict=True):
+            packed = Packed(values, tuple(found[key].rows[sample] for sample in samples))
+            store.put(SampleBatch(samples, {key: packed}))
+    return sum(tensor.nbytes for tensors in outgoing.values() for tensor in tensors)
+
+
+def _moves(
+    key: str, found: Holdings, wanted: Mapping[int, Sequence[int]], devices_per_host: int
+) -> Iterable[tuple[int, int, tuple[int, ...]]]:
+    """The (source head, destination head, samples) of one key."""
+    try:
+        transfers = plan_redistribution(found.held, wanted, devices_per_host)
+    except LookupError as error:
+        raise LookupError(f"key {key!r}: {error}") from None
+    return ((t.source, t.destination, t.ids) for t in transfers)
+
+
+def _all_gather(ours: Tensor, heads: Sequence[int], groups: ProcessGroups) -> dict[int, Tensor]:
+    """Head device -> its table."""
+    group = groups[heads]
+    if group is None:
+        return {groups.rank: ours}
+    sent = ours.to(groups.device)
+    tables = [torch.empty_like(sent) for _ in heads]
+    dist.all_gather(tables, sent, group=group)
+    return {head: table.cpu() for head, table in zip(sorted(heads), tables, strict=True)}
+
+
+def _holdings(key: str, number: int, ids: Sequence[int], tables: Mapping[int, Tensor]) -> Holdings:
+    headers, held, rows = set(), {}, {}
+    for head, table in tables.items():
+        header, lengths = table[number].tolist()[:_HEADER], table[number].tolist()[_HEADER:]
+        ours = {sample: length for sample, length in zip(ids, lengths, strict=True) if length != _ABSENT}
+        if ours:
+            headers.add(tuple(header))
+        held[head] = tuple(ours)
+        rows.update(ours)
+    if not headers:
+        raise LookupError(f"key {key!r}: none of the heads {sorted(tables)} holds a sample of it")
+    assert len(headers) == 1, f"key {key!r} has several dtypes or row shapes: {headers}"
+    code, dims, *shape = headers.pop()
+    return Holdings(_DTYPES[code], tuple(shape[:dims]), held, rows)

@@ -1,0 +1,148 @@
+"""Process groups: one for each distinct set of devices, built by all ranks alike. Device id = global rank.
+
+`torch.distributed` asks that *every* rank of the world enters each `new_group`, in one order. So all ranks
+build `ProcessGroups` from the same device sets (of all placements of the plan), sorted, before any call runs.
+
+A set of one device has no group: `groups[(3,)]` is None, and the functions here are the identity for None.
+Never hand None to `torch.distributed` itself: there it means the whole world.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from rlhf_tasks.parallel.layout.topology import Placement
+
+
+def join_world(store: Store, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+    """Join the world of one generation of ranks: NCCL for tensors on CUDA, gloo for tensors on the CPU.
+
+    store      a rendezvous of this generation alone (give each generation its own `PrefixStore`)
+    rank       this process's device id, 0 .. world_size - 1
+    timeout_s  after which a collective whose peers do not come raises on this rank
+    device     where this rank's tensors live; a CUDA device becomes the current one
+    Raises RuntimeError when this process is still in a world (see `leave_world`).
+    """
+    if dist.is_initialized():
+        raise RuntimeError("this process is still in a world of ranks. Call leave_world() first.")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # Groups meet under numbers that each process counts. torch counts on from a join that has failed, so that this
+    # process would wait for peers that begin at 0.
+    dist.distributed_c10d._world.group_count = 0
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def leave_world() -> None:
+    """Leave the world and with it all its groups. Harmless when this process is in none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class ProcessGroups:
+    """The groups of a plan on this rank.
+
+    device_sets  every set of devices that will communicate, the same on all ranks; order and repeats are free
+    timeout_s    of every collective on these groups, in seconds
+    device       where this rank's tensors live
+
+    Building is collective over the world and ends with one small all-reduce in each group, so that
+    connections stand before the first call and a wrong set shows here. Group ranks follow *ascending device
+    id*, which need not be the order of a placement: name peers by device (`src=`, `dst=`), not by group rank.
+    """
+
+    def __init__(self, device_sets: Iterable[Iterable[int]], timeout_s: float, device: torch.device) -> None:
+        self.device = device
+        self.rank = dist.get_rank()
+        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+        for devices in sorted({tuple(sorted(set(devices))) for devices in device_sets}):
+            if len(devices) > 1:
+                group = dist.new_group(list(devices), timeout=timedelta(seconds=timeout_s))
+            else:
+                group = None
+            if self.rank in devices:
+                assert group is None or isinstance(group, ProcessGroup)
+                self._groups[devices] = group
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        for devices, group in self._groups.items():
+            for place in dict.fromkeys([torch.device("cpu"), self.device]):  # the same order on every rank
+                ones = all_reduce(torch.ones(1, device=place), group)
+                assert int(ones) == len(devices), f"group {devices} counted {int(ones)} ranks"
+
+    def __getitem__(self, devices: Iterable[int]) -> ProcessGroup | None:
+        """The group of a set of devices, None for a set of one.
+
+        Raises KeyError when the set was not given at the start or this rank is not in it.
+        """
+        key = tuple(sorted(set(devices)))
+        if key not in self._groups:
+            raise KeyError(
+                f"rank {self.rank} has no group of devices {list(key)}; it has {list(self._groups)}"
+            )
+        return self._groups[key]
+
+    def __contains__(self, devices: Iterable[int]) -> bool:
+        return tuple(sorted(set(devices))) in self._groups
+
+    def abort(self) -> None:
+        """Make collectives that other threads wait for raise soon. Afterwards the groups can only be closed.
+
+        NCCL obeys; gloo does not: there a waiting thread raises when its peer dies or the timeout has passed.
+        """
+        for group in self._groups.values():
+            if group is not None:
+                group.abort()
+
+    def close(self) -> None:
+        """Destroy the groups (not the world). All their ranks must call it."""
+        for group in self._groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def device_sets(placement: Placement) -> list[tuple[int, ...]]:
+    """The sets of devices that an engine on this placement communicates in.
+
+    These are its tp, dp and pp groups, its replicas, its stages, the whole mesh, and the holders of tied embeddings.
+    """
+    sets = [tuple(sorted(placement.devices))]
+    sets += [tuple(sorted(placement.replica(dp_rank))) for dp_rank in range(placement.strategy.dp)]
+    for device in placement.devices:
+        sets += [placement.tp_group(device), placement.dp_group(device), placement.pp_group(device)]
+        sets += [stage_set(placement, device), tied_set(placement, device)]
+    return sorted({tuple(sorted(devices)) for devices in sets})
+
+
+def stage_set(placement: Placement, device: int) -> tuple[int, ...]:
+    """The devices of this device's stage, of all tp and dp ranks."""
+    return tuple(sorted(d for other in placement.tp_group(device) for d in placement.dp_group(other)))
+
+
+def tied_set(placement: Placement, device: int) -> tuple[int, ...]:
+    """The first and last stages of this device's tp rank, in all dp ranks: the holders of tied embeddings."""
+    stages = placement.pp_group(device)
+    return tuple(sorted({d for end in (stages[0], stages[-1]) for d in placement.dp_group(end)}))
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks in a group; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def all_reduce(
+    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Reduce a tensor over a group in place and give it back; the identity for a group of one (None)."""
+    if group is not None:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor

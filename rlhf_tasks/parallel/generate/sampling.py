@@ -1,0 +1,115 @@
+"""Choosing the next token: one uniform number per (sample id, position), whatever the layout or the batch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.system.counter_random import counter_bits
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How responses are drawn.
+
+    temperature     divides the logits; 0 takes the likeliest token (greedy)
+    top_k           only the k likeliest tokens; 0 for all (tokens tied with the k-th stay)
+    top_p           only the smallest set of likeliest tokens whose probability reaches top_p; 1 for all
+    min_new_tokens  stop ids are excluded from this many first tokens of a response
+    max_new_tokens  a response that has not stopped by then is truncated
+    stop_ids        tokens that end a response; the one that did belongs to it
+
+    Raises ValueError naming the field that is out of range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_new_tokens": (self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature, self.temperature >= 0, "at least 0"),
+            "top_k": (self.top_k, self.top_k >= 0, "at least 0"),
+            "top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_new_tokens": (
+                self.min_new_tokens,
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"between 0 and max_new_tokens={self.max_new_tokens}",
+            ),
+        }
+        for field, (value, holds, bounds) in checks.items():
+            if not holds:
+                raise ValueError(f"{field}={value} must be {bounds}.")
+
+
+def uniform(seed: int, purpose: str, iteration: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """One uniform number in [0, 1) per (sample id, position), a pure function of the arguments.
+
+    sample_ids, positions  int64, broadcast against each other
+    Returns float64 of the broadcast shape, on the device of the arguments; bit-equal on every device.
+    """
+    return counter_bits(seed, purpose, iteration, sample_ids, positions).to(torch.float64) * 2.0**-53
+
+
+class Draw(NamedTuple):
+    """Tokens drawn, one per row, and from what.
+
+    tokens    [n] int64
+    logprobs  [n] float64, of the distribution drawn from, after exclusion, temperature, top-k and top-p;
+              greedy sampling, whose distribution is a point, reports that of temperature 1 instead.
+              NaN where there is no distribution: a logit is NaN or +inf, or all are -inf. The token, one of
+              the vocabulary, then means nothing
+    scores    [n, vocab] float64, that distribution's logits; -inf for the tokens that could not be drawn
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    scores: Tensor
+
+
+def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: int) -> Draw:
+    """Draw one token per row by inverting the cumulative distribution in float64.
+
+    logits     [n, vocab] float, of the whole vocabulary
+    uniforms   [n] float64 in [0, 1); not read by greedy sampling
+    new_token  0 for the first token of the responses: stop ids are excluded below `params.min_new_tokens`
+    """
+    scores = logits.double()
+    if new_token < params.min_new_tokens and params.stop_ids:
+        stops = torch.tensor(params.stop_ids, device=logits.device)
+        scores = scores.index_fill(-1, stops, -torch.inf)
+    if params.temperature == 0:
+        tokens = scores.argmax(-1, keepdim=True)
+        logprobs = scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
+        return Draw(tokens[:, 0], logprobs[:, 0], scores)
+    if params.temperature != 1:
+        scores = scores / params.temperature
+    scores = _keep_likeliest(scores, params)
+    scores = scores - scores.amax(-1, keepdim=True)
+    cumulative = scores.exp().cumsum(-1)
+    total = cumulative[:, -1:]
+    # u < 1, but u * total may round up to total, above which there is no token.
+    threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, total.new_zeros(())))
+    tokens = torch.searchsorted(cumulative, threshold, right=True)
+    tokens = tokens.clamp(max=scores.shape[-1] - 1)  # a NaN threshold is found behind the last token
+    return Draw(tokens[:, 0], (scores.gather(-1, tokens) - total.log())[:, 0], scores)
+
+
+def _keep_likeliest(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Scores [n, vocab] with -inf for the tokens that top-k, and then top-p, leave out."""
+    if 0 < params.top_k < scores.shape[-1]:
+        kth = scores.topk(params.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(-1)
+        likelier = probabilities.cumsum(-1) - probabilities
+        left_out = (likelier >= params.top_p).scatter(-1, order, likelier >= params.top_p)
+        left_out.scatter_(-1, order[:, :1], False)
+        scores = scores.masked_fill(left_out, -torch.inf)
+    return scores

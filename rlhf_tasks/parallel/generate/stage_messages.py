@@ -1,0 +1,78 @@
+"""What the ranks of one replica tell each other while they generate: hidden states, logits, tokens."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.train.engine import Engine
+
+
+class Relay:
+    """One group of sequences on its way through the pipeline.
+
+    Per step: hidden states from each stage to the next (point to point, shapes known on both sides), the
+    logits over the tp group of the last stage, and the drawn tokens from the last stage to all others (one
+    broadcast over the pp group). All ranks of the replica make these calls in the same order. With one stage
+    and tp 1 nothing is sent.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        placement, stage = engine.placement, engine.stage
+        self._tp_devices = placement.tp_group(engine.groups.rank)
+        self._tp_group = engine.groups[self._tp_devices]
+        self._stages = placement.pp_group(engine.groups.rank)
+        self._pp_group = engine.groups[self._stages]
+        self._pp_rank = engine.coordinate.pp
+        self._layout: Layout = stage.layout
+        self._dtype, self._device = stage.dtype, stage.device
+        self.is_first_stage, self.is_last_stage = stage.is_first, stage.is_last
+        self._in_flight: list[tuple[dist.Work | None, Tensor]] = []  # tensors must live until they are sent
+        self._tokens: Tensor | None = None
+
+    def receive_hidden(self, tokens: int) -> Tensor:
+        """The hidden states [tokens, hidden] of the stage before."""
+        hidden = torch.empty(tokens, self._layout.shape.hidden, dtype=self._dtype, device=self._device)
+        dist.recv(hidden, src=self._stages[self._pp_rank - 1], group=self._pp_group)
+        return hidden
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """Start to send hidden states to the next stage."""
+        hidden = hidden.contiguous()
+        work = dist.isend(hidden, dst=self._stages[self._pp_rank + 1], group=self._pp_group)
+        self._in_flight.append((work, hidden))
+
+    def gather_vocabulary(self, logits: Tensor) -> Tensor:
+        """The logits [n, vocab] of all tp ranks' slices [n, slice], bit-equal on each of them."""
+        if self._tp_group is None:
+            return logits
+        sizes = [self._layout.units("vocab", tp_rank).size for tp_rank in range(len(self._tp_devices))]
+        padded = logits.new_zeros(logits.shape[0], max(sizes))
+        padded[:, : logits.shape[1]] = logits
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self._tp_group)
+        by_device = dict(
+            zip(sorted(self._tp_devices), gathered, strict=True)
+        )  # group ranks follow device ids
+        slices = [by_device[device][:, :size] for device, size in zip(self._tp_devices, sizes, strict=True)]
+        return torch.cat(slices, dim=1)
+
+    def share_tokens(self, tokens: Tensor) -> None:
+        """Last stage: start to send the drawn tokens [n] int64 to the other stages."""
+        self._tokens = tokens
+        if self._pp_group is not None:
+            work = dist.broadcast(tokens, src=self._stages[-1], group=self._pp_group, async_op=True)
+            self._in_flight.append((work, tokens))
+
+    def receive_tokens(self, n: int) -> Tensor:
+        """The tokens [n] int64 drawn in the last step; what this rank sent in that step has left."""
+        for work, _ in self._in_flight:
+            if work is not None:
+                work.wait()
+        self._in_flight.clear()
+        if self.is_last_stage:
+            assert self._tokens is not None, "no tokens were drawn yet"
+            return self._tokens
+        tokens = torch.empty(n, dtype=torch.int64, device=self._device)
+        dist.broadcast(tokens, src=self._stages[-1], group=self._pp_group)
+        return tokens

@@ -1,0 +1,343 @@
+"""What a model consists of: its sizes and the names and shapes of its parameters, read from `config.json`.
+
+Pure Python: `transformers.AutoConfig` would import torch (1.5 s), which neither the planner nor the flow
+needs. Parameter names are Hugging Face's. A family of models that we do not know is refused by its name.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_tasks.system.reading import ConfigError, read_json, shown
+
+Head = Literal["lm", "scalar"]
+"""What stands on the last stage: logits over the vocabulary, or one value per token (`score.weight`)."""
+
+Unit = Literal["query_head", "kv_head", "column", "vocab"]
+"""What a sharded dim is divided into: a unit is never cut."""
+
+Place = Literal["layer", "first", "last", "ends"]
+"""Which stages hold a parameter: its layer's, the first, the last, or first and last (tied embeddings)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the models of one `model_type` differ; also the defaults of keys that their configs may omit.
+
+    qkv_bias, out_bias, mlp_bias  True, False, or the config key that says
+    qk_norm                       RMS norms on the heads of query and key, shared by all heads
+    head_dim, kv_heads            None: hidden_size // heads, as many as query heads
+    """
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    tied: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family(kv_heads=8),
+    "qwen2": Family(qkv_bias=True, kv_heads=32),
+    "qwen3": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, head_dim=128, kv_heads=32
+    ),
+    "gemma": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", head_dim=256, kv_heads=16, tied=True
+    ),
+}
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_PACKED = {
+    "phi3": "qkv_proj and gate_up_proj",
+    "gpt2": "c_attn",
+    "gpt_neox": "query_key_value",
+    "falcon": "query_key_value",
+}
+_KNOWN = (
+    "Use a dense decoder of one of the families Llama, Mistral, Qwen2, Qwen3 and Gemma (first generation)."
+)
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend on the position alone."""
+
+
+MOST: Mapping[str, int] = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 2**20,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**28,
+    "max_position_embeddings": 2**31,
+}
+"""What no model comes near: larger figures are mistakes, and each layer of them has a dozen objects here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder. All counts are whole numbers; `context` is the longest sequence in tokens."""
+
+    family: str
+    hidden: int
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    context: int
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @staticmethod
+    def from_folder(folder: str | Path) -> "ModelShape":
+        """Read `config.json` of a Hugging Face model folder.
+
+        Raises ConfigError naming the folder when there is no readable config or no decoder that we know.
+        """
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
+            )
+        return ModelShape.from_config(read_json(path), source=str(folder))
+
+    @staticmethod
+    def from_config(config: Mapping[str, Any], source: str = "inline config") -> "ModelShape":
+        """Read a Hugging Face config that is already a mapping; `source` names it in errors (ConfigError)."""
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
+        family = _family(config, source)
+        _check_arithmetic(config, source)
+        read = _Reader(config, source)
+        heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+        shape = ModelShape(
+            family=config["model_type"],
+            hidden=hidden,
+            layers=read.count("num_hidden_layers"),
+            query_heads=heads,
+            kv_heads=read.count("num_key_value_heads", family.kv_heads or heads),
+            head_dim=read.count("head_dim", family.head_dim or max(1, hidden // heads)),
+            intermediate=read.count("intermediate_size"),
+            vocab=read.count("vocab_size"),
+            context=read.count("max_position_embeddings"),
+            tied=read.flag("tie_word_embeddings", family.tied),
+            qkv_bias=read.option(family.qkv_bias),
+            out_bias=read.option(family.out_bias),
+            mlp_bias=read.option(family.mlp_bias),
+            qk_norm=family.qk_norm,
+        )
+        if shape.query_heads % shape.kv_heads:
+            raise ConfigError(
+                f"Model {source!r}: {heads} query heads are not a multiple of {shape.kv_heads} KV heads."
+            )
+        return shape
+
+    def difference(self, other: "ModelShape") -> dict[str, tuple[Any, Any]]:
+        """Fields in which two models differ: {field: (ours, theirs)}; empty when they are alike."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _family(config: Mapping[str, Any], source: str) -> Family:
+    """The model's family. Raises ConfigError saying why a model is not one that we can split."""
+    kind = config.get("model_type")
+    if "auto_map" in config:
+        raise ConfigError(
+            f"Model {source!r} brings its own code (auto_map), which is never run. Use a built-in model."
+        )
+    experts = [key for key in _EXPERT_KEYS if config.get(key)]
+    if experts:
+        raise ConfigError(
+            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}). {_KNOWN}"
+        )
+    if isinstance(kind, str) and kind in _PACKED:
+        raise ConfigError(
+            f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split. {_KNOWN}"
+        )
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(
+            f"Model {source!r} has model_type {shown(kind)}, which is not a decoder with a tensor-parallel plan "
+            f"that we know. {_KNOWN}"
+        )
+    return FAMILIES[kind]
+
+
+def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
+    """Raises ConfigError for what the engine would compute otherwise than the model means it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"Model {source!r}: rope_scaling={shown(rope)} in its config is not a JSON object.")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _STATIC_ROPE:
+        raise ConfigError(
+            f"Model {source!r} has rope_type {shown(kind)}: the angles that it gives a token depend on the other "
+            f"sequences of a batch. Use a model with one of {', '.join(_STATIC_ROPE)}."
+        )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"Model {source!r} has quantised weights (quantization_config), which cannot be trained. "
+            "Save it unquantised."
+        )
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Checked access to config keys. A key that is null counts as absent."""
+
+    config: Mapping[str, Any]
+    source: str
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                f"Model {self.source!r}: {key}={shown(value)} in its config is not a positive whole number."
+            )
+        if value > MOST[key]:
+            raise ConfigError(
+                f"Model {self.source!r}: {key}={shown(value)} in its config is more than {MOST[key]:,}, which no "
+                "model has."
+            )
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"Model {self.source!r}: {key}={shown(value)} in its config is neither true nor false."
+            )
+        return value
+
+    def option(self, known: bool | str) -> bool:
+        """A family's answer, or the config's where the family names a key."""
+        return self.flag(known, False) if isinstance(known, str) else known
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter of the whole model.
+
+    shape             global shape
+    place, layer      which stages hold it; the layer's number when place is "layer"
+    shard_dim         the dim that tensor parallelism splits; None: every tp rank holds all of it
+    unit, unit_size   what the dim is divided into, and a unit's number of rows
+    partial_gradient  the gradients of its copies inside one dp rank are contributions that must be summed
+                      (KV heads on several tp ranks, tied embeddings, norms inside heads); else every copy has
+                      the same gradient
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: Place
+    layer: int | None = None
+    shard_dim: int | None = None
+    unit: Unit | None = None
+    unit_size: int = 1
+    partial_gradient: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The dim that intervals are counted on: the sharded one, else the first."""
+        return self.shard_dim or 0
+
+    @property
+    def length(self) -> int:
+        """Rows on that dim."""
+        return self.shape[self.dim]
+
+    @property
+    def row_size(self) -> int:
+        """Elements per row of that dim."""
+        return math.prod(self.shape) // self.length
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@lru_cache(maxsize=64)
+def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
+    """Every parameter of a model, in the order of the forward pass. Tied embeddings are listed once."""
+    tied = shape.tied and head == "lm"
+    embedding = ParameterSpec(
+        "model.embed_tokens.weight",
+        (shape.vocab, shape.hidden),
+        "ends" if tied else "first",
+        shard_dim=0,
+        unit="vocab",
+        partial_gradient=tied,
+    )
+    specs = [embedding]
+    for layer in range(shape.layers):
+        specs += _layer(shape, layer)
+    specs.append(ParameterSpec("model.norm.weight", (shape.hidden,), "last"))
+    if head == "scalar":
+        specs.append(ParameterSpec("score.weight", (1, shape.hidden), "last"))
+    elif not tied:
+        lm_head = ParameterSpec(
+            "lm_head.weight", (shape.vocab, shape.hidden), "last", shard_dim=0, unit="vocab"
+        )
+        specs.append(lm_head)
+    return tuple(specs)
+
+
+def _layer(shape: ModelShape, layer: int) -> list[ParameterSpec]:
+    """Parameters of one decoder layer."""
+    prefix = f"model.layers.{layer}."
+    query, kv = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+    def linear(name: str, out: int, into: int, unit: Unit, split: int, bias: bool) -> list[ParameterSpec]:
+        """A column-parallel (split=0) or row-parallel (split=1) linear module."""
+        unit_size = 1 if unit == "column" else shape.head_dim
+        partial = unit == "kv_head"
+
+        def spec(suffix: str, dims: tuple[int, ...], shard_dim: int | None) -> ParameterSpec:
+            sharded = {} if shard_dim is None else {"unit": unit, "unit_size": unit_size}
+            return ParameterSpec(
+                f"{prefix}{name}.{suffix}",
+                dims,
+                "layer",
+                layer,
+                shard_dim,
+                partial_gradient=partial,
+                **sharded,
+            )
+
+        weight = spec("weight", (out, into), split)
+        return [weight, spec("bias", (out,), 0 if split == 0 else None)] if bias else [weight]
+
+    def norm(name: str, size: int, inside_heads: bool = False) -> ParameterSpec:
+        return ParameterSpec(f"{prefix}{name}.weight", (size,), "layer", layer, partial_gradient=inside_heads)
+
+    head_norms = [
+        norm("self_attn.q_norm", shape.head_dim, True),
+        norm("self_attn.k_norm", shape.head_dim, True),
+    ]
+    return [
+        norm("input_layernorm", shape.hidden),
+        *linear("self_attn.q_proj", query, shape.hidden, "query_head", 0, shape.qkv_bias),
+        *linear("self_attn.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
+        *linear("self_attn.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
+        *(head_norms if shape.qk_norm else []),
+        *linear("self_attn.o_proj", shape.hidden, query, "query_head", 1, shape.out_bias),
+        norm("post_attention_layernorm", shape.hidden),
+        *linear("mlp.gate_proj", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias),
+        *linear("mlp.up_proj", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias),
+        *linear("mlp.down_proj", shape.hidden, shape.intermediate, "column", 1, shape.mlp_bias),
+    ]

@@ -1,0 +1,199 @@
+"""Which device of a placement holds which slice of which parameter. Pure Python.
+
+A slice is an interval on one dim (`ParameterSpec.dim`). Query heads, columns and vocabulary split over tp at
+floor(i n / tp), without padding; a rank holds every KV head that its query heads use, so neighbouring ranks
+may hold the same KV heads. Layers split over stages at floor(i L / pp); tied embeddings live on both ends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from rlhf_tasks.parallel.layout.shape import Head, ModelShape, ParameterSpec, Unit, parameters
+from rlhf_tasks.parallel.layout.topology import Placement
+
+__all__ = ["Head", "Interval", "Layout", "ModelShape", "ParameterSpec", "Shared", "parameters", "split"]
+
+
+class Interval(NamedTuple):
+    """Rows start .. stop - 1 of a parameter's dim; empty when stop <= start."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: "Interval") -> "Interval":
+        """The common rows; an empty interval when there are none."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def within(self, outer: "Interval") -> slice:
+        """Where these rows lie in a tensor that holds the rows `outer`."""
+        assert outer.start <= self.start <= self.stop <= outer.stop, (self, outer)
+        return slice(self.start - outer.start, self.stop - outer.start)
+
+
+class Shared(NamedTuple):
+    """Rows of a parameter that several devices of one dp rank hold, in the order of their tp and pp ranks."""
+
+    name: str
+    interval: Interval
+    devices: tuple[int, ...]
+
+
+def split(length: int, parts: int, index: int) -> Interval:
+    """Part `index` of `length` rows cut into `parts` at floor(i * length / parts)."""
+    return Interval(index * length // parts, (index + 1) * length // parts)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on a placement. Raises ValueError when a tp rank or a stage would be empty."""
+
+    shape: ModelShape
+    head: Head
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        strategy, shape = self.placement.strategy, self.shape
+        limits = {"query heads": shape.query_heads, "columns": shape.intermediate, "tokens": shape.vocab}
+        for what, limit in limits.items():
+            if strategy.tp > limit:
+                raise ValueError(f"tp={strategy.tp} exceeds the model's {limit} {what}. Choose a smaller tp.")
+        if strategy.pp > shape.layers:
+            raise ValueError(
+                f"pp={strategy.pp} exceeds the model's {shape.layers} layers. Choose a smaller pp."
+            )
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """All parameters of the model, wherever they are."""
+        return parameters(self.shape, self.head)
+
+    @cached_property
+    def specs(self) -> Mapping[str, ParameterSpec]:
+        """All parameters by name."""
+        return {spec.name: spec for spec in self.parameters}
+
+    # Splits
+
+    def stage_layers(self, pp_rank: int) -> range:
+        """Numbers of a stage's layers."""
+        return range(*split(self.shape.layers, self.placement.strategy.pp, pp_rank))
+
+    def stages(self, spec: ParameterSpec) -> tuple[int, ...]:
+        """The pp ranks that hold a parameter, in order."""
+        pp = self.placement.strategy.pp
+        if spec.place == "layer":
+            assert spec.layer is not None
+            # the p with floor(p L / pp) <= layer < floor((p + 1) L / pp)
+            return (((spec.layer + 1) * pp - 1) // self.shape.layers,)
+        ends = {"first": (0,), "last": (pp - 1,), "ends": (0, pp - 1)[: min(2, pp)]}
+        return ends[spec.place]
+
+    def units(self, unit: Unit, tp_rank: int) -> Interval:
+        """The query heads, KV heads, columns or tokens of the vocabulary that a tp rank holds."""
+        tp, shape = self.placement.strategy.tp, self.shape
+        if unit == "kv_head":
+            heads, group = split(shape.query_heads, tp, tp_rank), shape.query_heads // shape.kv_heads
+            return Interval(heads.start // group, -(-heads.stop // group))
+        totals = {"query_head": shape.query_heads, "column": shape.intermediate, "vocab": shape.vocab}
+        return split(totals[unit], tp, tp_rank)
+
+    def interval(self, spec: ParameterSpec, tp_rank: int) -> Interval:
+        """The rows of a parameter that a tp rank of a holding stage has; all where it is not sharded."""
+        if spec.unit is None:
+            return Interval(0, spec.length)
+        units = self.units(spec.unit, tp_rank)
+        return Interval(units.start * spec.unit_size, units.stop * spec.unit_size)
+
+    def kv_head_map(self, tp_rank: int) -> tuple[int, ...]:
+        """For each local query head, the local KV head that it attends with."""
+        group = self.shape.query_heads // self.shape.kv_heads
+        first = self.units("kv_head", tp_rank).start
+        return tuple(head // group - first for head in range(*self.units("query_head", tp_rank)))
+
+    # Holdings
+
+    def held(self, device: int) -> Mapping[str, Interval]:
+        """What a device holds: parameter name -> rows. Equal on the devices of one dp group."""
+        at = self.placement.coordinate(device)
+        return self._held[at.pp][at.tp]
+
+    def slice_shape(self, name: str, device: int) -> tuple[int, ...]:
+        """Shape of a device's slice of a parameter. Raises KeyError when the device holds none."""
+        spec, rows = self.specs[name], self.held(device)[name].size
+        return (*spec.shape[: spec.dim], rows, *spec.shape[spec.dim + 1 :])
+
+    def owners(self, name: str) -> tuple[tuple[int, Interval], ...]:
+        """Every (device, rows) that holds a slice of a parameter, dp replicas included."""
+        spec, s = self.specs[name], self.placement.strategy
+        return tuple(
+            (self.placement.device(dp_rank, tp_rank, pp_rank), self.interval(spec, tp_rank))
+            for pp_rank in self.stages(spec)
+            for dp_rank in range(s.dp)
+            for tp_rank in range(s.tp)
+        )
+
+    def size_bytes(self, device: int, itemsize: int) -> int:
+        """Bytes of a device's parameters at `itemsize` bytes per element."""
+        held = self.held(device)
+        return sum(rows.size * self.specs[name].row_size for name, rows in held.items()) * itemsize
+
+    # Copies inside one dp rank
+
+    def primary(self, device: int) -> Mapping[str, Interval]:
+        """The rows for which a device answers, out of those it holds: over the devices of one dp rank every
+        row of every parameter counts exactly once. Gradient norms and digests sum over these."""
+        at = self.placement.coordinate(device)
+        return self._primary[at.pp][at.tp]
+
+    def shared(self, name: str, dp_rank: int) -> tuple[Shared, ...]:
+        """The pieces of a parameter that several devices of a dp rank hold, cut where the holders change."""
+        replica = set(self.placement.replica(dp_rank))
+        holders = [(device, rows) for device, rows in self.owners(name) if device in replica]
+        cuts = sorted({cut for _, rows in holders for cut in rows})
+        pieces = []
+        for start, stop in pairwise(cuts):
+            devices = tuple(d for d, rows in holders if rows.start <= start and stop <= rows.stop)
+            if len(devices) > 1:
+                pieces.append(Shared(name, Interval(start, stop), devices))
+        return tuple(pieces)
+
+    # Tables: [pp_rank][tp_rank] -> name -> rows
+
+    @cached_property
+    def _held(self) -> tuple[tuple[Mapping[str, Interval], ...], ...]:
+        s = self.placement.strategy
+        on_stage: list[list[ParameterSpec]] = [[] for _ in range(s.pp)]
+        for spec in self.parameters:
+            for pp_rank in self.stages(spec):
+                on_stage[pp_rank].append(spec)
+        return tuple(
+            tuple({spec.name: self.interval(spec, tp_rank) for spec in specs} for tp_rank in range(s.tp))
+            for specs in on_stage
+        )
+
+    @cached_property
+    def _primary(self) -> tuple[tuple[Mapping[str, Interval], ...], ...]:
+        return tuple(
+            tuple(
+                {name: self._untaken(self.specs[name], tp_rank, pp_rank) for name in held}
+                for tp_rank, held in enumerate(stage)
+            )
+            for pp_rank, stage in enumerate(self._held)
+        )
+
+    def _untaken(self, spec: ParameterSpec, tp_rank: int, pp_rank: int) -> Interval:
+        """The rows of a tp rank that no lower tp rank and no earlier stage holds. Intervals never step back
+        from one tp rank to the next: what lower ranks hold lies below the predecessor's stop."""
+        rows = self.interval(spec, tp_rank)
+        taken = self.interval(spec, tp_rank - 1).stop if tp_rank else 0
+        if pp_rank != self.stages(spec)[0]:
+            taken = rows.stop
+        return Interval(max(rows.start, taken), max(rows.stop, taken))

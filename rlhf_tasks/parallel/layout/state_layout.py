@@ -1,0 +1,134 @@
+"""Where training state lies: which rank keeps which range of which slice, and how ranges of two layouts meet.
+
+A rank's parameters lie one behind the other in a flat buffer, alike on all ranks of its dp group, and each dp rank
+keeps the state of an equal share of it (ZeRO stage 1, arXiv:1910.02054). All follows from the layout.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
+
+
+class Piece(NamedTuple):
+    """Where a parameter's local slice lies in the flat buffer."""
+
+    name: str
+    start: int
+    stop: int
+
+
+# A parameter is seen as a matrix: one row per index before the sharded dim, one column per element from it on. A
+# slice is then a block of columns; a flat range of a slice is at most three rectangles: the end of a row, whole
+# rows, the beginning of a row.
+
+
+class Rectangle(NamedTuple):
+    """Rows and columns of the whole parameter's matrix."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.bottom - self.top, self.right - self.left
+
+    def intersect(self, other: "Rectangle") -> "Rectangle | None":
+        """The common part, if there is one."""
+        top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
+        left, right = max(self.left, other.left), min(self.right, other.right)
+        return Rectangle(top, bottom, left, right) if top < bottom and left < right else None
+
+
+class Columns(NamedTuple):
+    """The columns of a slice."""
+
+    first: int
+    width: int
+
+    @property
+    def interval(self) -> Interval:
+        return Interval(self.first, self.first + self.width)
+
+    def rectangles(self, start: int, stop: int) -> list[Rectangle]:
+        """What the elements start .. stop - 1 of the flattened slice are."""
+        pieces = []
+        while start < stop:
+            row, column = divmod(start, self.width)
+            if column == 0 and stop - start >= self.width:
+                bottom, end = stop // self.width, self.width
+            else:
+                bottom, end = row + 1, min(self.width, column + stop - start)
+            pieces.append(Rectangle(row, bottom, self.first + column, self.first + end))
+            start = (bottom - 1) * self.width + end
+        return pieces
+
+    def span(self, part: Rectangle) -> tuple[int, int]:
+        """The smallest flat range of the slice that has a rectangle in it."""
+        left, right = part.left - self.first, part.right - self.first
+        return part.top * self.width + left, (part.bottom - 1) * self.width + right
+
+    def view(self, flat: Tensor, start: int, part: Rectangle) -> Tensor:
+        """A rectangle as a view of a flat tensor that holds the slice's elements from `start` on."""
+        begin = flat[self.span(part)[0] - start :]
+        return begin.as_strided(part.shape, (self.width, 1), begin.storage_offset())
+
+
+class StateLayout:
+    """What each device of a layout keeps the state of. Over a dp group that is each slice, once."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._at = {device: layout.placement.coordinate(device) for device in layout.placement.devices}
+        self._pieces = cache(self._lay_out)
+        self._by_name = cache(lambda pp, tp: {piece.name: piece for piece in self._pieces(pp, tp)})
+        self._shares = cache(self._share_out)
+
+    def pieces(self, device: int) -> tuple[Piece, ...]:
+        """A device's slices in its flat buffer: norms and biases (one dim) come last."""
+        at = self._at[device]
+        return self._pieces(at.pp, at.tp)
+
+    def share(self, device: int) -> Interval:
+        """The range of the flat buffer whose state a device keeps; the last one may reach beyond the buffer's end."""
+        at = self._at[device]
+        return self._shares(at.pp, at.tp)[device]
+
+    def range(self, name: str, device: int) -> Interval:
+        """The elements of a device's flattened slice whose state it keeps; empty where it holds no slice."""
+        at = self._at[device]
+        piece = self._by_name(at.pp, at.tp).get(name)
+        if piece is None:
+            return Interval(0, 0)
+        common = Interval(piece.start, piece.stop).intersect(self.share(device))
+        return Interval(common.start - piece.start, common.stop - piece.start)
+
+    def columns(self, name: str, device: int) -> Columns:
+        """The columns of a device's slice, which it must hold."""
+        spec = self.layout.specs[name]
+        rows = self.layout.interval(spec, self._at[device].tp)
+        inner = math.prod(spec.shape[spec.dim + 1 :])
+        return Columns(rows.start * inner, rows.size * inner)
+
+    def rectangles(self, name: str, device: int) -> list[Rectangle]:
+        """What of the whole parameter a device keeps the state of."""
+        return self.columns(name, device).rectangles(*self.range(name, device))
+
+    def _lay_out(self, pp: int, tp: int) -> tuple[Piece, ...]:
+        layout, pieces, stop = self.layout, list[Piece](), 0
+        held = layout.held(layout.placement.device(0, tp, pp))
+        for name in sorted(held, key=lambda name: len(layout.specs[name].shape) < 2):  # stable
+            start, stop = stop, stop + held[name].size * layout.specs[name].row_size
+            pieces.append(Piece(name, start, stop))
+        return tuple(pieces)
+
+    def _share_out(self, pp: int, tp: int) -> dict[int, Interval]:
+        group = self.layout.placement.dp_group(self.layout.placement.device(0, tp, pp))
+        size = -(-self._pieces(pp, tp)[-1].stop // len(group))
+        in_group = enumerate(sorted(group))  # as the ranks of a process group are numbered
+        return {device: Interval(index * size, (index + 1) * size) for index, device in in_group}

@@ -1,0 +1,270 @@
+"""Who sends what to whom: parameters between two layouts, samples between two placements. Pure Python.
+
+Every rank evaluates these functions on the same arguments and gets the same lists; the planner prices the
+very lists that the executors (reallocation.py, redistribution.py) run.
+"""
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Literal, NamedTuple, Protocol
+
+from rlhf_tasks.parallel.layout.slices import Interval, Layout, ParameterSpec, split
+from rlhf_tasks.parallel.layout.topology import Placement
+
+Balance = Literal["count", "tokens"]
+
+
+class Slices(NamedTuple):
+    """The same rows of several parameters that are split alike; `rows` is None for whole parameters."""
+
+    names: tuple[str, ...]
+    rows: Interval | None
+
+
+@dataclass(frozen=True, slots=True)
+class SliceTransfer:
+    """One message of a reallocation: what a source device sends to a destination device, in this order."""
+
+    source: int
+    destination: int
+    slices: tuple[Slices, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTransfer:
+    """One message of a redistribution: the samples that one head sends to another."""
+
+    source: int
+    destination: int
+    ids: tuple[int, ...]
+
+
+# Parameters
+
+
+@lru_cache(maxsize=256)
+def plan_reallocation(
+    source: Layout, destination: Layout, itemsize: int, devices_per_host: int
+) -> tuple[SliceTransfer, ...]:
+    """The messages that bring a model from one layout to another.
+
+    itemsize          bytes per element
+    devices_per_host  devices with the same id // devices_per_host share a host
+
+    Each row that a destination device lacks is sent to it once, so that the bytes equal `reallocation_bound`.
+    It comes from a holder on the same host where there is one, else from any; holders with equal claims are
+    loaded evenly. Rows that a device holds in both layouts are not sent. One message per pair of devices.
+    """
+    assert (source.shape, source.head) == (destination.shape, destination.head), "two different models"
+    needs = _needs(source, destination, itemsize, devices_per_host)
+    loads: dict[int, int] = defaultdict(int)
+    messages: dict[tuple[int, int], list[tuple[Slices, int]]] = defaultdict(list)
+    for need in sorted(needs, key=lambda n: -n.size_bytes):  # largest first balances best
+        part = (need.slices, need.size_bytes)  # one object in all messages: there may be millions
+        queue = [(loads[holder], holder) for holder in need.holders]
+        heapq.heapify(queue)
+        for wanter in need.wanters:
+            load, holder = queue[0]
+            heapq.heapreplace(queue, (load + need.size_bytes, holder))
+            loads[holder] = load + need.size_bytes
+            messages[holder, wanter].append(part)
+    return tuple(
+        SliceTransfer(*pair, tuple(slices for slices, _ in parts), sum(size_bytes for _, size_bytes in parts))
+        for pair, parts in sorted(messages.items())
+    )
+
+
+def reallocation_bound(source: Layout, destination: Layout, itemsize: int) -> int:
+    """Least bytes that any reallocation must send: what each destination device does not hold already."""
+    present = set(source.placement.devices)
+    missing = 0
+    for device in destination.placement.devices:
+        held = source.held(device) if device in present else {}
+        for name, rows in destination.held(device).items():
+            kept = rows.intersect(held[name]).size if name in held else 0
+            missing += (rows.size - kept) * destination.specs[name].row_size
+    return missing * itemsize
+
+
+class _Need(NamedTuple):
+    """Some rows that each wanter lacks and each holder can give; `size_bytes` per wanter."""
+
+    slices: Slices
+    size_bytes: int
+    holders: Sequence[int]
+    wanters: Sequence[int]
+
+
+def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host: int) -> Iterable[_Need]:
+    """All needs of a reallocation.
+
+    Parameters that are split alike on the same stages are handled as one (a 70B model has 723 parameters, but
+    only some 4 kinds per pair of stages), and each is cut at the borders of both layouts, so that a piece has
+    one set of holders and one set of wanters.
+    """
+    alike: dict[tuple, list[ParameterSpec]] = defaultdict(list)
+    for spec in source.parameters:
+        split_as = (spec.unit, spec.unit_size, spec.length) if spec.unit else None
+        alike[source.stages(spec), destination.stages(spec), split_as].append(spec)
+    ours, theirs = _Holders(source), _Holders(destination)
+    for (stages, their_stages, split_as), specs in alike.items():
+        names, row_bytes = tuple(spec.name for spec in specs), sum(spec.row_size for spec in specs) * itemsize
+        slices, their_slices = ours.slices(specs[0]), theirs.slices(specs[0])
+        for rows in (Interval(*pair) for pair in pairwise(sorted({*chain(*slices, *their_slices)}))):
+            holders = ours.devices(stages, slices, rows)
+            held = set(holders)
+            wanters = [d for d in theirs.devices(their_stages, their_slices, rows) if d not in held]
+            for near, lacking in _near(holders, wanters, devices_per_host):
+                if split_as is None:
+                    size_bytes = sum(spec.size for spec in specs) * itemsize
+                    yield _Need(Slices(names, None), size_bytes, near, lacking)
+                    continue
+                parts = min(rows.size, _parts(len(near), len(lacking)))
+                for part in (split(rows.size, parts, index) for index in range(parts)):
+                    piece = Interval(rows.start + part.start, rows.start + part.stop)
+                    yield _Need(Slices(names, piece), row_bytes * piece.size, near, lacking)
+
+
+class _Holders:
+    """Who holds which rows in one layout; remembers the lists of devices, of which there are few."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._known: dict[tuple, Sequence[int]] = {}
+
+    def slices(self, spec: ParameterSpec) -> list[Interval]:
+        """Each tp rank's rows of a parameter."""
+        return [self._layout.interval(spec, t) for t in range(self._layout.placement.strategy.tp)]
+
+    def devices(self, stages: tuple[int, ...], slices: Sequence[Interval], rows: Interval) -> Sequence[int]:
+        """The devices on some stages whose slices hold all of these rows, ascending."""
+        tp_ranks = tuple(t for t, (start, stop) in enumerate(slices) if start <= rows[0] and rows[1] <= stop)
+        key = (stages, tp_ranks)
+        if key not in self._known:
+            place = self._layout.placement
+            at = ((d, t, p) for p in stages for d in range(place.strategy.dp) for t in tp_ranks)
+            self._known[key] = sorted(place.device(*coordinate) for coordinate in at)
+        return self._known[key]
+
+
+def _parts(holders: int, wanters: int) -> int:
+    """Into how many parts to cut rows so that the holders can share the sending evenly: up to 8 for an exact
+    division, and always enough to give each holder something to send."""
+    return max(holders // wanters, min(8, holders // math.gcd(holders, wanters)))
+
+
+def _near(
+    holders: Sequence[int], wanters: Sequence[int], devices_per_host: int
+) -> Iterable[tuple[Sequence[int], Sequence[int]]]:
+    """Pairs (holders, wanters): by host where the host has a holder, the other wanters with all holders."""
+    if not wanters:
+        return
+    on_host: dict[int, list[int]] = defaultdict(list)
+    for holder in holders:
+        on_host[holder // devices_per_host].append(holder)
+    lacking: dict[int | None, list[int]] = defaultdict(list)
+    for wanter in wanters:
+        host = wanter // devices_per_host
+        lacking[host if host in on_host else None].append(wanter)
+    for host, devices in lacking.items():
+        yield (holders if host is None else on_host[host]), devices
+
+
+# Samples
+
+
+class Side(Protocol):
+    """How samples lie on the heads of a placement (`rlhf_tasks.spec.DataSide` is one)."""
+
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def balance(self) -> Balance: ...
+    @property
+    def mini_batches(self) -> int: ...
+
+
+def mini_batch_blocks(ids: Sequence[int], mini_batches: int) -> list[list[int]]:
+    """Cuts an iteration's ids into mini-batches: contiguous blocks whose sizes differ by at most one."""
+    return [list(ids[slice(*split(len(ids), mini_batches, m))]) for m in range(mini_batches)]
+
+
+def partition(
+    ids: Sequence[int],
+    dp: int,
+    balance: Balance = "count",
+    mini_batches: int = 1,
+    lengths: Mapping[int, int] | None = None,
+) -> list[list[int]]:
+    """Deals an iteration's samples to dp ranks, mini-batch by mini-batch: dp rank -> ids.
+
+    balance  "count": sample number i of a mini-batch goes to dp rank i mod dp; "tokens": the longest sample
+             left goes to the dp rank with the fewest tokens so far (ties: the smaller id, the lower rank)
+    lengths  tokens of each sample, used by "tokens" alone
+    Inside a rank the ids of a mini-batch ascend, and mini-batches follow each other.
+    """
+    shares: list[list[int]] = [[] for _ in range(dp)]
+    for block in mini_batch_blocks(ids, mini_batches):
+        if balance == "count":
+            dealt = [block[rank::dp] for rank in range(dp)]
+        else:
+            assert lengths is not None, "balance by tokens needs the samples' lengths"
+            dealt = _deal_tokens(block, dp, lengths)
+        for share, more in zip(shares, dealt, strict=True):
+            share += sorted(more)
+    return shares
+
+
+def _deal_tokens(block: Sequence[int], dp: int, lengths: Mapping[int, int]) -> list[list[int]]:
+    dealt: list[list[int]] = [[] for _ in range(dp)]
+    queue = [(0, rank) for rank in range(dp)]
+    for sample in sorted(block, key=lambda i: (-lengths[i], i)):
+        tokens, rank = queue[0]
+        dealt[rank].append(sample)
+        heapq.heapreplace(queue, (tokens + lengths[sample], rank))
+    return dealt
+
+
+def shares(side: Side, ids: Sequence[int], lengths: Mapping[int, int] | None = None) -> dict[int, list[int]]:
+    """The samples that each head of a placement works on: head device -> ids."""
+    dealt = partition(ids, side.placement.strategy.dp, side.balance, side.mini_batches, lengths)
+    return dict(zip(side.placement.heads, dealt, strict=True))
+
+
+def plan_redistribution(
+    held: Mapping[int, Collection[int]], wanted: Mapping[int, Sequence[int]], devices_per_host: int
+) -> list[SampleTransfer]:
+    """The messages after which every head holds the samples that it wants.
+
+    held, wanted      head device -> sample ids
+    devices_per_host  devices with the same id // devices_per_host share a host
+
+    What a head holds already is not sent; of several holders the one on the same host is asked, else the one
+    that sends the fewest samples so far. Sorted by (source, destination), one message per pair.
+    Raises LookupError naming a wanted sample that no head holds.
+    """
+    holders: dict[int, list[int]] = defaultdict(list)
+    for device, ids in sorted(held.items()):
+        for sample in ids:
+            holders[sample].append(device)
+    loads: dict[int, int] = defaultdict(int)
+    messages: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for device, ids in sorted(wanted.items()):
+        own = set(held.get(device, ()))
+        for sample in (sample for sample in ids if sample not in own):
+            if sample not in holders:
+                raise LookupError(f"no head holds sample {sample}, which the head on device {device} needs")
+            host = device // devices_per_host
+            near = holders[sample]
+            if len(near) > 1:
+                near = [h for h in near if h // devices_per_host == host] or near
+            source = min(near, key=lambda h: (loads[h], h)) if len(near) > 1 else near[0]
+            loads[source] += 1
+            messages[source, device].append(sample)
+    return [SampleTransfer(*pair, tuple(ids)) for pair, ids in sorted(messages.items())]

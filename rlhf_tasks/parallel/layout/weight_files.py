@@ -1,0 +1,153 @@
+"""Which files of a Hugging Face folder hold the weights, and whether they are the model's. Loads no torch."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks.parallel.layout.shape import ParameterSpec
+from rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading, shown
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+NEW_HEAD = "score.weight"
+"""The parameter that a folder of a language model lacks when it becomes a critic or a reward model."""
+
+BITS: Mapping[str, int] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+"""Bits of an element of each dtype."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""What a parameter may be stored in: others are quantised, and would be read as if they were not."""
+
+SAVE_ANEW, FETCH_AGAIN = "Save the model anew with save_pretrained.", "Fetch or save it again."
+MOST_HEADER_BYTES = 100_000_000  # by the format's own definition
+MOST_DIMS = 8  # of a tensor
+LENGTH_BYTES = 8  # of the number before a safetensors file's header: the header's bytes, little-endian
+
+
+def weight_files(folder: Path, specs: Iterable[ParameterSpec], needs_head: bool) -> dict[str, Path]:
+    """Parameter name -> the file that holds it, for those of `specs` that the folder has.
+
+    Of the files only the headers are read.
+    needs_head  False: a scalar head may be missing
+    Raises ConfigError, naming file and parameter, when a file is missing, damaged, cut off or quantised, and when the
+    folder lacks a parameter or has one of another shape.
+    """
+    wanted = {spec.name: spec.shape for spec in specs}
+    files = _files_of(folder)
+    missing = [name for name in wanted if name not in files]
+    if needs_head and NEW_HEAD in missing:
+        raise ConfigError(
+            f"Model folder {str(folder)!r} has no {NEW_HEAD}: it is a language model, which scores nothing. Name a "
+            "trained reward model."
+        )
+    if set(missing) - {NEW_HEAD}:
+        raise ConfigError(
+            f"Model folder {str(folder)!r} lacks {missing[0]} (and {len(missing) - 1} more parameters). "
+            "Save the whole model with save_pretrained."
+        )
+    held = {name: files[name] for name in wanted if name in files}
+    by_file = defaultdict[Path, list[str]](list)
+    for name, file in held.items():
+        by_file[file].append(name)
+    for file, names in by_file.items():
+        _check_shapes(file, {name: wanted[name] for name in names})
+    return held
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """Parameter name -> its file: as the index says, or by the header of the one file of all."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file():
+        names = _weight_map(index)
+        elsewhere = next((file for file in names.values() if Path(file).name != file), None)
+        if elsewhere is not None:
+            raise ConfigError(f"{index} names {shown(elsewhere)}, which is no plain file name. {SAVE_ANEW}")
+        absent = sorted(set(names.values()) - {path.name for path in folder.iterdir() if path.is_file()})
+        if absent:
+            raise ConfigError(f"{index} names files that are not there: {one_line(', '.join(absent[:4]))}.")
+        return {name: folder / file for name, file in names.items()}
+    if not single.is_file():
+        raise ConfigError(
+            f"Model folder {str(folder)!r} has neither {SINGLE} nor {INDEX}. "
+            "Save the model with save_pretrained, which writes safetensors."
+        )
+    return dict.fromkeys(_header(single), single)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    names = read_json(index, remedy=SAVE_ANEW).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ConfigError(f"{index} has no weight_map {{parameter: file}}. {SAVE_ANEW}")
+    return names
+
+
+def _check_shapes(file: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    header = _header(file)
+    for name, shape in wanted.items():
+        if name not in header:
+            raise ConfigError(f"{file} lacks {name}, which {INDEX} says is in it.")
+        if header[name]["shape"] != list(shape):
+            raise ConfigError(
+                f"{file}: {name} has shape {shown(header[name]['shape'])}; config.json says {list(shape)}."
+            )
+        if header[name]["dtype"] not in FLOATS:
+            raise ConfigError(
+                f"{file}: {name} has dtype {header[name]['dtype']}, not one of {', '.join(FLOATS)}. Save the model "
+                "unquantised."
+            )
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """Parameter name -> dtype, shape and data_offsets, by a safetensors file.
+
+    Raises ConfigError when there is no such header, or when the data are not those that it describes.
+    """
+    size_bytes = file.stat().st_size
+    with reading(file, "not valid safetensors", remedy=FETCH_AGAIN), file.open("rb") as opened:
+        length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        if length > min(MOST_HEADER_BYTES, size_bytes - LENGTH_BYTES):
+            raise ValueError(f"its header is said to have {length:,} bytes")
+        header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        ends = _ends(header)
+    whole_bytes = LENGTH_BYTES + length + ends
+    if size_bytes < whole_bytes:
+        raise ConfigError(f"{file} is cut off: {size_bytes} of {whole_bytes} bytes. {FETCH_AGAIN}")
+    if size_bytes > whole_bytes:
+        raise ConfigError(
+            f"{file} has {size_bytes - whole_bytes} bytes more than its header names. {FETCH_AGAIN}"
+        )
+    return header
+
+
+def _ends(header: Mapping[str, Mapping[str, Any]]) -> int:
+    """The bytes of all tensors. Raises an error, for `reading`, unless they lie one after another without a gap and
+    each has as many bytes as its dtype and shape say."""
+    at = 0
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (first, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+        if dtype not in BITS:
+            raise ValueError(f"{shown(name)} has the unknown dtype {shown(dtype)}")
+        if len(shape) > MOST_DIMS or not all(
+            type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, end)
+        ):
+            raise ValueError(
+                f"{shown(name)} has the shape {shown(shape)} and the offsets {shown(first)}, {shown(end)}"
+            )
+        n_bytes = math.prod(shape) * BITS[dtype] // 8
+        if (first, end) != (at, at + n_bytes):
+            raise ValueError(
+                f"{shown(name)} has {shown(n_bytes)} bytes from byte {at} on by dtype and shape, but its "
+                f"data_offsets are {first} and {end}"
+            )
+        at = end
+    return at

@@ -1,0 +1,161 @@
+"""Attention over packed sequences and over a KV cache: what the decoder layers call through transformers'
+`AttentionInterface`.
+
+The layers are called with a batch dim of 1 around all tokens of a micro-batch; which tokens belong together
+is known from the micro-batch, which travels to here as a keyword argument.
+"""
+
+from inspect import signature
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+
+PACKED = "rlhf_packed"
+"""Name under which transformers finds `packed_attention`."""
+
+
+# Where varlen_attn has no such argument it takes fewer KV heads than query heads without being told.
+_GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+class Cache(Protocol):
+    """The KV cache of one generation, as attention sees it. `layer` is the layer's number in the model."""
+
+    @property
+    def decoding(self) -> bool:
+        """True when each of the n sequences of the micro-batch has exactly one new token (T = n)."""
+        ...
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the micro-batch's keys and values [T, local KV heads, head_dim], after rotary embedding."""
+        ...
+
+    def read(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values [n, local KV heads, S, head_dim] with the new token among them, and what each
+        sequence may attend to: bool [n, 1, 1, S], or None for all; `window`: the sliding window in tokens."""
+        ...
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    micro: MicroBatch,
+    cache: Cache | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of a micro-batch.
+
+    module     the attention module, with `layer_idx` and `kv_index` (see `kv_index`)
+    query      [1, local heads, T, head_dim], after rotary embedding
+    key, value [1, local KV heads, T, head_dim]
+    scaling    factor on the scores
+    cache      None, or where keys and values are written and, while decoding, read
+    Returns ([1, T, local heads, head_dim], None): what an attention function gives in transformers.
+    """
+    assert attention_mask is None, "the micro-batch says what attends to what"
+    kv_index: Tensor | None = module.kv_index  # pyright: ignore[reportAssignmentType]
+    if cache is not None:
+        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+        cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        if cache.decoding:
+            key, value, mask = cache.read(layer, sliding_window)
+            return _decode(query, key, value, mask, kv_index, scaling), None
+    if kv_index is not None:
+        key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, micro, scaling, sliding_window), None
+    return _per_sequence(query, key, value, micro.lengths, scaling, sliding_window), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def kv_index(kv_head_map: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """The local KV head of each local query head [heads] int64, or None where they come in equal groups.
+
+    Equal groups are what the kernels understand; anything else (9 query and 3 KV heads split over 2 ranks) is
+    given to them with the KV heads repeated by this index.
+    """
+    group = len(kv_head_map) // (kv_head_map[-1] + 1)
+    if kv_head_map == tuple(i // group for i in range(len(kv_head_map))):
+        return None
+    return torch.tensor(kv_head_map, device=device)
+
+
+def _per_sequence(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float, window: int | None
+) -> Tensor:
+    """One scaled_dot_product_attention for each sequence: any device and dtype."""
+    outputs = []
+    for stop, length in zip(accumulate(lengths), lengths, strict=True):
+        tokens = slice(stop - length, stop)
+        mask = None if window is None or length <= window else _window_mask(length, window, query.device)
+        output = F.scaled_dot_product_attention(
+            query[:, :, tokens],
+            key[:, :, tokens],
+            value[:, :, tokens],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Bool [length, length]: a token sees itself and the window - 1 tokens before it."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scaling: float, window: int | None
+) -> Tensor:
+    """All sequences in one flash-attention kernel: CUDA, 16-bit dtypes."""
+    longest = max(micro.lengths)
+    output = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        micro.cu_seqlens,
+        micro.cu_seqlens,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **_GQA,  # pyright: ignore[reportArgumentType]
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def _decode(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, kv_index: Tensor | None, scaling: float
+) -> Tensor:
+    """One new token of each of n sequences against its cached ones.
+
+    query [1, heads, n, head_dim]; keys, values [n, KV heads, S, head_dim]; mask bool [n, 1, 1, S] or None
+    Returns [1, n, heads, head_dim].
+    """
+    if kv_index is not None:
+        keys, values = keys.index_select(1, kv_index), values.index_select(1, kv_index)
+    _, heads, n, head_dim = query.shape
+    # The query heads of one KV head stand as so many rows of one query: no KV head is repeated.
+    grouped = query[0].transpose(0, 1).reshape(n, keys.shape[1], heads // keys.shape[1], head_dim)
+    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    return output.reshape(1, n, heads, head_dim)

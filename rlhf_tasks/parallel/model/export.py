@@ -1,0 +1,122 @@
+"""A model's way out: a Hugging Face folder that `from_pretrained`, vLLM and SGLang load."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE
+from rlhf_tasks.parallel.model.weights import load_config
+from rlhf_tasks.system.durable import sync
+
+SHARD_BYTES = 5 * 1024**3  # transformers' habit of several years
+_BESIDE_WEIGHTS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files of a source folder that belong to the model but do not change in training."""
+
+
+class FolderWriter:
+    """Writes a Hugging Face folder parameter by parameter; it appears, complete, at `close`.
+
+    folder  must not exist yet
+    source  the folder the model came from: its config, tokenizer and generation config are taken over
+    dtype   of the tensors that will come
+    shard_bytes  at which a new file begins
+
+    Raises FileExistsError when the folder is there already.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        source: Path,
+        layout: Layout,
+        dtype: torch.dtype,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        if folder.exists():
+            raise FileExistsError(f"{folder} is there already. Remove it or name another folder.")
+        self.folder, self.dtype = folder, dtype
+        self._unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._unfinished.mkdir(parents=True)
+        self._file_of = _files(layout, dtype.itemsize, shard_bytes)
+        self._shapes = {spec.name: spec.shape for spec in layout.parameters}
+        self._waiting: dict[str, Tensor] = {}
+        self._written: set[str] = set()
+        for pattern in _BESIDE_WEIGHTS:
+            for path in source.glob(pattern):
+                if path.is_file():
+                    shutil.copy2(path, self._unfinished / path.name)
+        _write_config(self._unfinished, source, layout.head, dtype)
+
+    def add(self, name: str, whole: Tensor) -> None:
+        """Take the next whole parameter, in the order of `layout.parameters`. Memory: one file's tensors."""
+        assert whole.shape == self._shapes[name], (name, whole.shape)
+        assert whole.dtype == self.dtype, (name, whole.dtype)
+        file = self._file_of[name]
+        self._waiting[name] = whole.detach().to("cpu").contiguous()
+        if self._waiting.keys() == {other for other, its in self._file_of.items() if its == file}:
+            save_file(self._waiting, self._unfinished / file, metadata={"format": "pt"})
+            self._written |= self._waiting.keys()
+            self._waiting = {}
+
+    def close(self) -> None:
+        """Write the index, and give the folder its name once all of it is on the disk."""
+        missing = self._file_of.keys() - self._written
+        assert not missing, f"{len(missing)} parameters were not added, such as {min(missing)}"
+        if set(self._file_of.values()) != {SINGLE}:
+            total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
+            index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
+            (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        mode = self._unfinished.stat().st_mode & 0o666  # the umask's: writers and sources may have others
+        for path in self._unfinished.iterdir():
+            path.chmod(mode)
+            sync(path)
+        sync(self._unfinished)
+        self._unfinished.rename(self.folder)
+        sync(self.folder.parent)
+
+
+def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:
+    """Parameter name -> file name, in order, in files of at most `shard_bytes` where parameters allow."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for spec in layout.parameters:
+        size = spec.size * itemsize
+        if filled and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec.name)
+        filled += size
+    if len(shards) == 1:
+        return dict.fromkeys(shards[0], SINGLE)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    return {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+
+
+def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) -> None:
+    config = load_config(source)
+    config.dtype = dtype
+    family = config.model_type
+    if head == "scalar":
+        config.num_labels = 1
+        config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family]]
+    else:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    config.save_pretrained(folder)

@@ -1,0 +1,213 @@
+"""Log-probabilities and entropies of tokens from vocabulary-parallel logits, never gathered over tp.
+
+Each tp rank holds the logits of its interval of the vocabulary. Only [T] vectors cross the tp group: the
+maximum and the sums below it (as in Megatron-LM, arXiv:1909.08053, section 3).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.comm.groups import all_reduce
+
+CHUNK_ELEMENTS = 1 << 20  # of float32 temporaries: 4 MiB each, whatever the number of tokens
+LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no inf - inf a NaN
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The part of the vocabulary on this rank.
+
+    start  first token id of this rank's logits
+    group  the tp group, None for one rank
+    """
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that top-k and top-p kept where a response's tokens were drawn. Row p, as in logits, is about
+    token p + 1.
+
+    counts  [T] int32: how many tokens there were to draw that one from; 0 where nothing was drawn
+    tokens  [sum(counts)] int32: their ids, one row after the other
+    """
+
+    counts: Tensor
+    tokens: Tensor
+
+    @staticmethod
+    def of(micro: MicroBatch) -> "Kept | None":
+        """What a micro-batch carries under `kept_counts` and `kept_tokens`, as `generate` records them; None where
+        it does not."""
+        if "kept_counts" not in micro.data:
+            return None
+        # By place they become by row; a sample's first token was not drawn, so the order of the ids stays.
+        return Kept(micro.data["kept_counts"].roll(-1), micro.data["kept_tokens"])
+
+    def left_out(self, chunks: Sequence[slice], start: int, width: int) -> Iterator[Tensor]:
+        """For one chunk of rows after the other: [rows, width] bool, which of the `width` token ids from `start` on
+        could not be drawn. None is left out where nothing was drawn.
+
+        chunks  consecutive slices, all rows together
+        """
+        counts = self.counts.long()
+        last = torch.tensor([rows.stop - 1 for rows in chunks], dtype=torch.int64, device=counts.device)
+        begin = 0
+        for rows, end in zip(chunks, counts.cumsum(0)[last].tolist(), strict=True):
+            here = counts[rows]
+            numbers = torch.arange(len(here), device=here.device)
+            numbers = numbers.repeat_interleave(here, output_size=end - begin)
+            columns = self.tokens[begin:end].long() - start
+            inside = (columns >= 0) & (columns < width)
+            left_out = (here > 0)[:, None].repeat(1, width)
+            left_out[numbers[inside], columns[inside]] = False
+            yield left_out
+            begin = end
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    kept: Kept | None = None,
+) -> Tensor:
+    """log softmax(logits / temperature)[t, targets[t]]; differentiable in the logits.
+
+    logits   [T, V_local] this rank's slice of the vocabulary; targets [T] int64 ids of the whole vocabulary
+    kept     the softmax is over these tokens only; default: over all
+    Returns [T], float32 (float64 for float64 logits), equal on all tp ranks.
+    A cross entropy is minus this. All ranks of the tp group must call it together.
+    """
+    return _TokenStatistics.apply(logits, targets, shard, temperature, kept, False)[0]  # type: ignore[index]
+
+
+def token_logprobs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    kept: Kept | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `token_logprobs`, with each distribution's entropy in nats [T]; differentiable too."""
+    return _TokenStatistics.apply(logits, targets, shard, temperature, kept, True)  # type: ignore[return-value]
+
+
+def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0) -> Tensor:
+    """[T]: at p, the log-probability of token p given the tokens before it; 0 at each sample's first token.
+
+    logits [T, V_local]: row p is the prediction for token p + 1 of the same sample. Where the micro-batch says
+    which tokens sampling kept (see `Kept`), the probability is that among them.
+    """
+    logprobs = token_logprobs(logits, _next_tokens(micro), shard, temperature, Kept.of(micro))
+    return _shift(logprobs, micro)
+
+
+def packed_logprobs_and_entropy(
+    logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """As `packed_logprobs`, with the entropy [T] of the distribution that token p was drawn from."""
+    logprobs, entropy = token_logprobs_and_entropy(
+        logits, _next_tokens(micro), shard, temperature, Kept.of(micro)
+    )
+    return _shift(logprobs, micro), _shift(entropy, micro)
+
+
+def _next_tokens(micro: MicroBatch) -> Tensor:
+    """The token after each position. What stands after a sample's last token is never used (see _shift)."""
+    return micro.input_ids.roll(-1)
+
+
+def _shift(rows: Tensor, micro: MicroBatch) -> Tensor:
+    """Move each row one position later, with 0 at the first position of each sample."""
+    return torch.where(micro.position_ids == 0, 0.0, rows.roll(1))
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """(log-probability of the target, entropy) per row. With x the scaled logits and p their softmax:
+
+    d logprob / dx_v = [v = target] - p_v        d entropy / dx_v = -p_v (log p_v + entropy)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        shard: VocabShard,
+        temperature: float,
+        kept: Kept | None,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        columns = targets - shard.start
+        here = (columns >= 0) & (columns < logits.shape[1])
+        columns = torch.where(here, columns, 0)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        tokens = logits.shape[0]
+        maximum = torch.empty(tokens, dtype=dtype, device=logits.device)
+        # With x the distance to the maximum: sum of exp(x), of exp(x) x, and the target's logit itself.
+        sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)
+        for rows, left_out in _chunks(logits, kept, shard.start):
+            x = logits[rows].to(dtype) / temperature
+            if left_out is not None:
+                x.masked_fill_(left_out, LEFT_OUT)
+            maximum[rows] = x.amax(1)
+            sums[2, rows] = torch.where(here[rows], x.gather(1, columns[rows, None]).squeeze(1), 0.0)
+            x -= maximum[rows, None]
+            weights = x.exp()
+            sums[0, rows] = weights.sum(1)
+            if with_entropy:
+                sums[1, rows] = weights.mul_(x).sum(1)
+        if shard.group is not None:
+            highest = all_reduce(maximum.clone(), shard.group, dist.ReduceOp.MAX)
+            step = maximum - highest
+            sums[1] += step * sums[0]
+            sums[:2] *= step.exp()
+            maximum = highest
+            all_reduce(sums, shard.group)
+        log_sum = sums[0].log()
+        logprobs = sums[2] - maximum - log_sum
+        entropy = log_sum - sums[1] / sums[0]
+        ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.kept, ctx.start = kept, shard.start
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        grad_logprobs, grad_entropy = gradients
+        logits, columns, here, maximum, log_sum, entropy = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for rows, left_out in _chunks(logits, ctx.kept, ctx.start):
+            log_p = logits[rows].to(maximum.dtype) / ctx.temperature
+            if left_out is not None:
+                log_p.masked_fill_(left_out, LEFT_OUT)
+            log_p -= maximum[rows, None]
+            log_p -= log_sum[rows, None]
+            slope = -grad_logprobs[rows, None]
+            if ctx.with_entropy:
+                slope = slope - grad_entropy[rows, None] * (log_p + entropy[rows, None])
+            grad = log_p.exp_().mul_(slope)
+            at_target = torch.where(here[rows], grad_logprobs[rows], 0.0)
+            grad.scatter_add_(1, columns[rows, None], at_target[:, None])
+            result[rows] = grad.div_(ctx.temperature)
+        return result, None, None, None, None, None
+
+
+def _chunks(logits: Tensor, kept: Kept | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:
+    """Slices of rows with about CHUNK_ELEMENTS logits each, and which of a slice's logits are left out."""
+    tokens, vocab = logits.shape
+    step = max(1, CHUNK_ELEMENTS // max(1, vocab))
+    chunks = [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
+    return zip(chunks, repeat(None) if kept is None else kept.left_out(chunks, start, vocab), strict=False)

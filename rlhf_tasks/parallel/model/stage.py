@@ -1,0 +1,274 @@
+"""One pipeline stage of a decoder on one rank: Hugging Face's layers, their slices, our attention.
+
+The decoder layers are the classes of transformers with their real layer numbers, so that what a layer does by
+its number (sliding window or full attention) stays true. Which modules are split, and how, is the model's own
+`base_model_tp_plan`; which rows a rank holds is the `Layout`'s decision.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import Coordinate
+from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
+from rlhf_tasks.parallel.model.norm import RMSNorm
+from rlhf_tasks.parallel.model.tensor_parallel import RowParallelLinear, VocabParallelEmbedding, copy_to_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What a family's model does outside its decoder layers, beyond embedding, final norm and head.
+
+    scaled_embedding  token embeddings are multiplied by the square root of the hidden size
+    norm_offset       added to the weight of every norm
+    """
+
+    scaled_embedding: bool = False
+    norm_offset: float = 0.0
+
+
+# Families whose logits and gradients the tests compare with transformers.
+_VERIFIED: Mapping[str, _Traits] = {
+    "llama": _Traits(),
+    "mistral": _Traits(),
+    "qwen2": _Traits(),
+    "qwen3": _Traits(),
+    "gemma": _Traits(scaled_embedding=True, norm_offset=1.0),
+}
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+
+def check_model(config: PreTrainedConfig) -> None:
+    """Raises ValueError with a sentence for the user when it is unknown how to split a model faithfully.
+
+    What its config file alone tells, `ModelShape` has refused already.
+    """
+    family = config.model_type
+    if family not in _VERIFIED:
+        raise ValueError(
+            f"model_type {family!r} has not been verified against transformers. "
+            f"Verified: {', '.join(sorted(_VERIFIED))}."
+        )
+    if not config.base_model_tp_plan:
+        raise ValueError(f"{family} declares no base_model_tp_plan, so it is unknown how to split it.")
+    for pattern, style in config.base_model_tp_plan.items():
+        if pattern.startswith("layers.") and style not in _STYLES:
+            raise ValueError(
+                f"{family}: the tensor-parallel plan says {style!r} for {pattern!r}. "
+                f"Known: {', '.join(_STYLES)}."
+            )
+
+
+class _Decoder(nn.Module):
+    """What a stage holds of the model's `model.`; which of these there are depends on the stage."""
+
+    embed_tokens: VocabParallelEmbedding
+    layers: nn.ModuleDict
+    norm: RMSNorm
+    rotary_emb: nn.Module
+
+
+class Stage(nn.Module):
+    """The layers, and at the ends the embedding, final norm and head, that one (tp, pp) coordinate holds.
+
+    config      of the model, from `AutoConfig`
+    layout      of the same model; its head ("lm" or "scalar") is this stage's head
+    coordinate  whose slices this stage holds
+    tp_group    the ranks of the same dp and pp rank; None where tp is 1
+    device, dtype  of parameters and activations; the parameters' memory is allocated, not filled (weights.py)
+    recompute   keep only each layer's input for the backward pass and run its forward again there
+
+    Parameters have their Hugging Face names; on a rank with tp > 1 they are slices. Dropout is never applied:
+    a policy's log-probabilities must not change between two looks.
+    Raises ValueError when the model cannot be computed faithfully (`check_model`).
+    """
+
+    model: _Decoder
+    lm_head: nn.Linear
+    score: nn.Linear
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        layout: Layout,
+        coordinate: Coordinate,
+        tp_group: ProcessGroup | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        check_model(config)
+        assert config.model_type == layout.shape.family, (config.model_type, layout.shape.family)
+        assert (tp_group is None) == (layout.placement.strategy.tp == 1), "tp_group does not fit the strategy"
+        self.config, self.layout, self.coordinate, self.tp_group = config, layout, coordinate, tp_group
+        self.device, self.dtype, self.recompute = device, dtype, recompute
+        self.is_first = coordinate.pp == 0
+        self.is_last = coordinate.pp == layout.placement.strategy.pp - 1
+        self.layers = layout.stage_layers(coordinate.pp)
+        self.holder = layout.placement.device(coordinate.dp, coordinate.tp, coordinate.pp)
+        self._traits = _VERIFIED[config.model_type]
+        with torch.device("meta"):
+            # a copy of the config: from_config notes the attention function in it
+            skeleton = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=PACKED)
+        self._build(skeleton)
+        self._allocate()
+        self.eval()
+
+    def forward(
+        self, x: Tensor, micro: MicroBatch, cache: Cache | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Run one micro-batch of T tokens through this stage.
+
+        x      first stage: token ids [T] int64; later stages: the hidden states [T, hidden] of the one before
+        micro  which tokens belong together, and their positions
+        cache  None, or the KV cache to fill (prefill) or to extend by one token per sequence (decoding)
+        rows   last stage: positions [R] int64 of the tokens that pass the final norm and the head; None: all
+        Returns hidden states [T, hidden]; on the last stage this rank's logits [R, vocabulary slice] or, with
+        the scalar head, values [R], in float32 at least: returns and margins are computed from them.
+        """
+        hidden = self.model.embed_tokens(x) if self.is_first else x
+        hidden = hidden[None]
+        positions = micro.position_ids[None]
+        angles = self.model.rotary_emb(hidden, positions)
+        for layer in self.model.layers.values():
+            step = partial(
+                layer,
+                attention_mask=None,
+                position_ids=positions,
+                position_embeddings=angles,
+                micro=micro,
+                cache=cache,
+            )
+            if self.recompute and torch.is_grad_enabled():
+                hidden = checkpoint(step, hidden, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = step(hidden)
+        hidden = hidden[0]
+        return self._head(hidden if rows is None else hidden[rows]) if self.is_last else hidden
+
+    @property
+    def neutral_norm(self) -> float:
+        """The weight at which a norm does not scale."""
+        return 1.0 - self._traits.norm_offset
+
+    def named_slices(self) -> dict[str, Tensor]:
+        """Every parameter that this rank holds, by its Hugging Face name: the rows `layout.held` says."""
+        return dict(self.named_parameters())
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        hidden = self.model.norm(hidden)
+        if self.layout.head == "scalar":
+            wide = torch.promote_types(self.dtype, torch.float32)
+            return F.linear(hidden.to(wide), self.score.weight.to(wide)).squeeze(-1)
+        weight = self.model.embed_tokens.weight if self._tied else self.lm_head.weight
+        return F.linear(copy_to_ranks(hidden, self.tp_group), weight)
+
+    # Building: on the meta device, then allocated
+
+    @property
+    def _tied(self) -> bool:
+        return self.layout.specs["model.embed_tokens.weight"].place == "ends"
+
+    def _build(self, skeleton: Any) -> None:
+        """Take this stage's layers out of the model's skeleton and replace what we compute ourselves."""
+        whole, config = skeleton.model, skeleton.config
+        self.model = _Decoder()
+        self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
+        self.model.layers = nn.ModuleDict({str(i): whole.layers[i] for i in self.layers})
+        for i, layer in self.model.layers.items():
+            self._split_layer(layer, f"model.layers.{i}", config.base_model_tp_plan)
+        if self.is_first or (self.is_last and self._tied):
+            self.model.embed_tokens = self._embedding(config)
+        if self.is_last:
+            self.model.norm = self._norm(whole.norm)
+            if self.layout.head == "scalar":
+                self.score = nn.Linear(self.layout.shape.hidden, 1, bias=False, device="meta")
+            elif not self._tied:
+                self.lm_head = self._linear(skeleton.lm_head, "lm_head")
+
+    def _embedding(self, config: PreTrainedConfig) -> VocabParallelEmbedding:
+        hidden = self.layout.shape.hidden
+        return VocabParallelEmbedding(
+            self.layout.units("vocab", self.coordinate.tp),
+            hidden,
+            self.tp_group,
+            torch.device("meta"),
+            scale=hidden**0.5 if self._traits.scaled_embedding else 1.0,
+            padding_idx=config.pad_token_id,
+        )
+
+    def _split_layer(self, layer: Any, prefix: str, plan: Mapping[str, str]) -> None:
+        """Replace a decoder layer's linear modules and norms; `copy_to_ranks` enters its blocks."""
+        for parent_name, parent in list(layer.named_modules()):
+            styles = set()
+            for name, child in list(parent.named_children()):
+                path = ".".join(filter(None, (prefix, parent_name, name)))
+                style = plan.get(re.sub(r"^model\.layers\.\d+", "layers.*", path))
+                kind = type(child).__name__
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, self._parallel_linear(child, path, style))
+                elif kind.endswith("RMSNorm"):
+                    setattr(parent, name, self._norm(child))
+                elif any(True for _ in child.parameters(recurse=False)):
+                    raise ValueError(f"{path} is a {kind}: neither a linear module nor an RMS norm.")
+                styles.add(style)
+            if "colwise" in styles:
+                parent.register_forward_pre_hook(self._enter_block, with_kwargs=True)
+            if hasattr(parent, "layer_idx"):
+                parent.kv_index = kv_index(self.layout.kv_head_map(self.coordinate.tp), self.device)
+
+    def _enter_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The block's input, shared by its column-parallel modules, passes `copy_to_ranks` once."""
+        if args:
+            return (copy_to_ranks(args[0], self.tp_group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copy_to_ranks(kwargs["hidden_states"], self.tp_group)}
+
+    def _parallel_linear(self, whole: nn.Linear, path: str, style: str | None) -> nn.Linear:
+        if style == "colwise":
+            return self._linear(whole, path)
+        if style == "rowwise":
+            columns = self.layout.slice_shape(f"{path}.weight", self.holder)[1]
+            bias = whole.bias is not None
+            return RowParallelLinear(columns, whole.out_features, bias, self.tp_group, torch.device("meta"))
+        raise ValueError(
+            f"the tensor-parallel plan of {self.layout.shape.family} does not say how to split {path}."
+        )
+
+    def _linear(self, whole: nn.Linear, path: str) -> nn.Linear:
+        rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
+        return nn.Linear(columns, rows, bias=whole.bias is not None, device="meta")
+
+    def _norm(self, whole: Any) -> RMSNorm:
+        eps = whole.variance_epsilon if hasattr(whole, "variance_epsilon") else whole.eps
+        return RMSNorm(whole.weight.shape[0], eps, self._traits.norm_offset, torch.device("meta"))
+
+    def _allocate(self) -> None:
+        """Give the parameters memory, and hold them against the layout."""
+        for module, name, parameter in list(_own_parameters(self)):
+            real = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+            setattr(module, name, nn.Parameter(real))
+        ours = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        theirs = {name: self.layout.slice_shape(name, self.holder) for name in self.layout.held(self.holder)}
+        assert ours == theirs, (
+            f"stage and layout differ in {sorted(set(ours.items()) ^ set(theirs.items()))[:4]}"
+        )
+
+
+def _own_parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield module, name, parameter

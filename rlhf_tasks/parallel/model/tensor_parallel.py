@@ -1,0 +1,125 @@
+"""Tensor parallelism inside one stage, after Megatron-LM (arXiv:1909.08053, section 3).
+
+A block (attention or MLP) is entered by `copy_to_ranks` (the paper's *f*), its first linear modules hold a
+slice of the output columns, its last one (`RowParallelLinear`) a slice of the input columns and leaves the
+block by `sum_over_ranks` (the paper's *g*): two all-reduces forward and two backward in each layer. A module
+with sliced output columns needs nothing special: it is an `nn.Linear` of its local size.
+
+A group is None where tensor parallelism is 1; then every function here does what its plain counterpart does.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+
+from rlhf_tasks.parallel.comm.groups import all_reduce
+from rlhf_tasks.parallel.layout.slices import Interval
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        # A gradient tensor may be shared with other branches of the graph: reduce a copy.
+        return all_reduce(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def copy_to_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The identity forward, an all-reduce of the gradient backward (*f* in the paper).
+
+    x  any shape, equal on all ranks of the group; each rank's gradient is the contribution of its slice
+    """
+    return x if group is None else _CopyToRanks.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """An all-reduce forward, *in place*, the identity backward (*g* in the paper).
+
+    x  any shape, contiguous: this rank's contribution to the sum
+    """
+    return x if group is None else _SumOverRanks.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear module that holds a slice of the input columns; the output is summed over ranks.
+
+    in_features is the local number of columns. The bias is held by every rank and added once, after the sum.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        group: ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device)
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., local columns] -> [..., out_features], equal on all ranks."""
+        if self.group is None:
+            return F.linear(input, self.weight, self.bias)
+        total = sum_over_ranks(F.linear(input, self.weight), self.group)
+        return total if self.bias is None else total + self.bias
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A number as a dtype holds it, found once: a forward pass that a CUDA graph records makes no tensor for it."""
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embeddings of which a rank holds the rows `vocab`; the other ranks' tokens come by an all-reduce.
+
+    scale        factor on the result (Gemma's square root of the hidden size), rounded to its dtype as Gemma does
+    padding_idx  the token whose row gets no gradient from here, as in `nn.Embedding`; None: no such token
+    """
+
+    def __init__(
+        self,
+        vocab: Interval,
+        hidden: int,
+        group: ProcessGroup | None,
+        device: torch.device,
+        scale: float = 1.0,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab, self.group, self.scale = vocab, group, scale
+        inside = padding_idx is not None and vocab.start <= padding_idx < vocab.stop
+        self.padding_row = padding_idx - vocab.start if padding_idx is not None and inside else None
+        self.weight = nn.Parameter(torch.empty(vocab.size, hidden, device=device))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [T] int64 -> embeddings [T, hidden], equal on all ranks."""
+        if self.group is None:
+            embedded = F.embedding(tokens, self.weight, self.padding_row)
+        else:
+            foreign = (tokens < self.vocab.start) | (tokens >= self.vocab.stop)
+            rows = (tokens - self.vocab.start).masked_fill(foreign, 0)
+            local = F.embedding(rows, self.weight, self.padding_row).masked_fill(foreign[:, None], 0.0)
+            embedded = sum_over_ranks(local, self.group)
+        if self.scale == 1.0:
+            return embedded
+        return embedded * _rounded(self.scale, embedded.dtype)

@@ -1,0 +1,89 @@
+"""Where a stage's parameters come from: a Hugging Face folder, of which a rank reads its own slices only, or
+a random start that is the same whole model in every layout."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from rlhf_tasks.parallel.layout.slices import ParameterSpec
+from rlhf_tasks.parallel.layout.weight_files import weight_files
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.system.counter_random import stream_key
+
+
+def load_config(folder: str | Path) -> PreTrainedConfig:
+    """The model's config from its folder, never from the network, never with code from the folder.
+
+    Raises ValueError naming the folder when it has no config.json.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(
+            f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
+        )
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
+    """Fill a stage's parameters from a Hugging Face folder (safetensors, one file or many with an index).
+
+    Only this rank's slices are read. A scalar head that the folder does not have starts at random from
+    `seed`.
+    Returns the names of the parameters that were not in the folder.
+    Raises ValueError for what `weight_files` refuses.
+    """
+    parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
+    specs = [stage.layout.specs[name] for name in parameters]
+    files = weight_files(Path(folder), specs, needs_head=False)
+    by_file = defaultdict(list)
+    for spec in specs:
+        if spec.name in files:
+            by_file[files[spec.name]].append(spec)
+    for file, stored in by_file.items():
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for spec in stored:
+                tensor, rows = tensors.get_slice(spec.name), slice(*held[spec.name])
+                _fill(parameters[spec.name], tensor[rows] if spec.dim == 0 else tensor[:, rows])
+    missing = [name for name in parameters if name not in files]
+    _randomise(stage, missing, seed)
+    return tuple(missing)
+
+
+def initialise(stage: Stage, seed: int) -> None:
+    """Fill a stage's parameters at random, as transformers does for a new model.
+
+    A parameter is drawn whole, one at a time, from a generator seeded with (seed, its name), and then cut:
+    the whole model is the same in every layout. Weights are normal with the config's `initializer_range`,
+    biases 0, norms 1.
+    """
+    _randomise(stage, stage.named_slices(), seed)
+
+
+def _randomise(stage: Stage, names: Iterable[str], seed: int) -> None:
+    parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
+    for name in names:
+        spec, rows = stage.layout.specs[name], held[name]
+        if len(spec.shape) == 1:
+            constant = 0.0 if name.endswith(".bias") else stage.neutral_norm
+            _fill(parameters[name], torch.tensor(constant))
+        else:
+            whole = _drawn(spec, seed, stage.config)
+            _fill(parameters[name], whole.narrow(spec.dim, rows.start, rows.size))
+
+
+def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
+    """A whole weight [spec.shape] float32, with no embedding for the padding token."""
+    generator = torch.Generator().manual_seed(stream_key(seed, f"initial {spec.name}", 0))
+    whole = torch.empty(spec.shape).normal_(0.0, config.initializer_range, generator=generator)
+    if spec.name == "model.embed_tokens.weight" and config.pad_token_id is not None:
+        whole[config.pad_token_id] = 0.0
+    return whole
+
+
+def _fill(parameter: Tensor, values: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(values)

@@ -1,0 +1,71 @@
+"""Brings a role's training state from one layout to another, from rank to rank: master weights and both moments."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
+
+from torch import Tensor
+
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.comm.messages import Blank, exchange
+from rlhf_tasks.parallel.layout.state_layout import StateLayout
+from rlhf_tasks.parallel.state.transfer import StatePart, StateTransfer, assemble
+from rlhf_tasks.parallel.train.optimizer import StateKind, StateShard
+
+
+def exchange_state(
+    transfer: StateTransfer,
+    kept: Iterable[StateShard],
+    wanted: Iterable[StateShard],
+    groups: ProcessGroups,
+    devices: Sequence[int],
+) -> Iterator[StateShard]:
+    """Give and take one role's state, bit by bit. Collective over both placements.
+
+    kept     this rank's state in the old layout, on any device; none on a rank outside it
+    wanted   which shards it takes; their contents are not touched
+    devices  whose group has the ranks of both placements in it
+    Yields the wanted shards one by one as they come: every rank must go through to the end, one without any
+    included. Raises ValueError when elements are lacking.
+    """
+    held = {(shard.name, shard.kind): shard for shard in kept}
+    asked = {(shard.name, shard.kind): shard for shard in wanted}
+    if not held and not asked:
+        return
+    kinds: tuple[StateKind, ...] = get_args(StateKind)
+    rank, group = groups.rank, groups[devices]
+    for name in transfer.new.layout.specs:
+        parts = list(transfer.parts(name, rank))
+        gives = [part for part in parts if part.source == rank]
+        takes = [part for part in parts if part.destination == rank]
+        for kind in kinds if parts else ():
+            outgoing = _outgoing(transfer.old, gives, held.get((name, kind)), groups)
+            ours = {rank: outgoing.pop(rank, [])}
+            shard = asked.get((name, kind))
+            arrived = exchange(outgoing, _incoming(takes, shard, rank), group, groups.device) | ours
+            if shard is not None:
+                tensors = {source: iter(given) for source, given in arrived.items()}
+                parts_of = ((part, next(tensors[source])) for source, _, part in takes)
+                yield assemble(transfer.new, rank, shard, parts_of, "what the ranks have kept")
+
+
+def _outgoing(
+    old: StateLayout, gives: Iterable[StatePart], held: StateShard | None, groups: ProcessGroups
+) -> dict[int, list[Tensor]]:
+    """What this rank gives: device (itself included) -> rectangles."""
+    tensors: dict[int, list[Tensor]] = defaultdict(list)
+    for _, destination, part in gives:
+        assert held is not None
+        view = old.columns(held.name, groups.rank).view(held.tensor, held.start, part)
+        tensors[destination].append(view.to(groups.device))
+    return tensors
+
+
+def _incoming(takes: Iterable[StatePart], asked: StateShard | None, rank: int) -> dict[int, list[Blank]]:
+    """What comes from other ranks: device -> blanks."""
+    blanks: dict[int, list[Blank]] = defaultdict(list)
+    for source, _, part in takes:
+        assert asked is not None
+        if source != rank:
+            blanks[source].append(Blank(asked.tensor.dtype, part.shape))
+    return blanks

@@ -1,0 +1,148 @@
+"""Brings a role's parameters from one layout to another, slice by slice, without a whole model anywhere."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
+from rlhf_tasks.parallel.comm.messages import Blank, broadcast_json, exchange
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation
+from rlhf_tasks.parallel.state.digest import digest
+from rlhf_tasks.system.failpoints import Point, reach
+
+ROUND_BYTES = 256 * 2**20
+"""A message is sent in rounds of about this size, which bounds the buffers: at most one round per peer."""
+
+
+class Reallocated(NamedTuple):
+    """What a rank has after a reallocation.
+
+    slices          parameter name -> fresh tensor; None on a rank outside the destination
+    version, state  of the source's role, the same on every rank of both placements
+    bytes_sent      by this rank
+    digest          of the model's bits: equal on every rank, and for equal models whatever their layouts
+    """
+
+    slices: dict[str, Tensor] | None
+    version: int
+    state: dict[str, Any]
+    bytes_sent: int
+    digest: str
+
+
+def union_set(source: Placement, destination: Placement) -> tuple[int, ...]:
+    """The set of devices that a reallocation communicates in: `ProcessGroups` must have been given it."""
+    return tuple(sorted({*source.devices, *destination.devices}))
+
+
+def reallocate(
+    source: Layout,
+    destination: Layout,
+    slices: Mapping[str, Tensor] | None,
+    dtype: torch.dtype,
+    groups: ProcessGroups,
+    devices_per_host: int,
+    version: int = 0,
+    state: Mapping[str, Any] | None = None,
+    round_bytes: int = ROUND_BYTES,
+) -> Reallocated:
+    """Copy a model from one layout to another, bit by bit. Collective over both placements.
+
+    slices          this rank's slices in the source layout; None on a rank outside it
+    dtype           of all parameters
+    groups          with the group of `union_set`
+    version, state  the role's version and its JSON-able state; read on the source's first device alone
+    Raises RuntimeError on every rank when a dp rank of the destination holds other bits than the source.
+    """
+    rank = groups.rank
+    group = groups[union_set(source.placement, destination.placement)]
+    plan = plan_reallocation(source, destination, dtype.itemsize, devices_per_host)
+    ours = _Holding(source, rank, slices or {})
+    fresh = _Holding(destination, rank, _allocate(destination, rank, dtype, groups.device))
+    _keep(ours, fresh)
+    sends = _rounds(source, ((t.destination, t) for t in plan if t.source == rank), dtype, round_bytes)
+    receives = _rounds(source, ((t.source, t) for t in plan if t.destination == rank), dtype, round_bytes)
+    for number in range(max([*sends, *receives], default=-1) + 1):
+        outgoing = {peer: [ours.rows(*part) for part in parts] for peer, parts in sends[number].items()}
+        into = {peer: [fresh.rows(*part) for part in parts] for peer, parts in receives[number].items()}
+        blanks = {peer: [Blank(dtype, tuple(t.shape)) for t in views] for peer, views in into.items()}
+        for peer, tensors in exchange(outgoing, blanks, group, groups.device).items():
+            for view, tensor in zip(into[peer], tensors, strict=True):
+                view.copy_(tensor)
+    reach(Point.REALLOCATION)
+    found = _verify(ours, fresh, groups)
+    role = {"version": version, "state": dict(state or {})}
+    role = broadcast_json(role, source.placement.devices[0], group, groups.device)
+    bytes_sent = sum(t.size_bytes for t in plan if t.source == rank)
+    return Reallocated(dict(fresh.slices) or None, role["version"], role["state"], bytes_sent, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """One rank's slices in one layout; none where the rank is outside it."""
+
+    layout: Layout
+    rank: int
+    slices: Mapping[str, Tensor]
+
+    def rows(self, name: str, rows: Interval) -> Tensor:
+        """A view of some rows of a parameter (global numbers)."""
+        at = rows.within(self.layout.held(self.rank)[name])
+        return self.slices[name].detach().narrow(self.layout.specs[name].dim, at.start, rows.size)
+
+
+def _allocate(layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    if rank not in layout.placement.devices:
+        return {}
+    return {
+        name: torch.empty(layout.slice_shape(name, rank), dtype=dtype, device=device)
+        for name in layout.held(rank)
+    }
+
+
+def _keep(ours: _Holding, fresh: _Holding) -> None:
+    """Copy the rows that this rank holds in both layouts."""
+    for name in ours.slices.keys() & fresh.slices.keys():
+        rows = ours.layout.held(ours.rank)[name].intersect(fresh.layout.held(fresh.rank)[name])
+        if rows.size:
+            fresh.rows(name, rows).copy_(ours.rows(name, rows))
+
+
+def _rounds(
+    layout: Layout, messages: Iterable[tuple[int, SliceTransfer]], dtype: torch.dtype, round_bytes: int
+) -> Mapping[int, dict[int, list[tuple[str, Interval]]]]:
+    """Round number -> peer -> the (parameter, rows) to send or receive. A slice belongs to the round that its
+    first byte falls into; so both ends of a pair cut their message alike, and no other rank need agree."""
+    rounds: dict[int, dict[int, list[tuple[str, Interval]]]] = defaultdict(dict)
+    for peer, message in messages:
+        offset = 0
+        for names, rows in message.slices:
+            for spec in (layout.specs[name] for name in names):
+                part = rows or Interval(0, spec.length)
+                rounds[offset // round_bytes].setdefault(peer, []).append((spec.name, part))
+                offset += part.size * spec.row_size * dtype.itemsize
+    return rounds
+
+
+def _verify(ours: _Holding, fresh: _Holding, groups: ProcessGroups) -> str:
+    """The digest of the source's first dp rank, after comparing every destination dp rank's with it."""
+    source, destination = ours.layout.placement, fresh.layout.placement
+    sums = torch.zeros(1 + destination.strategy.dp, dtype=torch.int64, device=groups.device)
+    if ours.slices and source.coordinate(ours.rank).dp == 0:
+        sums[0] = digest(ours.slices, ours.layout, ours.rank)
+    if fresh.slices:
+        sums[1 + destination.coordinate(fresh.rank).dp] = digest(fresh.slices, fresh.layout, fresh.rank)
+    sent, *received = all_reduce(sums, groups[union_set(source, destination)]).tolist()
+    wrong = [dp_rank for dp_rank, value in enumerate(received) if value != sent]
+    if wrong:
+        raise RuntimeError(
+            f"reallocation {source} -> {destination}: dp ranks {wrong} hold other bits than the source "
+            f"({[f'{received[dp_rank]:x}' for dp_rank in wrong]} instead of {sent:x})"
+        )
+    return f"{sent % 2**64:016x}"

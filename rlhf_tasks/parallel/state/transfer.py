@@ -1,0 +1,104 @@
+"""Which rank takes which part of a role's training state from which, when the role goes to another layout."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.parallel.layout.slices import Interval
+from rlhf_tasks.parallel.layout.state_layout import Rectangle, StateLayout
+from rlhf_tasks.parallel.train.optimizer import StateShard
+
+
+class StatePart(NamedTuple):
+    """A rectangle of one parameter's state, which a destination takes from a source (device ids)."""
+
+    source: int
+    destination: int
+    part: Rectangle
+
+
+class StateTransfer:
+    """Which device gives which part of a role's state to which, between two layouts. Pure: equal on all ranks."""
+
+    def __init__(self, old: StateLayout, new: StateLayout) -> None:
+        ours, theirs = new.layout, old.layout
+        assert (theirs.shape, theirs.head) == (ours.shape, ours.head), "two different models"
+        self.old, self.new = old, new
+
+    def parts(self, name: str, device: int) -> Iterator[StatePart]:
+        """The parts of a parameter that a device gives or takes, in an order in which both ends list them."""
+        old, new = self.old.layout.placement.devices, self.new.layout.placement.devices
+        destinations: Iterable[int] = (device,) if device in new else ()
+        if device in old and self.old.range(name, device).size:
+            destinations = [destination for destination, _ in self.new.layout.owners(name)]
+        for destination in destinations:
+            yield from self.taken(name, destination, None if destination == device else device)
+
+    def taken(self, name: str, destination: int, source: int | None = None) -> Iterator[StatePart]:
+        """The parts of a parameter that a device takes; with a source, from that one alone.
+
+        Every element of its range comes once: from itself what it has, then from its own dp group, then from the
+        others that hold the parameter, where each destination begins with another. So replicas keep their own bits,
+        and files that are read by this rule (state_files.py) give those that ranks give each other.
+        """
+        if not self.new.range(name, destination).size:
+            return
+        into, target = self.new.rectangles(name, destination), self.new.columns(name, destination)
+        for group, columns in self._givers(name, destination, target.interval):
+            for giver in group if source is None else {source}.intersection(group):
+                for part in _common(self.old.rectangles(name, giver), into, columns):
+                    yield StatePart(giver, destination, part)
+
+    def _givers(
+        self, name: str, destination: int, wanted: Interval
+    ) -> Iterator[tuple[Sequence[int], list[Interval]]]:
+        """Dp groups of the old layout, and the columns that a destination takes from each: every column once."""
+        layout = self.old.layout
+        place, stages = layout.placement, layout.stages(layout.specs[name])
+        axes = place.strategy
+        at = [(t, p) for p in stages for t in range(axes.tp)]
+        groups = [tuple(place.device(d, t, p) for d in range(axes.dp)) for t, p in at]
+        first = destination % len(groups)
+        left = [wanted]
+        for group in sorted(groups[first:] + groups[:first], key=lambda group: destination not in group):
+            held = self.old.columns(name, group[0]).interval
+            common = [piece.intersect(held) for piece in left]
+            yield group, [columns for columns in common if columns.size]
+            left = [rest for piece in left for rest in _without(piece, held) if rest.size]
+
+
+def assemble(
+    new: StateLayout, device: int, shard: StateShard, parts: Iterable[tuple[Rectangle, Tensor]], whence: str
+) -> StateShard:
+    """A shard of a device put together from its parts. Raises ValueError when parts are lacking."""
+    target = new.columns(shard.name, device)
+    values, lacking = torch.empty_like(shard.tensor), shard.tensor.numel()
+    for part, tensor in parts:
+        target.view(values, shard.start, part).copy_(tensor)
+        lacking -= math.prod(part.shape)
+    if lacking:
+        raise ValueError(
+            f"{whence} lacks {lacking} of {values.numel()} elements of {shard.kind} of {shard.name}"
+        )
+    return shard._replace(tensor=values)
+
+
+def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
+    """What of an interval lies before another, and what behind it."""
+    before, behind = min(piece.stop, taken.start), max(piece.start, taken.stop)
+    return Interval(piece.start, before), Interval(behind, piece.stop)
+
+
+def _common(
+    given: Iterable[Rectangle], wanted: Iterable[Rectangle], columns: Iterable[Interval]
+) -> Iterator[Rectangle]:
+    """The parts that lie in a given rectangle, in a wanted one, and in some columns."""
+    for theirs, ours, (left, right) in product(given, wanted, columns):
+        part = theirs.intersect(ours)
+        part = part and part.intersect(part._replace(left=left, right=right))
+        if part is not None:
+            yield part

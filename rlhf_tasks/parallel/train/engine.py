@@ -1,0 +1,258 @@
+"""The engine: one role's model on one placement, as one rank sees it.
+
+All ranks of the placement call its methods together, each with the batch of its own replica. A replica may
+have more or fewer micro-batches than the others, or no samples at all; it still takes part in all sums.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
+from rlhf_tasks.parallel.layout.flops import TRAINING, forward_flops
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
+from rlhf_tasks.parallel.train.pipeline import Pipeline
+from rlhf_tasks.system.failpoints import Point, reach
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """A loss on one micro-batch, before the division by the global denominator.
+
+    total    scalar: the sum of weighted terms; with a gradient
+    metrics  name -> scalar; sums that are added up over micro-batches and dp ranks
+    """
+
+    total: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+Output = Callable[[Tensor, MicroBatch], Tensor]
+"""(what the last stage gives, its micro-batch) -> rows: one per token [T, ...] or one per sample [n, ...]."""
+
+Loss = Callable[[Tensor, MicroBatch], LossTerms]
+"""(what the last stage gives, its micro-batch) -> terms, the same on all tp ranks."""
+
+
+class Engine:
+    """A model, and its optimizer where the role is trained on this placement.
+
+    stage               this rank's part of the model, weights loaded
+    optimizer_settings  None for frozen roles and read-only copies
+    version             the number of train calls applied to these weights; whoever runs the call counts it,
+                        for a call may be many steps
+    state               what the role keeps besides parameters and optimizer, JSON-able
+    flops               work of the model that this replica has done (parallel/flops.py); on its head, else 0
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        layout: Layout,
+        groups: ProcessGroups,
+        optimizer_settings: OptimizerSettings | None = None,
+        version: int = 0,
+    ) -> None:
+        self.stage = stage
+        self.layout = layout
+        self.placement = layout.placement
+        self.groups = groups
+        self.device = groups.device
+        self.coordinate = self.placement.coordinate(groups.rank)
+        self.version = version
+        self.state: dict[str, Any] = {}
+        self.flops = 0.0
+        self._mesh = groups[self.placement.devices]
+        stage.requires_grad_(optimizer_settings is not None)
+        self.optimizer: Optimizer | None = None
+        if optimizer_settings is not None:
+            self.optimizer = Optimizer(dict(stage.named_parameters()), layout, groups, optimizer_settings)
+        self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
+        tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
+        self._shard = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices])
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank holds its replica's samples: tp rank 0 of the last stage."""
+        return self.is_last_stage and self.coordinate.tp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.is_last
+
+    def inference(self, batch: SampleBatch, output: Output, micro_batches: int) -> Packed | None:
+        """Run the model forward and `output` on what comes out, without gradients.
+
+        batch          this replica's samples, with `input_ids`; the same on all its ranks
+        micro_batches  how many to cut the batch into, at most
+        Returns `output`'s rows in the batch's order on all ranks of the last stage, None on the others.
+        """
+        micros = split(batch, micro_batches)
+
+        def run(x: Tensor, micro: MicroBatch) -> Tensor:
+            y = self.stage(x, micro)
+            return output(y, micro) if self.is_last_stage else y
+
+        rows = self.pipeline.forward(micros, run)
+        self.count(forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths))
+        return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
+
+    def train_step(
+        self, batch: SampleBatch, loss: Loss, denominator: float, micro_batches: int, learning_rate: float
+    ) -> dict[str, float]:
+        """One optimizer step on the gradient of sum(totals) / denominator over all replicas' samples.
+
+        denominator  of the whole global (mini-)batch; the same on every rank
+        Returns, equal on every rank of the placement: the sums of the loss's metrics, and
+            loss       sum(totals) / denominator
+            grad_norm  the global gradient norm before clipping
+            skipped    1.0 when loss or norm was not finite and no rank has changed its weights, else 0.0
+        """
+        assert self.optimizer is not None, "this engine holds a frozen model or a copy: it cannot be trained"
+        sums = _Sums()
+
+        def run(x: Tensor, micro: MicroBatch) -> Tensor:
+            y = self.stage(x, micro)
+            if not self.is_last_stage:
+                return y
+            terms = loss(y, micro)
+            sums.add({**terms.metrics, "loss": terms.total})
+            return terms.total / denominator
+
+        self.pipeline.forward_backward(split(batch, micro_batches), run)
+        reach(Point.BACKWARD)
+        forward = forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths)
+        self.count(TRAINING * forward)
+        metrics = self._sum_by_name(sums.totals())
+        metrics["loss"] = metrics.get("loss", 0.0) / denominator
+        report = self.optimizer.apply(learning_rate, finite=math.isfinite(metrics["loss"]))
+        return {**metrics, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+
+    def count(self, flops: float) -> None:
+        """Add work that this replica has done."""
+        if self.is_head:
+            self.flops += flops
+
+    def logprobs(self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
+        """[T] log-probability of each token given those before it; 0 at each sample's first.
+
+        logits  [T, V_local], what the last stage gives. All tp ranks of the stage must call it.
+        """
+        return packed_logprobs(logits, micro, self._shard, temperature)
+
+    def logprobs_and_entropy(
+        self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """As `logprobs`, with the entropy in nats [T] of the distribution that each token comes from."""
+        return packed_logprobs_and_entropy(logits, micro, self._shard, temperature)
+
+    def sum_over_dp(self, values: Tensor) -> Tensor:
+        """Sum values over the replicas, in float64; equal on every rank of the placement.
+
+        values  any shape, the same on all ranks; only the heads' numbers count, others may pass zeros
+        """
+        mine = (
+            values.to(torch.float64, copy=True)
+            if self.is_head
+            else torch.zeros_like(values, dtype=torch.float64)
+        )
+        return all_reduce(mine, self._mesh)
+
+    def _sum_by_name(self, mine: dict[str, float]) -> dict[str, float]:
+        """Sums over the heads, whose names need not agree: a replica without samples knows none."""
+        parts: list[dict[str, float] | None] = [mine if self.is_head else None] * group_size(self._mesh)
+        if self._mesh is not None:
+            dist.all_gather_object(parts, parts[0], group=self._mesh)
+        totals: dict[str, float] = {}
+        for part in parts:
+            for name, value in (part or {}).items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+
+class _Sums:
+    """Adds up scalars by name on the device, in float64, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            value = value.detach().double()
+            self._totals[name] = self._totals[name] + value if name in self._totals else value
+
+    def totals(self) -> dict[str, float]:
+        if not self._totals:
+            return {}
+        return dict(zip(self._totals, torch.stack(list(self._totals.values())).tolist(), strict=True))
+
+
+def _in_order(
+    batch: SampleBatch, micros: list[MicroBatch], rows: list[Tensor], device: torch.device
+) -> Packed:
+    """Put the rows of micro-batches into the order of the batch."""
+    if not micros:
+        return Packed(torch.zeros(0, device=device), ())
+    by_id: dict[int, Tensor] = {}
+    for micro, part in zip(micros, rows, strict=True):
+        if part.shape[0] == micro.tokens:
+            pieces = micro.per_sample(part)
+        else:
+            assert part.shape[0] == len(micro.ids), f"{part.shape[0]} rows for {len(micro.ids)} samples"
+            pieces = part.split(1)
+        by_id.update(zip(micro.ids, pieces, strict=True))
+    return Packed.of([by_id[sample] for sample in batch.ids])
+
+
+def share_batch(
+    batch: SampleBatch | None, placement: Placement, groups: ProcessGroups, rank: int
+) -> SampleBatch:
+    """Give the head's batch to all ranks of its replica, which call this together.
+
+    batch  on the head; None on the other ranks of the replica
+    Tensors arrive on the rank's device, bit for bit: one message of metadata, one with all tensors.
+    """
+    dp_rank = placement.coordinate(rank).dp
+    group, head = groups[placement.replica(dp_rank)], placement.head(dp_rank)
+    assert (batch is not None) == (rank == head), f"rank {rank}: the batch comes from the head, rank {head}"
+    if group is None:
+        assert batch is not None
+        return batch
+    described: list[Any] = [None]
+    if batch is not None:
+        described = [
+            (batch.ids, [(k, p.values.dtype, p.values.shape, p.lengths) for k, p in batch.data.items()])
+        ]
+    dist.broadcast_object_list(described, src=head, group=group)
+    ids, keys = described[0]
+    sizes = [_padded(dtype.itemsize * math.prod(shape)) for _, dtype, shape, _ in keys]
+    message = torch.zeros(sum(sizes), dtype=torch.uint8, device=groups.device)
+    places = message.split(sizes)
+    if batch is not None:
+        for place, packed in zip(places, batch.data.values(), strict=True):
+            raw = packed.values.contiguous().flatten().view(torch.uint8)
+            place[: raw.numel()] = raw
+    dist.broadcast(message, src=head, group=group)
+    if batch is not None:
+        return batch
+    data = {}
+    for place, (key, dtype, shape, lengths) in zip(places, keys, strict=True):
+        values = place[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        data[key] = Packed(values, lengths)
+    return SampleBatch(ids, data)
+
+
+def _padded(size: int, alignment: int = 16) -> int:
+    """Bytes up to the next multiple, so that the next tensor starts where any dtype may."""
+    return -(-size // alignment) * alignment

@@ -1,0 +1,244 @@
+"""AdamW with its state sharded over data parallelism (ZeRO stage 1, arXiv:1910.02054), in flat buffers.
+
+A rank's parameters lie one behind the other in one flat buffer, alike on all ranks of its dp group. Gradients
+are added up in a second one, in the precision of the master weights, then reduce-scattered over dp; each dp
+rank updates its share of master weights and moments, and the weights are gathered back. All state belongs
+to names and ranges, so a checkpoint can put it into any other layout.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.state_layout import Piece, StateLayout
+from rlhf_tasks.parallel.train.gradients import SharedSums, primary_range
+from rlhf_tasks.system.failpoints import Point, reach
+
+# torch 2.13 renamed both and warns of the old names; 2.11 has the old ones alone.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
+
+BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
+"""Elements updated at a time: a block's five tensors stay in a CPU's cache; on CUDA it bounds temporaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW (arXiv:1711.05101). Weight decay leaves out parameters with one dim (norms, biases).
+
+    max_grad_norm  bound of the gradient's global 2-norm; None: no clipping
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+
+
+class StepReport(NamedTuple):
+    """What one step did, equal on all ranks.
+
+    grad_norm  the global 2-norm before clipping
+    skipped    True when nothing was updated because the norm or a loss was not finite
+    """
+
+    grad_norm: float
+    skipped: bool
+
+
+class StateShard(NamedTuple):
+    """A piece of the state: elements start .. stop - 1 of the flattened local slice of a parameter."""
+
+    name: str
+    kind: StateKind
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+class Optimizer:
+    """The optimizer of one rank's parameters.
+
+    slices  parameter name -> this rank's slice, all of one dtype; their storage moves into the flat buffer
+    All ranks of the placement build it and call its methods alike.
+
+    step is the number of updates applied; skipped ones do not count.
+    """
+
+    def __init__(
+        self,
+        slices: Mapping[str, nn.Parameter],
+        layout: Layout,
+        groups: ProcessGroups,
+        settings: OptimizerSettings,
+    ) -> None:
+        self.settings = settings
+        self.step = 0
+        device = groups.rank
+        self._mesh = groups[layout.placement.devices]
+        self._group = groups[layout.placement.dp_group(device)]
+        flat = StateLayout(layout)
+        self._pieces = flat.pieces(device)
+        self._decayed = max((p.stop for p in self._pieces if slices[p.name].ndim > 1), default=0)
+        self._start, self._share = flat.share(device).start, flat.share(device).size
+        self._allocate(slices, self._share * group_size(self._group))
+        views = {p.name: self._gradients[p.start : p.stop].view_as(slices[p.name]) for p in self._pieces}
+        self._shared_sums = SharedSums(views, layout, groups)
+        self._counted = self._primary_ranges(layout, device)
+        for name, parameter in slices.items():
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
+
+    def _allocate(self, slices: Mapping[str, nn.Parameter], size: int) -> None:
+        (dtype,) = {parameter.dtype for parameter in slices.values()}
+        (device,) = {parameter.device for parameter in slices.values()}
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        self._weights = torch.zeros(size, dtype=dtype, device=device)
+        self._gradients = torch.zeros(size, dtype=precise, device=device)
+        for piece in self._pieces:
+            parameter = slices[piece.name]
+            flat = self._weights[piece.start : piece.stop].view_as(parameter)
+            flat.copy_(parameter.detach())
+            parameter.data = flat
+        mine = self._weights[self._start : self._start + self._share]
+        self._state: dict[StateKind, Tensor] = {
+            "master": mine.to(precise, copy=True),
+            "exp_avg": torch.zeros(self._share, dtype=precise, device=device),
+            "exp_avg_sq": torch.zeros(self._share, dtype=precise, device=device),
+        }
+
+    def apply(self, learning_rate: float, finite: bool = True) -> StepReport:
+        """Reduce the gradients added up since the last call and, if all is finite, clip and update.
+
+        learning_rate  of this step; schedules are the caller's
+        finite         False on a rank that saw a loss which is not finite: then no rank updates
+        Collective over the whole placement. Afterwards the gradients are zero.
+        """
+        gradient = self._reduce()
+        squares = sum(_square_norm(gradient[start:stop]) for start, stop in self._counted)
+        totals = torch.tensor([squares, not finite], dtype=torch.float64, device=gradient.device)
+        square, failures = all_reduce(totals, self._mesh).tolist()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        skipped = failures > 0 or not math.isfinite(norm)
+        if not skipped:
+            self.step += 1
+            self._update(gradient, learning_rate, self._clip_factor(norm))
+            reach(Point.OPTIMIZER_STEP)
+            self._gather()
+        self._gradients.zero_()
+        return StepReport(norm, skipped)
+
+    def shard_state(self) -> Iterator[StateShard]:
+        """This rank's share of the state, as views. Over a dp group the shares make up the whole, once."""
+        for piece, start, stop in self._shares():
+            for kind, state in self._state.items():
+                view = state[start - self._start : stop - self._start]
+                yield StateShard(piece.name, kind, start - piece.start, stop - piece.start, view)
+
+    def load_shard_state(self, shards: Iterable[StateShard], step: int) -> None:
+        """Take over state by name and range, then make the weights from the master weights.
+
+        Shards may be cut in any way and may reach beyond this rank's share; none may overlap another.
+        Collective over the dp group. Raises ValueError naming a parameter whose share is not covered.
+        """
+        held = {(s.name, s.kind): s for s in self.shard_state()}
+        missing = {key: s.stop - s.start for key, s in held.items()}
+        for shard in shards:
+            key = (shard.name, shard.kind)
+            if key not in held:
+                continue
+            start, stop = max(shard.start, held[key].start), min(shard.stop, held[key].stop)
+            if start < stop:
+                into = held[key].tensor[start - held[key].start : stop - held[key].start]
+                into.copy_(shard.tensor[start - shard.start : stop - shard.start])
+                missing[key] -= stop - start
+        for (name, kind), elements in missing.items():
+            if elements:
+                raise ValueError(f"optimizer state {kind} of {name}: {elements} elements are missing.")
+        self.step = step
+        self._gather()
+
+    def _shares(self) -> Iterator[tuple[Piece, int, int]]:
+        """The pieces that reach into this rank's share, with the common range in flat coordinates."""
+        for piece in self._pieces:
+            start = max(piece.start, self._start)
+            stop = min(piece.stop, self._start + self._share)
+            if start < stop:
+                yield piece, start, stop
+
+    def _primary_ranges(self, layout: Layout, device: int) -> list[tuple[int, int]]:
+        """The ranges of this rank's share that count in the gradient norm, neighbours joined."""
+        ranges: list[tuple[int, int]] = []
+        for piece, first, last in self._shares():
+            counted = primary_range(layout, piece.name, device)
+            start = max(first, piece.start + counted.start) - self._start
+            stop = min(last, piece.start + counted.stop) - self._start
+            if start >= stop:
+                continue
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+        return ranges
+
+    def _reduce(self) -> Tensor:
+        """This rank's share of the gradient, summed over its holders and over dp."""
+        self._shared_sums.run()
+        if self._group is None:
+            return self._gradients
+        share = torch.empty_like(self._state["master"])
+        reduce_scatter(share, self._gradients, group=self._group)
+        return share
+
+    def _clip_factor(self, norm: float) -> float:
+        bound = self.settings.max_grad_norm
+        return 1.0 if bound is None else min(1.0, bound / (norm + 1e-6))
+
+    def _update(self, gradient: Tensor, learning_rate: float, factor: float) -> None:
+        """One AdamW step on this rank's share. The decayed parameters come first in the flat buffer."""
+        decayed = min(max(self._decayed - self._start, 0), self._share)
+        block = BLOCK[gradient.device.type]
+        for start, stop, decay in ((0, decayed, self.settings.weight_decay), (decayed, self._share, 0.0)):
+            for first in range(start, stop, block):
+                rows = slice(first, min(first + block, stop))
+                self._update_block(gradient[rows].mul_(factor), rows, learning_rate, decay)
+
+    def _update_block(self, gradient: Tensor, rows: slice, learning_rate: float, decay: float) -> None:
+        beta1, beta2 = self.settings.betas
+        master, mean, square = (self._state[kind][rows] for kind in ("master", "exp_avg", "exp_avg_sq"))
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = square.sqrt().div_(math.sqrt(1 - beta2**self.step)).add_(self.settings.eps)
+        master.mul_(1 - learning_rate * decay)
+        master.addcdiv_(mean, scale, value=-learning_rate / (1 - beta1**self.step))
+
+    def _gather(self) -> None:
+        """Weights from everybody's master weights."""
+        share = self._state["master"].to(self._weights.dtype)
+        if self._group is None:
+            self._weights.copy_(share)
+        else:
+            all_gather(self._weights, share, group=self._group)
+
+
+def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's fresh gradient to `total` and frees it."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook
+
+
+def _square_norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2

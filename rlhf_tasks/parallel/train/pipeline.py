@@ -1,0 +1,125 @@
+"""Runs micro-batches through the stages of one replica: forward only, or forward and backward as 1F1B.
+
+Every rank of a replica holds the same micro-batches, so each knows the shape of what its neighbours send:
+hidden states (or their gradient) [tokens of the micro-batch, hidden]. Sends and receives between neighbours
+meet in pairs, so the schedules are safe where a send waits for its receive (NCCL, gloo).
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.layout.topology import Placement
+
+Run = Callable[[Tensor, MicroBatch], Tensor]
+"""What a stage does with its input: token ids [T] on the first stage, else hidden states [T, hidden].
+
+It gives hidden states; on the last stage any tensor (forward only) or a scalar to differentiate."""
+
+
+class Pipeline:
+    """This rank's place in the pipeline of its replica; with one stage nothing is sent.
+
+    hidden  width of the hidden states
+    dtype   of hidden states and their gradients
+    """
+
+    def __init__(self, placement: Placement, groups: ProcessGroups, hidden: int, dtype: torch.dtype) -> None:
+        stages = placement.pp_group(groups.rank)
+        here = stages.index(groups.rank)
+        self._previous = stages[here - 1] if here > 0 else None
+        self._next = stages[here + 1] if here + 1 < len(stages) else None
+        self._later_stages = len(stages) - 1 - here
+        self._group = groups[stages]
+        self._device = groups.device
+        self._hidden, self._dtype = hidden, dtype
+
+    @property
+    def is_first(self) -> bool:
+        return self._previous is None
+
+    @property
+    def is_last(self) -> bool:
+        return self._next is None
+
+    @torch.no_grad()
+    def forward(self, micros: Sequence[MicroBatch], run: Run) -> list[Tensor]:
+        """Results of `run` for each micro-batch on the last stage; an empty list on the others.
+
+        A stage goes on with the next micro-batch while the next stage takes the last one's hidden states.
+        """
+        results, sending = [], deque()
+        for micro in micros:
+            x = self._exchange(self._previous, receive=micro.tokens)
+            y = run(micro.input_ids if x is None else x, micro)
+            if self._next is None:
+                results.append(y)
+            else:
+                sending.append((y, self._start(self._next, send=y)))  # y must live until it is sent
+        for _, works in sending:
+            _wait(works)
+        return results
+
+    def forward_backward(self, micros: Sequence[MicroBatch], run: Run) -> None:
+        """Add the gradients of the sum of the last stage's scalars to the parameters' `grad`.
+
+        One forward, one backward (arXiv:2104.04473): a stage starts as many forward passes as stages follow,
+        then does one backward for each forward, so at most pp micro-batches' activations are alive.
+        """
+        warm_up = min(self._later_stages, len(micros))
+        steady = len(micros) - warm_up
+        alive: deque[tuple[Tensor | None, Tensor]] = deque()
+
+        def forward(micro: MicroBatch, x: Tensor | None) -> Tensor:
+            y = run(micro.input_ids if x is None else x.requires_grad_(), micro)
+            alive.append((x, y))
+            return y.detach()
+
+        def backward(gradient: Tensor | None) -> Tensor | None:
+            x, y = alive.popleft()
+            torch.autograd.backward(y, gradient)
+            return None if x is None else x.grad
+
+        for micro in micros[:warm_up]:
+            y = forward(micro, self._exchange(self._previous, receive=micro.tokens))
+            self._exchange(self._next, send=y)
+        x = self._exchange(self._previous, receive=micros[warm_up].tokens) if steady else None
+        for number, micro in enumerate(micros[warm_up:]):
+            y = forward(micro, x)
+            gradient = backward(self._exchange(self._next, send=y, receive=micros[number].tokens))
+            following = micros[warm_up + number + 1].tokens if number + 1 < steady else None
+            x = self._exchange(self._previous, send=gradient, receive=following)
+        for micro in micros[steady:]:
+            gradient = backward(self._exchange(self._next, receive=micro.tokens))
+            self._exchange(self._previous, send=gradient)
+
+    def _exchange(
+        self, peer: int | None, send: Tensor | None = None, receive: int | None = None
+    ) -> Tensor | None:
+        """Send to and receive [receive, hidden] from a neighbour at once; nothing where there is none."""
+        if peer is None:
+            return None
+        received = None
+        if receive is not None:
+            received = torch.empty(receive, self._hidden, dtype=self._dtype, device=self._device)
+        _wait(self._start(peer, send, received))
+        return received
+
+    def _start(self, peer: int, send: Tensor | None = None, receive: Tensor | None = None) -> list[dist.Work]:
+        operations = []
+        if send is not None:
+            assert send.dtype == self._dtype, f"a stage gave {send.dtype}, the pipeline carries {self._dtype}"
+            operations.append(dist.P2POp(dist.isend, send.contiguous(), peer, self._group))
+        if receive is not None:
+            operations.append(dist.P2POp(dist.irecv, receive, peer, self._group))
+        return dist.batch_isend_irecv(operations)
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,369 @@
+"""Measures on real ranks what a profile is made of: layers, ends, optimizer steps and collectives.
+
+A layer's time is the difference between models of two depths, taken on the engine's own calls (`inference`,
+`train_step`, `generate`), so that what a call costs besides its tensors is in the figures too: it stays with the
+ends. All ranks call these functions together; tensor-parallel groups of neighbours measure beside each other, as
+they work beside each other in a run. All works of a model are timed in rounds, each of which gives every work its
+turn: what slows the machine for some seconds then slows a few works in one round, and not one work in all of them.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedConfig
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.redistribution import redistribute
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
+from rlhf_tasks.parallel.comm.messages import Blank, exchange
+from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.weights import initialise
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
+from rlhf_tasks.parallel.train.optimizer import OptimizerSettings, all_gather, reduce_scatter
+from rlhf_tasks.profiling.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
+from rlhf_tasks.spec import DataSide
+
+Clock = Callable[[], float]
+Work = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
+
+SHALLOW, DEEP = 1, 4  # layers of the two models whose difference is a layer's time
+FEW_STEPS, MORE_STEPS = 12, 44
+"""Decoding steps of the two generations whose difference is a step's time; with fewer, generation would not pack its
+weights (generation.py)."""
+ROUNDS = 5
+LEARNING_RATE = 1e-6
+SAMPLES = 32  # of a redistribution
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the measuring functions share.
+
+    config, shape  the whole model's
+    clock          seconds; process CPU time where a machine is too busy for the wall's
+    """
+
+    config: PreTrainedConfig
+    shape: ModelShape
+    dtype: torch.dtype
+    groups: ProcessGroups
+    clock: Clock
+
+    def engine(self, layers: int, head: Head, tp: int) -> Engine:
+        """A trainable model of this shape with another number of layers, on the tp neighbours of this rank."""
+        first = self.groups.rank // tp * tp
+        placement = Placement(tuple(range(first, first + tp)), ParallelStrategy(tp=tp))
+        config = deepcopy(self.config)
+        config.num_hidden_layers = layers
+        kinds = getattr(config, "layer_types", None)
+        if kinds is not None:
+            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+        stage = Stage(
+            config,
+            Layout(replace(self.shape, layers=layers), head, placement),
+            placement.coordinate(self.groups.rank),
+            self.groups[placement.devices],
+            device=self.groups.device,
+            dtype=self.dtype,
+        )
+        initialise(stage, seed=0)
+        return Engine(stage, stage.layout, self.groups, OptimizerSettings())
+
+
+def _means_s(
+    works: Mapping[Name, Work], devices: Sequence[int], groups: ProcessGroups, clock: Clock
+) -> dict[Name, float]:
+    """Mean seconds of some works over rounds in which each has its turn, after one to warm up.
+
+    Each work's quickest and slowest times are left out. The mean of the others holds the share of slow phases that
+    runs meet too, which a median would not.
+    The devices begin each work together: who is done early must not wait for the others in the next one.
+    """
+    together = groups[tuple(devices)] if len(devices) > 1 else None
+    one = torch.zeros(1, device=groups.device)
+    for work in works.values():
+        work()
+    seconds: dict[Name, list[float]] = {name: [] for name in works}
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            all_reduce(one, together)
+            _finish(groups)
+            started = clock()
+            work()
+            _finish(groups)
+            seconds[name].append(clock() - started)
+    return {name: fmean(sorted(found)[1:-1] or found) for name, found in seconds.items()}
+
+
+def _finish(groups: ProcessGroups) -> None:
+    """Wait for the device, whose clock is not the host's."""
+    if groups.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def tp_sets(n_ranks: int, tps: Sequence[int]) -> list[tuple[int, ...]]:
+    """The device sets that the measured models communicate in: `ProcessGroups` must have been given them."""
+    return [tuple(range(first, first + tp)) for tp in tps for first in range(0, n_ranks, tp)]
+
+
+def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
+    """Every operation of a model under tensor parallelism of degree tp, which divides the number of ranks."""
+    models = {
+        "shallow": bench.engine(SHALLOW, "lm", tp),
+        "deep": bench.engine(DEEP, "lm", tp),
+        "scalar": bench.engine(SHALLOW, "scalar", tp),
+    }
+    works = _works(models, bench.shape.vocab, grid)
+    found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock)
+    rows = [
+        *_forward_and_backward(found, tp, grid),
+        *_embedding(found, tp, grid),
+        *_generation(found, tp, grid),
+        *_optimizer(found, tp, models),
+    ]
+    return Measurements(operations=tuple(rows))
+
+
+def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, Work]:
+    """What is timed of a model: (kind, model where there are several, sizes) -> work."""
+    works: dict[tuple, Work] = {}
+    for name, engine in models.items():
+        works["update", name] = partial(_update, engine)
+        for length in grid.lengths:
+            for tokens in grid.tokens:
+                batch = _sequences(tokens, length, vocab)
+                works["forward", name, length, tokens] = partial(_infer, engine, batch)
+                works["step", name, length, tokens] = partial(_train, engine, batch)
+    shallow = models["shallow"]
+    for tokens in grid.tokens:
+        ids = _sequences(tokens, tokens, vocab)["input_ids"].values.to(shallow.device)
+        works["embed", tokens] = partial(_embed, shallow.stage.model.embed_tokens, ids)
+        works["embed and back", tokens] = partial(_embed_and_back, shallow.stage.model.embed_tokens, ids)
+    for name in ("shallow", "deep"):
+        for prompt in grid.contexts:
+            for rows in grid.rows:
+                for steps in (FEW_STEPS, MORE_STEPS):
+                    work = partial(_generate, models[name], rows, prompt, steps)
+                    works["generate", name, prompt, rows, steps] = work
+    return works
+
+
+Means = Mapping[tuple, float]
+"""Seconds of the works of `_works`."""
+
+
+def _forward_and_backward(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
+    """layer, lm and scalar: forward, and what a training step without its update adds."""
+    models = ("shallow", "deep", "scalar")
+    for length in grid.lengths:
+        for tokens in grid.tokens:
+            forward = {name: found["forward", name, length, tokens] for name in models}
+            backward = {
+                name: found["step", name, length, tokens] - found["update", name] - forward[name]
+                for name in models
+            }
+            for kind, seconds in (("forward", forward), ("backward", backward)):
+                layer = max((seconds["deep"] - seconds["shallow"]) / (DEEP - SHALLOW), 0.0)
+                for part, whole in (("lm", "shallow"), ("scalar", "scalar")):
+                    rest = max(seconds[whole] - SHALLOW * layer, 0.0)
+                    yield _timed(f"{part}/{kind}", tp, tokens, length, rest)
+                yield _timed(f"layer/{kind}", tp, tokens, length, layer)
+
+
+def _embedding(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
+    """The vocabulary-parallel embedding alone; the heads' figures contain it too, and the cost model knows."""
+    for tokens in grid.tokens:
+        forward_s, both_s = found["embed", tokens], found["embed and back", tokens]
+        yield _timed("embedding/forward", tp, tokens, 0, forward_s)
+        yield _timed("embedding/backward", tp, tokens, 0, max(both_s - forward_s, 0.0))
+
+
+def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
+    """layer and lm: prefill (by tokens of the prompts), and a decoding step (by sequences and KV length)."""
+    for prompt in grid.contexts:
+        for rows in grid.rows:
+            few, more = (
+                [found["generate", name, prompt, rows, steps] for name in ("shallow", "deep")]
+                for steps in (FEW_STEPS, MORE_STEPS)
+            )
+            step = [(b - a) / (MORE_STEPS - FEW_STEPS) for a, b in zip(few, more, strict=True)]
+            # The first token comes with the prefill.
+            prefill = [whole - (FEW_STEPS - 1) * each for whole, each in zip(few, step, strict=True)]
+            context = prompt + (FEW_STEPS + MORE_STEPS) // 2
+            for kind, (shallow, deep), tokens, length in (
+                ("decode", step, rows, context),
+                ("prefill", prefill, rows * prompt, prompt),
+            ):
+                layer = max((deep - shallow) / (DEEP - SHALLOW), 0.0)
+                yield _timed(f"layer/{kind}", tp, tokens, length, layer)
+                yield _timed(f"lm/{kind}", tp, tokens, length, max(shallow - SHALLOW * layer, 0.0))
+
+
+def _optimizer(found: Means, tp: int, models: Mapping[str, Engine]) -> Iterator[Timed]:
+    """The update alone, of models of several sizes."""
+    for name in ("shallow", "deep"):
+        parameters = sum(p.numel() for p in models[name].stage.parameters())
+        yield _timed("optimizer", tp, parameters, 0, found["update", name])
+
+
+# The work that is timed
+
+
+def _infer(engine: Engine, batch: SampleBatch) -> None:
+    def output(y: Tensor, micro: MicroBatch) -> Tensor:
+        return y if engine.layout.head == "scalar" else engine.logprobs(y, micro)
+
+    engine.inference(batch, output, micro_batches=1)
+
+
+def _train(engine: Engine, batch: SampleBatch) -> None:
+    def loss(y: Tensor, micro: MicroBatch) -> LossTerms:
+        if engine.layout.head == "scalar":
+            return LossTerms(y.square().sum(), {})
+        logprobs, entropy = engine.logprobs_and_entropy(y, micro)
+        ratio = logprobs.clamp(-1, 1).exp()
+        return LossTerms(-ratio.sum(), {"entropy": entropy.detach().sum(), "ratio": ratio.detach().sum()})
+
+    engine.train_step(batch, loss, float(len(batch)), micro_batches=1, learning_rate=LEARNING_RATE)
+
+
+def _update(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    engine.optimizer.apply(LEARNING_RATE)
+
+
+def _embed(embed: Module, ids: Tensor) -> None:
+    with torch.no_grad():
+        embed(ids)
+
+
+def _embed_and_back(embed: Module, ids: Tensor) -> None:
+    embed(ids).sum().backward()
+
+
+def _generate(engine: Engine, rows: int, prompt: int, steps: int) -> None:
+    tokens = _sequences(rows * prompt, prompt, engine.layout.shape.vocab)["input_ids"]
+    batch = SampleBatch(tuple(range(rows)), {"prompt_ids": tokens})
+    generate(engine, batch, SamplingParams(max_new_tokens=steps), seed=0, iteration=0)
+
+
+def _sequences(tokens: int, length: int, vocab: int) -> SampleBatch:
+    """A batch of random sequences of one length, `tokens` in all; the last one may be shorter."""
+    lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, (tokens,), generator=generator)
+    return SampleBatch(tuple(range(len(lengths))), {"input_ids": Packed(ids, tuple(lengths))})
+
+
+def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -> Timed:
+    return Timed.model_validate(
+        {"operation": operation, "tp": tp, "tokens": tokens, "context": context, "seconds": seconds}
+    )
+
+
+# Collectives and messages
+
+
+def exchange_sets(n_ranks: int, devices_per_host: int) -> list[tuple[int, ...]]:
+    """The sets that exchanges are measured in: neighbours, 2, 4, ... and all of them, and one rank of some hosts."""
+    sets = [tuple(range(n_ranks))] if n_ranks > 1 else []
+    size = 2
+    while size <= n_ranks:
+        sets += [tuple(range(first, first + size)) for first in range(0, n_ranks - size + 1, size)]
+        across = tuple(range(0, size * devices_per_host, devices_per_host))
+        if across[-1] < n_ranks and devices_per_host > 1:
+            sets.append(across)
+        size *= 2
+    return sorted(set(sets))
+
+
+def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock) -> Iterator[TimedExchange]:
+    """Every exchange in every set that this rank is in; sets of one size work beside each other."""
+    n_ranks = dist.get_world_size()
+    for devices in exchange_sets(n_ranks, devices_per_host):
+        if groups.rank not in devices:
+            continue
+        crosses = len({device // devices_per_host for device in devices}) > 1
+        works: dict[tuple[Exchange, int], Work] = {
+            (kind, size_bytes): work for kind, size_bytes, work in _exchanges(groups, devices)
+        }
+        for (kind, size_bytes), seconds in _means_s(works, devices, groups, clock).items():
+            yield TimedExchange(
+                kind=kind,
+                ranks=len(devices),
+                crosses_hosts=crosses,
+                size_bytes=size_bytes,
+                seconds=seconds / (2 if kind == "send" else 1),
+            )
+
+
+EXCHANGE_BYTES = tuple(2**power for power in range(10, 23, 3))  # 1 KiB to 4 MiB; beyond, bandwidth is all
+
+
+def _exchanges(
+    groups: ProcessGroups, devices: tuple[int, ...]
+) -> Iterator[tuple[Exchange, int, Callable[[], object]]]:
+    """(kind, bytes, work) of all exchanges among some devices."""
+    group, n, device = groups[devices], len(devices), groups.device
+    yield "objects", 0, lambda: dist.all_gather_object([None] * n, {"loss": 1.0}, group=group)
+    for size_bytes in EXCHANGE_BYTES:
+        whole = torch.zeros(size_bytes // 4 // n * n, device=device)
+        part = torch.zeros(whole.numel() // n, device=device)
+        yield "all_reduce", size_bytes, lambda x=whole: all_reduce(x, group)
+        yield "all_gather", size_bytes, lambda x=whole, y=part: all_gather(x, y, group=group)
+        yield "reduce_scatter", size_bytes, lambda x=whole, y=part: reduce_scatter(y, x, group=group)
+        placement = Placement(devices, ParallelStrategy(tp=n))
+        batch = SampleBatch((0,), {"x": Packed(whole, (whole.numel(),))})
+        yield "share", size_bytes, lambda p=placement, b=batch: _share(b, p, groups)
+        if n == 2:
+            yield "send", size_bytes, lambda x=whole: _pass_round(x, devices, groups)
+            store = SampleStore()
+            if groups.rank == devices[0]:
+                store.put(SampleBatch(tuple(range(SAMPLES)), {"x": _cut(whole, SAMPLES)}))
+            yield "redistribute", size_bytes, lambda s=store: _redistribute(s, devices, groups)
+
+
+def _cut(values: Tensor, n: int) -> Packed:
+    """Values as n samples of like sizes."""
+    parts = values.tensor_split(n)
+    return Packed.of(parts)
+
+
+def _redistribute(store: SampleStore, devices: tuple[int, ...], groups: ProcessGroups) -> None:
+    source, destination = (DataSide(placement=Placement((device,), ParallelStrategy())) for device in devices)
+    redistribute(source, destination, range(SAMPLES), ["x"], store, groups, devices_per_host=max(devices) + 1)
+    if groups.rank == devices[1]:
+        store.clear()
+
+
+def _share(batch: SampleBatch, placement: Placement, groups: ProcessGroups) -> None:
+    mine = batch if groups.rank == placement.head(0) else None
+    share_batch(mine, placement, groups, groups.rank)
+
+
+def _pass_round(x: Tensor, devices: tuple[int, ...], groups: ProcessGroups) -> None:
+    """There and back: two messages."""
+    first, second = devices
+    blank = Blank(x.dtype, tuple(x.shape))
+    group = groups[devices]
+    if groups.rank == first:
+        exchange({second: [x]}, {}, group, groups.device)
+        exchange({}, {second: [blank]}, group, groups.device)
+    else:
+        exchange({}, {first: [blank]}, group, groups.device)
+        exchange({first: [x]}, {}, group, groups.device)

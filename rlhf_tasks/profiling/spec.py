@@ -1,0 +1,81 @@
+"""What a profile run asks of its ranks. A run like any other, whose plan's nodes measure. Torch-free."""
+
+from typing import Literal
+
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.profiling.measurements import Grid
+from rlhf_tasks.protocol.messages import RunSpec
+from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, Frozen, ModelFunctionCall, RolePlacements
+
+IDLE_NODES = 8  # nodes without work at the plan's end: the gaps between them are what a node's dispatch costs
+
+
+class Piece(Frozen):
+    """One node's work: a model under one tp degree, all exchanges, or (for dispatch) nothing."""
+
+    kind: Literal["model", "exchanges", "idle"]
+    folder: str = ""
+    tp: int = 1
+    grid: Grid | None = None
+
+
+class ProfileSpec(Frozen):
+    """What a profile run's executor is given as its configuration.
+
+    dtype   of the parameters, as in run configurations
+    pieces  node -> its work
+    """
+
+    dtype: str
+    devices_per_host: int
+    pieces: dict[str, Piece]
+
+
+def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -> dict[str, Piece]:
+    """The pieces of a profile: every model folder under each tp degree that divides a host, then exchanges.
+
+    The process' own memory is measured with the exchanges: by then it has loaded all that it will load.
+    """
+    pieces = {}
+    tps = [tp for tp in range(1, devices_per_host + 1) if devices_per_host % tp == 0 and n_devices % tp == 0]
+    for number, (folder, grid) in enumerate(folders.items()):
+        for tp in tps:
+            pieces[f"model_{number}_tp{tp}"] = Piece(kind="model", folder=folder, tp=tp, grid=grid)
+    pieces["exchanges"] = Piece(kind="exchanges")
+    return pieces | {f"idle_{number}": Piece(kind="idle") for number in range(IDLE_NODES)}
+
+
+def profile_plan(pieces: dict[str, Piece], n_devices: int, devices_per_host: int) -> ExecutionPlan:
+    """A plan of one iteration: the pieces one after the other, each on all devices."""
+    placement = Placement(tuple(range(n_devices)), ParallelStrategy(dp=n_devices))
+    names = list(pieces)
+    nodes = tuple(
+        CallNode(
+            name=name,
+            call=ModelFunctionCall(name=name, role="profiled", kind="inference", inputs=(), n_seqs=1),
+            assignment=CallAssignment(placement=placement),
+            after=(names[i - 1],) if i else (),
+        )
+        for i, name in enumerate(names)
+    )
+    return ExecutionPlan(
+        algorithm="profile",
+        n_devices=n_devices,
+        devices_per_host=devices_per_host,
+        n_seqs=1,
+        roles={"profiled": RolePlacements(trained=False, placements=(placement,))},
+        nodes=nodes,
+    )
+
+
+class NoSnapshots:
+    """A profile run commits nothing."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        pass
+
+    def latest(self) -> None:
+        """There is nothing to go on from."""
+
+    def commit(self, order: object, results: object) -> None:
+        """Its figures travel with the results."""

@@ -1,0 +1,389 @@
+"""The messages between flow, controller and ranks, and the writer that puts them on a connection.
+
+A message is a pydantic model as JSON bytes. There are two kinds of connections, both Dask comms:
+
+    flow -> controller  the lease: opened with a `RunSpec`; `FlowMessage`s one way, `Event`s the other
+    controller -> rank  the link: opened with the executor's name; `RankMessage`s one way, `News` the other
+
+A connection delivers in order, and what it lost it lost by breaking: either end then takes the other for
+dead. That is a fault, not a reason to send again; the machines in rlhf_tasks/protocol bear repeats and
+losses all the same. Torch-free.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from distributed.comm import Comm, CommClosedError
+from pydantic import BaseModel, Field, TypeAdapter
+
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
+
+HOST = "host"
+"""Node name in the key of a failure that is no node's."""
+
+# --- a run ----------------------------------------------------------------------------------------------
+
+
+class RunSpec(Frozen):
+    """One attempt of a run, as its flow describes it to the controller.
+
+    ranks           names of the Dask workers that serve; position = global rank = device id
+    run_folder      a folder that all hosts share
+    config          the run's configuration, JSON-able; the executor and the snapshots parse it
+    iterations      of the whole run, those before this attempt included
+    executor        "module:function" that makes a rank's executor
+    snapshots       "module:function" that makes the controller's `Snapshots` of this spec
+    deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) seconds
+    predicted_s     node name -> seconds that the plan predicts
+    peak_flops_per_s  of all devices together, which `mfu` refers to; None where nobody knows it
+    rebuilds        earlier attempts and rebuilds since the last commit: they count among `max_rebuilds`
+    changes         plans that later iterations go by, as the run folder's log has them
+    blocks          Prefect Secret block that a reward's kwargs name -> its value; written nowhere
+    """
+
+    run: str
+    attempt: int
+    ranks: tuple[str, ...]
+    plan: ExecutionPlan
+    config: dict[str, Any]
+    run_folder: str
+    iterations: int = Field(gt=0)
+    snapshot_every: int = Field(default=1, gt=0)
+    executor: str = "rlhf_tasks.rank.executor:make_executor"
+    snapshots: str = "rlhf_tasks.checkpoint.commits:run_snapshots"
+    deadline_factor: float = 10.0
+    deadline_floor_s: float = 60.0
+    predicted_s: dict[str, float] = Field(default_factory=dict)
+    peak_flops_per_s: float | None = Field(default=None, gt=0)
+    max_rebuilds: int = 3
+    rebuilds: int = Field(default=0, ge=0)
+    changes: tuple[ScheduledPlan, ...] = ()
+    blocks: dict[str, str] = Field(default_factory=dict, repr=False)
+
+    @property
+    def plans(self) -> tuple[ScheduledPlan, ...]:
+        """Which plan each iteration goes by."""
+        return (ScheduledPlan(iteration=0, plan=self.plan, predicted_s=self.predicted_s), *self.changes)
+
+
+class GenerationSpec(Frozen):
+    """One generation of process groups as one rank sees it: all that its executor needs to join and to load.
+
+    rank, n_ranks  this rank's global rank (= device id) and how many ranks join
+    config         the run's configuration, JSON-able; the executor parses it
+    run_folder     a folder that all hosts share
+    restore_step   the commit to restore from; None: initialise, and save every trained role as step 0
+    iterations     of the whole run
+    store_host, store_port, store_prefix   the controller's TCPStore and this generation's PrefixStore
+    timeout_s      timeout of every process group: longer than any wait that node deadlines allow
+    blocks         as in the run's `RunSpec`
+    """
+
+    run: str
+    attempt: int
+    generation: int
+    rank: int
+    n_ranks: int
+    plan: ExecutionPlan
+    config: dict[str, Any]
+    run_folder: str
+    restore_step: int | None
+    iterations: int
+    store_host: str
+    store_port: int
+    store_prefix: str
+    timeout_s: float
+    blocks: dict[str, str] = Field(default_factory=dict, repr=False)
+
+
+# --- controller -> rank ---------------------------------------------------------------------------------
+
+
+class Reset(Frozen):
+    """Take the lease and go to a generation.
+
+    keep_state  the plan changes: what the rank has trained may be kept for the next generation
+    """
+
+    kind: Literal["reset"] = "reset"
+    run: str
+    attempt: int
+    generation: int
+    rank: int
+    keep_state: bool = False
+
+
+class Restore(Frozen):
+    """Join the groups and load."""
+
+    kind: Literal["restore"] = "restore"
+    spec: GenerationSpec
+
+
+class Deliver(Frozen):
+    """The requests of one iteration for one rank."""
+
+    kind: Literal["deliver"] = "deliver"
+    requests: tuple[NodeRequest, ...]
+
+
+# --- rank -> controller ---------------------------------------------------------------------------------
+
+
+class Told(Frozen):
+    """What a rank has to say about a node, its reset or its restore; `reason` belongs to a refusal."""
+
+    kind: Literal["entered", "reset", "restored", "refused"]
+    rank: int
+    key: NodeKey
+    reason: str = ""
+
+
+class Done(Frozen):
+    """A node's result on one rank."""
+
+    kind: Literal["done"] = "done"
+    result: NodeResult
+
+
+class Failed(Frozen):
+    """An error on one rank."""
+
+    kind: Literal["failed"] = "failed"
+    failure: NodeFailure
+
+
+class SavedPart(Frozen):
+    """A role's slice of one rank is durable on disk (every file written and synced), or could not be written.
+
+    step     committed iterations that the snapshot stands for: a save node of iteration t makes step t + 1
+    details  what the manifest needs to know about the part (file names, sizes, digests), JSON-able
+    error    empty, or what went wrong (`no space left: PATH needs N bytes, M are free`)
+    lasting  it would go wrong again, whatever the ranks do: the disk is full, or read-only
+    """
+
+    kind: Literal["saved"] = "saved"
+    run: str
+    attempt: int
+    generation: int
+    step: int
+    role: str
+    rank: int
+    details: dict[str, Any] = Field(default_factory=dict)
+    error: str = ""
+    lasting: bool = False
+
+
+# --- flow <-> controller --------------------------------------------------------------------------------
+
+
+class Enter(Frozen):
+    """Deliver the requests of an iteration."""
+
+    kind: Literal["enter"] = "enter"
+    iteration: int
+    generation: int
+
+
+class Pause(Frozen):
+    """Deliver no more; `Held` follows when all that is delivered is committed."""
+
+    kind: Literal["pause"] = "pause"
+
+
+class Resume(Frozen):
+    """End a pause."""
+
+    kind: Literal["resume"] = "resume"
+
+
+class StopAfter(Frozen):
+    """Make an iteration the last one; delivered ones are completed and committed all the same. This ends a pause."""
+
+    kind: Literal["stop_after"] = "stop_after"
+    iteration: int
+
+
+class ChangePlan(Frozen):
+    """Go by another plan from the first iteration on that is not yet delivered.
+
+    predicted_s  node name -> seconds that the planner predicts
+    """
+
+    kind: Literal["change_plan"] = "change_plan"
+    plan: ExecutionPlan
+    predicted_s: dict[str, float] = Field(default_factory=dict)
+
+
+class PlanChanged(Frozen):
+    """The plan that was sent begins at this iteration, and that is written down."""
+
+    kind: Literal["plan_changed"] = "plan_changed"
+    planned: ScheduledPlan
+
+
+class PlanKept(Frozen):
+    """The plan that was sent will not be gone by."""
+
+    kind: Literal["plan_kept"] = "plan_kept"
+    reason: str
+
+
+class Enterable(Frozen):
+    """The iteration may be entered under this generation."""
+
+    kind: Literal["enterable"] = "enterable"
+    iteration: int
+    generation: int
+
+
+class NotEntered(Frozen):
+    """The iteration was not entered after all: a fault, a change of the plan, or the end of the run came first."""
+
+    kind: Literal["not_entered"] = "not_entered"
+    iteration: int
+    generation: int
+    reason: str
+
+
+class NodeBegun(Frozen):
+    """The first rank is inside a node. started_s: time.time() of the controller."""
+
+    kind: Literal["node_begun"] = "node_begun"
+    iteration: int
+    generation: int
+    node: str
+    started_s: float
+
+
+class NodeEnded(Frozen):
+    """The last rank has left a node. started_s, ended_s: time.time() of the ranks, first in and last out."""
+
+    kind: Literal["node_ended"] = "node_ended"
+    iteration: int
+    generation: int
+    node: str
+    started_s: float
+    ended_s: float
+
+
+class IterationRan(Frozen):
+    """Every node of the iteration has ended on every rank; its commit is still to come. metrics: of the journal."""
+
+    kind: Literal["iteration_ran"] = "iteration_ran"
+    iteration: int
+    generation: int
+    metrics: dict[str, float | None]
+
+
+class Committed(Frozen):
+    """The iteration is part of a written commit. results: node -> one result per rank."""
+
+    kind: Literal["committed"] = "committed"
+    iteration: int
+    results: dict[str, tuple[NodeResult, ...]]
+
+
+class Aborted(Frozen):
+    """The iteration will not be committed under this generation."""
+
+    kind: Literal["aborted"] = "aborted"
+    iteration: int
+    generation: int
+    cause: str
+    traceback: str = ""
+
+
+class Faulted(Frozen):
+    """A generation has ended by an error; the ranks are being rebuilt."""
+
+    kind: Literal["faulted"] = "faulted"
+    generation: int
+    cause: str
+    traceback: str = ""
+
+
+class Held(Frozen):
+    """The run is paused at a commit: the ranks are idle."""
+
+    kind: Literal["held"] = "held"
+    step: int
+
+
+class Finished(Frozen):
+    """The last iteration is committed."""
+
+    kind: Literal["finished"] = "finished"
+    step: int
+
+
+class GaveUp(Frozen):
+    """The attempt has ended, or was refused; committed_step is where the next one starts.
+
+    traceback  of the user's code, where that is the cause
+    """
+
+    kind: Literal["gave_up"] = "gave_up"
+    reason: str
+    committed_step: int | None = None
+    traceback: str = ""
+
+
+RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
+News = Annotated[Told | Done | Failed | SavedPart, Field(discriminator="kind")]
+FlowMessage = Annotated[Enter | Pause | Resume | StopAfter | ChangePlan, Field(discriminator="kind")]
+Event = Annotated[
+    Enterable
+    | NotEntered
+    | NodeBegun
+    | NodeEnded
+    | IterationRan
+    | Committed
+    | Aborted
+    | Faulted
+    | PlanChanged
+    | PlanKept
+    | Held
+    | Finished
+    | GaveUp,
+    Field(discriminator="kind"),
+]
+
+RANK_MESSAGE: TypeAdapter[Any] = TypeAdapter(RankMessage)
+NEWS: TypeAdapter[Any] = TypeAdapter(News)
+FLOW_MESSAGE: TypeAdapter[Any] = TypeAdapter(FlowMessage)
+EVENT: TypeAdapter[Any] = TypeAdapter(Event)
+
+
+class Writer:
+    """Writes messages to one connection, in order, from the event loop.
+
+    A function among them is called when everything before it has been handed to the kernel: it arrives,
+    even if this process is killed the next moment. When the connection is closed, what is left is dropped:
+    whoever reads from it learns that.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._items: asyncio.Queue[BaseModel | Callable[[], None] | None] = asyncio.Queue()
+        self._task = asyncio.create_task(self._write())
+
+    def put(self, item: BaseModel | Callable[[], None]) -> None:
+        """Write a message, or call a function, after what was put before."""
+        self._items.put_nowait(item)
+
+    def close(self) -> None:
+        """Close the connection. What is left is dropped, functions apart."""
+        self._comm.abort()
+        self._items.put_nowait(None)
+
+    async def _write(self) -> None:
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, BaseModel):
+                with suppress(CommClosedError):
+                    await self._comm.write(item.model_dump_json().encode())
+            else:
+                item()

@@ -1,0 +1,84 @@
+"""The executor of the engine host: joins a generation of groups, runs plan nodes, leaves again."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from rlhf_tasks.checkpoint.kept_state import KeptState
+from rlhf_tasks.parallel.comm.groups import join_world, leave_world
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.rank.plan_nodes import RankRun
+from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak
+
+
+def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "Executor":
+    """The factory that the engine host is given; see docs/interfaces.md."""
+    return Executor(rank, on_saved)
+
+
+class Executor:
+    """Runs plan nodes on one rank; holds at most one generation at a time."""
+
+    def __init__(self, rank: int, on_saved: Callable[[SavedPart], None]) -> None:
+        self._rank = rank
+        self._on_saved = on_saved
+        self._run: RankRun | None = None
+        self._kept: KeptState | None = None
+        self._aborted = False
+
+    def load(self, spec: GenerationSpec) -> None:
+        """Join the generation's groups, build the engines, restore or initialise."""
+        self._aborted = False
+        kept, self._kept = self._kept, None
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        server = dist.TCPStore(spec.store_host, spec.store_port, is_master=False)
+        store = dist.PrefixStore(spec.store_prefix, server)
+        reach(Point.JOIN)
+        join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
+        self._run = RankRun(spec, device, self._on_saved)
+        self._run.start(kept)
+
+    def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
+        """Run one node and describe what it did. Whatever a node raises is the run's fault."""
+        assert self._run is not None, "a node arrived before its generation was loaded"
+        reset_peak(self._run.device)
+        started_s = time.time()
+        outcome = self._run.perform(node, request)
+        return NodeResult(
+            key=request.key,
+            rank=self._rank,
+            started_s=started_s,
+            ended_s=time.time(),
+            metrics=dict(outcome.metrics),
+            versions=self._run.versions(),
+            bytes_sent=outcome.bytes_sent,
+            flops=outcome.flops,
+            peak_bytes=peak_bytes(self._run.device),
+            digest=outcome.digest,
+        )
+
+    def abort(self) -> None:
+        """From another thread: make a blocked collective of this rank raise, by closing its connections."""
+        self._aborted = True
+        if self._run is not None:
+            self._run.abort()
+
+    def close(self, keep_state: bool) -> None:
+        """End the generation: groups, engines, copies and samples go; what was kept of earlier ones, too.
+
+        keep_state  keep the trained roles' state in host memory for the `load` that follows
+        """
+        run, self._run, self._kept = self._run, None, None
+        try:
+            if run is not None and keep_state and not self._aborted:
+                self._kept = run.keep()
+        finally:
+            if run is not None:
+                run.close(self._aborted)
+            leave_world()
+        del run
+        give_back()  # engines are cycles, by their hooks: nothing else frees them before the next ones are built

@@ -1,0 +1,350 @@
+"""The engine host: what a rank's Dask worker does for us.
+
+On the event loop: the inbox, which decides, and the connections. Beside it one engine thread, which runs
+one job at a time: clear, load, or a plan node. So the rank answers while it computes, and dies with its
+controller.
+"""
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from typing import Any, Protocol
+from uuid import uuid4
+
+from distributed import Worker
+from distributed.comm import Comm, CommClosedError
+from distributed.core import Status
+from pydantic import BaseModel
+
+from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.inbox import Inbox
+from rlhf_tasks.protocol.instructions import SETUP
+from rlhf_tasks.protocol.messages import (
+    HOST,
+    RANK_MESSAGE,
+    Deliver,
+    Done,
+    Failed,
+    GenerationSpec,
+    Reset,
+    Restore,
+    SavedPart,
+    Told,
+    Writer,
+)
+from rlhf_tasks.rewards.user_code import UserCodeError
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.system.failpoints import Point, at, reach
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.5
+INTERRUPT_GRACE_S = 5.0  # an aborted job that still runs after this costs the process
+
+
+class Executor(Protocol):
+    """Does the work of one rank. Everything but `abort` is called on the engine thread, one call at a
+    time."""
+
+    def load(self, spec: GenerationSpec) -> None:
+        """Join the groups of a generation, build the engines, and restore or initialise."""
+        ...
+
+    def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
+        """Run one node. Whatever it raises is the run's fault."""
+        ...
+
+    def abort(self) -> None:
+        """Make a blocked `load` or `execute` raise soon: abort the groups. Called from another thread."""
+        ...
+
+    def close(self, keep_state: bool) -> None:
+        """End the generation, if there is one: groups, engines, samples, copies, writers. `load` may follow.
+
+        keep_state  it does, for another plan: the trained roles' state may be kept for it
+        """
+        ...
+
+
+ExecutorFactory = Callable[[int, Callable[[SavedPart], None]], Executor]
+"""(rank, on_saved) -> executor; called once per process and rank number, on the event loop: it must be
+quick."""
+
+
+class EngineThread:
+    """One daemon thread that runs jobs in order; what a job gives or raises goes to a callback on the loop.
+
+    submitted, finished  numbers of jobs: a job runs or waits while they differ
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.submitted = 0
+        self.finished = 0
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Run `job` after those before it, then `done(value or exception)` on the event loop."""
+        self.submitted += 1
+        self._jobs.put((job, done))
+
+    def _run(self) -> None:
+        while True:
+            job, done = self._jobs.get()
+            try:
+                value = job()
+            except Exception as error:  # noqa: BLE001 - the boundary: every error is reported
+                value = error
+            self.finished += 1
+            self._loop.call_soon_threadsafe(done, value)
+
+
+class EngineHost:
+    """One rank. `handlers` are the operations that its Dask worker answers.
+
+    boot  names this process: a restarted worker has another one
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.boot = uuid4().hex
+        self.handlers = {"rlhf_link": self.link, "rlhf_status": self.status}
+        self._loop = asyncio.get_running_loop()
+        self._engine = EngineThread(self._loop)
+        self._inbox = Inbox(0)
+        self._holder: Writer | None = None  # the link of the controller that holds the lease
+        self._executor: Executor | None = None
+        self._made_for: tuple[int, ExecutorFactory] | None = None  # rank and factory of the executor
+        self._wanted: tuple[int, ExecutorFactory] | None = None  # of the last accepted reset
+        self._spec: GenerationSpec | None = None
+        self._nodes: dict[str, PlanNode] = {}
+        self._job: tuple[str, float] = ("", 0.0)  # what the engine thread does, and since when (time.time())
+        self._ticking = asyncio.create_task(self._tick())
+        self._act: dict[type, Callable[[Any], None]] = {
+            do.Clear: self._clear,
+            do.Load: self._load,
+            do.Run: self._run,
+            do.Interrupt: self._interrupt,
+            do.Entered: lambda i: self._tell(Told(kind="entered", rank=self._inbox.rank, key=i.key)),
+            do.ResetDone: lambda i: self._tell(Told(kind="reset", rank=self._inbox.rank, key=i.key)),
+            do.RestoreDone: lambda i: self._tell(Told(kind="restored", rank=self._inbox.rank, key=i.key)),
+            do.Refuse: self._refuse,
+            do.Gap: self._refuse,
+            do.Answer: lambda i: self._tell(Done(result=i.result)),
+            do.AnswerFailure: lambda i: self._tell(Failed(failure=i.failure)),
+        }
+
+    # --- what the worker answers ------------------------------------------------------------------------
+
+    async def link(self, comm: Comm, client: str, executor: str) -> Any:
+        """A controller's link: its requests are handed to the inbox, the answers go out as news.
+
+        client    names the controller: a lease taken over this link ends when it closes
+        executor  "module:function", an `ExecutorFactory`. It is imported before the greeting, because that
+        takes seconds for which no peer should wait in a rendezvous.
+        """
+        make_executor = await asyncio.to_thread(resolve_name, executor)
+        await comm.write({"boot": self.boot, "pid": os.getpid()})
+        writer = Writer(comm)
+        try:
+            while True:
+                message: Any = await comm.read()
+                with self._reporting():
+                    self._receive(RANK_MESSAGE.validate_json(message), client, make_executor, writer)
+        except CommClosedError:
+            pass
+        writer.close()
+        self._apply(self._inbox.client_lost(client, time.monotonic()))
+        return Status.dont_reply
+
+    async def status(self) -> dict[str, Any]:
+        """Answered at once, whatever the engine thread does."""
+        inbox = self._inbox
+        return {
+            "boot": self.boot,
+            "pid": os.getpid(),
+            "rank": inbox.rank,
+            "lease": str(inbox.lease) if inbox.lease else "",
+            "generation": inbox.generation,
+            "phase": inbox.phase.name,
+            "job": self._job[0],
+            "since_s": self._job[1],
+        }
+
+    async def close(self) -> None:
+        """The worker ends."""
+        self._ticking.cancel()
+
+    # --- requests, and what the inbox makes of them -------------------------------------------------------
+
+    def _receive(
+        self,
+        request: Reset | Restore | Deliver,
+        client: str,
+        make_executor: ExecutorFactory,
+        writer: Writer,
+    ) -> None:
+        now = time.monotonic()
+        if isinstance(request, Reset):
+            names = (request.run, request.attempt, request.generation)
+            instructions = self._inbox.reset(*names, client, now, request.keep_state)
+            for instruction in instructions:
+                if isinstance(instruction, do.Refuse):
+                    self._refuse(instruction, writer)
+                    return
+            self._holder, self._inbox.rank = writer, request.rank
+            self._wanted = (request.rank, make_executor)
+        elif isinstance(request, Restore):
+            spec = request.spec
+            names = (spec.run, spec.attempt, spec.generation)
+            instructions = self._inbox.restore(*names, spec.restore_step, now)
+            if any(isinstance(instruction, do.Load) for instruction in instructions):
+                self._spec = spec
+        else:
+            instructions = self._inbox.deliver(request.requests, now)
+        self._apply(instructions)
+
+    def _apply(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            self._act[type(instruction)](instruction)
+
+    def _clear(self, instruction: do.Clear) -> None:
+        executor = self._executor
+
+        def close() -> None:
+            reach(Point.RESET)
+            if executor is not None:
+                executor.close(instruction.keep_state)
+
+        def ended(_: Any, now: float) -> list[Any]:
+            self._renew_executor()
+            return self._inbox.cleared(instruction.key, now)
+
+        self._submit(instruction.key, close, ended)
+
+    def _renew_executor(self) -> None:
+        """A rank that is clean gets the executor of the number and factory of its last reset. They differ where
+        another run has taken it over, perhaps while the engine thread was still at a job of the run before."""
+        if self._wanted is not None and self._wanted != self._made_for:
+            rank, make_executor = self._made_for = self._wanted
+            self._executor = make_executor(rank, self._on_saved)
+
+    def _load(self, instruction: do.Load) -> None:
+        spec, executor = self._spec, self._executor
+        assert spec is not None
+        assert executor is not None
+        self._nodes = {node.name: node for node in spec.plan.nodes}
+
+        def ended(_: Any, now: float) -> list[Any]:
+            return self._inbox.loaded(instruction.key, now)
+
+        def load() -> None:
+            executor.load(spec)
+            reach(Point.LOADED)
+
+        self._submit(instruction.key, load, ended)
+
+    def _run(self, instruction: do.Run) -> None:
+        request, executor = instruction.request, self._executor
+        assert executor is not None
+        node = self._nodes[request.key.node]
+
+        def run() -> NodeResult:
+            result = executor.execute(request, node)
+            reach(Point.ANSWER)
+            return result
+
+        self._submit(request.key, run, self._inbox.finished)
+
+    def _interrupt(self, instruction: do.Interrupt) -> None:
+        """Abort what the engine thread does."""
+        target = self._engine.finished + 1
+        threading.Thread(target=self._abort, args=(target,), name="abort", daemon=True).start()
+
+    def _refuse(self, instruction: do.Refuse | do.Gap, writer: Writer | None = None) -> None:
+        rank = self._inbox.rank
+        self._tell(Told(kind="refused", rank=rank, key=instruction.key, reason=instruction.reason), writer)
+
+    # --- the engine thread and the news ------------------------------------------------------------------
+
+    def _submit(
+        self, key: NodeKey, job: Callable[[], Any], ended_well: Callable[[Any, float], list[Any]]
+    ) -> None:
+        """Run a job of the inbox on the engine thread, and tell the inbox how it ended."""
+        self._job = (f"{key.node}-it{key.iteration}", time.time())
+        inbox = self._inbox
+
+        def done(value: Any) -> None:
+            self._job = ("", time.time())
+            now = time.monotonic()
+            with self._reporting():
+                if isinstance(value, Exception):
+                    self._apply(inbox.failed(_failure(key, inbox.rank, value), now))
+                else:
+                    self._apply(ended_well(value, now))
+
+        def job_here() -> Any:
+            with at(inbox.rank, key.iteration, key.generation, key.attempt):
+                return job()
+
+        def start() -> None:
+            self._engine.submit(job_here, done)
+
+        # A job starts when the news before it (its entry, the last result) are on their way.
+        if self._holder is not None and self._inbox.lease is not None:
+            self._holder.put(start)
+        else:
+            start()
+
+    def _on_saved(self, part: SavedPart) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._tell, part)
+
+    def _abort(self, target: int) -> None:
+        """Abort the groups; a job that does not end all the same costs this process, which is of no more
+        use."""
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        if self._executor is not None:
+            self._executor.abort()
+        while self._engine.finished < target:
+            if time.monotonic() > deadline:
+                logger.error("%s does not end although its groups were aborted: leaving", self._job[0])
+                os._exit(1)
+            time.sleep(0.05)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            with self._reporting():
+                self._apply(self._inbox.tick(time.monotonic()))
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Tell the controller of a mistake of the host itself, which else only a deadline would show."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("rank %d: the host has failed", self._inbox.rank)
+            lease = self._inbox.lease
+            if lease is not None and self._holder is not None:
+                key = NodeKey(lease.run, lease.attempt, self._inbox.generation, SETUP, HOST)
+                self._tell(Failed(failure=_failure(key, self._inbox.rank, error)))
+
+    def _tell(self, news: BaseModel, writer: Writer | None = None) -> None:
+        writer = writer or self._holder
+        assert writer is not None, "news before the first reset"
+        writer.put(news)
+
+
+def _failure(key: NodeKey, rank: int, error: Exception) -> NodeFailure:
+    if isinstance(error, UserCodeError):
+        return NodeFailure(key=key, rank=rank, error=str(error), traceback=error.traceback, lasting=True)
+    text = "".join(traceback.format_exception(error))
+    return NodeFailure(key=key, rank=rank, error=f"{type(error).__name__}: {error}", traceback=text)

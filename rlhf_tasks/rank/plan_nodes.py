@@ -1,0 +1,258 @@
+"""One generation of a run on one rank: where plan nodes become engine calls."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.fetch import row_of
+from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
+from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
+from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
+from rlhf_tasks.config.run import RUN_CONFIG
+from rlhf_tasks.data.dataset import load_rows
+from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
+from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.transfers import shares
+from rlhf_tasks.parallel.state.reallocation import union_set
+from rlhf_tasks.parallel.train.engine import Engine, share_batch
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.rank.role_engines import RoleEngines
+from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.spec import (
+    CallNode,
+    DataSide,
+    ExecutionPlan,
+    FetchNode,
+    NodeRequest,
+    OffloadNode,
+    OnloadNode,
+    PlanNode,
+    ReallocateNode,
+    ReleaseNode,
+    SaveNode,
+    TransferNode,
+)
+from rlhf_tasks.system.failpoints import Point, reach
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a node leaves besides its effects: metadata for the ledger."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    bytes_sent: int = 0
+    flops: float = 0.0
+    digest: str = ""
+
+
+class RankRun:
+    """Groups, engines, samples and data of one generation on one rank, whose tensors live on `device`."""
+
+    def __init__(
+        self, spec: GenerationSpec, device: torch.device, on_saved: Callable[[SavedPart], None]
+    ) -> None:
+        self._spec, self._plan, self.device = spec, spec.plan, device
+        self._config = RUN_CONFIG.validate_python(spec.config)
+        self._groups = ProcessGroups(
+            [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
+        )
+        reach(Point.JOINED)
+        self._rows = load_rows(self._config.data)
+        self._tokenizer = Tokenizer.from_folder(self._config.models.tokenizer)
+        self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks)
+        self._samples = SampleStore()
+        self._engines = RoleEngines(spec.plan, self._config, self._groups)
+        self._writer = SnapshotWriter(spec, on_saved)
+        self._at_step: dict[str, int] = {}  # role -> the step that it was saved as, until it is trained again
+        own = spec.plan.on(spec.rank)
+        self._last_node = own[-1].name if own else ""
+
+    def start(self, kept: KeptState | None) -> None:
+        """Restore the commit that the generation starts from; without one, save what stands as step 0.
+
+        kept  what this rank has kept of an earlier generation
+        """
+        step, engines = self._spec.restore_step, dict(self._engines.trained())
+        if step is None:
+            for role, engine in engines.items():
+                self._save_as(0, role, engine)
+            return
+        commit = KeptCommit(kept, self._spec, self._groups)
+        if commit.is_whole:
+            for role, layout in self._engines.trained_layouts():
+                commit.take_over(role, layout, engines.get(role))
+        else:
+            for role, engine in engines.items():
+                restore(role, engine, Path(self._spec.run_folder), step)
+
+    def keep(self) -> KeptState | None:
+        """What this rank's engines hold, if this generation saved it as a step; on CUDA it is copied to host memory.
+
+        What was restored and not saved since is not kept: the commit has it in another layout, maybe.
+        """
+        engines = dict(self._engines.trained())
+        steps = set(self._at_step.values())
+        if len(steps) != 1 or len(self._at_step) != len(engines):
+            return None
+        return KeptState(self._spec.run, self._spec.attempt, steps.pop(), host_shards(engines))
+
+    def perform(self, node: PlanNode, request: NodeRequest) -> Outcome:
+        """Run one node. The rank's last node of an iteration also drops the iteration's samples."""
+        outcome = self._perform(node, request)
+        if node.name == self._last_node:
+            self._samples.drop(self._ids(request))
+        return outcome
+
+    def versions(self) -> dict[str, int]:
+        return self._engines.versions()
+
+    def abort(self) -> None:
+        """From another thread: make a blocked collective raise."""
+        self._groups.abort()
+
+    def close(self, aborted: bool) -> None:
+        """End the reward process, the engines' copies, and the background writer, which after an abort leaves the
+        rest unwritten."""
+        self._rewards.close()
+        self._engines.close()
+        self._writer.close(wait=not aborted)
+
+    @singledispatchmethod
+    def _perform(self, node: Any, request: NodeRequest) -> Outcome:
+        raise AssertionError(f"no rule for a node of type {type(node).__name__}")
+
+    @_perform.register
+    def _fetch(self, node: FetchNode, request: NodeRequest) -> Outcome:
+        if self._spec.rank in node.placement.heads:
+            mine = shares(node.side, self._ids(request))[self._spec.rank]
+            fetched = FETCH[self._config.type](self._rows, self._tokenizer, self._config, mine)
+            reach(Point.FETCH)
+            self._samples.put(fetched.to(self._groups.device))
+        return Outcome()
+
+    @_perform.register
+    def _call(self, node: CallNode, request: NodeRequest) -> Outcome:
+        call = node.call
+        engine = self._engines.get(call.role, node.placement)
+        expected = request.versions[call.role]
+        assert engine.version == expected, f"{call.role}: version {engine.version}, the plan says {expected}"
+        batch = self._inputs(node, request) if engine.is_head else None
+        batch = share_batch(batch, node.placement, self._groups, self._spec.rank)
+        context = CallContext(
+            config=self._config,
+            iteration=request.key.iteration,
+            first_sample=request.first_sample,
+            n_seqs=self._plan.n_seqs,
+            micro_batches=node.assignment.micro_batches,
+            tokenizer=self._tokenizer,
+            rewards=self._rewards,
+            run_folder=Path(self._spec.run_folder),
+            where=lambda sample: self._rows.where(row_of(self._rows, self._config, sample)),
+        )
+        if node.trains:
+            self._at_step.pop(call.role, None)
+        flops_before = engine.flops
+        output = FUNCTIONS[self._config.type][call.name](engine, batch, context)
+        if node.trains:
+            engine.version += 1
+            reach(Point.TRAINED)
+        if engine.is_head and output.batch is not None:
+            to_store = {inside: outside for outside, inside in call.remap.items()}
+            self._samples.put(_only(_renamed(output.batch, to_store), call.outputs))
+        return Outcome(output.metrics, flops=engine.flops - flops_before)
+
+    @_perform.register
+    def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
+        consumer = self._plan.node(node.consumer)
+        assert isinstance(consumer, CallNode)
+        sent = redistribute(
+            node.source,
+            node.destination,
+            self._ids(request),
+            node.keys,
+            self._samples,
+            self._groups,
+            self._plan.devices_per_host,
+            token_key=consumer.call.token_key,
+        )
+        return Outcome(bytes_sent=sent)
+
+    @_perform.register
+    def _reallocate(self, node: ReallocateNode, request: NodeRequest) -> Outcome:
+        moved = self._engines.reallocate(node, request.versions[node.role])
+        return Outcome(bytes_sent=moved.bytes_sent, digest=moved.digest)
+
+    @_perform.register
+    def _release(self, node: ReleaseNode, request: NodeRequest) -> Outcome:
+        self._engines.release(node.role, node.placement)
+        return Outcome()
+
+    @_perform.register
+    def _onload(self, node: OnloadNode, request: NodeRequest) -> Outcome:
+        self._engines.onload(node.role, node.placement)
+        return Outcome()
+
+    @_perform.register
+    def _offload(self, node: OffloadNode, request: NodeRequest) -> Outcome:
+        self._engines.offload(node.role, node.placement)
+        return Outcome()
+
+    @_perform.register
+    def _save(self, node: SaveNode, request: NodeRequest) -> Outcome:
+        if request.in_snapshot:
+            engine = self._engines.get(node.role, node.placement)
+            self._save_as(request.key.iteration + 1, node.role, engine)
+        return Outcome()
+
+    def _save_as(self, step: int, role: str, engine: Engine) -> None:
+        self._at_step[role] = step
+        self._writer.save(role, engine, step)
+
+    def _ids(self, request: NodeRequest) -> tuple[int, ...]:
+        return tuple(range(request.first_sample, request.first_sample + self._plan.n_seqs))
+
+    def _inputs(self, node: CallNode, request: NodeRequest) -> SampleBatch:
+        """On a head: this dp rank's samples with the call's input keys, under the names its function uses."""
+        side = DataSide(
+            placement=node.placement, balance=node.assignment.balance, mini_batches=node.call.mini_batches
+        )
+        ids, lengths = self._ids(request), None
+        if side.balance == "tokens":
+            key = node.call.token_key
+            lengths = survey(self._samples, ids, [key], side.placement.heads, self._groups)[key].rows
+        mine = shares(side, ids, lengths)[self._spec.rank]
+        return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
+
+
+def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
+    """Every set of devices that communicates under a plan; the same on all ranks."""
+    sets = [tuple(range(plan.n_devices))]
+    for role in plan.roles.values():
+        for placement in role.placements:
+            sets += device_sets(placement)
+    for node in plan.nodes:
+        match node:
+            case CallNode() | FetchNode():
+                sets += [*device_sets(node.placement), tuple(sorted(node.placement.heads))]
+            case TransferNode():
+                sets.append(heads_set(node.source, node.destination))
+            case ReallocateNode():
+                sets.append(union_set(node.source, node.destination))
+            case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode():
+                pass
+    return sorted(set(sets))
+
+
+def _renamed(batch: SampleBatch, names: Mapping[str, str]) -> SampleBatch:
+    return SampleBatch(batch.ids, {names.get(key, key): packed for key, packed in batch.data.items()})
+
+
+def _only(batch: SampleBatch, keys: tuple[str, ...]) -> SampleBatch:
+    return SampleBatch(batch.ids, {key: batch.data[key] for key in keys})

@@ -1,0 +1,182 @@
+"""The engines that one rank holds: its roles on their placements, residents and copies."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.config.sections import OptimizerConfig, Role
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.weights import initialise, load, load_config
+from rlhf_tasks.parallel.state.host_copies import HostCopy, copier
+from rlhf_tasks.parallel.state.reallocation import Reallocated, reallocate
+from rlhf_tasks.parallel.train.engine import Engine
+from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from rlhf_tasks.spec import ExecutionPlan, ReallocateNode
+from rlhf_tasks.system.failpoints import Point, reach
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class RoleEngines:
+    """(role, placement) -> Engine, for the placements that this rank is in.
+
+    A trained role is resident on its training placement, a frozen one on all of its placements but for those where it
+    is offloaded: there its weights come by `onload` and go by `offload`. Copies of trained roles come by
+    `reallocate` and go by `release`; after that their engine's shell is kept without weights.
+    """
+
+    def __init__(self, plan: ExecutionPlan, config: AnyConfig, groups: ProcessGroups) -> None:
+        self._plan, self._groups = plan, groups
+        self._roles = config.roles()
+        self._dtype = DTYPES[config.dtype]
+        self._seed = config.seed
+        self._recompute = isinstance(config, TrainingConfig) and config.gradient_checkpointing
+        self._engines: dict[tuple[str, Placement], Engine] = {}
+        self._absent: set[tuple[str, Placement]] = set()
+        self._copier = copier(groups.device)
+        self._host_copies: dict[tuple[str, Placement], HostCopy] = {}
+        for role, parts in self._roles.items():
+            planned = plan.roles[role]
+            residents = planned.placements[:1] if planned.trained else planned.placements
+            for placement in residents:
+                if groups.rank in placement.devices:
+                    stage = self._stage(parts, placement)
+                    _fill(stage, parts, self._seed)
+                    settings = optimizer_settings(parts.optimizer) if parts.optimizer else None
+                    self._engines[role, placement] = Engine(stage, stage.layout, groups, settings)
+                    if placement in planned.offloaded:
+                        self._host_copies[role, placement] = HostCopy(stage, self._copier)
+
+    def get(self, role: str, placement: Placement) -> Engine:
+        """The engine of a role on a placement; its weights must be there, or on their way: then it waits for them."""
+        key = (role, placement)
+        assert key in self._engines, f"role {role!r} has never been on {placement}"
+        assert key not in self._absent, f"the copy of role {role!r} on {placement} was released"
+        if key in self._host_copies:
+            assert not self._host_copies[key].is_away, (
+                f"role {role!r} on {placement} is offloaded: onload it first"
+            )
+            self._host_copies[key].wait()
+        return self._engines[key]
+
+    def trained(self) -> Iterator[tuple[str, Engine]]:
+        """The trained roles that this rank owns a part of."""
+        for (role, _), engine in self._engines.items():
+            if engine.optimizer is not None:
+                yield role, engine
+
+    def trained_layouts(self) -> Iterator[tuple[str, Layout]]:
+        """The trained roles of the plan, here or not, and the layouts that they are trained in."""
+        for role, planned in self._plan.roles.items():
+            if planned.trained:
+                yield role, self._layout(role, planned.placements[0])
+
+    def versions(self) -> dict[str, int]:
+        """Role -> version of the weights that this rank trains."""
+        return {role: engine.version for role, engine in self.trained()}
+
+    def reallocate(self, node: ReallocateNode, version: int) -> Reallocated:
+        """Make the copy that a node asks for; the source must have `version`. Collective over both placements."""
+        source, destination = self._layout(node.role, node.source), self._layout(node.role, node.destination)
+        owner = self._engines.get((node.role, node.source))
+        if owner is not None:
+            assert owner.version == version, f"{node.role}: version {owner.version}, the plan says {version}"
+        moved = reallocate(
+            source,
+            destination,
+            owner.stage.named_slices() if owner is not None else None,
+            self._dtype,
+            self._groups,
+            self._plan.devices_per_host,
+            version=owner.version if owner is not None else version,
+            state=owner.state if owner is not None else None,
+        )
+        assert moved.version == version, f"{node.role}: version {moved.version} came, the plan says {version}"
+        if moved.slices is not None:
+            self._install(node.role, node.destination, moved)
+            reach(Point.REALLOCATED)
+        return moved
+
+    def release(self, role: str, placement: Placement) -> None:
+        """Free the weights of a copy on this rank."""
+        engine = self.get(role, placement)
+        assert engine.optimizer is None, f"{role} on {placement} is trained: it is not a copy"
+        _replace(engine.stage, {})
+        self._absent.add((role, placement))
+
+    def onload(self, role: str, placement: Placement) -> None:
+        """Start to bring an offloaded role's weights to this rank's device."""
+        self._host_copies[role, placement].onload()
+        reach(Point.ONLOAD)
+
+    def offload(self, role: str, placement: Placement) -> None:
+        """Free an offloaded role's weights on this rank's device."""
+        self._host_copies[role, placement].offload()
+        reach(Point.OFFLOAD)
+
+    def close(self) -> None:
+        """Leave no copy under way."""
+        self._copier.close()
+
+    def _install(self, role: str, placement: Placement, moved: Reallocated) -> None:
+        key = (role, placement)
+        assert moved.slices is not None
+        if key not in self._engines:
+            stage = self._stage(self._roles[role], placement)
+            self._engines[key] = Engine(stage, stage.layout, self._groups)
+        engine = self._engines[key]
+        _replace(engine.stage, moved.slices)
+        engine.version, engine.state = moved.version, moved.state
+        self._absent.discard(key)
+
+    def _layout(self, role: str, placement: Placement) -> Layout:
+        parts = self._roles[role]
+        return Layout(ModelShape.from_folder(parts.folder), parts.head, placement)
+
+    def _stage(self, parts: Role, placement: Placement) -> Stage:
+        rank = self._groups.rank
+        return Stage(
+            load_config(parts.folder),
+            Layout(ModelShape.from_folder(parts.folder), parts.head, placement),
+            placement.coordinate(rank),
+            self._groups[placement.tp_group(rank)],
+            device=self._groups.device,
+            dtype=self._dtype,
+            recompute=self._recompute,
+        )
+
+
+def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
+    """The engine's optimizer settings from a configuration's."""
+    return OptimizerSettings(
+        betas=config.adam_betas,
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def _fill(stage: Stage, parts: Role, seed: int) -> None:
+    """Give a resident its weights. Raises ValueError when a frozen role would have a head drawn at random."""
+    if parts.random_init:
+        initialise(stage, seed)
+        return
+    missing = load(stage, parts.folder, seed)
+    if missing and parts.optimizer is None:
+        raise ValueError(
+            f"Model folder {parts.folder!r} has no {missing[0]}: it holds a language model, whose scores would "
+            "be random. Name a reward model, such as one that `prefect-rlhf run reward_model` has made."
+        )
+
+
+def _replace(stage: Stage, slices: dict[str, Tensor]) -> None:
+    """Let a copy's parameters be these tensors; without one, a parameter keeps no memory."""
+    for name, parameter in stage.named_parameters():
+        parameter.data = slices.get(name, parameter.data.new_empty(0))

@@ -1,0 +1,75 @@
+"""What a Dask worker process of ours is: a rank, or the controller.
+
+`process` is the one module attribute that is set at run time: the `EngineHost` of a rank, the `Controller` of
+the controller's worker, None elsewhere. The plugin sets it on every worker that offers one of the resources,
+also on a restarted one. The plugin carries nothing of a run: a host learns its rank, and who its controller
+is, by the controller's first request.
+
+Torch-free: `tasks` and the flows import this module, a worker loads what it needs in `setup`.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+from distributed import Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+from rlhf_tasks.system.child_processes import die_with_parent
+
+CONTROLLER_RESOURCE = "controller"
+RANK_RESOURCES = ("GPU", "slot")
+CLASSES = {
+    CONTROLLER_RESOURCE: "rlhf_tasks.controller.controller:Controller",
+    **dict.fromkeys(RANK_RESOURCES, "rlhf_tasks.rank.host:EngineHost"),
+}
+
+process: Any = None
+
+
+class ProcessPlugin(WorkerPlugin):
+    """Makes a worker that offers a resource of CLASSES what it is; registered once per cluster,
+    idempotently."""
+
+    name = "prefect-rlhf"
+    idempotent = True
+
+    async def setup(self, worker: Worker) -> None:
+        global process  # the exception that this module is for
+        kind = offered(worker.state.total_resources)
+        if kind is not None:
+            if worker.nanny:
+                end_with_nanny()
+            if worker.nanny and threading.current_thread() is threading.main_thread():
+                # Ctrl-C in a terminal reaches every process; the flow decides, and ends us through the nanny.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                # Taking torch and Prefect apart, object by object, costs a core more than a second; the nanny kills
+                # a process that is not gone in four. At this point the worker is closed and its streams are flushed.
+                atexit.register(os._exit, 0)
+            process = resolve_name(CLASSES[kind])(worker)
+            worker.handlers.update(process.handlers)
+
+    async def teardown(self, worker: Worker) -> None:
+        if process is not None:
+            await process.close()
+
+
+def end_with_nanny() -> None:
+    """Have the kernel end this worker with its nanny: Dask's own thread for that cannot run in a stopped worker.
+
+    The thread that the nanny started it by lives as long as it does (distributed.process.AsyncProcess). A child of a
+    fork server has another parent, and Dask's thread alone.
+    """
+    starter, parent = multiprocessing.parent_process(), os.getppid()
+    if starter is not None and starter.pid == parent:
+        die_with_parent(parent)
+
+
+def offered(resources: Mapping[str, float]) -> str | None:
+    """The first resource of CLASSES that a worker offers; None when it offers none."""
+    return next((name for name in CLASSES if resources.get(name, 0) > 0), None)

@@ -1,0 +1,356 @@
+"""Python rewards: the forms that are known by their parameters, how each is called, and what may come back.
+
+Torch-free. Nothing here is called in a process of ours: reward_helper.py runs it, reward_process.py starts that.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf_tasks.rewards.user_code import UserCodeError
+
+Values = list[float | None]
+"""One value per answer; None where a reward has no opinion, which counts as 0 and not in its mean."""
+
+
+class RewardError(UserCodeError):
+    """A Python reward that cannot be found, failed, was late or returned something else than values.
+
+    place  of the answer that it went wrong on, among those that were judged; None where nobody knows
+    """
+
+    def __init__(self, message: str, traceback: str = "", place: int | None = None) -> None:
+        super().__init__(message, traceback)
+        self.place = place
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What rewards judge: n answers.
+
+    prompts         text, or messages where the rows are conversations
+    completions     text of the responses, without special tokens
+    completion_ids  their token ids
+    columns         the rows' further columns: name -> n values, None where a row lacks it
+    prompt_texts    the prompts as text, of a conversation what the model read
+    """
+
+    prompts: list[Any]
+    completions: list[str]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    prompt_texts: list[str]
+
+    @staticmethod
+    def of_columns(
+        rows: Sequence[str], completions: list[str], completion_ids: list[list[int]], read: Sequence[str]
+    ) -> "Answers":
+        """From the key `columns`: one JSON object per sample, with `prompt` among its entries.
+
+        read  what the model read before each completion, as text
+        """
+        parsed = [json.loads(row) for row in rows]
+        names = dict.fromkeys(name for row in parsed for name in row if name != "prompt")
+        columns = {name: [row.get(name) for row in parsed] for name in names}
+        prompts = [row.get("prompt") for row in parsed]
+        texts = [
+            prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, read, strict=True)
+        ]
+        return Answers(prompts, completions, completion_ids, columns, texts)
+
+    def select(self, places: Sequence[int]) -> "Answers":
+        """Some of them."""
+        lists = {
+            f.name: [getattr(self, f.name)[i] for i in places] for f in fields(self) if f.name != "columns"
+        }
+        columns = {name: [values[i] for i in places] for name, values in self.columns.items()}
+        return Answers(**lists, columns=columns)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What TRL's `trainer_state` says of a run, as far as rewards go by it.
+
+    global_step, max_steps  iterations that are over, of how many
+    """
+
+    global_step: int
+    max_steps: int
+    epoch: float | None = None
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way in which rewards are called.
+
+    arguments   (answers, state) -> the arguments of each call
+    per_answer  one call per answer gives one value; otherwise one call gives them all
+    """
+
+    arguments: Callable[[Answers, TrainerState], list[Arguments]]
+    per_answer: bool = False
+
+
+def _trl(answers: Answers, state: TrainerState) -> list[Arguments]:
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(answers.prompts, answers.completions, strict=True)
+    ]
+    return [
+        {
+            **answers.columns,
+            "prompts": answers.prompts,
+            "completions": completions,
+            "completion_ids": answers.completion_ids,
+            "completions_ids": answers.completion_ids,  # TRL's documents have both names
+            "trainer_state": state,
+        }
+    ]
+
+
+def _verl_rows(answers: Answers) -> tuple[list[Any], list[str], list[Any], list[Any]]:
+    nothing = [None] * len(answers)
+    columns = answers.columns
+    models = columns.get("reward_model", nothing)
+    truths = [
+        model.get("ground_truth") if isinstance(model, dict) else other
+        for model, other in zip(models, columns.get("ground_truth", nothing), strict=True)
+    ]
+    infos = [info or {} for info in columns.get("extra_info", nothing)]
+    return columns.get("data_source", nothing), answers.completions, truths, infos
+
+
+def _verl(answers: Answers, state: TrainerState) -> list[Arguments]:
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    return [dict(zip(names, row, strict=True)) for row in zip(*_verl_rows(answers), strict=True)]
+
+
+def _verl_batch(answers: Answers, state: TrainerState) -> list[Arguments]:
+    names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+    return [dict(zip(names, _verl_rows(answers), strict=True))]
+
+
+def _openrlhf(answers: Answers, state: TrainerState) -> list[Arguments]:
+    texts = zip(answers.prompt_texts, answers.completions, strict=True)
+    label = next((name for name in ("label", "labels", "answer") if name in answers.columns), None)
+    return [
+        {
+            "queries": [prompt + completion for prompt, completion in texts],
+            "prompts": answers.prompt_texts,
+            "labels": answers.columns[label] if label else [""] * len(answers),
+        }
+    ]
+
+
+TRL = Form(_trl)
+SIGNS = (
+    ({"completions", "completion_ids", "completions_ids"}, TRL),  # first: its other parameters are columns
+    ({"solution_str"}, Form(_verl, per_answer=True)),
+    ({"solution_strs"}, Form(_verl_batch)),
+    ({"queries"}, Form(_openrlhf)),
+    ({"prompts"}, TRL),
+)
+"""Parameters any of which shows a form, the surest first."""
+LOGS = ("log_extra", "log_metric")
+"""What TRL's form is offered too: `log_extra(column, values)`, `log_metric(name, value)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a function takes.
+
+    names     that can be given by name; required: those without a default
+    takes_any  whether it has **kwargs
+    """
+
+    names: Collection[str]
+    required: Collection[str]
+    takes_any: bool
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> "Parameters":
+        """Raises ValueError or TypeError where Python does not know them."""
+        found = inspect.signature(function).parameters.values()
+        named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return Parameters(
+            [p.name for p in named],
+            [
+                p.name
+                for p in found
+                if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            ],
+            any(p.kind is p.VAR_KEYWORD for p in found),
+        )
+
+    def form(self, location: str, kwargs: Collection[str]) -> Form:
+        """The form that they show. Raises RewardError where they show none, or `kwargs` has others."""
+        form = next(
+            (form for signs, form in SIGNS if signs & set(self.names)), TRL if self.takes_any else None
+        )
+        if form is None:
+            raise RewardError(
+                f"reward {location}: takes ({', '.join(self.names)}). "
+                "Give it the parameters (prompts, completions, **columns)."
+            )
+        unknown = [name for name in kwargs if name not in self.names]
+        if unknown and not self.takes_any:
+            raise RewardError(
+                f"reward {location}: has no parameter {unknown[0]!r}, which its kwargs name "
+                f"(it takes {', '.join(self.names)})."
+            )
+        return form
+
+    def refuse_missing(
+        self, location: str, form: Form, kwargs: Collection[str], columns: Sequence[str]
+    ) -> None:
+        """Raises RewardError for a required parameter that nothing gives: form, columns of the rows, kwargs."""
+        one = Answers([""], [""], [[]], {name: [None] for name in columns}, [""])
+        given = form.arguments(one, TrainerState(0, 1))
+        offered = {*given[0], *kwargs, *(LOGS if form is TRL else ())}
+        missing = [name for name in self.required if name not in offered]
+        if missing:
+            raise RewardError(
+                f"reward {location}: its parameter {missing[0]!r} is neither a column of the rows "
+                f"({', '.join(columns) or 'which have no further ones'}) nor among its kwargs. Rename a column by "
+                "data.column_map, or give it in kwargs."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward that was found.
+
+    file  that its function stands in, where Python knows it
+    """
+
+    name: str
+    location: str
+    function: Callable[..., Any]
+    parameters: Parameters
+    form: Form
+    kwargs: Mapping[str, Any]
+    file: str
+
+    def arguments(
+        self, answers: Answers, state: TrainerState, logs: Mapping[str, Callable[[str, Any], None]]
+    ) -> list[Arguments]:
+        """Of each call that judges the answers. Raises RewardError where a required one is missing."""
+        self.parameters.refuse_missing(self.location, self.form, self.kwargs, list(answers.columns))
+        more = {**(logs if self.form is TRL else {}), **self.kwargs}
+        calls = [{**given, **more} for given in self.form.arguments(answers, state)]
+        if self.parameters.takes_any:
+            return calls
+        return [{n: value for n, value in given.items() if n in self.parameters.names} for given in calls]
+
+    def values(self, returned: Sequence[Any], n_answers: int) -> Values:
+        """One per answer, from what the calls gave. Raises RewardError naming the reward, the value and its place."""
+        listed = list(returned) if self.form.per_answer else self._listed(returned[0], n_answers)
+        return [self._number(place, value) for place, value in enumerate(listed)]
+
+    def _listed(self, returned: Any, n_answers: int) -> Sequence[Any]:
+        if isinstance(returned, Mapping):  # OpenRLHF's
+            key = next((name for name in ("rewards", "scores") if name in returned), None)
+            if key is None:
+                raise RewardError(
+                    f"reward {self.name!r} returned a dict without 'rewards' (keys: {_keys(returned)})."
+                )
+            returned = returned[key]
+        if hasattr(returned, "tolist"):  # a tensor or an array
+            returned = returned.tolist()
+        if not isinstance(returned, list | tuple):
+            kind = type(returned).__name__ if returned is not None else "None"
+            raise RewardError(f"reward {self.name!r} returned {kind} instead of a list of numbers.")
+        if len(returned) != n_answers:
+            raise RewardError(
+                f"reward {self.name!r} returned {len(returned)} values for {n_answers} answers."
+            )
+        return returned
+
+    def _number(self, place: int, value: Any) -> float | None:
+        if isinstance(value, Mapping):  # verl's
+            if "score" not in value:
+                raise RewardError(
+                    f"reward {self.name!r} returned a dict without 'score' (keys: {_keys(value)}).",
+                    place=place,
+                )
+            value = value["score"]
+        if value is None:
+            return None
+        try:
+            number = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+        kind = "finite number" if isinstance(value, float | int) else "number"
+        raise RewardError(
+            f"reward {self.name!r} returned {shortened(repr(value), 80)}: not a {kind}.", place=place
+        )
+
+
+def _keys(mapping: Mapping[Any, Any]) -> str:
+    return shortened(", ".join(map(str, mapping)), 200) or "none"
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
+def load_reward(name: str, location: str, kwargs: Mapping[str, Any]) -> Reward:
+    """The reward at `module:function` or `file.py:function`. Of a class, made with `kwargs`, the object is called.
+
+    Raises RewardError when it is not there or its parameters show none of the forms; what the user's module raises
+    while it is imported is passed on.
+    """
+    place, _, attribute = location.rpartition(":")
+    target = getattr(_module(place), attribute, None)
+    if target is None:
+        raise RewardError(f"reward {location}: {place} has no function {attribute!r}.")
+    if not callable(target):
+        raise RewardError(f"reward {location}: {attribute!r} is not a function.")
+    if inspect.isclass(target):
+        target, kwargs = target(**kwargs), {}
+        if not callable(target):
+            raise RewardError(f"reward {location}: what the class {attribute!r} makes cannot be called.")
+    try:
+        parameters = Parameters.of(target)
+    except (TypeError, ValueError):
+        raise RewardError(
+            f"reward {location}: Python does not know its parameters. Wrap it in a function."
+        ) from None
+    code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
+    file = code.co_filename if code is not None else ""
+    return Reward(name, location, target, parameters, parameters.form(location, kwargs), kwargs, file)
+
+
+def _module(place: str) -> ModuleType:
+    """A module by its name, or the one in a file."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place)
+    if not path.is_file():
+        raise RewardError(f"reward file {path}: no such file.")
+    name = f"reward_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

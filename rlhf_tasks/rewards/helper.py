@@ -1,0 +1,283 @@
+"""The life of the process that runs a user's Python rewards: read requests, call rewards, tell what came of it.
+
+Requests come on standard input, replies leave on what was standard output: one line of JSON each. The first request
+has the rewards and the values of Prefect blocks that their kwargs name; its reply is `{"pid": ...}`. Each further
+one is answered by `{"at": [reward, place]}` before each call, then by `{"values": ..., "logged": ...}`, or by
+`{"fault": ..., "traceback": ..., "place": ..., "searching": ...}`, after which the process ends. Where it searches
+for the answer that a reward fails on, `{"place": ...}` is its last word.
+"""
+
+import asyncio
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rlhf_tasks.rewards.forms import Answers, Reward, RewardError, TrainerState, load_reward, shortened
+from rlhf_tasks.rewards.user_code import at_line, secret_named, traced, users_frames
+
+STACK_SIGNAL = signal.SIGRTMAX  # has this process write its stack down, whatever it is doing
+MARGIN_S = 0.5  # by which async rewards that are late are named before the whole process would be
+MOST_MESSAGE, MOST_TRACEBACK = 400, 8000  # characters
+
+
+def serve() -> None:
+    """Answer requests until a reward fails. sys.argv[2]: descriptor of the file that stacks are written to."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # a reward may read its input
+    os.dup2(2, 1)  # and print: neither must mix with ours
+    stacks = int(sys.argv[2])
+    faulthandler.enable(stacks, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
+    start = json.loads(requests.readline())
+    helper = Helper(replies, [_Entry(**entry) for entry in start["rewards"]], start["blocks"])
+    try:
+        helper.load()
+        for request in requests:
+            helper.answer(json.loads(request))
+    except RewardError as error:
+        helper.tell_fault(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A reward, as the configuration names it."""
+
+    name: str
+    function: str
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a reward. place: of the answer that it judges, None where it judges all."""
+
+    reward: Reward
+    place: int | None
+    returned: Any = None
+
+
+class Helper:
+    """The rewards of one such process.
+
+    blocks  Prefect block -> its value
+    """
+
+    def __init__(self, replies: Any, settings: Sequence[_Entry], blocks: Mapping[str, str]) -> None:
+        self._replies, self._settings = replies, settings
+        self._pid = os.getpid()
+        self._kwargs = [
+            {name: _resolved(value, blocks) for name, value in entry.kwargs.items()} for entry in settings
+        ]
+        self._secrets = {
+            str(value)
+            for entry, kwargs in zip(settings, self._kwargs, strict=True)
+            for name, value in kwargs.items()
+            if value and secret_named(entry.kwargs[name])
+        }
+        self._rewards: list[Reward] = []
+        self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection
+        if self._secrets:
+            sys.stdout, sys.stderr = (_Scrubbed(s, self.scrubbed) for s in (sys.stdout, sys.stderr))
+
+    def scrubbed(self, text: str) -> str:
+        """A text without the secrets' values."""
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text
+
+    def load(self) -> None:
+        """Find every reward. Raises RewardError."""
+        self._tell({"pid": self._pid})
+        for entry, kwargs in zip(self._settings, self._kwargs, strict=True):
+            for name, value in kwargs.items():
+                _refuse_unknown(entry, name, value)
+            try:
+                self._rewards.append(load_reward(entry.name, entry.function, kwargs))
+            except RewardError:
+                raise
+            except BaseException as error:  # noqa: BLE001  the user's module, which may do anything
+                raise _raised(f"reward {entry.function}: importing it", error, "") from None
+
+    def answer(self, request: Mapping[str, Any]) -> None:
+        """Judge n answers. Raises RewardError, or ends the process where it has told the fault itself."""
+        answers, state = Answers(**request["answers"]), TrainerState(*request["progress"])
+        until_s = request["until_s"] - MARGIN_S
+        logged: dict[str, dict[str, Any]] = {reward.name: {} for reward in self._rewards}
+        calls: list[_Call] = []
+        for reward in self._rewards:
+            logs = _logs(logged[reward.name])
+            for place, arguments in enumerate(reward.arguments(answers, state, logs)):
+                call = _Call(reward, place if reward.form.per_answer else None)
+                calls.append(call)
+                self._tell({"at": [reward.name, call.place]})
+                try:
+                    call.returned = self._called(reward, arguments)
+                except BaseException as error:  # noqa: BLE001  SystemExit among them
+                    self._end_by(call, error, answers, state)
+        failed = self._loop.run(_await([call for call in calls if _is_awaitable(call.returned)], until_s))
+        if failed is not None and isinstance(failed[1], _Late):
+            raise _late(*failed, request["timeout_s"])
+        if failed is not None:
+            self._end_by(*failed, answers, state)
+        values = {
+            reward.name: reward.values([c.returned for c in calls if c.reward is reward], len(answers))
+            for reward in self._rewards
+        }
+        self._tell({"values": values, "logged": logged})
+
+    def tell_fault(self, error: RewardError, searching: bool = False) -> None:
+        """A reward has failed.
+
+        searching  a `place` follows
+        """
+        message = shortened(self.scrubbed(str(error)), MOST_MESSAGE + MOST_MESSAGE)
+        trace = self.scrubbed(error.traceback)[-MOST_TRACEBACK:]
+        self._tell({"fault": message, "traceback": trace, "place": error.place, "searching": searching})
+
+    def _end_by(self, call: _Call, error: BaseException, answers: Answers, state: TrainerState) -> NoReturn:
+        """Tell what a call raised; of one that judges all answers, then which of them it fails on."""
+        fault = _raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
+        searching = call.place is None and len(answers) > 1
+        self.tell_fault(fault, searching)
+        if searching:
+            self._tell({"place": self._guilty(call.reward, answers, state)})
+        sys.exit()
+
+    def _guilty(self, reward: Reward, answers: Answers, state: TrainerState) -> int | None:
+        """The place of an answer that a reward fails on by itself; None where it does so on none."""
+
+        def fails(places: Sequence[int]) -> bool:
+            some = answers.select(places)
+            call = _Call(reward, None)
+            try:
+                (arguments,) = reward.arguments(some, state, _logs({}))
+                call.returned = self._called(reward, arguments)
+                waiting = [call] if _is_awaitable(call.returned) else []
+                return self._loop.run(_await(waiting, time.monotonic() + MARGIN_S)) is not None
+            except BaseException:  # noqa: BLE001  the fault that is looked for
+                return True
+
+        places: Sequence[int] = range(len(answers))
+        while len(places) > 1:
+            half = places[: len(places) // 2]
+            places = half if fails(half) else places[len(places) // 2 :]
+        return places[0] if fails(places) else None
+
+    def _called(self, reward: Reward, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return reward.function(**arguments)
+        finally:
+            if os.getpid() != self._pid:  # a fork of the reward's, which comes back as well
+                os._exit(0)
+
+    def _tell(self, reply: Mapping[str, Any]) -> None:
+        text = json.dumps(reply, default=str)
+        self._replies.write(text.encode() + b"\n")
+        self._replies.flush()
+
+
+class _Late(Exception):
+    """An async reward has not ended in time; its traceback says where it waits."""
+
+
+async def _await(calls: Sequence[_Call], until_s: float) -> tuple[_Call, BaseException] | None:
+    """Await all of them together; the first that fails, with what it raised, or that is late."""
+    tasks = {asyncio.ensure_future(call.returned): call for call in calls}
+    if not tasks:
+        return None
+    left_s = max(until_s - time.monotonic(), 0.0)
+    done, late = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            return tasks[task], error
+        tasks[task].returned = task.result()
+    for task in late:
+        task.cancel()
+        await asyncio.wait([task], timeout=MARGIN_S / 2)
+        try:
+            task.result()
+        except BaseException as error:  # noqa: BLE001  the cancellation, raised where it waited
+            return tasks[task], _Late().with_traceback(error.__traceback__)
+    return None
+
+
+def _logs(told: dict[str, Any]) -> dict[str, Any]:
+    """What TRL offers rewards to log by, writing to `told`."""
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        told[column] = list(values)
+
+    def log_metric(name: str, value: float) -> None:
+        told[name] = value
+
+    return {"log_extra": log_extra, "log_metric": log_metric}
+
+
+def _is_awaitable(value: Any) -> bool:
+    return hasattr(value, "__await__")
+
+
+def _raised(what: str, error: BaseException, file: str, place: int | None = None) -> RewardError:
+    """What a user's code raised, with the frames of their code alone.
+
+    file  the reward's: its last line that was reached is named
+    """
+    told = traceback.TracebackException.from_exception(error)
+    told.stack = traceback.StackSummary.from_list(users_frames(told.stack))
+    name = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    where = at_line(told.stack, file)
+    if not where and isinstance(error, SyntaxError):
+        where = f" at {error.filename}:{error.lineno}"
+    sentence = f"{what} raised {shortened(name, MOST_MESSAGE)}{where}."
+    return RewardError(sentence, "".join(told.format()), place)
+
+
+def _late(call: _Call, error: BaseException, timeout_s: float) -> RewardError:
+    frames = users_frames(traceback.extract_tb(error.__traceback__))
+    message = late_message(f"reward {call.reward.name!r}", timeout_s, at_line(frames, call.reward.file))
+    return RewardError(message, traced(frames), call.place)
+
+
+def late_message(who: str, timeout_s: float, where: str) -> str:
+    """What a reward did that has not ended in time."""
+    return f"{who} gave no answer in {timeout_s:g} s{where}. Mend it or raise reward_timeout_s."
+
+
+def _resolved(value: Any, blocks: Mapping[str, str]) -> Any:
+    """The value of a kwarg; None where what it names is not there."""
+    named = secret_named(value)
+    if named is None:
+        return value
+    kind, name = named
+    return os.environ.get(name) if kind == "env" else blocks.get(name)
+
+
+def _refuse_unknown(entry: _Entry, argument: str, value: Any) -> None:
+    named = secret_named(entry.kwargs[argument])
+    if value is None and named is not None:
+        kind = "environment variable" if named[0] == "env" else "Prefect Secret block"
+        raise RewardError(
+            f"reward {entry.name!r}: its kwargs name the {kind} {named[1]!r} for {argument}, which is not set here."
+        )
+
+
+class _Scrubbed:
+    """A text stream that leaves secrets out."""
+
+    def __init__(self, stream: Any, scrubbed: Any) -> None:
+        self._stream, self._scrubbed = stream, scrubbed
+
+    def write(self, text: str) -> int:
+        return self._stream.write(self._scrubbed(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,297 @@
+"""The helper process beside a rank that runs the user's Python rewards, as the rank sees it.
+
+A reward may import anything, print, hang, fork or crash: none of that may reach the rank, whose threads belong to the
+engine. `subprocess`, not multiprocessing: Dask's workers are daemonic and may have no such children. Two keepers
+(kept_process.py) stand between rank and helper: whatever a reward is doing and whatever it has started ends when the
+rank does, or when somebody kills one of them.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from rlhf_tasks.config.run import AnyConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.rewards.forms import Answers, RewardError, Values
+from rlhf_tasks.rewards.helper import STACK_SIGNAL, late_message
+from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
+from rlhf_tasks.system.child_lines import LOOK_EVERY_S, Lines
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from rlhf_tasks.system.child_processes import keep; keep('rlhf_tasks.rewards.helper:serve')"
+)
+OURS = "PREFECT_"
+"""Variables that begin so are not the rewards': the login of the run's Prefect server is among them."""
+SEARCH_S = 5.0  # for the answer that a reward fails on
+STACK_S = 1.0  # for a helper to write down where it is
+END_S = 10.0  # for a keeper to kill everything below it
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the rewards say of n answers.
+
+    values  reward -> n values
+    logged  reward -> what it logged by `log_extra` (column -> n values) and `log_metric` (name -> number)
+    """
+
+    values: Mapping[str, Values]
+    logged: Mapping[str, Mapping[str, Any]]
+
+
+class RewardProcess:
+    """One rank's helper, started with the first request and again after it was lost.
+
+    iterations  of the whole run
+    blocks      Prefect Secret block that kwargs name -> its value
+    Requests are answered one at a time, in order.
+    """
+
+    def __init__(
+        self, config: AnyConfig, iterations: int = 1, blocks: Mapping[str, str] | None = None
+    ) -> None:
+        self._config = config if isinstance(config, PPOConfig | RolloutConfig) else None
+        self._iterations, self._blocks = iterations, dict(blocks or {})
+        self._helper: _Helper | None = None
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+
+    def submit(self, answers: Answers, iteration: int = 0) -> "Future[Judged]":
+        """Start judging.
+
+        The future's exception is a RewardError when a reward raised, returned something but n finite numbers, took
+        longer than `reward_timeout_s`, more than `reward_memory_bytes`, or ended its process.
+        """
+        return self._thread.submit(self._judge, answers, iteration)
+
+    def close(self) -> None:
+        """End the helper and all that it has started, whatever they are doing; a request under way fails."""
+        self._closed = True
+        helper = self._helper  # read once: the judging thread may take it away meanwhile
+        if helper is not None:
+            helper.end()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._end()
+
+    def _judge(self, answers: Answers, iteration: int) -> Judged:
+        config = self._config
+        if config is None or not config.rewards:
+            return Judged({}, {})
+        until_s = time.monotonic() + config.reward_timeout_s
+        request = {
+            "answers": asdict(answers),
+            "progress": [iteration, self._iterations],
+            "until_s": until_s,  # by the machine's clock, which both go by
+            "timeout_s": config.reward_timeout_s,
+        }
+        try:
+            try:
+                return self._ask(config, request, until_s)
+            except (
+                _Killed
+            ):  # nothing that a reward does: somebody has killed the process, so it is started again
+                self._end()
+                return self._ask(config, request, until_s)
+        except _Killed:
+            raise RewardError(
+                f"the process of the rewards {_names(config)} was killed twice, as the system does when memory "
+                "runs out."
+            ) from None
+        except RewardError:
+            self._end()
+            raise
+
+    def _ask(self, config: PPOConfig | RolloutConfig, request: dict[str, Any], until_s: float) -> Judged:
+        """Raises RewardError, and _Killed when the helper was killed from outside."""
+        if self._closed:
+            raise RewardError("the rank's reward process is closed.")
+        helper = self._helper = self._helper or _Helper()
+        with _naming(helper, config):
+            if not helper.started:
+                rewards = [
+                    {"name": r.name, "function": r.function, "kwargs": r.kwargs} for r in config.rewards
+                ]
+                helper.start({"rewards": rewards, "blocks": self._blocks}, until_s)
+            look = functools.partial(helper.refuse_large, config.reward_memory_bytes)
+            helper.lines.send(json.dumps(request), until_s, look)
+            while (reply := helper.lines.read(until_s, look)) is not None:
+                match reply:
+                    case {"at": [name, place]}:
+                        helper.at, helper.place = f"reward {name!r}", place
+                    case {"fault": message, "traceback": trace, "place": place, "searching": searching}:
+                        raise RewardError(message, trace, helper.read_place() if searching else place)
+                    case {"values": values, "logged": logged}:
+                        helper.at, helper.place = "", None
+                        return Judged(values, logged)
+        raise self._ended(helper, config)
+
+    def _ended(self, helper: "_Helper", config: PPOConfig | RolloutConfig) -> Exception:
+        """Why there is no reply: a reward has ended the helper, or somebody else has."""
+        status = helper.status()
+        if self._closed:
+            return RewardError("the rank's reward process is closed.")
+        if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) or status < 0:
+            return _Killed()
+        where, frames = helper.written_stack()
+        how = f"exit status {status}"
+        if status > 128 and status - 128 in {s.value for s in signal.Signals}:
+            how = signal.Signals(status - 128).name
+        who = helper.at or f"one of the rewards {_names(config)}"
+        return RewardError(f"{who} ended its process with {how}{where}.", frames, helper.place)
+
+    def _end(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.close()
+
+
+class _Killed(Exception):
+    """The helper was killed, and not by what a reward did."""
+
+
+class _TooLarge(Exception):
+    """The helper and what it has started take more memory than they may."""
+
+    def __init__(self, used_bytes: int) -> None:
+        super().__init__()
+        self.used_bytes = used_bytes
+
+
+class _Helper:
+    """A helper that was started, with its keeper.
+
+    started    whether it has been told its rewards
+    at, place  the reward that it is at, and which answer, where it judges them one by one
+    """
+
+    def __init__(self) -> None:
+        self.started = False
+        self.at, self.place = "", None
+        self._stacks = os.memfd_create("stacks")
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps(sys.path), str(self._stacks)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._stacks],
+            env={name: value for name, value in os.environ.items() if not name.startswith(OURS)},
+            start_new_session=True,
+        )
+        self.lines = Lines(self._keeper)
+        self._pid: int | None = None
+        self._looked_s = 0.0
+
+    def start(self, stated: Mapping[str, Any], until_s: float) -> None:
+        """Tell it its rewards, which it imports then. Raises TimeoutError."""
+        self.lines.send(json.dumps(stated), until_s)
+        reply = self.lines.read(until_s)
+        self._pid = None if reply is None else reply["pid"]
+        self.started = True
+
+    def read_place(self) -> int | None:
+        """The answer that the reward fails on, where the helper finds it soon."""
+        with contextlib.suppress(TimeoutError):
+            reply = self.lines.read(time.monotonic() + SEARCH_S)
+            while reply is not None and "place" not in reply:
+                reply = self.lines.read(time.monotonic() + SEARCH_S)
+            return None if reply is None else reply["place"]
+        return None
+
+    def stack(self) -> tuple[str, str]:
+        """` at FILE:LINE` that the helper is at, and the frames of the user's code."""
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, STACK_SIGNAL)
+            until_s = time.monotonic() + STACK_S
+            while not self._written().strip() and time.monotonic() < until_s:
+                time.sleep(0.02)
+            time.sleep(0.02)
+        return self.written_stack()
+
+    def written_stack(self) -> tuple[str, str]:
+        """The same, of the stack that was written last."""
+        found = [
+            _FRAME.fullmatch(line)
+            for line in self._written().rpartition("(most recent call first):")[2].split("\n")
+        ]
+        frames = [traceback.FrameSummary(m[1], int(m[2]), m[3]) for m in reversed(found) if m is not None]
+        theirs = users_frames(frames)
+        return at_line(theirs), traced(theirs)
+
+    def status(self) -> int:
+        """Of the keeper that has ended or is about to: the helper's, 128 + the number of a signal."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(END_S)
+        return self._keeper.poll() or 0
+
+    def end(self) -> None:
+        """Ask the keeper to kill everything. Called from any thread."""
+        self._keeper.terminate()
+
+    def close(self) -> None:
+        """Kill everything, and take leave of the keeper."""
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # what was not written is of no use any more
+            self._keeper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.wait(END_S)
+        self._keeper.kill()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+        os.close(self._stacks)
+
+    def _written(self) -> str:
+        return os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
+
+    def refuse_large(self, most_bytes: int) -> None:
+        """Look at the memory now and then: first roughly, then without counting shared pages twice.
+
+        Raises _TooLarge.
+        """
+        if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        with contextlib.suppress(psutil.Error):  # one of them ends just now
+            processes = psutil.Process(self._keeper.pid).children(recursive=True)
+            if sum(process.memory_info().rss for process in processes) > most_bytes:
+                used_bytes = sum(process.memory_full_info().pss for process in processes)
+                if used_bytes > most_bytes:
+                    raise _TooLarge(used_bytes)
+
+
+@contextlib.contextmanager
+def _naming(helper: _Helper, config: PPOConfig | RolloutConfig) -> Iterator[None]:
+    """A helper that is late or too large becomes a RewardError that says where in the user's code it is."""
+    try:
+        yield
+    except TimeoutError:
+        where, frames = helper.stack()
+        who = helper.at or f"the process of the rewards {_names(config)}"
+        message = late_message(who, config.reward_timeout_s, where)
+        raise RewardError(message, frames, helper.place) from None
+    except _TooLarge as error:
+        where, frames = helper.stack()
+        raise RewardError(
+            f"{helper.at or 'a reward'} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes "
+            f"allows {config.reward_memory_bytes / 1e9:.1f} GB. Mend it or raise that.",
+            frames,
+            helper.place,
+        ) from None
+
+
+def _names(config: PPOConfig | RolloutConfig) -> str:
+    return ", ".join(repr(reward.name) for reward in config.rewards)

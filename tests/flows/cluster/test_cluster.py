@@ -1,0 +1,243 @@
+"""Clusters found by address: ranks and controller among foreign workers; what is refused, by name."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+from prefect import flow
+
+from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
+from flows.cluster.workers import ClusterError, Member, members, whole_hosts
+from flows.run.training import run_training
+from rlhf_tasks.spec import SaveNode
+from tests.flows.dask_commands import RANK, SAFE, dask_scheduler, dask_worker
+from tests.rlhf_tasks.plans import call, on, plan_of
+
+
+def worker(name, host, **resources):
+    return {"name": name, "host": host, "resources": resources, "nanny": f"tcp://{host}:1"}
+
+
+def test_ranks_are_grouped_by_host_and_numbers_in_names_count_as_numbers():
+    workers = {
+        "tcp://b:1": worker("rank-0", "b", slot=1),
+        "tcp://a:1": worker("rank-10", "a", GPU=1),
+        "tcp://a:2": worker("rank-9", "a", GPU=1),
+        "tcp://a:3": worker("tcp://a:3", "a", slot=1),
+        "tcp://c:1": worker("boss", "c", controller=1),
+        "tcp://c:2": worker("other", "c"),
+    }
+    ranks, controllers = members(workers)
+    assert [rank.name for rank in ranks] == ["rank-9", "rank-10", "tcp://a:1", "rank-0"]
+    assert [controller.name for controller in controllers] == ["boss"]
+
+
+def test_a_worker_with_several_devices_is_refused():
+    with pytest.raises(ClusterError, match=r"worker w offers GPU=4: a rank drives one device"):
+        members({"tcp://a:1": worker("w", "a", GPU=4)})
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({**SAFE, "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "3"}, "allowed-failures is 3"),
+        ({**SAFE, "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "30s"}, "worker-ttl is 30 s"),
+    ],
+)
+def test_an_unsafe_setting_of_a_found_cluster_is_refused_by_name(tmp_path, environment, words):
+    with (
+        dask_scheduler(tmp_path, **environment) as address,
+        pytest.raises(ClusterError, match=words),
+        found_cluster(address, 1, folder=tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.cluster
+def test_a_scheduler_that_others_reach_is_refused_even_by_its_loopback_address(tmp_path):
+    with dask_scheduler(tmp_path, host=(), **SAFE) as address:
+        loopback = f"tcp://127.0.0.1:{address.rsplit(':', 1)[1]}"
+        with (
+            pytest.raises(
+                ClusterError, match=r"listens on tcp://0\.0\.0\.0:\d+ without TLS.*--host 127\.0\.0\.1"
+            ),
+            found_cluster(loopback, 1, folder=tmp_path),
+        ):
+            pass
+
+
+@pytest.mark.cluster
+def test_a_worker_that_others_reach_is_refused(commanded, tmp_path):
+    with (
+        dask_worker(commanded, tmp_path, *RANK, "--name", "open"),
+        pytest.raises(ClusterError, match=r"worker open listens on tcp://0\.0\.0\.0"),
+        found_cluster(commanded, 2, folder=tmp_path),
+    ):
+        pass
+
+
+def test_the_ranks_of_a_plans_host_share_one():
+    ranks = [
+        Member(f"{host}{i}", f"tcp://{host}:{i}", host) for host, n in (("a", 3), ("b", 5)) for i in range(n)
+    ]
+    assert [rank.name for rank in whole_hosts(ranks, 2)] == ["a0", "a1", "b0", "b1", "b2", "b3"]
+    assert [rank.name for rank in whole_hosts(ranks, 4)] == ["b0", "b1", "b2", "b3"]
+    assert whole_hosts(ranks, 1) == ranks
+
+
+@pytest.mark.cluster
+def test_workers_of_our_own_have_nothing_of_prefects_login(cluster, prefect):
+    """Rewards run as the same user, and may read it there."""
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        told = client.run(lambda: [name for name in os.environ if name.startswith("PREFECT_API")])
+    assert len(told) == len(cluster.ranks) + 1
+    assert not any(told.values())
+
+
+@pytest.mark.cluster
+def test_workers_of_our_own_that_are_not_up_in_time_are_counted_and_ended(tmp_path):
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    with (
+        pytest.raises(
+            ClusterError, match=r"\d of 3 workers .* came up within runtime\.startup_timeout_s=0\.1"
+        ),
+        local_cluster(2, folder=tmp_path, deadline_s=0.1),
+    ):
+        pass
+    left = {child for child in set(me.children(recursive=True)) - before if not is_tracker(child)}
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive
+
+
+def is_tracker(process):
+    """Multiprocessing's own, which lives as long as this process."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tls://127.0.0.1:1", "nonsense://127.0.0.1:1"])
+def test_an_address_at_which_no_scheduler_answers_is_named(tmp_path, address):
+    with (
+        pytest.raises(ClusterError, match=f"no Dask scheduler answers at cluster.address={address}: "),
+        found_cluster(address, 2, folder=tmp_path, deadline_s=1),
+    ):
+        pass
+
+
+@pytest.mark.cluster
+def test_ctrl_c_in_a_terminal_is_not_for_workers(cluster):
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        pids = client.run(os.getpid).values()
+    for pid in pids:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        assert int(status["SigBlk"], 16) & 1 << signal.SIGINT - 1
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.cluster
+def test_ranks_on_cpu_see_no_gpu(cluster):
+    def visible():
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        assert set(client.run(visible).values()) == {""}
+
+
+@pytest.mark.cluster
+def test_a_cluster_without_a_controller_is_refused(tmp_path):
+    with (
+        dask_scheduler(tmp_path, **SAFE) as address,
+        Client(address, set_as_default=False, timeout=300) as client,
+        pytest.raises(ClusterError, match="has no controller"),
+    ):
+        form_cluster(client, 2, deadline_s=0.1)
+
+
+@pytest.mark.cluster
+def test_ranks_that_are_not_there_are_counted(commanded):
+    with (
+        Client(commanded, set_as_default=False, timeout=300) as client,
+        pytest.raises(ClusterError, match=r"needs 2 ranks; the cluster at \S+ offers 1 .*Start 1 more"),
+    ):
+        form_cluster(client, 2, deadline_s=0.1)
+
+
+@pytest.mark.cluster
+def test_a_cluster_of_dask_commands_serves_and_replaces_a_rank_that_is_killed(commanded, prefect, tmp_path):
+    save = SaveNode(name="save_actor", role="actor", placement=on(0), after=("actor_train",))
+    plan = plan_of((call("actor_train", "actor", "train_step", on(0)), save), {"actor": on(0)}, 1)
+    with found_cluster(commanded, 1, folder=tmp_path) as cluster:
+
+        @flow(name="rlhf-fake", persist_result=False)
+        async def parent():
+            return await run_training(
+                plan,
+                {"fault": {"kind": "kill", "node": "actor_train", "iteration": 1, "rank": 0}},
+                cluster,
+                run="foreign",
+                run_folder=tmp_path,
+                iterations=3,
+                executor="tests.rlhf_tasks.fake_rank:make_executor",
+                snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+            )
+
+        result = asyncio.run(parent())
+    assert result.committed_step == 3
+    assert len(result.faults) == 1
+
+
+CLUSTER = """
+import sys, time
+from pathlib import Path
+from flows.cluster.cluster import local_cluster
+
+if __name__ == "__main__":
+    with local_cluster(1, folder=Path(sys.argv[1]), deadline_s=400.0) as cluster:
+        from distributed import Client
+        with Client(cluster.scheduler_address, set_as_default=False, security=cluster.security) as client:
+            pids = client.run(lambda dask_worker: __import__("os").getpid())
+        print(*pids.values(), flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_stopped_workers_of_our_cluster_die_with_the_process_that_started_them(tmp_path):
+    """Dask's own watch over its parent needs a worker that runs."""
+    (tmp_path / "start.py").write_text(CLUSTER)
+    root = str(Path(__file__).parents[3])
+    starter = subprocess.Popen(
+        [sys.executable, str(tmp_path / "start.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert starter.stdout is not None
+    pids = [int(pid) for pid in starter.stdout.readline().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    starter.kill()
+    starter.wait(60)
+    starter.stdout.close()
+    try:
+        deadline = time.monotonic() + 30
+        while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(psutil.pid_exists, pids))
+    finally:
+        for pid in filter(psutil.pid_exists, pids):
+            os.kill(pid, signal.SIGKILL)

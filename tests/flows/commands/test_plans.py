@@ -1,0 +1,313 @@
+"""`prefect-rlhf plan`: what it prints and writes, and one sentence with status 2 for every mistake."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import yaml
+
+import deployments
+from flows.cli import run_command
+from rlhf_tasks.config.run import make_config, manual_assignments
+from tests.flows.plan_documents import DISJOINT, KEYS, ppo, refused
+from tests.ppo_calls import PPO_CALLS
+
+pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
+EXAMPLES = Path(deployments.__file__).with_name("examples")
+
+
+@pytest.mark.parametrize("mode", ["search", "heuristic", "symmetric"])
+def test_a_plan_is_shown_and_its_figures_are_written(run_plan, tmp_path, mode):
+    figures = tmp_path / "figures.json"
+    status, out, err = run_plan(
+        ppo(), "--mode", mode, "--no-compare", "--time-limit", "2", "--json", str(figures)
+    )
+    assert status == 0, err
+    assert all(name in out for name in PPO_CALLS)
+    found = json.loads(figures.read_text())
+    assert set(found) == KEYS
+    assert set(found["assignments"]) == set(PPO_CALLS)
+    assert 0 < found["lower_bound_s"] <= found["iteration_time_s"]
+    assert found["gap"] == pytest.approx(1 - found["lower_bound_s"] / found["iteration_time_s"])
+    assert found["search"]["mode"] == mode
+    assert set(found["search"]) == {"mode", "seconds", "compile_s", "evaluations"}
+    assert (found["search"]["compile_s"] > 0) == (mode == "search") == ("s of compilation" in out)
+    for given in found["assignments"].values():
+        assert set(given) == {
+            *("nodes", "device_classes", "devices", "dp", "tp", "pp", "micro_batches", "offload", "time_s")
+        }
+        assert given["dp"] * given["tp"] * given["pp"] == len(given["devices"])
+        assert given["nodes"] == [0]
+    assert found["peak_memory_bytes"].keys() == {"0", "1"}
+    assert all(0 < size < 4e9 for size in found["peak_memory_bytes"].values())
+
+
+def test_the_modes_are_compared_by_hours(run_plan):
+    status, out, err = run_plan(ppo(), "--mode", "heuristic", "--time-limit", "1", "--iterations", "7200")
+    assert status == 0, err
+    assert "Rejected alternatives" in out
+    rows = {line.split()[0]: line.split() for line in out.split("7200 iterations")[1].splitlines() if line}
+    assert "on devices of their own" in " ".join(rows["disjoint"]), "four roles do not fit two devices"
+    for mode in ("search", "mcmc", "heuristic", "symmetric"):
+        time_s, hours = float(rows[mode][1]), float(rows[mode][2])
+        assert hours == pytest.approx(2 * time_s, rel=0.02), rows[mode]
+
+
+def test_a_plan_by_hand_is_compared_with_the_modes_and_with_better_places(run_plan, write):
+    on_one = {name: {"devices": [0]} for name in DISJOINT}
+    status, out, err = run_plan(
+        ppo(), "--evaluate", write(on_one), "--time-limit", "0.5", "--iterations", "7200"
+    )
+    assert status == 0, err
+    alternatives, hours = out.split("Rejected alternatives")[1].split("7200 iterations")
+    assert "the other calls may have moved too" in alternatives
+    assert "faster by" in alternatives
+    assert "The plan is not the best" in alternatives
+    assert "takes as long" not in alternatives
+    assert "time limits: search 0.5 s, mcmc 0.5 s" in hours
+    rows = {line.split()[0]: line.split() for line in hours.splitlines() if line}
+    assert float(rows["manual"][1]) > float(rows["search"][1])
+    assert rows["manual"][3].startswith("+")
+
+
+def test_a_search_says_that_the_first_one_compiles(run_plan, monkeypatch):
+    told = []
+
+    def status(text: str) -> AbstractContextManager[None]:
+        told.append(text)
+        return nullcontext()
+
+    monkeypatch.setattr("flows.commands.plans.console.status", status)
+    for mode in ("search", "heuristic"):
+        assert run_plan(ppo(), "--mode", mode, "--no-compare", "--time-limit", "0.5")[0] == 0
+    first, second = told
+    assert first.startswith("search, up to 0.5 s; ")
+    assert "first time" in first
+    assert "a minute" in first
+    assert second == "heuristic ...", "it compiles nothing and has no limit"
+
+
+def test_a_found_plan_is_what_a_run_accepts_and_is_priced_alike(run_plan, tmp_path):
+    plan, first, second = (str(tmp_path / name) for name in ("plan.yaml", "first.json", "second.json"))
+    status, _, err = run_plan(ppo(), "--mode", "symmetric", "--no-compare", "--json", first, "--out", plan)
+    assert status == 0, err
+    config = make_config(ppo(plan=plan))
+    read = manual_assignments(config)
+    assert read is not None
+    status, _, err = run_plan(ppo(), "--evaluate", plan, "--no-compare", "--json", second)
+    assert status == 0, err
+    before, after = (json.loads(Path(path).read_text()) for path in (first, second))
+    assert after["search"]["mode"] == "manual"
+    for key in ("assignments", "iteration_time_s", "peak_memory_bytes", "transfers"):
+        assert before[key] == after[key]
+    for name, given in before["assignments"].items():
+        assert list(read[name].placement.devices) == given["devices"]
+        assert read[name].micro_batches == given["micro_batches"]
+
+
+def test_a_searched_plan_keeps_its_order_of_calls(run_plan, tmp_path):
+    plan, first, second = (str(tmp_path / name) for name in ("plan.yaml", "first.json", "second.json"))
+    limit = ("--no-compare", "--time-limit", "1")
+    status, _, err = run_plan(ppo(), *limit, "--json", first, "--out", plan)
+    assert status == 0, err
+    written = yaml.safe_load(Path(plan).read_text())
+    assert sorted(given["order"] for given in written.values()) == list(range(6))
+    status, _, err = run_plan(ppo(), *limit, "--evaluate", plan, "--json", second)
+    assert status == 0, err
+    before, after = (json.loads(Path(path).read_text()) for path in (first, second))
+    assert before["iteration_time_s"] == after["iteration_time_s"]
+    assert list(before["assignments"]) == list(after["assignments"])
+    del written["critic_train"]["order"]
+    Path(plan).write_text(yaml.safe_dump(written))
+    refused(run_plan(ppo(), *limit, "--evaluate", plan), "critic_train has none", "or leave all out")
+
+
+def test_a_manual_plan_has_its_price_and_its_transfers(run_plan, write, tmp_path):
+    figures = tmp_path / "figures.json"
+    status, _, err = run_plan(ppo(), "--evaluate", write(DISJOINT), "--no-compare", "--json", str(figures))
+    assert status == 0, err
+    found = json.loads(figures.read_text())
+    assert found["assignments"]["critic_train"]["devices"] == [1]
+    assert found["assignments"]["critic_train"]["micro_batches"] == 2
+    moved = {move["name"]: move for move in found["transfers"]}
+    to_reward = moved["transfer_actor_generate_to_reward_inference"]
+    assert to_reward["source"] == [0]
+    assert to_reward["destination"] == [1]
+    # 8 sequences of 32 tokens: input_ids of 8 bytes and the mask of 1; truncated; columns with the prompt
+    assert to_reward["bytes"] >= 8 * 32 * 9
+
+
+def test_a_manual_plan_may_offload_a_frozen_model(run_plan, write, tmp_path):
+    """Its onload and offload cost their dispatches, and it needs no more memory."""
+    resident, offloaded = (tmp_path / name for name in ("resident.json", "offloaded.json"))
+    ref = {**DISJOINT["ref_inference"], "offload": True}
+    for plan, figures in ((DISJOINT, resident), ({**DISJOINT, "ref_inference": ref}, offloaded)):
+        status, out, err = run_plan(ppo(), "--evaluate", write(plan), "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["ref_inference"])
+        assert ("yes" in row) == (figures == offloaded)
+    before, after = (json.loads(path.read_text()) for path in (resident, offloaded))
+    assert after["assignments"]["ref_inference"]["offload"]
+    assert after["iteration_time_s"] >= before["iteration_time_s"]
+    device = str(DISJOINT["ref_inference"]["devices"][0])
+    assert after["peak_memory_bytes"][device] <= before["peak_memory_bytes"][device]
+
+
+def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(run_plan, write):
+    small = {"n_hosts": 1, "devices_per_host": 2, "device": {"like": "cpu-slot", "memory_bytes": 2_000_000}}
+    status, out, err = run_plan(
+        ppo(), "--evaluate", write(DISJOINT, "plan.yaml"), "--cluster", write(small, "cluster.yaml")
+    )
+    assert "critic_train" in out, "the price is shown nevertheless"
+    warning, error = err.splitlines(keepends=True)
+    assert "memory_bytes=2e+06 is hardly true" in warning
+    refused((status, out, error), "plan.yaml does not fit", "Device ", " lacks ", " bytes", "would lower it")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"actor_trains": {"devices": [0]}}, ("actor_trains", "the calls of ppo are actor_generate")),
+        ({"actor_train": {"devices": [0, 1], "dp": 4}}, ("actor_train", "dp=4", "4 devices", "file.yaml")),
+        ({"actor_train": {"devices": [2]}}, ("actor_train", "devices 0 to 1")),
+        ({"actor_train": {"devices": [0], "offload": True}}, ("actor_train", "offload is for frozen roles")),
+        ({"actor_train": {"devices": [0], "tpp": 1}}, ("actor_train.tpp: unknown key",)),
+        (
+            {"actor_train": {"devices": [0, 1], "dp": 2, "micro_batches": 5000}},
+            ("actor_train", "micro_batches=5000", "at most 2 micro-batches"),
+        ),
+        ({"actor_train": {"devices": [0, 1], "pp": 2}, "critic_train": {"devices": []}}, ("critic_train",)),
+    ],
+)
+def test_a_plan_for_another_graph_or_cluster_is_refused(run_plan, write, change, parts):
+    refused(run_plan(ppo(), "--evaluate", write({**DISJOINT, **change})), *parts)
+
+
+def test_a_plan_that_leaves_a_call_out_is_refused(run_plan, write):
+    part = {name: place for name, place in DISJOINT.items() if name != "ref_inference"}
+    refused(run_plan(ppo(), "--evaluate", write(part)), "says nothing about ref_inference")
+
+
+def test_a_time_limit_of_nothing_is_refused(run_plan):
+    refused(run_plan(ppo(), "--time-limit", "0"), "0")
+
+
+@pytest.mark.parametrize("iterations", ["-5", "1.5", "many"])
+def test_hours_of_no_number_of_iterations_are_refused(run_plan, iterations):
+    outcome = run_plan(ppo(), "--mode", "heuristic", "--iterations", iterations)
+    refused(outcome, f"--iterations {iterations}: ", "at least one")
+
+
+@pytest.mark.parametrize("seed", ["-1", "1.5", "x", str(2**63)])
+def test_what_is_no_seed_is_refused_before_the_search(run_plan, seed):
+    """Which would refuse its time limit."""
+    outcome = run_plan(ppo(), "--time-limit", "0", "--seed", seed)
+    refused(outcome, f"--seed {seed}: ", "a whole number from 0 to 9223372036854775807")
+    refused(run_plan(ppo(), "--time-limit", "0", "--seed", str(2**63 - 1)), "leaves no time to search")
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(run_plan, tmp_path):
+    """Which would refuse its time limit."""
+    lost = str(tmp_path / "no" / "figures.json")
+    refused(run_plan(ppo(), "--time-limit", "0", "--json", lost), "figures.json cannot be written")
+
+
+@pytest.mark.parametrize("other", ["figures.json", "./figures.json", "sub/../figures.json", "link.json"])
+def test_two_outputs_to_one_file_are_refused_before_the_search(run_plan, tmp_path, monkeypatch, other):
+    """Which would refuse its time limit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.json").symlink_to("figures.json")
+    outputs = ("--json", str(tmp_path / "figures.json"), "--out", other)
+    outcome = run_plan(ppo(), "--time-limit", "0", *outputs)
+    refused(outcome, "figures.json are the same file", str(Path(other)), "Name two files.")
+    outputs = ("--json", str(tmp_path / "figures.json"), "--out", "plan.yaml")
+    refused(run_plan(ppo(), "--time-limit", "0", *outputs), "leaves no time to search")
+
+
+def test_the_help_says_what_the_time_limit_does_not_bound(capsys):
+    assert run_command(["plan", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "made in any case: a second or two on 128 GPUs, about 20 s on 16,384" in told
+
+
+def test_inline_models_and_grpo_are_planned_but_not_run(run_plan, tmp_path):
+    run = ["run", "ppo", "--config", str(tmp_path / "run.yaml")]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(ppo()))
+    assert run_command(run) == 2
+    grpo = {key: value for key, value in ppo().items() if key != "type"} | {"type": "grpo"}
+    status, out, err = run_plan(grpo, "--mode", "heuristic", "--no-compare")
+    assert status == 0, err
+    assert "critic" not in out
+    assert run_command(["run", "grpo", "--config", str(tmp_path / "run.yaml")]) == 2
+
+
+def test_planning_loads_neither_torch_nor_prefect(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(ppo()))
+    code = (
+        "import sys; from flows.cli import run_command; status = run_command(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'prefect', 'prefect_dask', 'distributed', 'matplotlib'}; "
+        "print('loaded:', sorted(heavy & sys.modules.keys())); sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, "plan", "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run([*command, "--mode", "heuristic"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("loaded: []\n"), done.stdout
+
+
+INTERRUPTED = """
+    import sys
+    from flows.cli import run_command
+    from flows.commands import plans
+
+    plan_for = plans.plan_for
+
+    def told(*arguments, called_off):
+        looks = []
+
+        def off():
+            looks.append(1)
+            if len(looks) == 3:
+                print("searching", flush=True)
+            return called_off()
+
+        return plan_for(*arguments, called_off=off)
+
+    plans.plan_for = told
+    sys.exit(run_command(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+def test_ctrl_c_ends_a_search_with_the_plan_found_by_then(tmp_path, mode):
+    """A signal that comes while compiled code anneals: its exception must not be raised there."""
+    config, found = EXAMPLES / "plan-ppo-70b-70b.yaml", tmp_path / "plan.json"
+    arguments = ["--mode", mode, "--time-limit", "600", "--json", str(found), "--no-compare"]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(INTERRUPTED),
+        "plan",
+        "--config",
+        str(config),
+        *arguments,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "searching\n"
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=500)[1]
+    assert process.returncode == 0, told
+    assert "ending with the plan found by now" in told
+    document = json.loads(found.read_text())
+    assert document["search"]["mode"] == mode
+    assert document["search"]["seconds"] < 500
+    assert not document["proven_optimal"]

@@ -1,0 +1,92 @@
+"""`prefect-rlhf run` before anything is started: its folder, and which run it goes on with."""
+
+import sys
+
+import pytest
+
+from flows.run.run_folder import new_run_folder
+from rlhf_tasks.config.run import make_config
+from tests.flows.checked_files import refused
+
+
+def test_a_run_name_in_use_is_refused_with_the_way_to_go_on(call, document, tmp_path):
+    document["name"] = "mine"
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    refused(call, "name='mine' is in use", f"--resume {tmp_path / 'runs' / 'mine'}")
+
+
+def test_a_folder_that_is_no_run_cannot_be_resumed(call, tmp_path):
+    refused(call, "is no run folder", command=("run", "ppo", "--resume", str(tmp_path)))
+
+
+def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, tmp_path, monkeypatch):
+    began = make_config({**document, "name": "mine"})
+    folder = new_run_folder(began)
+    resume = ("run", "ppo", "--resume", str(folder))
+    refused(call, "total_iterations=9 would change it", command=(*resume, "total_iterations=9"))
+    ran = []
+    monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
+    status, _, err = call(*resume, "cluster.address=tcp://127.0.0.1:8786")
+    assert status == 0, err
+    moved = began.cluster.model_copy(update={"address": "tcp://127.0.0.1:8786"})
+    assert ran == [("ppo", began.model_copy(update={"cluster": moved}), folder)]
+
+
+def test_ctrl_c_before_there_is_a_run_folder_names_none_and_leaves_none(call, tmp_path, monkeypatch, capsys):
+    """While Prefect is imported, for which there are seconds."""
+
+    class Importing:
+        @property
+        def run_here(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "flows.commands.local_run", Importing())
+    with pytest.raises(SystemExit) as ended:
+        call("run", "ppo", "--config", "FILE")
+    assert ended.value.code == 130
+    assert "go on" not in "".join(capsys.readouterr())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", "FOLDER"])
+def test_resume_in_the_configuration_goes_on_with_that_run(call, document, monkeypatch, resume):
+    began = make_config({**document, "name": "mine"})
+    folder = new_run_folder(began)
+    document |= {"name": "mine", "resume": resume.replace("FOLDER", str(folder)), "total_iterations": 9}
+    ran = []
+    monkeypatch.setattr("flows.commands.local_run.run_here", lambda *arguments: ran.append(arguments))
+    status, _, err = call("run", "ppo", "--config", "FILE")
+    assert status == 0, err
+    assert ran == [("ppo", began, folder)]
+    assert "2 iterations." in call("config", "validate", "FILE")[1]
+
+
+@pytest.mark.parametrize("command", [("run", "ppo", "--config", "FILE"), ("config", "validate", "FILE")])
+def test_a_folder_to_resume_that_is_no_run_is_refused(call, document, command):
+    document["resume"] = "/nowhere"
+    refused(call, "/nowhere is no run folder", command=command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "ppo", "--config", "FILE"),
+        ("config", "validate", "FILE"),
+        ("demo", "--folder", "HERE/prompts.jsonl/in"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused(call, document, tmp_path, command):
+    pytest.importorskip("reasoning_gym")
+    document["output_dir"] = str(tmp_path / "prompts.jsonl" / "in")
+    command = tuple(part.replace("HERE", str(tmp_path)) for part in command)
+    refused(
+        call, "prompts.jsonl/in cannot be written to: Not a directory. Name another folder.", command=command
+    )
+
+
+def test_config_and_resume_exclude_each_other(call):
+    refused(call, "--config FILE", "--resume FOLDER", command=("run", "ppo"))
+
+
+def test_the_algorithm_must_be_the_configurations(call):
+    refused(call, "'ppo', not 'sft'", command=("run", "sft", "--config", "FILE"))

@@ -1,0 +1,81 @@
+"""`prefect-rlhf run` as a process: whenever it is told to end, nothing is left behind, and going on ends the run."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.flows.marked_command import MarkedCommand
+from tests.tiny_runs import ppo_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+ENDED_S = 120.0  # on a starved machine; flows/cluster/shutdown.py has the bound, and its tests
+ITERATIONS = 3
+
+
+def begin(folder: Path, **settings) -> tuple[list[str], Path]:
+    """A run's command line and its folder."""
+    document = ppo_config(folder, name="mine", **settings).model_dump(mode="json")
+    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    return ["run", "ppo", "--config", str(folder / "run.yaml")], folder / "runs" / "mine"
+
+
+def go_on(run_folder: Path, log: Path, *more: str, environment=None) -> dict:
+    """The summary of a run that was gone on with, to its end."""
+    with MarkedCommand(
+        log, "run", "ppo", "--resume", str(run_folder), *more, environment=environment
+    ) as again:
+        assert again.process.wait(600) == 0, again.output
+        again.assert_gone()
+    assert (run_folder / "model" / "model.safetensors").exists()
+    return json.loads((run_folder / "summary.json").read_text())
+
+
+def test_ctrl_c_names_the_way_to_go_on_which_finishes_the_run(tmp_path):
+    command, folder = begin(tmp_path, total_iterations=40)
+    with MarkedCommand(tmp_path / "log", *command) as run:
+        run.wait_until(lambda: "iteration 1 of 40" in run.output)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(ENDED_S) == 130, run.output
+        assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
+        assert "Traceback" not in run.output
+        run.assert_gone()
+    # The run that goes on is the one written down; fewer iterations make the test short.
+    done = max(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    assert 1 <= done < 40
+    fewer = (f"total_iterations={done + 1}", "--accept-changes")
+    assert go_on(folder, tmp_path / "again", *fewer)["iterations"] == done + 1
+
+
+MOMENTS = {
+    "its server starts": lambda run, folder: (folder / "prefect" / "api-url").exists(),
+    "its cluster starts": lambda run, folder: any("multiprocessing" in line for line in run.alive()),
+    "a commit is written": lambda run, folder: any(folder.glob("step-00000002.tmp-*")),
+    "the model is exported": lambda run, folder: (folder / ".model.unfinished").exists(),
+    "it ends": lambda run, folder: (folder / "summary.json").exists(),
+}
+OWN_SERVER = ("its server starts", "it ends")
+LATE = ("the model is exported", "it ends")  # a run so near its end may come to it
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_is_told_to_end_while(prefect, tmp_path, moment, number):
+    environment = None if moment in OWN_SERVER else prefect.environment
+    command, folder = begin(tmp_path, total_iterations=ITERATIONS)
+    with MarkedCommand(tmp_path / "log", *command, environment=environment) as run:
+        run.wait_until(lambda: MOMENTS[moment](run, folder))
+        run.signal(number)
+        status = run.process.wait(ENDED_S)
+        run.assert_gone()
+        if moment in LATE and (folder / "summary.json").exists():
+            assert status in (0, 128 + number, -number), run.output
+            assert json.loads((folder / "summary.json").read_text())["iterations"] == ITERATIONS
+            assert (folder / "model" / "README.md").exists()
+            return
+        assert status in (128 + number, -number), run.output
+        assert f"To go on: prefect-rlhf run ppo --resume {folder}" in run.output
+        assert "Traceback" not in run.output
+    assert go_on(folder, tmp_path / "again", environment=environment)["iterations"] == ITERATIONS

@@ -1,0 +1,140 @@
+"""Rewards in Python are found before a run starts, without importing them."""
+
+import sys
+
+import pytest
+
+from flows.rewards.find import check_rewards
+from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.config.sections import RewardFunction
+from tests.flows.checked_files import refused
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        ("HERE/nowhere.py:good", ("nowhere.py cannot be read (No such file or directory)",)),
+        ("HERE/rewards.py:bad", ("has no function 'bad' (functions there: good)",)),
+        ("no_such_module_here:f", ("there is no module 'no_such_module_here'",)),
+        ("json.nothing.here:f", ("there is no module 'json.nothing.here'",)),
+        ("json.decoder:nothing", ("has no function 'nothing'", "py_scanstring")),
+    ],
+)
+def test_a_reward_that_cannot_be_found_is_refused(call, document, tmp_path, function, parts):
+    document["rewards"] = [{"function": function.replace("HERE", str(tmp_path))}]
+    refused(call, *parts)
+
+
+def test_a_reward_may_be_bound_in_any_way(tmp_path):
+    file = tmp_path / "r.py"
+    file.write_text(
+        "import x as imported\nif True:\n    def inside(): ...\n"
+        "try:\n    from y import tried\nexcept ImportError:\n    tried = None\nassigned = lambda: 0\n"
+        "def outer(completions):\n    hidden = 1\n"
+    )
+    for name in ("imported", "inside", "tried", "assigned", "outer"):
+        check_rewards([RewardFunction(function=f"{file}:{name}")], (), True)
+    with pytest.raises(ConfigError, match="no function 'hidden'"):
+        check_rewards([RewardFunction(function=f"{file}:hidden")], (), True)
+    file.write_text("def broken(:\n")
+    with pytest.raises(ConfigError, match="no Python source"):
+        check_rewards([RewardFunction(function=f"{file}:broken")], (), True)
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that says so when it is imported."""
+    folder = tmp_path / "path" / "their_package" / "inner"
+    folder.mkdir(parents=True)
+    told = f"open({str(tmp_path / 'imported')!r}, 'w')\n"
+    for place in (folder.parent / "__init__.py", folder / "__init__.py"):
+        place.write_text(told)
+    (folder / "rewards.py").write_text(f"{told}def good(completions, **kwargs): ...\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    return tmp_path
+
+
+def test_a_dotted_reward_is_found_without_importing_the_packages_around_it(call, document, package):
+    document["rewards"] = [{"function": "their_package.inner.rewards:good"}]
+    assert call("config", "validate", "FILE")[0] == 0
+    document["rewards"] = [{"function": "their_package.inner.rewards:bad"}]
+    refused(call, "has no function 'bad' (functions there: good)", command=("config", "validate", "FILE"))
+    document["rewards"] = [{"function": "their_package.nothing:good"}]
+    refused(call, "there is no module 'their_package.nothing'", command=("config", "validate", "FILE"))
+    assert not (package / "imported").exists()
+    assert not {name for name in sys.modules if name.startswith("their_package")}
+
+
+def test_a_package_that_says_itself_where_its_modules_are_is_left_to_the_reward_process(
+    call, document, package
+):
+    (package / "path/their_package/__init__.py").write_text("__path__ = ['/nowhere/yet']\n")
+    document["rewards"] = [{"function": "their_package.generated.rewards:good"}]
+    assert call("config", "validate", "FILE")[0] == 0
+
+
+def test_folders_without_an_init_are_packages_too(call, document, tmp_path, monkeypatch):
+    folder = tmp_path / "path" / "their_folder" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "rewards.py").write_text("def good(completions): ...\n")
+    (tmp_path / "path" / "their_folder" / "beside.py").write_text("def good(completions): ...\n")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    for sound in ("their_folder.inner.rewards:good", "their_folder.beside:good"):
+        document["rewards"] = [{"function": sound}]
+        assert call("config", "validate", "FILE")[0] == 0
+    for place, words in (
+        ("inner.rewards:bad", "has no function 'bad'"),
+        ("none.at:all", "there is no module"),
+    ):
+        document["rewards"] = [{"function": f"their_folder.{place}"}]
+        refused(call, words, command=("config", "validate", "FILE"))
+    assert "their_folder" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "parts"),
+    [
+        ("def f(completions, **kwargs): ...", {}, None),
+        ("async def f(solution_str, ground_truth): ...", {}, None),
+        ("def f(queries, prompts, labels): ...", {}, None),
+        ("def f(**kwargs): ...", {}, None),
+        ("def f(prompts, completions, trainer_state, log_extra, log_metric): ...", {}, None),
+        ("class f:\n    def __call__(self, first): ...", {}, None),
+        ("def f(first, second): ...", {}, ("takes (first, second).", "(prompts, completions, **columns)")),
+        (
+            "def f(completions, truth): ...",
+            {},
+            ("'truth' is neither a column of the rows (which have", "column_map"),
+        ),
+        ("def f(completions, *, truth): ...", {}, ("'truth' is neither a column",)),
+        ("def f(completions, truth): ...", {"truth": 1}, None),
+        (
+            "def f(completions, truth=1): ...",
+            {"turth": 1},
+            ("no parameter 'turth'", "(it takes completions, truth)"),
+        ),
+        (
+            "def f(completions, key): ...",
+            {"key": {"env": "NOT_SET"}},
+            ("'NOT_SET' for key, which is not set",),
+        ),
+        ("def f(completions, key): ...", {"key": {"block": "mine"}}, None),
+    ],
+)
+def test_parameters_are_checked_in_the_source(call, document, tmp_path, source, settings, parts):
+    (tmp_path / "rewards.py").write_text(f"import a_thing_that_is_not_there\n{source}\n")
+    document["rewards"] = [{"function": f"{tmp_path / 'rewards.py'}:f", "kwargs": settings}]
+    if parts is None:
+        assert call("config", "validate", "FILE")[0] == 0
+    else:
+        refused(call, *parts, command=("config", "validate", "FILE"))
+
+
+def test_a_secret_that_stands_in_the_configuration_is_warned_of(call, document, tmp_path):
+    (tmp_path / "rewards.py").write_text("def f(completions, api_key): ...\n")
+    document["rewards"] = [{"function": f"{tmp_path / 'rewards.py'}:f", "kwargs": {"api_key": "abc-123"}}]
+    status, _, err = call("config", "validate", "FILE")
+    assert status == 0
+    assert "warning: rewards.0.kwargs.api_key stands in the configuration, which runs write down." in err
+    assert "api_key: {env: VARIABLE}" in err
+    assert "abc-123" not in err

@@ -1,0 +1,101 @@
+"""Values of Prefect Secret blocks: loaded once, from a server that the settings name, wherever these come from."""
+
+import asyncio
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from prefect.blocks.system import Secret
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.rewards import trial as try_rewards
+from flows.rewards.secret_blocks import secret_blocks
+from flows.run import runs
+from flows.run.orders import Orders
+from flows.run.restarts import Restarts
+from flows.run.runs import Attempts
+from flows.run.training import ControllerLost, TrainingResult
+from rlhf_tasks.config.run import ConfigError, make_config
+from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
+from tests.flows.checked_files import refused
+from tests.rlhf_tasks.plans import small_plan
+
+
+@pytest.fixture
+def document(document, tmp_path):
+    (tmp_path / "rewards.py").write_text("def good(completions, key): ...\n")
+    function = f"{tmp_path / 'rewards.py'}:good"
+    return {**document, "rewards": [{"function": function, "kwargs": {"key": {"block": "mine"}}}]}
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The blocks that were asked for, of a server that has any."""
+    asked = []
+
+    async def load(name):
+        asked.append(name)
+        return SimpleNamespace(get=lambda: "the value")
+
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setattr(Secret, "aload", load)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):  # as a profile would
+        yield asked
+
+
+def test_blocks_without_a_server_are_refused_before_anything_is_made(call, document, monkeypatch):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with temporary_settings({PREFECT_API_URL: None}):
+        words = ("Prefect Secret block 'mine'", "no server is configured", "{env: VARIABLE}")
+        refused(call, *words)
+        refused(call, *words, command=("config", "validate", "FILE", "--rewards"))
+        with pytest.raises(ConfigError, match="no server is configured"):
+            asyncio.run(secret_blocks(make_config(document)))
+
+
+def test_a_server_of_the_profile_is_asked_when_rewards_are_tried(document, loaded, monkeypatch):
+    given = []
+
+    def process(config, blocks):
+        given.append(blocks)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(try_rewards, "RewardProcess", process)
+    with pytest.raises(ConfigError, match="enough"):
+        next(try_rewards.try_rewards(make_config(document)))
+    assert given == [{"mine": "the value"}]
+
+
+def test_an_attempt_after_a_lost_controller_needs_no_server(
+    document, tmp_path, monkeypatch, expected, loaded
+):
+    given = []
+
+    async def train(*_, blocks, **__):
+        given.append(blocks)
+        if len(given) == 1:
+            raise ControllerLost("gone", 0)
+        return TrainingResult(2, ())
+
+    @contextmanager
+    def no_cluster(*_):
+        yield None
+
+    monkeypatch.setattr(runs, "run_training", train)
+    monkeypatch.setattr(runs, "cluster_of", no_cluster)
+    plans = (ScheduledPlan(iteration=0, plan=small_plan()),)
+    view = SimpleNamespace(
+        replanning=SimpleNamespace(plans=plans, expected={0: expected}),
+        **dict.fromkeys(("on_commit", "on_plan", "on_event", "api")),
+        starting=lambda: None,
+        loading=lambda: None,
+        say=lambda line: None,
+    )
+    prepared = SimpleNamespace(
+        config=make_config(document), plan=small_plan(), iterations=2, disk=None, changes=()
+    )
+    orders, restarts = Orders(lambda line: None), Restarts(tmp_path, 3)
+    attempts = Attempts(prepared, tmp_path, {"mine": "the value"}, view, orders, restarts)
+    asyncio.run(attempts.run(0))
+    assert given == [{"mine": "the value"}] * 2
+    assert loaded == []

@@ -1,0 +1,192 @@
+"""What a run expected and what its ranks' clocks say, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from flows.run.planned_and_measured import keep_drift, planned, planned_and_measured
+from flows.view.artifacts import _planned_row
+from planner.plan.steady_state import SteadyState
+from planner.pricing.devices import preset
+from planner.pricing.run_history import RanCall, keep_figures, read_figures
+from tests.rlhf_tasks.plans import small_plan
+from tests.tiny_runs import ppo_config
+
+
+def row(node, iteration, clocks, attempt=1, **peaks):
+    starts, ends = zip(*clocks.values(), strict=True)
+    return {
+        "node": node,
+        "iteration": iteration,
+        "attempt": attempt,
+        "generation": 0,
+        "clocks": clocks,
+        "started_s": min(starts),
+        "ended_s": max(ends),
+        "peak_bytes": {rank.removeprefix("rank"): size for rank, size in peaks.items()},
+    }
+
+
+def test_planned_and_measured_by_hand(expected):
+    lineage = []
+    for t, length in enumerate((9.0, 2.0, 4.0, 2.0)):
+        start = (0.0, 20.0, 24.0, 28.0)[t]
+        lineage += [
+            # rank 1 comes half a second late: the call begins when both are there
+            row(
+                "generate",
+                t,
+                {"0": (start, start + 1), "1": (start + 0.5, start + 1)},
+                rank0=100 + t,
+                rank1=50,
+            ),
+            row("actor_train", t, {"0": (start + 1, start + 1 + length)}, rank0=70),
+            row("critic_train", t, {"1": (start + 1, start + 2)}, rank1=90),
+        ]
+    found = planned_and_measured(small_plan(), expected, lineage)
+    assert found["source"] == "preset of cpu-slot"
+    assert found["iteration"] == {
+        "planned": 3.0,
+        "measured": 6.0,
+    }  # ends at 10, 23, 29, 31: 13, 6 and 2 apart
+    assert found["calls"]["generate"] == {"planned": 1.0, "measured": 0.5}
+    assert found["calls"]["actor_train"]["measured"] == 2.0  # without the first iteration
+    assert found["iterations"] == 4
+    memory = ["memory in generate", "memory in actor_train"]
+    assert found["drifted"] == ["generate", "actor_train", "iteration", *memory]
+    assert found["call_memory_bytes"] == {
+        "generate": {"planned": 15.0, "measured": 103},
+        "actor_train": {"planned": 13.0, "measured": 70},
+    }
+    assert found["peak_memory_bytes"] == {
+        "0": {"planned": 15.0, "measured": 103},
+        "1": {"planned": 15.0, "measured": 90},
+    }
+
+
+def lineage_of(seconds: float, iterations: int):
+    """Every call takes `seconds`, which is also the time of an iteration."""
+    return [
+        row(name, t, {"0": (t * seconds, (t + 1) * seconds)})
+        for t in range(iterations)
+        for name in ("generate", "actor_train", "critic_train")
+    ]
+
+
+@pytest.mark.parametrize(("iterations", "kept"), [(2, False), (3, True)])
+def test_what_a_run_found_is_kept_where_it_drifted(expected, iterations, kept):
+    plan = small_plan()
+    found = planned_and_measured(plan, expected, lineage_of(1.5, iterations))
+    assert keep_drift(plan, expected, found) is kept
+    ran = read_figures(expected.figures)
+    assert [(one.call, one.seconds) for one in ran] == (
+        [("generate", 1.5), ("actor_train", 1.5), ("critic_train", 1.5)] if kept else []
+    )
+    if kept:
+        assert ran[0].assignment == plan.node("generate").assignment
+
+
+def test_figures_that_cannot_be_kept_end_no_run(expected, tmp_path, caplog):
+    plan, taken = small_plan(), tmp_path / "profiles"
+    taken.write_text("no folder")
+    found = planned_and_measured(plan, expected, lineage_of(1.5, 3))
+    assert not keep_drift(plan, replace(expected, figures=taken / "ran.json"), found)
+    assert str(taken) in caplog.text
+
+
+def test_memory_is_kept_where_it_drifted_as_what_the_call_took_beyond_parameters(expected):
+    """Planned are 15 and 13 bytes, 5 of them the process's, 4 and 2 the calls' own."""
+    plan, names = small_plan(), ("generate", "actor_train", "critic_train")
+    taken = {"generate": {"rank0": 35}, "actor_train": {"rank0": 13, "rank1": 14}, "critic_train": {}}
+    lineage = [
+        row(name, t, {"0": (float(t), t + 1.0), "1": (float(t), t + 1.0)}, **taken[name])
+        for t in range(3)
+        for name in names
+    ]
+    found = planned_and_measured(plan, expected, lineage)
+    assert [name for name in found["drifted"] if "memory" in name] == ["memory in generate"]
+    assert keep_drift(plan, expected, found)
+    ran = {one.call: one.active_bytes for one in read_figures(expected.figures)}
+    assert ran == {"generate": 4 + 20, "actor_train": None, "critic_train": None}
+
+
+def test_what_came_as_planned_is_not_kept(expected):
+    seconds = dict.fromkeys(expected.price.duration_s, 1.2)
+    price = replace(expected.price, duration_s=seconds, steady=SteadyState(1.2, (), {}))
+    as_planned = replace(expected, price=price)
+    found = planned_and_measured(small_plan(), as_planned, lineage_of(1.2, 5))
+    assert found["drifted"] == []
+    assert not keep_drift(small_plan(), as_planned, found)
+    assert not expected.figures.exists()
+
+
+def test_one_iteration_is_better_than_none(expected):
+    lineage = [row(name, 0, {"0": (1.0, 3.0)}) for name in ("generate", "actor_train", "critic_train")]
+    found = planned_and_measured(small_plan(), expected, lineage)
+    assert found["iteration"]["measured"] == 2.0
+    assert found["calls"]["generate"]["measured"] == 2.0
+
+
+def test_a_pause_between_two_attempts_is_no_part_of_an_iteration(expected):
+    lineage = []
+    for t, (attempt, start) in enumerate(((1, 0.0), (1, 3.0), (2, 36_000.0))):
+        lineage.append(row("generate", t, {"0": (start, start + 1)}, attempt))
+        lineage += [
+            row(name, t, {"0": (start + 1, start + 2)}, attempt) for name in ("actor_train", "critic_train")
+        ]
+    assert planned_and_measured(small_plan(), expected, lineage)["iteration"]["measured"] == 3.0
+
+
+def test_the_table_says_how_far_off():
+    line = _planned_row("iteration", "s", {"planned": 3.0, "measured": 2.0})
+    assert line == {
+        "what": "iteration",
+        "planned": 3.0,
+        "measured": 2.0,
+        "unit": "s",
+        "measured is": "33% less than planned",
+    }
+
+
+def test_a_run_is_priced_before_it_starts(tmp_path):
+    from flows.run.prepare import prepare
+
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
+    plan = prepare(config).plan
+    expectation = planned(config, plan)
+    assert expectation.source == "preset of cpu-slot"
+    assert expectation.price.duration_s.keys() == {node.name for node in plan.nodes}
+    assert expectation.process_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "peak"),
+    [
+        (0, None, 2 * 171e9),
+        (2, "h100-sxm", 2 * 989e12),
+        (2, None, None),  # GPUs of no preset: a CPU slot's peak would be no peak of theirs
+    ],
+)
+def test_the_peak_that_mfu_refers_to_is_of_all_devices(tmp_path, monkeypatch, gpus, device, peak):
+    from flows.run.prepare import prepare
+
+    monkeypatch.setattr("flows.run.planned_and_measured.gpus_here", lambda: gpus)
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2}, planning={"device": device})
+    assert planned(config, prepare(config).plan).peak_flops_per_s == peak
+
+
+def test_the_next_run_goes_by_what_the_last_one_found(tmp_path):
+    from flows.run.prepare import prepare
+
+    config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
+    plan = prepare(config).plan
+    before = planned(config, plan)
+    seconds = before.price.duration_s["actor_train"]
+    ran = RanCall(call="actor_train", assignment=plan.node("actor_train").assignment, seconds=3 * seconds)
+    keep_figures(before.figures, [ran])
+    after = planned(config, plan)
+    dispatch_s = preset("cpu-slot").dispatch_s  # between nodes: no run's clocks show it in a call
+    assert after.price.duration_s["actor_train"] == pytest.approx(3 * seconds + dispatch_s)
+    assert after.source.endswith("corrected by measured figures of actor_train")
+    larger = ppo_config(tmp_path, cluster={"devices_per_host": 2}, batch_size=32)
+    assert planned(larger, prepare(larger).plan).source == before.source, "another workload"

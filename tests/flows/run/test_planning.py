@@ -1,0 +1,357 @@
+"""What is planned for: cluster, figures of its devices, lengths, profiles, as `prefect-rlhf plan` takes them."""
+
+import json
+
+import pytest
+
+from flows.cli import run_command
+from planner.plan.mesh import Cluster
+from planner.pricing.profile_cache import cache_file, write_profiles
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from tests.flows.checked_files import model_folder
+from tests.flows.plan_documents import DISJOINT, LLAMA, SHAPE, measured, ppo, refused
+
+pytestmark = pytest.mark.timeout(1800)  # the first to evaluate plans compiles that
+
+
+def test_rewards_in_python_are_no_forward_pass(run_plan, tmp_path):
+    times = []
+    for planning in ({}, {"reward_seconds_per_sequence": 0.25}):
+        document = ppo(
+            models={"actor": {"config": LLAMA}},
+            rewards=[{"function": "score.py:score"}],
+            planning={"prompt_tokens": 16, "device": "cpu-slot", **planning},
+        )
+        figures = tmp_path / "figures.json"
+        status, _, err = run_plan(document, "--mode", "symmetric", "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        given = json.loads(figures.read_text())["assignments"]["reward_inference"]
+        times.append((given["time_s"], given["dp"]))
+    (dispatch_s, _), (time_s, dp) = times
+    assert dispatch_s == 5e-3
+    assert time_s == pytest.approx(dispatch_s + 8 / dp * 0.25)
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "parts"),
+    [
+        ({"n_hosts": 0}, ("n_hosts", "greater than 0", "0")),
+        ({"devices_per_host": -2}, ("devices_per_host", "-2")),
+        ({"device": "h9000"}, ("'h9000'", "a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot")),
+        ({"device": {"like": "h100-sxm", "memory_bytes": 0}}, ("memory_bytes", "greater than 0")),
+        (
+            {"device": {"like": "h100-sxm", "flops": 1e15}},
+            ("flops: unknown key, did you mean 'flops_per_s'?",),
+        ),
+        ({"device": {"name": "mine"}}, ("flops_per_s: required",)),
+        ({"between_hosts": {"bytes_per_s": -1}}, ("between_hosts.bytes_per_s", "-1")),
+        ({"between_hosts": {"bytes_per_s": INF}}, ("between_hosts.bytes_per_s", "finite", "inf")),
+        ({"inside_host": {"latency_s": INF}}, ("inside_host.latency_s", "finite", "inf")),
+        ({"device": {"like": "h100-sxm", "flops_per_s": INF}}, ("flops_per_s", "finite", "inf")),
+        ({"device": {"like": "h100-sxm", "memory_bytes": INF}}, ("memory_bytes", "finite", "inf")),
+        (
+            {"device": [{"n_hosts": 1, "device": {"like": "cpu-slot", "dispatch_s": INF}}]},
+            ("device.0.device: dispatch_s", "finite", "inf"),
+        ),
+        ({"n_hosts": 10**8}, ("n_hosts", "less than or equal to 131072", "100000000")),
+        (
+            {"device": [{"n_hosts": 10**12, "device": "cpu-slot"}]},
+            ("device.0.n_hosts", "131072", "1000000000000"),
+        ),
+        (
+            {"device": None},
+            ("device: give a preset's name (a100", "by hosts [{n_hosts, device}]", "found None"),
+        ),
+        ({"device": 5}, ("device: give a preset's name", "{like: PRESET", "found 5")),
+        (
+            {"device": [{"n_hosts": 1, "device": None}]},
+            ("device.0.device: give a preset's name", "{like: PRESET", "found None"),
+        ),
+        ({"between_hosts": {"bandwidth": 1}}, ("between_hosts.bandwidth: unknown key",)),
+        ({"hosts": 3}, ("hosts: unknown key, did you mean 'n_hosts'?",)),
+        ({"device": []}, ("device", "n_hosts=1", "given for 0 hosts")),
+        ({"device": [{"n_hosts": 2, "device": "cpu-slot"}]}, ("device: n_hosts=1", "given for 2 hosts")),
+        ({"device": [{"n_hosts": 0, "device": "cpu-slot"}]}, ("device.0.n_hosts", "greater than 0")),
+        ({"device": [{"n_hosts": 1, "device": "h9000"}]}, ("device.0.device", "'h9000'", "cpu-slot")),
+        ({"device": [{"hosts": 1, "device": "cpu-slot"}]}, ("device.0.n_hosts: required",)),
+        (
+            {"device": [{"n_hosts": 1, "device": {"like": "cpu-slot", "flops_per_s": 0}}]},
+            ("device.0.device: flops_per_s", "greater than 0"),
+        ),
+        (
+            {
+                "n_hosts": 2,
+                "device": [
+                    {"n_hosts": 1, "device": "cpu-slot"},
+                    {"n_hosts": 1, "device": {"like": "cpu-slot", "memory_bytes": 1e9}},
+                ],
+            },
+            ("both named 'cpu-slot'", "name of its own"),
+        ),
+        ("n_hosts: 1\n  devices: [", ("file.yaml:2: not valid YAML",)),
+    ],
+)
+def test_a_faulty_cluster_file_is_refused(run_plan, write, cluster, parts):
+    sound = {"n_hosts": 1, "devices_per_host": 2, "device": "cpu-slot"}
+    document = cluster if isinstance(cluster, str) else {**sound, **cluster}
+    refused(run_plan(ppo(), "--cluster", write(document)), *parts)
+
+
+TWO_CLASSES = {
+    "n_hosts": 2,
+    "devices_per_host": 2,
+    "device": [
+        {"n_hosts": 1, "device": {"like": "cpu-slot", "name": "slow", "flops_per_s": 1e10}},
+        {"n_hosts": 1, "device": "cpu-slot"},
+    ],
+}
+
+
+def test_the_classes_of_devices_are_named(run_plan, write, tmp_path):
+    figures = tmp_path / "figures.json"
+    part = {name: {"devices": [0, 1, 2, 3], "dp": 4} for name in DISJOINT}
+    plan = write({**part, "actor_generate": {"devices": [2]}, "ref_inference": {"devices": [0]}}, "plan.yaml")
+    cluster = write(TWO_CLASSES, "cluster.yaml")
+    status, out, err = run_plan(
+        ppo(), "--cluster", cluster, "--evaluate", plan, "--no-compare", "--json", str(figures)
+    )
+    assert status == 0, err
+    assert "2x2 (hosts 0 slow, 1 cpu-slot)" in out
+    row = next(line for line in out.splitlines() if line.lstrip().startswith("critic_inference"))
+    assert "slow + cpu-slot" in row
+    assert "priced by its slowest" in " ".join(out.split())
+    found = json.loads(figures.read_text())
+    assert {name: part["nodes"] for name, part in found["device_classes"].items()} == {
+        "slow": [0],
+        "cpu-slot": [1],
+    }
+    of = {name: given["device_classes"] for name, given in found["assignments"].items()}
+    assert of["actor_generate"] == ["cpu-slot"]
+    assert of["ref_inference"] == ["slow"]
+    assert of["critic_train"] == ["cpu-slot", "slow"]
+
+
+def test_classes_of_devices_may_stand_in_the_configuration(run_plan, tmp_path):
+    times = []
+    for device in ("cpu-slot", [{"n_hosts": 1, "device": "cpu-slot"}, {"n_hosts": 1, "device": "h100-sxm"}]):
+        document = ppo(
+            planning={"prompt_tokens": 16, "device": device}, cluster={"n_hosts": 2, "devices_per_host": 2}
+        )
+        figures = tmp_path / "figures.json"
+        status, _, err = run_plan(document, "--time-limit", "2", "--no-compare", "--json", str(figures))
+        assert status == 0, err
+        times.append(json.loads(figures.read_text())["iteration_time_s"])
+    assert times[1] < times[0]
+
+
+def test_a_figure_in_the_wrong_unit_is_warned_about(run_plan, write):
+    cluster = {
+        "n_hosts": 1,
+        "devices_per_host": 2,
+        "device": "cpu-slot",
+        "between_hosts": {"bytes_per_s": 25},
+    }
+    status, _, err = run_plan(ppo(), "--cluster", write(cluster), "--mode", "heuristic", "--no-compare")
+    assert status == 0
+    assert err.startswith("warning: ")
+    assert "between_hosts.bytes_per_s=25 is hardly true" in err
+    cluster["between_hosts"] = {"bytes_per_s": "2.5e9"}
+    status, _, err = run_plan(ppo(), "--cluster", write(cluster), "--mode", "heuristic", "--no-compare")
+    assert (status, err) == (0, "")
+
+
+MEANT_IN_OTHER_UNITS = {
+    "like": "a100-80g-sxm",
+    "flops_per_s": 312,
+    "between_hosts": {"bytes_per_s": 200e9, "latency_s": 15},
+}
+
+
+@pytest.mark.parametrize("place", ["configuration", "configuration by hosts", "cluster file"])
+def test_figures_are_judged_wherever_a_device_is_stated(run_plan, write, place):
+    """A sentence for each, with the value, where it stands, and the unit that was likely meant."""
+    stated = write(MEANT_IN_OTHER_UNITS, "mine.yaml")
+    device = stated if place == "configuration" else [{"n_hosts": 1, "device": stated}]
+    cluster = {"n_hosts": 1, "devices_per_host": 2, "device": MEANT_IN_OTHER_UNITS}
+    given = (
+        (ppo(), "--cluster", write(cluster, "mine.yaml"))
+        if place == "cluster file"
+        else (ppo(planning={"prompt_tokens": 16, "device": device}),)
+    )
+    status, _, err = run_plan(*given, "--mode", "heuristic", "--no-compare")
+    assert status == 0, err
+    lines = err.splitlines()
+    assert len(lines) == 3
+    wrong = (("flops_per_s=312", "3.12e+14"), ("bytes_per_s=2e+11", "2.5e+10"), ("latency_s=15", "1.5e-05"))
+    for line, (value, meant) in zip(lines, wrong, strict=True):
+        assert line.startswith("warning: ")
+        assert "mine.yaml: " in line
+        assert value in line
+        assert f"write {meant}" in line
+
+
+def test_a_run_is_warned_too(tmp_path, capsys, write):
+    model_folder(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
+    model = str(tmp_path / "model")
+    document = ppo(
+        models={"actor": model, "reward": model},
+        data={"train": str(tmp_path / "prompts.jsonl")},
+        planning={"device": write({**MEANT_IN_OTHER_UNITS, "memory_bytes": 80e9}, "mine.yaml")},
+    )
+    assert run_command(["config", "validate", write(document, "run.yaml")]) == 0
+    assert capsys.readouterr().err.count("is hardly true") == 3
+
+
+def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(run_plan, write, tmp_path):
+    cluster = write("n_hosts: 1\ndevices_per_host: 4\ndevice: {like: cpu-slot, memory_bytes: 8e9}\n")
+    figures = tmp_path / "figures.json"
+    status, _, err = run_plan(
+        ppo(), "--cluster", cluster, "--mode", "heuristic", "--no-compare", "--json", str(figures)
+    )
+    assert status == 0, err
+    assert json.loads(figures.read_text())["peak_memory_bytes"].keys() == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"planning": {"prompt_tokens": 0}}, ("planning.prompt_tokens", "greater than 0")),
+        ({"planning": {}}, ("models.actor is an inline config", "planning.prompt_tokens")),
+        ({"planning": {"prompt_tokens": 16, "new_tokens": 99}}, ("99 tokens", "max_completion_length is 16")),
+        ({"planning": {"prompt_tokens": 16, "new_tokens": {8: 0.5, 16: 0.4}}}, ("add up to 0.9",)),
+        ({"planning": {"prompt_tokens": 16, "new_tokens": "many"}}, ("planning.new_tokens", "'many'")),
+        ({"planning": {"prompt_tokens": 250}}, ("250 tokens", "16 more", "256 positions", "'actor'")),
+        ({"planning": {"prompt_tokens": 16, "device": "tpu"}}, ("'tpu'", "cpu-slot")),
+        ({"cluster": {"n_hosts": 10**8}}, ("cluster.n_hosts", "less than or equal to 131072", "100000000")),
+        ({"planning": {"prompt_tokens": 16, "device": "my.yaml"}}, ("my.yaml: no such file",)),
+        (
+            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 3, "device": "cpu-slot"}]}},
+            ("planning.device: n_hosts=1", "given for 3 hosts"),
+        ),
+        (
+            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 0, "device": "cpu-slot"}]}},
+            ("planning.device.0.n_hosts", "greater than 0"),
+        ),
+        (
+            {"planning": {"prompt_tokens": 16, "device": [{"n_hosts": 1, "device": "tpu"}]}},
+            ("'tpu'", "cpu-slot"),
+        ),
+        ({"models": {"actor": {"config": {"model_type": "bert"}}, "reward": "x"}}, ("actor", "bert")),
+        ({"models": {"actor": {"config": LLAMA}, "reward": "x"}}, ("role 'critic'", "is not there")),
+        ({"models": {"actor": {"configs": LLAMA}}}, ("models.actor.config",)),
+        ({"models": {"actor": {"config": {**LLAMA, "hidden_size": -1}}, "reward": "x"}}, ("hidden_size=-1",)),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(run_plan, change, parts):
+    refused(run_plan(ppo(**change), "--mode", "heuristic"), *parts)
+
+
+@pytest.mark.parametrize(
+    "figure", ["flops_per_s", "memory_bytes", "host_copy_bytes_per_s", "layer_overhead_s"]
+)
+def test_a_device_file_with_an_infinite_figure_is_refused(run_plan, write, figure):
+    device = write(f"like: cpu-slot\n{figure}: .inf\n", "mine.yaml")
+    outcome = run_plan(ppo(planning={"prompt_tokens": 16, "device": device}), "--mode", "heuristic")
+    refused(outcome, f"mine.yaml: {figure}: ", "finite", "inf")
+
+
+def test_models_that_no_device_holds_are_refused_with_device_and_bytes(run_plan):
+    large = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    models = {"actor": {"config": large}, "reward": {"config": large}}
+    refused(run_plan(ppo(models=models), "--mode", "heuristic"), " bytes", "would lower it")
+
+
+def test_lengths_come_from_the_data_where_they_are_not_given(run_plan, tmp_path):
+    model_folder(tmp_path / "model")
+    rows = [{"prompt": "a" * 20}, {"prompt": "a" * 10}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = ppo(
+        models={"actor": str(tmp_path / "model"), "reward": str(tmp_path / "model")},
+        data={"train": str(tmp_path / "prompts.jsonl")},
+        planning={},
+    )
+    times = []
+    for arguments in ((), ("planning.prompt_tokens=15",), ("planning.prompt_tokens=20",)):
+        figures = tmp_path / "figures.json"
+        status, _, err = run_plan(
+            document, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
+        )
+        assert status == 0, err
+        times.append(json.loads(figures.read_text())["iteration_time_s"])
+    assert times[0] == times[1]
+    assert times[0] < times[2]
+
+
+def test_it_is_said_whether_figures_were_measured(run_plan, tmp_path):
+    figures, elsewhere = tmp_path / "figures.json", tmp_path / "measured.json"
+    write_profiles([measured()], elsewhere)
+    slot = ppo(planning={"prompt_tokens": 16, "device": "cpu-slot"})
+    for arguments, source in (
+        ((), "preset of cpu-slot"),
+        (("--profile", str(elsewhere)), "measured profile of cpu-slot"),
+    ):
+        status, out, err = run_plan(
+            slot, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
+        )
+        assert (status, err) == (0, "")
+        assert f"Priced by: {source}.\n" in out
+        assert json.loads(figures.read_text())["source"] == source
+
+
+def test_a_run_far_beyond_its_profile_is_warned_about(run_plan, tmp_path):
+    profile = tmp_path / "measured.json"
+    write_profiles([measured()], profile)
+    arguments = ("--mode", "symmetric", "--no-compare", "--profile", str(profile))
+    status, _, err = run_plan(ppo(batch_size=1024), *arguments)
+    assert status == 0
+    assert err.count("\n") == 1
+    assert err.startswith("warning: The measured profile of cpu-slot ends at ")
+    assert "rows that decode together; actor_generate is priced at " in err
+
+
+def planned_s(run_plan, document, figures, *arguments) -> float:
+    """The time of an iteration under the heuristic's plan."""
+    status, _, err = run_plan(
+        document, "--mode", "heuristic", "--no-compare", "--json", str(figures), *arguments
+    )
+    assert status == 0, err
+    return json.loads(figures.read_text())["iteration_time_s"]
+
+
+def test_a_profile_from_elsewhere_is_gone_by_as_one_measured_here_is(run_plan, tmp_path):
+    figures, elsewhere = tmp_path / "figures.json", tmp_path / "measured.json"
+    document = ppo(output_dir=str(tmp_path / "runs"))
+    write_profiles([measured(slower=20)], elsewhere)
+    without = planned_s(run_plan, document, figures)
+    by_profile = planned_s(run_plan, document, figures, "--profile", str(elsewhere))
+    assert by_profile > 5 * without
+    here = cache_file(tmp_path / "runs" / "profiles", "cpu-slot", Cluster(1, 2), SHAPE, 4)
+    here.parent.mkdir(parents=True)
+    elsewhere.rename(here)
+    assert planned_s(run_plan, document, figures) == by_profile
+    write_profiles([measured()], elsewhere)
+    assert planned_s(run_plan, document, figures, "--profile", str(elsewhere)) < by_profile, (
+        "the file goes first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("profiles", "parts"),
+    [
+        ([measured(ModelShape.from_config({**LLAMA, "hidden_size": 32}))], ("another model", "hidden 32")),
+        ([measured(device="h100-sxm")], ("a profile of h100-sxm; the cluster has cpu-slot", "measured.json")),
+        ([measured(n_hosts=2)], ("is of 2x2 cpu-slot; the cluster has 1x2", "measured.json")),
+        ([], ("measured.json has no profile",)),
+        (None, ("measured.json: no such file", "Measure again")),
+    ],
+    ids=["model", "device", "cluster", "empty", "missing"],
+)
+def test_a_profile_that_does_not_fit_is_refused(run_plan, tmp_path, profiles, parts):
+    path = tmp_path / "measured.json"
+    if profiles is not None:
+        write_profiles(profiles, path)
+    refused(run_plan(ppo(), "--profile", str(path)), *parts)

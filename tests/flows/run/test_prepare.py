@@ -1,0 +1,323 @@
+"""What is checked and decided before a run: models, data, plan."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.demo.data import write_model_folder
+from flows.run import prepare
+from flows.run.planning import hardware_of, problem_of, profile_folder
+from flows.run.prepare import make_plan
+from planner.plan.build import PlanError
+from planner.pricing.devices import preset
+from planner.pricing.profile_cache import store
+from planner.search.search import find_plan
+from rlhf_tasks.checkpoint.plan_log import PLAN
+from rlhf_tasks.config.run import AnyConfig, ConfigError, make_config
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.spec import ExecutionPlan
+from tests.flows.checked_files import LLAMA, model_folder, refused, without
+from tests.flows.plan_documents import measured, ppo
+from tests.ppo_calls import PPO_CALLS
+
+
+def auto(**changes) -> AnyConfig:
+    return make_config(ppo(plan="auto", planning={"prompt_tokens": 16, "time_limit_s": 2}, **changes))
+
+
+def plan_of(config: AnyConfig, folder: Path | None = None) -> ExecutionPlan:
+    return make_plan(config, problem_of(config, hardware_of(config)), folder)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A run folder with its plan."""
+    (tmp_path / PLAN).write_text(plan_of(make_config(ppo())).model_dump_json())
+    return tmp_path
+
+
+def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
+    asked = {}
+
+    def find(problem, mode, time_limit_s, seed, called_off):
+        assert not called_off()
+        asked.update(mode=mode, time_limit_s=time_limit_s, seed=seed)
+        return find_plan(problem, "heuristic")
+
+    monkeypatch.setattr(prepare, "find_plan", find)
+    config = auto(seed=7)
+    plan = plan_of(config)
+    assert asked == {"mode": "search", "time_limit_s": 2.0, "seed": 7}
+    assert {node.name for node in plan.nodes if node.kind == "call"} == set(PPO_CALLS)
+
+
+def test_ctrl_c_in_a_search_ends_the_run_that_it_is_for(monkeypatch):
+    def find(problem, mode, time_limit_s, seed, called_off):
+        os.kill(os.getpid(), signal.SIGINT)
+        while not called_off():
+            time.sleep(0.01)
+        return find_plan(problem, "heuristic")
+
+    monkeypatch.setattr(prepare, "find_plan", find)
+    with pytest.raises(KeyboardInterrupt):
+        plan_of(auto(seed=7))
+
+
+def test_auto_goes_by_a_cached_profile(tmp_path):
+    """By a CPU slot's figures the calls are best on two; measured were links so slow that all stay on one."""
+    planning = {"prompt_tokens": 16, "time_limit_s": 60, "device": "cpu-slot"}
+    config = make_config(ppo(plan="auto", planning=planning, output_dir=str(tmp_path)))
+
+    def devices() -> set[int]:
+        return {d for node in plan_of(config).nodes if node.kind == "call" for d in node.devices}
+
+    assert devices() == {0, 1}
+    found = measured()
+    slow = tuple(e.model_copy(update={"seconds": 300 * e.seconds}) for e in found.exchanges)
+    store(found.model_copy(update={"exchanges": slow}), profile_folder(config))
+    assert len(devices()) == 1
+
+
+def test_a_run_priced_far_beyond_its_profile_is_warned_about(tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
+    document = ppo(
+        models={"actor": str(folder), "reward": str(folder)},
+        data={"train": str(tmp_path / "prompts.jsonl")},
+        output_dir=str(tmp_path),
+        planning={"prompt_tokens": 16, "device": "cpu-slot"},
+    )
+    few, many = make_config(document), make_config({**document, "batch_size": 1024})
+    assert prepare.prepare(many).warnings == (), "nothing is measured"
+    store(measured(ModelShape.from_config(LLAMA)), profile_folder(many))
+    assert prepare.prepare(few).warnings == ()
+    (warning,) = prepare.prepare(many).warnings
+    assert warning.startswith("The measured profile of cpu-slot ends at ")
+    assert "rows that decode together; actor_generate is priced at " in warning
+
+
+LAYER_OF_70B = {  # as in Llama 2 70B, which has 80 such layers
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def large(layers: int, **changes) -> AnyConfig:
+    """PPO of an actor with so many layers, and a small reward model and critic, on 2 hosts of 8 GPUs."""
+    actor, reward = ({"config": {**LAYER_OF_70B, "num_hidden_layers": n}} for n in (layers, 4))
+    fields = {
+        "models": {"actor": actor, "reward": reward},
+        "dtype": "bfloat16",
+        "batch_size": 64,
+        "cluster": {"n_hosts": 2, "devices_per_host": 8},
+        "planning": {"prompt_tokens": 16, "device": "h200-sxm"},
+    }
+    return make_config(ppo(**{**fields, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "strategy"), [(4, (16, 1, 1)), (20, (8, 2, 1)), (40, (2, 8, 1)), (80, (1, 8, 2))]
+)
+def test_the_heuristic_gives_a_role_as_many_devices_as_its_memory_needs(layers, strategy):
+    """tp grows inside a host; what does not fit a host is cut in stages over hosts."""
+    calls = {
+        node.name: node.placement.strategy for node in plan_of(large(layers)).nodes if node.kind == "call"
+    }
+    assert calls["actor_train"] == ParallelStrategy(*strategy)
+    assert calls["reward_inference"] == ParallelStrategy(16, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "plan", ["heuristic", {name: {"hosts": [0], "dp": 2, "tp": 4} for name in PPO_CALLS}]
+)
+def test_a_run_that_does_not_fit_is_refused_with_bytes_and_remedy(plan):
+    with pytest.raises(PlanError) as refused:
+        plan_of(large(140, plan=plan))
+    for part in ("Device 0 (", ") lacks ", " bytes", "actor: parameters", "would lower it"):
+        assert part in str(refused.value)
+    assert "planning.device" not in str(refused.value)
+
+
+@pytest.mark.parametrize("plan", ["heuristic", {name: {"devices": [0]} for name in PPO_CALLS}])
+def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, monkeypatch):
+    monkeypatch.setattr(
+        "flows.run.planning.device_here",
+        lambda slots: preset("cpu-slot").model_copy(update={"memory_bytes": 10**5}),
+    )
+    with pytest.raises(
+        PlanError, match=r"lacks .* for this machine's, cpu-slot: planning\.device names others"
+    ):
+        plan_of(make_config(ppo(plan=plan)))
+
+
+def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
+    config = large(4, plan={name: {"hosts": [0, 1], "pp": 16} for name in PPO_CALLS})
+    with pytest.raises(PlanError, match=r"Call 'actor_generate': pp=16 exceeds the model's 4 layers"):
+        plan_of(config)
+
+
+def test_a_resumed_run_keeps_its_plan_and_plans_nothing(kept, monkeypatch):
+    def find(*arguments, **options):
+        raise AssertionError("planned anew")
+
+    monkeypatch.setattr(prepare, "find_plan", find)
+    config = auto()
+    plan = plan_of(config, kept)
+    assert json.loads(plan.model_dump_json()) == json.loads((kept / PLAN).read_text())
+
+
+def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
+    config = make_config(ppo(plan={name: {"devices": [1]} for name in PPO_CALLS}))
+    plan = plan_of(config, kept)
+    assert all(node.devices == (1,) for node in plan.nodes)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"batch_size": 16}, ("plan of another graph", "8 sequences", "Remove it")),
+        ({"type": "grpo"}, ("plan of another graph", "critic_train", "Remove it")),
+        ({"cluster": {"devices_per_host": 4}}, ("a plan for 2 devices", "the cluster is 1x4", "Remove it")),
+    ],
+)
+def test_a_kept_plan_of_another_run_is_refused(kept, change, parts):
+    config = auto(**change)
+    with pytest.raises(ConfigError) as refused:
+        plan_of(config, kept)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_a_kept_plan_that_cannot_be_read_is_refused(kept):
+    (kept / PLAN).write_text("{")
+    config = auto()
+    with pytest.raises(ConfigError, match="no execution plan"):
+        plan_of(config, kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({}, "models.actor is an inline config, which has no weights"), ({"type": "grpo"}, "type: grpo")],
+)
+def test_what_can_only_be_planned_does_not_run(change, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        prepare.prepare(make_config(ppo(**change)))
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        (None, "actor' has neither model.safetensors nor model.safetensors.index.json"),
+        ({"a": "one.safetensors", "b": "two.safetensors"}, "files that are not there: two.safetensors"),
+    ],
+)
+def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index, sentence: str):
+    write_model_folder(tmp_path / "actor")
+    if index:
+        (tmp_path / "actor" / "one.safetensors").touch()
+        text = json.dumps({"weight_map": index})
+        (tmp_path / "actor" / "model.safetensors.index.json").write_text(text)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "ab>", "completion": "ba"}) + "\n")
+    document = {
+        "type": "sft",
+        "models": {"actor": str(tmp_path / "actor")},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "batch_size": 1,
+        "total_iterations": 1,
+    }
+    with pytest.raises(ConfigError, match=sentence):
+        prepare.prepare(make_config(document))
+    drawn = make_config({**document, "random_init": True})
+    assert prepare.prepare(drawn).iterations == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"model_type": "bert"}, ("model", "bert")),
+        ({"model_type": "gpt2"}, ("gpt2", "c_attn", "cannot be split")),
+        ({"auto_map": {"AutoModel": "mine.Model"}}, ("auto_map",)),
+        ({"model_type": "new"}, ("'new'", "tensor-parallel plan", "Llama, Mistral")),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("rope_type 'dynamic'", "yarn")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantised weights", "Save it unquantised")),
+        ({"vocab_size": 100}, ("257 tokens", "100")),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(call, document, tmp_path, config, parts):
+    document["models"] = {"actor": str(model_folder(tmp_path / "other", **config))}
+    refused(call, *parts)
+
+
+def test_a_model_folder_that_is_not_there_is_refused(call, document, tmp_path):
+    document["models"] = {"actor": str(tmp_path / "nowhere")}
+    refused(call, "role 'actor'", str(tmp_path / "nowhere"), "is not there")
+    (tmp_path / "nowhere").mkdir()
+    refused(call, str(tmp_path / "nowhere"), "config.json")
+
+
+def test_a_reward_model_without_its_head_is_refused(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward"))
+    assert call("config", "validate", "FILE")[0] == 0
+    without(tmp_path / "reward", "score.weight")
+    refused(call, "/reward' has no score.weight", "trained reward model")
+    del document["models"]["reward"]
+    without(tmp_path / "model", "score.weight")
+    status, _, err = call("config", "validate", "FILE")
+    assert status == 0, f"a critic may begin as a language model: {err}"
+
+
+def test_weights_that_are_not_the_models_are_refused(call, document, tmp_path):
+    weights = tmp_path / "model" / "model.safetensors"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
+    refused(call, "mlp.gate_proj.weight has shape [24, 16]; config.json says [32, 16]")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    os.truncate(weights, weights.stat().st_size - 4)
+    refused(call, "model.safetensors is cut off")
+    without_norm = model_folder(tmp_path / "other")
+    without(without_norm, "model.norm.weight")
+    document["models"]["actor"] = str(without_norm)
+    refused(call, "/other' lacks model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ("", ("prompts.jsonl: has no rows",)),
+        ('{"prompt": "a"}\nnonsense\n', ("prompts.jsonl:2: not valid JSON",)),
+        ('{"prompt": "a"}\n\n{"question": "a"}\n', ("prompts.jsonl:3: has no column 'prompt'", "question")),
+        (
+            '{"prompt": "%s"}\n' % ("a" * 41),
+            ("prompts.jsonl:1: has 41 tokens and an answer up to 8", "holds 48"),
+        ),
+    ],
+)
+def test_faulty_data_is_refused_with_file_and_line(call, tmp_path, rows, parts):
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    refused(call, *parts)
+
+
+def test_the_shortest_context_of_all_models_counts(call, document, tmp_path):
+    document["models"]["reward"] = str(model_folder(tmp_path / "reward", max_position_embeddings=24))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "%s"}\n' % ("a" * 17))
+    refused(call, "prompts.jsonl:2: has 17 tokens and an answer up to 8", "/reward) holds 24")
+
+
+def test_a_prompt_that_just_fits_is_accepted(call, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "%s"}\n' % ("a" * 40))
+    assert call("config", "validate", "FILE")[0] == 0
+
+
+def test_a_missing_data_file_is_refused(call, tmp_path):
+    (tmp_path / "prompts.jsonl").unlink()
+    refused(call, "prompts.jsonl: no such file")

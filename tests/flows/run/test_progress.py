@@ -1,0 +1,163 @@
+"""What a run shows beside its iterations, on a Prefect server that is slow, away, or played: it holds nothing up."""
+
+import asyncio
+import logging
+import time
+from uuid import uuid4
+
+import pytest
+from httpx import ConnectError
+
+from flows.run import progress as run_view
+from flows.run.prepare import Prepared
+from flows.run.progress import RunView
+from flows.view import events
+from rlhf_tasks.protocol.messages import Committed
+from tests.rlhf_tasks.plans import small_plan
+from tests.tiny_runs import ppo_config
+
+ITERATIONS = 300
+
+
+class Played:
+    """A server: what it is told, each request after `seconds`; away where `away` says so.
+
+    told      the keys of pages, and how many iterations a bar stands at
+    commits   iterations of the events
+    requests  how many there were of events
+    """
+
+    def __init__(self, monkeypatch):
+        self.seconds, self.away, self.requests = 0.0, False, 0
+        self.told, self.commits = [], []
+        for name in ("tag_flow_run", "show_completions"):
+            monkeypatch.setattr(f"flows.view.artifacts.{name}", self.nothing)
+        monkeypatch.setattr("flows.view.artifacts.start_progress", self.start_progress)
+        monkeypatch.setattr("flows.view.artifacts.show_progress", self.show_progress)
+        monkeypatch.setattr("flows.view.artifacts.acreate_markdown_artifact", self.show)
+        monkeypatch.setattr(events, "get_client", lambda: self)
+        monkeypatch.setattr(events, "related_resources_from_run_context", self.related)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def answer(self):
+        if self.away:
+            raise ConnectError("nobody there")
+        await asyncio.sleep(self.seconds)
+
+    async def nothing(self, *_):
+        await self.answer()
+
+    async def related(self, _):
+        await self.answer()
+        return []
+
+    async def start_progress(self, _):
+        await self.answer()
+        return uuid4()
+
+    async def show_progress(self, _, done, total):
+        await self.answer()
+        self.told.append(done)
+
+    async def show(self, markdown, *, key, description):
+        await self.answer()
+        self.told.append(key)
+
+    async def request(self, method, path, json):
+        await self.answer()
+        self.requests += 1
+        self.commits += [event["payload"]["iteration"] for event in json]
+        assert all(event["event"] == events.COMMITTED for event in json)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr("flows.run.progress.get_run_logger", lambda: logging.getLogger("test"))
+    return Played(monkeypatch)
+
+
+@pytest.fixture
+def view(tmp_path, expected):
+    prepared = Prepared(ppo_config(tmp_path), small_plan(), ITERATIONS, "", 1)
+    return RunView(prepared, tmp_path, {0: expected})
+
+
+async def commit_all(view, iterations=ITERATIONS):
+    await view.begin()
+    for iteration in range(iterations):
+        await view.on_commit(Committed(iteration=iteration, results={}), None)
+        await asyncio.sleep(0)
+
+
+def test_a_slow_server_holds_no_commit_up_gets_every_event_and_only_the_newest_bar(server, view):
+    server.seconds = 0.05
+
+    async def scene():
+        began = time.monotonic()
+        await commit_all(view)
+        assert time.monotonic() - began < 5, "two requests a commit would be half a minute"
+        await view.end()
+        assert time.monotonic() - began < 10
+        await view.close()
+
+    asyncio.run(scene())
+    assert server.commits == list(range(ITERATIONS))
+    assert server.requests < 30
+    bars = [done for done in server.told if isinstance(done, int)]
+    assert bars == sorted(bars)
+    assert bars[-1] == ITERATIONS
+    assert len(bars) < 30
+    assert view.api.missing() == {}
+
+
+def test_events_that_no_server_has_taken_by_the_end_are_counted(server, view, monkeypatch):
+    monkeypatch.setattr(run_view, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr("flows.view.prefect_api.PAUSE_S", 0.1)
+    monkeypatch.setattr(events, "KEPT", 20)
+
+    async def scene():
+        server.away = True
+        await commit_all(view)
+        before = view.api.skipped
+        await view.end()
+        await view.close()
+        return view.api.skipped - before
+
+    assert asyncio.run(scene()) >= 20
+    assert view.api.skipped >= ITERATIONS, "those that were given up on the way are counted, too"
+
+
+def test_events_reach_a_server_that_is_back_by_the_end(server, view, monkeypatch):
+    monkeypatch.setattr("flows.view.prefect_api.PAUSE_S", 0.2)
+
+    async def scene():
+        server.away = True
+        await commit_all(view, 5)
+        server.away = False
+        await view.end()
+        await view.close()
+
+    asyncio.run(scene())
+    assert server.commits == list(range(5))
+
+
+def test_what_cannot_be_drawn_is_left_out_and_no_outage_of_the_server(server, view, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flows.view.artifacts.plan_graph", full)
+
+    async def scene():
+        await view.begin()
+        assert (view.api.outage_s, view.api.skipped) == (0, 1)
+        await view.end()
+        await view.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scene())
+    assert "No space left on device" in caplog.text

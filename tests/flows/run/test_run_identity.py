@@ -1,0 +1,250 @@
+"""A run goes on as its last commit left it: what has changed is refused with the difference, unless it is wanted."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flows.run.prepare import prepare
+from flows.run.run_folder import new_run_folder
+from flows.run.run_identity import keep_identity, model_digests
+from flows.run.summary import read_jsonl
+from rlhf_tasks.checkpoint.accepted_changes import last_accepted
+from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
+from rlhf_tasks.checkpoint.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
+from rlhf_tasks.config.run import make_config
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.protocol.messages import RunSpec
+from rlhf_tasks.spec import NodeKey, NodeResult
+from tests.flows.checked_files import model_folder
+
+EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.fixture
+def run(document, tmp_path):
+    """The folder of a run that has committed two iterations, with a reference model of its own."""
+    model_folder(tmp_path / "ref")
+    document["models"]["ref"] = str(tmp_path / "ref")
+    document["name"] = "mine"
+    prepared = prepare(make_config(document))
+    folder = new_run_folder(prepared.config)
+    keep_identity(folder, prepared)
+    snapshots = snapshots_of(folder, prepared)
+    snapshots.latest()
+    for step in range(3):
+        commit(snapshots, prepared, folder, step)
+    return folder
+
+
+def snapshots_of(folder, prepared, attempt=1):
+    spec = RunSpec(
+        run="mine",
+        attempt=attempt,
+        ranks=("a", "b"),
+        plan=prepared.plan,
+        config=prepared.config.model_dump(mode="json"),
+        run_folder=str(folder),
+        iterations=9,
+    )
+    return RunSnapshots(spec)
+
+
+def commit(snapshots, prepared, folder, step):
+    unfinished = unfinished_folder(folder, step, 1)
+    unfinished.mkdir()
+    (unfinished / "actor.safetensors").touch()
+    stored = StoredFile(role="actor", file="actor.safetensors", size_bytes=0, sha256=EMPTY_SHA256)
+    record = RoleRecord(
+        version=step,
+        optimizer_step=step,
+        state={},
+        shape=ModelShape.from_folder(prepared.config.models.actor),
+        head="lm",
+        placement=Placement((0,), ParallelStrategy()),
+    )
+    part = Part(stored=stored, record=record).model_dump(mode="json")
+    results = {}
+    if step:
+        key = NodeKey("mine", 1, 0, step - 1, "actor_train")
+        done = NodeResult(key=key, rank=0, started_s=1.0, ended_s=2.0, metrics={"loss": float(step)})
+        results = {step - 1: {"actor_train": {0: done}}}
+    order = WriteCommit(step, tuple(results), {"save": {0: part}}, 8 * step, {"actor": step}, prepared.plan)
+    snapshots.commit(order, results)
+
+
+@pytest.fixture
+def resume(call, run, monkeypatch):
+    """Go on with the run; gives (status, output and errors, the configurations that were begun)."""
+    begun = []
+    monkeypatch.setattr(
+        "flows.commands.local_run.run_here", lambda kind, config, folder: begun.append(config)
+    )
+
+    def go_on(*more):
+        status, out, err = call("run", "ppo", "--resume", str(run), *more)
+        return status, (out + err).replace("\n", " "), begun
+
+    return go_on
+
+
+def edit(path: Path, **keys) -> None:
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, **keys}))
+
+
+CHANGES = {
+    "the learning rate": (
+        lambda run: edit(run / "config.json", optimizer={"learning_rate": 0.5}),
+        "optimizer.learning_rate 3e-06 (now 0.5)",
+    ),
+    "the data": (
+        lambda run: (run.parents[1] / "prompts.jsonl").write_text('{"prompt": "xyz"}\n{"prompt": "de"}\n'),
+        "prompts.jsonl has other rows",
+    ),
+    "a frozen model": (
+        lambda run: (run.parents[1] / "ref" / "generation_config.json").write_text("{}"),
+        "ref has changed: generation_config.json",
+    ),
+    "a line of a journal": (
+        lambda run: (run / "lineage.jsonl").write_bytes(
+            (run / "lineage.jsonl").read_bytes().replace(b'{"iteration": 0', b'{"iteration"; 0', 1)
+        ),
+        "lineage.jsonl:1 is not as it was written",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_refused_with_the_difference_and_accepted_where_it_is_wanted(run, resume, change):
+    do, words = CHANGES[change]
+    do(run)
+    status, said, begun = resume()
+    assert (status, begun) == (2, [])
+    assert words in said
+    assert f"--resume {run} --accept-changes" in said
+
+    status, said, begun = resume("--accept-changes")
+    assert status == 0, said
+    assert f"accepted: {words}" in said or words in said
+    assert len(begun) == 1
+    status, said, begun = resume()
+    assert (status, len(begun)) == (0, 2), said
+    assert words in json.loads((run / "accepted.jsonl").read_text())["changes"][0]
+    prepared = prepare(begun[-1], run)
+    assert snapshots_of(run, prepared, attempt=2).latest() == (2, 16), "the controller goes by it, too"
+
+
+def test_what_was_accepted_names_every_journal(run, resume):
+    CHANGES["a line of a journal"][0](run)
+    resume("--accept-changes")
+    edit(run / "accepted.jsonl", journals={})
+    with (run / "accepted.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(CheckpointError, match=r"accepted\.jsonl is not as the run wrote it"):
+        last_accepted(run)
+
+
+def test_an_unchanged_run_goes_on_wherever_its_ranks_are(resume):
+    status, said, begun = resume("cluster.address=tcp://127.0.0.1:8786", "runtime.max_restarts=7")
+    assert status == 0, said
+    assert begun[0].cluster.address == "tcp://127.0.0.1:8786"
+    assert begun[0].runtime.max_restarts == 7
+
+
+def test_a_wanted_change_may_be_said_on_the_command_line(run, resume):
+    status, said, begun = resume("total_iterations=9")
+    assert (status, begun) == (2, [])
+    assert "total_iterations=9 would change it" in said
+    assert "--accept-changes" in said
+    status, said, begun = resume("total_iterations=9", "--accept-changes")
+    assert status == 0, said
+    assert "accepted: total_iterations 2 (now 9)" in said
+    assert begun[0].total_iterations == json.loads((run / "config.json").read_text())["total_iterations"] == 9
+    prepared = prepare(begun[0], run)
+    snapshots = snapshots_of(run, prepared)
+    snapshots.latest()
+    commit(snapshots, prepared, run, 3)
+    assert read_manifest(step_folder(run, 3)).config["total_iterations"] == 9
+
+
+def test_another_model_in_the_place_of_one_that_trains_is_refused_with_the_difference(run, resume):
+    shutil.rmtree(run.parents[1] / "model")
+    model_folder(run.parents[1] / "model", num_hidden_layers=3)
+    for more in ((), ("--accept-changes",)):
+        status, said, begun = resume(*more)
+        assert (status, begun) == (2, [])
+        assert "'actor' was saved as another model than" in said
+        assert "layers 2 (now 3)" in said
+
+
+def test_a_run_without_its_commits_is_refused_before_anything_starts(run, resume):
+    for folder in run.glob("step-*"):
+        shutil.rmtree(folder)
+    for more in ((), ("--accept-changes",)):
+        status, said, begun = resume(*more)
+        assert (status, begun) == (2, [])
+        assert (
+            "metrics.jsonl with rows, lineage.jsonl with rows, attempt 1, which has committed step 1" in said
+        )
+        assert "but no commit to go on from" in said
+    assert len(read_jsonl(run / "metrics.jsonl")) == 2
+
+
+def test_what_can_be_read_of_a_damaged_journal_is_kept_and_the_rest_put_aside(run, resume):
+    journal = run / "metrics.jsonl"
+    first, second = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(first[:5] + b"\xff" + first[6:] + second)
+    assert resume("--accept-changes")[0] == 0
+    assert journal.read_bytes() == second
+    assert (run / "metrics.jsonl.damaged-2").read_bytes().endswith(second)
+    prepared = prepare(make_config(json.loads((run / "config.json").read_text())), run)
+    assert snapshots_of(run, prepared, attempt=2).latest() == (2, 16)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "\ud800"])
+def test_damaged_digests_are_a_change_that_may_be_accepted(run, resume, text):
+    for name in ("models.json", "data.sha256"):
+        (run / name).write_bytes(text.encode(errors="surrogatepass"))
+    status, said, begun = resume()
+    assert (status, begun) == (2, [])
+    assert f"{run / 'models.json'}" in said
+    assert "prompts.jsonl has other rows" in said
+    assert "Traceback" not in said
+    assert resume("--accept-changes")[0] == 0
+    assert resume()[0] == 0
+
+
+@pytest.mark.parametrize("moment", ["write_file", "write_accepted"])
+def test_a_journal_is_mended_whenever_the_process_ends(run, resume, monkeypatch, moment):
+    journal = run / "metrics.jsonl"
+    first, second = journal.read_bytes().splitlines(keepends=True)
+    damaged = first[:5] + b"\xff" + first[6:] + second
+    journal.write_bytes(damaged)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"flows.run.run_identity.{moment}", killed)
+        with pytest.raises(SystemExit):
+            resume("--accept-changes")
+    assert resume("--accept-changes")[0] == 0
+    assert journal.read_bytes() == second
+    assert damaged in [path.read_bytes() for path in run.glob("metrics.jsonl.damaged-*")]
+    assert resume()[0] == 0
+
+
+def test_a_large_file_is_sampled_and_another_model_found(tmp_path, monkeypatch, document):
+    monkeypatch.setattr("flows.run.run_identity._WHOLE_BYTES", 1000)
+    config = make_config(document)
+    weights = Path(config.models.actor) / "model.safetensors"
+    before = model_digests(config)
+    assert model_digests(config) == before
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert model_digests(config) != before

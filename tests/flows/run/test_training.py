@@ -1,0 +1,325 @@
+"""A run through Prefect and Dask on two ranks: the graph is the plan, faults are named, cancelling frees."""
+
+import asyncio
+import gc
+import json
+import time
+import weakref
+from itertools import pairwise
+from uuid import uuid4
+
+import pytest
+from distributed import Security
+from distributed.core import Server
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
+
+from flows.cluster.cluster import Cluster, Member
+from flows.run import training
+from flows.run.training import ControllerLost, RunFailed, Training, run_training
+from rlhf_tasks.checkpoint.plan_log import logged_changes
+from rlhf_tasks.protocol.messages import PlanChanged
+from rlhf_tasks.spec import SaveNode
+from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("whole_view"),
+]
+
+FAKES = {
+    "executor": "tests.rlhf_tasks.fake_rank:make_executor",
+    "snapshots": "tests.rlhf_tasks.fake_rank:make_snapshots",
+}
+
+
+def train(cluster, folder, *, plan=None, config=None, iterations=3, **options):
+    """Run a parent flow; (result or exception, its flow run id).
+
+    Each has a run name of its own: late tasks of a run that was cancelled are none of the next one's.
+    """
+    ids, run = [], f"fake-{uuid4().hex[:8]}"
+
+    @flow(name="rlhf-fake", persist_result=False)
+    async def parent():
+        from prefect.runtime import flow_run
+
+        ids.append(flow_run.id)
+        return await run_training(
+            plan or small_plan(),
+            config or {},
+            cluster,
+            run=run,
+            run_folder=folder,
+            iterations=iterations,
+            **FAKES,
+            **options,
+        )
+
+    try:
+        return asyncio.run(parent()), ids[0]
+    except RunFailed as error:
+        return error, ids[0]
+
+
+async def read_runs(parent_id):
+    """Subflow runs of a parent, by name, each with its task runs by name."""
+    async with get_client() as client:
+        children = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[parent_id]))
+        )
+        return {
+            child.name: (
+                child,
+                {
+                    task.name: task
+                    for task in await client.read_task_runs(
+                        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[child.id]))
+                    )
+                },
+            )
+            for child in children
+        }
+
+
+def wait_runs(parent_id, recorded, seconds=240.0):
+    """`read_runs` once they are `recorded`: a server stores what becomes of tasks some time after it has happened."""
+    deadline = time.monotonic() + seconds
+    while not recorded(runs := asyncio.run(read_runs(parent_id))) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return runs
+
+
+def test_each_iteration_is_a_subflow_whose_graph_is_the_plan(cluster, tmp_path):
+    commits = {}
+
+    async def on_commit(committed, control):
+        commits[committed.iteration] = committed.results
+
+    result, parent = train(cluster, tmp_path, config={"sleep_s": 0.1}, on_commit=on_commit)
+    assert result.committed_step == 3
+    assert list(commits) == [0, 1, 2]
+    plan = small_plan()
+
+    def recorded(runs):
+        states = [task.state_name for _, tasks in runs.values() for task in tasks.values()]
+        return states.count("Completed") >= 3 * len(plan.nodes)
+
+    runs = wait_runs(parent, recorded)
+    assert {run.state_name for run, _ in runs.values()} == {"Completed"}
+    assert sorted(runs) == ["it-00001", "it-00002", "it-00003"]
+    for iteration in range(3):
+        run, tasks = runs[f"it-{iteration + 1:05d}"]
+        assert run.state_name == "Completed"
+        assert sorted(tasks) == sorted(f"{node.name}-it{iteration + 1}" for node in plan.nodes)
+        names = {task.id: name for name, task in tasks.items()}
+        for node in plan.nodes:
+            task = tasks[f"{node.name}-it{iteration + 1}"]
+            assert task.state_name == "Completed"
+            upstream = {names[source.id] for source in task.task_inputs.get("wait_for", [])}
+            assert upstream == {f"{name}-it{iteration + 1}" for name in node.after}
+            ranks = commits[iteration][node.name]
+            assert_at(task.start_time, min(result.started_s for result in ranks))
+            assert_at(task.end_time, max(result.ended_s for result in ranks))
+    starts = [run.start_time for run, _ in (runs[f"it-{t + 1:05d}"] for t in range(3))]
+    assert starts == sorted(starts)
+
+
+def assert_at(shown, clock_s):
+    """Prefect shows a moment as the ranks' clocks have it."""
+    assert shown.timestamp() == pytest.approx(clock_s, abs=0.001)
+
+
+def test_a_killed_rank_fails_its_subflow_by_name_and_the_run_goes_on(cluster, tmp_path):
+    fault = {"kind": "kill", "node": "critic_train", "iteration": 1, "rank": 1}
+    result, parent = train(cluster, tmp_path, config={"sleep_s": 0.05, "fault": fault})
+    assert result.committed_step == 3
+    assert "rank 1, call critic_train, iteration 2: lost" in result.faults[0]
+    runs = asyncio.run(read_runs(parent))
+    failed, _ = runs["it-00002"]
+    assert failed.state_name == "Failed"
+    assert "rank 1, call critic_train, iteration 2: lost" in failed.state.message
+    assert runs["it-00002-r1"][0].state_name == "Completed"
+
+    def recorded(runs):
+        return "Failed" in (task.state_name for task in runs["it-00002"][1].values())
+
+    states = {name: task.state_name for name, task in wait_runs(parent, recorded)["it-00002"][1].items()}
+    assert states["generate-it2"] == "Completed"
+    assert states["critic_train-it2"] == "Failed"
+    assert states["save_critic-it2"] == "Cancelled"
+    assert json.loads((tmp_path / "step-3.json").read_text())["roles"] == {"actor": 18, "critic": 18}
+
+
+def test_a_run_that_cannot_go_on_says_why_and_where_from(cluster, tmp_path):
+    fault = {"kind": "raise", "node": "generate", "iteration": 1, "rank": 0, "always": True}
+    error, _ = train(cluster, tmp_path, config={"fault": fault}, max_rebuilds=1)
+    assert isinstance(error, RunFailed)
+    assert "rank 0, call generate, iteration 2: ValueError: told to fail" in str(error)
+    assert "1 iterations are committed" in str(error)
+
+
+def test_a_hook_can_stop_the_run_early(cluster, tmp_path):
+    async def on_commit(committed, control):
+        control.stop_after(2)
+
+    result, _ = train(cluster, tmp_path, iterations=50, config={"sleep_s": 0.05}, on_commit=on_commit)
+    assert 3 <= result.committed_step <= 6
+
+
+def test_a_plan_changes_between_iterations_without_losing_a_step(cluster, tmp_path):
+    heard = []
+
+    async def on_commit(committed, control):
+        heard.append(committed.iteration)
+        if committed.iteration == 1:
+            control.change_plan(swapped_plan(), {"generate": 3.0})
+
+    async def on_plan(change):
+        heard.append(change)
+
+    options = {"iterations": 8, "config": {"sleep_s": 0.05}}
+    (tmp_path / "changed").mkdir(), (tmp_path / "plain").mkdir()
+    result, parent = train(cluster, tmp_path / "changed", on_commit=on_commit, on_plan=on_plan, **options)
+    assert (result.committed_step, result.faults) == (8, ())
+    (change,) = (item for item in heard if isinstance(item, PlanChanged))
+    assert [item for item in heard if isinstance(item, int)] == list(range(8))
+    first = change.planned.iteration
+    assert 2 <= first < 8
+    assert change.planned.plan == swapped_plan()
+    assert change.planned.predicted_s == {"generate": 3.0}
+    kept = sorted(path.name for path in (tmp_path / "changed").glob("kept-*"))
+    assert kept == [f"kept-{rank}-of-0" for rank in range(len(kept))]
+    assert len(kept) == change.planned.plan.n_devices
+    (logged,) = logged_changes(tmp_path / "changed")
+    assert (logged.iteration, logged.plan) == (first, swapped_plan())
+    train(cluster, tmp_path / "plain", **options)
+    last = [json.loads((tmp_path / run / "step-8.json").read_text()) for run in ("changed", "plain")]
+    assert last[0] == last[1]
+    runs = asyncio.run(read_runs(parent))
+    expected = {f"it-{t + 1:05d}" + ("-r1" if t >= first else "") for t in range(8)}
+    assert {name for name, (run, _) in runs.items() if run.state_name == "Completed"} == expected
+    refused = {name: run.state_name for name, (run, _) in runs.items() if name not in expected}
+    crossed = {f"it-{first + 1:05d}": "Cancelled"}  # entering it and changing the plan can cross
+    assert refused in ({}, crossed)
+
+
+def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_before(cluster, tmp_path):
+    left, right = on(0), on(1)
+    nodes = (
+        call("actor_train", "actor", "train_step", left),
+        SaveNode(name="save_actor", role="actor", placement=left, after=("actor_train",)),
+        call("critic_train", "critic", "train_step", right),
+        SaveNode(name="save_critic", role="critic", placement=right, after=("critic_train",)),
+    )
+    plan = plan_of(nodes, {"actor": left, "critic": right}, 2)
+
+    def overlaps(ahead: bool, config: dict) -> list[bool]:
+        """For each iteration but the first: did it start before the one before had ended?"""
+        spans = []
+
+        async def on_commit(committed, control):
+            results = [result for ranks in committed.results.values() for result in ranks]
+            spans.append((min(r.started_s for r in results), max(r.ended_s for r in results)))
+
+        folder = tmp_path / str(ahead)
+        folder.mkdir()
+        train(cluster, folder, plan=plan, config=config, on_commit=on_commit, dispatch_ahead=ahead)
+        return [start < end for (_, end), (start, _) in pairwise(spans)]
+
+    assert overlaps(ahead=False, config={"sleep_s": {"critic_train": 0.5}}) == [False, False]
+    assert overlaps(ahead=True, config={"until_next": {"critic_train": "actor_train"}}) == [True, True]
+
+
+def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkeypatch):
+    trainings, seen = [], []
+
+    class Held(Training):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            trainings.append(self)
+
+    async def on_commit(committed, control):
+        seen.append(weakref.ref(committed))
+
+    monkeypatch.setattr("flows.run.training.Training", Held)
+    train(cluster, tmp_path, on_commit=on_commit)
+    gc.collect()
+    assert len(trainings) == 1
+    assert len(seen) == 3
+    assert seen[0]() is None
+
+
+def test_a_hook_that_does_not_end_holds_no_run_up(cluster, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(training, "HOOKS_S", 0.5)
+    monkeypatch.setattr(training.logger, "warning", lambda line, *values: said.append(line % values))
+
+    async def on_commit(committed, control):
+        await asyncio.sleep(3600)
+
+    result, _ = train(cluster, tmp_path, on_commit=on_commit)
+    assert result.committed_step == 3
+    assert said == ["the hooks take too long; of what they were to be told, 3 are left out"]
+
+
+def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):
+    async def cancelled():
+        begun = asyncio.Event()
+
+        async def on_commit(committed, control):
+            begun.set()
+
+        @flow(name="rlhf-fake", persist_result=False)
+        async def parent():
+            await run_training(
+                small_plan(),
+                {"sleep_s": 0.2},
+                cluster,
+                run="fake",
+                run_folder=tmp_path / "a",
+                iterations=1000,
+                on_commit=on_commit,
+                **FAKES,
+            )
+
+        running = asyncio.create_task(parent())
+        await begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    result, _ = train(cluster, tmp_path / "b", iterations=1)
+    assert result.committed_step == 1
+
+
+def test_a_controller_that_hangs_ends_the_attempt_and_says_so(tmp_path, monkeypatch):
+    """Its connections stay open, as those of a stopped process do."""
+
+    async def hang(**_):
+        await asyncio.sleep(600)
+
+    async def run():
+        controller = Server({"rlhf_lease": hang, "identity": hang})
+        await controller.listen("tcp://127.0.0.1:0")
+        member = Member("controller", controller.address, "127.0.0.1")
+        rank = Member("rank-0", "", "127.0.0.1")
+        try:
+            await run_training(
+                small_plan(),
+                {},
+                Cluster("", (rank, rank), member, Security()),
+                run="fake",
+                run_folder=tmp_path,
+                iterations=1,
+            )
+        finally:
+            await controller.close()
+
+    monkeypatch.setattr(training, "ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(training, "ANSWER_S", 1.0)
+    with pytest.raises(ControllerLost, match="the controller of run fake has not answered for 1 s"):
+        asyncio.run(run())

@@ -1,0 +1,96 @@
+"""What a run tells the server beside its graph; how pages look is tested in test_browser.py."""
+
+import asyncio
+
+import pytest
+from prefect import flow, tags
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+from flows.run.progress import run_tags
+from flows.view.artifacts import markdown_table, measured_against, progress_bar, scores_of, tag_flow_run
+from rlhf_tasks.config.run import make_config
+from tests.tiny_runs import ppo_config
+
+
+@pytest.mark.cluster
+def test_tags_join_those_that_the_flow_run_has(prefect):
+    @flow
+    async def tagged() -> list[str]:
+        await tag_flow_run(["algo:ppo", "own"])
+        await tag_flow_run(["algo:ppo", "plan:auto"])
+        async with get_client() as client:
+            return sorted((await client.read_flow_run(flow_run.id)).tags)
+
+    with tags("own"):
+        assert asyncio.run(tagged()) == ["algo:ppo", "own", "plan:auto"]
+
+
+def test_tags_name_algorithm_model_and_plan(tmp_path):
+    assert run_tags(ppo_config(tmp_path)) == ["algo:ppo", "model:actor", "plan:heuristic"]
+    by_hand = ppo_config(tmp_path, plan={"actor_train": {"devices": [0]}})
+    assert run_tags(by_hand)[2] == "plan:manual"
+    assert run_tags(ppo_config(tmp_path, plan="auto"))[2] == "plan:auto"
+    after = {"type": "reward_model", "models": {"actor": "runs/sft-1/model"}, "data": {"train": "d"}}
+    assert run_tags(make_config({**after, "total_iterations": 1})) == [
+        "algo:reward-model",
+        "model:sft-1",
+        "plan:heuristic",
+    ]
+
+
+def test_scores_of_a_sample_are_flat():
+    sample = {
+        "prompt": "p",
+        "completion": "c",
+        "score": 1.25,
+        "rewards": {"mine": 1.0, "length": 0.25},
+        "reward_model": None,
+        "truncated": True,
+    }
+    assert scores_of(sample) == {
+        "score": 1.25,
+        "mine": 1.0,
+        "length": 0.25,
+        "reward model": None,
+        "truncated": True,
+    }
+
+
+def test_a_table_has_numbers_that_can_be_read_and_text_that_is_only_text():
+    rows = [
+        {"what": "![x](http://a.b/c) <b>|`", "s": 0.9563824534416199, "yes": True, "none": None},
+        {"what": "two\nlines\x00", "s": 12, "yes": False, "none": None},
+    ]
+    assert markdown_table(rows).splitlines() == [
+        "| what | s | yes | none |",
+        "| --- | --: | --: | --: |",
+        r"| \!\[x\]\(http\:\/\/a\.b\/c\) \<b\>\|\` | 0.9564 | yes |  |",
+        "| two ↵ lines\ufffd | 12 |  |  |",
+    ]
+
+
+def test_a_word_that_no_line_holds_may_be_broken():
+    [*_, line] = markdown_table([{"what": "x" * 60}]).splitlines()
+    assert max(map(len, line.split("\u200b"))) < 30
+    assert line.count("x") == 60
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "told"),
+    [
+        (1.0, 13.08, "13.1 times the plan"),
+        (1.0, 1.12, "12% more than planned"),
+        (2.0, 1.9, "5% less than planned"),
+        (2.0, 2.001, "as planned"),
+        (0.0, 2.0, ""),
+    ],
+)
+def test_a_measured_figure_says_which_way_it_is_off(planned, measured, told):
+    assert measured_against(planned, measured) == told
+
+
+def test_progress_has_a_bar():
+    assert progress_bar(0, 7) == "░" * 20 + " 0 of 7 iterations committed"
+    assert progress_bar(1, 2) == "█" * 10 + "░" * 10 + " 1 of 2 iterations committed"
+    assert progress_bar(7, 7).startswith("█" * 20 + " 7")

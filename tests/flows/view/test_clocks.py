@@ -1,0 +1,44 @@
+"""Rank clocks: overhead is idle time in which the next node could have run; waiting for work is not."""
+
+import pytest
+
+from flows.view.clocks import Span, idle_while_ready_s, overlapping_s, running_s
+
+
+def span(rank, iteration, node, started_s, ended_s, generation=(1, 0)):
+    return Span(rank, iteration, node, "inference", started_s, ended_s, generation)
+
+
+def test_a_gap_between_ready_and_start_is_overhead():
+    spans = [span(0, 0, "a", 0.0, 1.0), span(0, 0, "b", 1.5, 2.0)]
+    assert idle_while_ready_s(spans, {(0, "b"): [(0, "a")]}) == {0: pytest.approx(0.5)}
+
+
+def test_waiting_for_a_predecessor_on_another_rank_is_not_overhead():
+    spans = [span(0, 0, "a", 0.0, 1.0), span(1, 0, "x", 0.0, 4.0), span(0, 0, "b", 4.1, 5.0)]
+    idle = idle_while_ready_s(spans, {(0, "b"): [(0, "a"), (0, "x")]})
+    assert idle[0] == pytest.approx(0.1)
+
+
+def test_a_predecessor_ends_when_its_last_rank_ends():
+    spans = [span(0, 0, "x", 0.0, 1.0), span(1, 0, "x", 0.0, 3.0), span(0, 0, "b", 3.0, 4.0)]
+    assert idle_while_ready_s(spans, {(0, "b"): [(0, "x")]})[0] == 0.0
+
+
+def test_overlap_across_iterations_counts_only_common_seconds():
+    spans = [span(1, 0, "train", 0.0, 4.0), span(0, 1, "generate", 3.0, 6.0), span(1, 1, "train", 7.0, 9.0)]
+    assert overlapping_s(spans, "train", "generate", 1) == pytest.approx(1.0)
+    assert overlapping_s(spans, "train", "generate", 0) == 0.0
+
+
+@pytest.mark.parametrize("generation", [(1, 1), (2, 0)])
+def test_time_between_generations_and_attempts_is_downtime(generation):
+    spans = [
+        span(0, 0, "a", 0.0, 1.0),
+        span(0, 0, "b", 1.5, 2.0),
+        span(0, 1, "a", 36_000.0, 36_001.0, generation),
+        span(0, 1, "b", 36_001.25, 36_002.0, generation),
+    ]
+    after = {(0, "b"): [(0, "a")], (1, "a"): [(0, "b")], (1, "b"): [(1, "a")]}
+    assert idle_while_ready_s(spans, after) == {0: pytest.approx(0.75)}
+    assert running_s(spans) == pytest.approx(4.0)

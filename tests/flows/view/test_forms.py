@@ -1,0 +1,89 @@
+"""flows/view/forms.py: the schema of a deployment's form, as Prefect makes it of a flow."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from flows.plan import plan
+from flows.ppo import rlhf_ppo
+from flows.reward_model import reward_model
+from flows.rollout import rollout
+from flows.sft import sft
+from flows.view.forms import GROUP_OF, title_of
+from rlhf_tasks.config.run import CONFIG_TYPES, PPOConfig, SFTConfig
+
+FLOWS = [rlhf_ppo, sft, reward_model, rollout, plan]
+SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}
+
+
+def fields_of(flow, definition: str) -> dict:
+    """The fields of a definition in a flow's schema, in the order of the form."""
+    fields = flow.parameters.model_dump()["definitions"][definition]["properties"]
+    return dict(sorted(fields.items(), key=lambda item: item[1]["position"]))
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
+def test_no_form_has_what_a_ui_cannot_draw_or_a_class_name(flow):
+    schema = flow.parameters.model_dump()
+    text = json.dumps(schema)
+    assert "oneOf" not in text  # version 1 shows a box for JSON
+    for name, definition in schema["definitions"].items():
+        assert definition["title"] != name or name in ("Number",)
+        for field in definition["properties"].values():
+            assert {"title", "position"} <= set(field)
+
+
+def test_every_field_of_every_configuration_has_its_group():
+    fields = {name for config in CONFIG_TYPES.values() for name in config.model_fields}
+    assert set(GROUP_OF) == fields
+
+
+def test_what_a_run_needs_is_asked_first():
+    fields = list(fields_of(rlhf_ppo, "PPOConfig"))
+    assert fields[:5] == ["models", "data", "sampling", "total_iterations", "rewards"]
+    assert fields[-1] == "type"
+    assert next(iter(fields_of(rlhf_ppo, "ModelsConfig"))) == "actor"
+
+
+def test_the_form_of_ppo_says_at_its_top_that_the_demo_runs_without_a_configuration():
+    config = rlhf_ppo.parameters.model_dump()["properties"]["config"]
+    assert config["position"] == 0
+    assert "Without one the demo runs" in config["description"]
+    assert [option.get("title") for option in config["anyOf"]] == [None, "The demo"]
+
+
+def test_sections_are_closed_and_optional_figures_are_boxes():
+    fields = fields_of(rlhf_ppo, "PPOConfig")
+    assert [option.get("title") for option in fields["optimizer"]["anyOf"]] == ["Change", "Default"]
+    assert fields["optimizer"]["default"] is None
+    assert fields["kl_target"]["type"] == "number"
+    assert "default" not in fields["kl_target"]
+
+
+def test_a_closed_section_is_the_default_one_and_an_empty_figure_none():
+    closed = {"optimizer": None, "cluster": None, "runtime": None, "planning": None, "name": None}
+    assert SFTConfig.model_validate({**SFT, **closed}) == SFTConfig.model_validate(SFT)
+    with pytest.raises(ValidationError, match="models"):
+        SFTConfig.model_validate({**SFT, "models": None})
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "title"),
+    [
+        ("kl_coef", "KL", "KL: coefficient"),
+        ("kl_coef", "", "KL coefficient"),
+        ("batch_size", "Batch", "Batch: size"),
+        ("n_hosts", "", "Number of hosts"),
+        ("time_limit_s", "", "Time limit (s)"),
+        ("RewardModelScore", "", "Reward model score"),
+        ("PPO", "", "PPO"),
+    ],
+)
+def test_titles_are_words(name, group, title):
+    assert title_of(name, group) == title
+
+
+def test_configurations_as_such_have_the_schema_that_they_had():
+    """Only forms are arranged."""
+    assert "position" not in json.dumps(PPOConfig.model_json_schema())

@@ -1,0 +1,121 @@
+"""The door to Prefect's API: a time limit, a pause after a failure, said once, and open again."""
+
+import asyncio
+import logging
+
+import pytest
+from httpx import ConnectError, HTTPStatusError, Request, Response
+from prefect.exceptions import ObjectNotFound
+
+from flows.view import prefect_api
+from flows.view.prefect_api import Away, PrefectApi, Refused
+
+
+async def fails():
+    raise ConnectError("nobody there")
+
+
+async def hangs():
+    await asyncio.sleep(600)
+
+
+async def answers():
+    return "done"
+
+
+def answering(*statuses):
+    """A server that answers with one status after the other."""
+    left, request = iter(statuses), Request("POST", "http://there")
+
+    async def work():
+        response = Response(next(left), request=request)
+        if response.status_code != 200:
+            raise HTTPStatusError("not done", request=request, response=response)
+        return "done"
+
+    return work
+
+
+@pytest.mark.parametrize("work", [fails, hangs])
+def test_a_failure_is_said_once_and_leaves_the_server_alone_for_a_while(work, caplog, monkeypatch):
+    monkeypatch.setattr(prefect_api, "ANSWER_S", 0.05)
+    monkeypatch.setattr(prefect_api, "PAUSE_S", 0.2)
+
+    async def scene():
+        api, asked = PrefectApi("mine"), []
+
+        async def counted():
+            asked.append(1)
+            return await work()
+
+        assert api.missing() == {}
+        for _ in range(3):
+            assert await api.show(counted) is None
+        assert len(asked) == 1
+        with pytest.raises(Away, match="no answer for"):
+            await api.ask(answers)
+        await asyncio.sleep(api.wait_s)
+        assert await api.show(counted) is None
+        assert len(asked) == 2
+        assert api.wait_s > 0.2, "the second pause is longer"
+        await asyncio.sleep(api.wait_s)
+        assert await api.show(answers) == "done"
+        assert api.outage_s == 0
+        assert api.missing()["left_out"] == 4
+        assert api.missing()["away_s"] > 0.5
+
+    with caplog.at_level(logging.WARNING, "flows.view.prefect_api"):
+        asyncio.run(scene())
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(",")[0] for line in said] == [
+        "run mine goes on without the Prefect server",
+        "the Prefect server answers again",
+    ]
+
+
+def test_a_busy_server_is_asked_again_at_once(monkeypatch):
+    monkeypatch.setattr(prefect_api, "BUSY_PAUSE_S", 0.01)
+    api = PrefectApi("mine")
+    assert asyncio.run(api.ask(answering(503, 200))) == "done"
+    assert api.missing() == {}
+
+
+def test_what_is_refused_is_left_out_and_no_outage():
+    async def gone():
+        try:
+            await answering(404)()
+        except HTTPStatusError as error:
+            raise ObjectNotFound(http_exc=error) from None
+
+    async def scene():
+        api = PrefectApi("mine")
+        for work in (answering(404), answering(409), answering(422), gone):
+            with pytest.raises(Refused):
+                await api.ask(work)
+        assert await api.show(answering(404)) is None
+        assert (api.wait_s, api.outage_s) == (0, 0)
+        assert await api.ask(answers) == "done"
+        assert api.missing() == {"away_s": 0.0, "left_out": 1, "subflows_not_shown": []}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_a_server_that_refuses_whoever_asks_is_left_alone_for_a_while(status):
+    async def scene():
+        api = PrefectApi("mine")
+        with pytest.raises(Away, match="HTTPStatusError"):
+            await api.ask(answering(status))
+        assert api.wait_s > 0
+
+    asyncio.run(scene())
+
+
+def test_a_mistake_of_ours_is_no_outage():
+    async def wrong():
+        raise ZeroDivisionError
+
+    api = PrefectApi("mine")
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(api.ask(wrong))
+    assert api.missing() == {}

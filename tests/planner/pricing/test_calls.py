@@ -1,0 +1,215 @@
+"""Orders of magnitude by hand, what must make a call dearer, and the mistakes of earlier planners."""
+
+import pytest
+
+from planner.plan.mesh import Cluster
+from planner.plan.workload import Lengths
+from planner.pricing.calls import CallCost
+from planner.pricing.devices import PRESETS, preset
+
+CLUSTER = Cluster(2, 8)
+
+
+@pytest.fixture
+def seconds(make_graph, ppo_cost, assign):
+    """Seconds of a call of PPO with 512 sequences: seconds(call, dp, tp, pp, ...)."""
+
+    def price(name, dp=1, tp=1, pp=1, *, n_seqs=512, micro_batches=1, first=0, **cost):
+        model = ppo_cost(CLUSTER, **cost)
+        devices = list(range(first, first + dp * tp * pp))
+        assignment = assign(devices, dp, tp, pp, micro_batches=micro_batches)
+        return model.call(make_graph(n_seqs=n_seqs, mini_batches=4).call(name), assignment).seconds
+
+    return price
+
+
+@pytest.fixture
+def active(make_graph, ppo_cost, assign):
+    def price(name, dp=1, tp=1, pp=1, *, n_seqs=512, micro_batches=1, **cost):
+        assignment = assign(list(range(dp * tp * pp)), dp, tp, pp, micro_batches=micro_batches)
+        graph = make_graph(n_seqs=n_seqs, mini_batches=4)
+        return ppo_cost(CLUSTER, **cost).call(graph.call(name), assignment).active_bytes
+
+    return price
+
+
+def test_inference_of_7b_by_hand(seconds):
+    """2 FLOPs x 6.6e9 parameters x 512 x 256 tokens at half of 312 TFLOP/s on 8 devices: seconds, not ms."""
+    by_hand = 2 * 6.6e9 * 512 * 256 / (0.5 * 312e12) / 8
+    assert seconds("ref_inference", dp=8) == pytest.approx(by_hand, rel=0.1)
+
+
+def test_training_is_four_forward_passes_with_recomputation(seconds):
+    forward = seconds("ref_inference", dp=8)
+    with_recompute, without = (seconds("actor_train", dp=8, recompute=on) for on in (True, False))
+    assert 3 * forward < without < 3.6 * forward
+    assert 4 * forward < with_recompute < 4.8 * forward
+
+
+def test_epochs_repeat_the_training(seconds):
+    assert seconds("actor_train", dp=8, epochs=3) == pytest.approx(3 * seconds("actor_train", dp=8))
+
+
+def test_training_and_inference_are_priced_with_their_responses(seconds):
+    short = Lengths.fixed(1)
+    for call in ("ref_inference", "actor_train"):
+        assert seconds(call, dp=8) > 1.7 * seconds(call, dp=8, new_tokens=short)
+
+
+@pytest.mark.parametrize("call", ["actor_generate", "ref_inference", "actor_train"])
+def test_tensor_parallelism_costs_communication(seconds, call):
+    assert seconds(call, dp=1, tp=8, n_seqs=64) > seconds(call, dp=1, tp=1, n_seqs=64) / 8 * 1.1
+
+
+def test_data_parallel_training_pays_for_its_gradients(seconds):
+    """The same load per device, but gradients to reduce."""
+    assert seconds("actor_train", dp=8, n_seqs=512) > seconds("actor_train", dp=1, n_seqs=64)
+
+
+def test_links_between_hosts_are_slower(seconds):
+    assert seconds("actor_train", tp=16) > 1.5 * seconds("actor_train", tp=8)
+    across, inside = (
+        seconds("actor_train", dp=2, tp=8, first=0),
+        seconds("actor_train", dp=1, tp=8, n_seqs=256),
+    )
+    assert across > inside
+
+
+def test_pipelines_have_bubbles_that_micro_batches_fill(seconds):
+    one, four, sixteen = (seconds("actor_train", pp=8, micro_batches=m) for m in (1, 4, 16))
+    assert one > 1.5 * four > 1.5 * sixteen
+    assert sixteen > seconds("actor_train", dp=8)
+
+
+def test_uneven_stages_count_the_longest(seconds, llama):
+    """33 layers on 2 stages take as long as 34."""
+    odd, even = (
+        seconds("ref_inference", pp=2, micro_batches=64, shape=llama(num_hidden_layers=n)) for n in (33, 34)
+    )
+    assert odd == pytest.approx(even, rel=0.02)
+
+
+def test_uneven_shares_count_the_largest(seconds):
+    assert seconds("ref_inference", dp=3, n_seqs=10) == seconds("ref_inference", dp=3, n_seqs=12)
+
+
+def test_small_batches_decode_at_the_hosts_pace(seconds):
+    """Without CUDA graphs (1 ms a layer) decoding hardly depends on the batch, and tp does not help it."""
+    slow = preset("a100-80g-sxm").model_copy(update={"decode_overhead_s": 1e-3})
+    few = seconds("actor_generate", n_seqs=8, device=slow)
+    assert few == pytest.approx(32 * 128 * 1e-3, rel=0.5)
+    assert seconds("actor_generate", tp=8, n_seqs=8, device=slow) > 0.6 * few
+    assert seconds("actor_generate", n_seqs=8) < 0.5 * few
+
+
+def test_decoding_reads_the_weights_each_step(seconds):
+    """Four sequences: 13.2 GB of weights per token over 80% of 2.04 TB/s."""
+    by_hand = 128 * 13.2e9 / (0.8 * 2.039e12)
+    assert seconds("actor_generate", n_seqs=4) == pytest.approx(by_hand, rel=0.2)
+
+
+def test_early_leaving_lies_between_the_shortest_and_the_longest(seconds):
+    mixed = Lengths(points=((64, 0.75), (512, 0.25)))
+    short, middle, long = (
+        seconds("actor_generate", new_tokens=lengths)
+        for lengths in (Lengths.fixed(64), mixed, Lengths.fixed(512))
+    )
+    assert short < middle < long
+    assert middle < 0.8 * long
+
+
+def test_kv_cache_counts_grouped_heads(active, llama):
+    full = active("actor_generate", dp=8)[0]
+    grouped = active("actor_generate", dp=8, shape=llama(num_key_value_heads=8))[0]
+    cache = 64 * 256 * 2 * 32 * 128 * 32 * 2  # sequences, tokens, keys and values, heads, width, layers, bf16
+    assert full - grouped == pytest.approx(cache * 3 / 4, rel=0.02)
+    assert full > cache
+
+
+def test_more_micro_batches_need_less_memory(active):
+    assert active("actor_train", micro_batches=4)[0] < active("actor_train", micro_batches=1)[0] / 3
+
+
+def test_memory_is_that_of_the_fullest_micro_batch(active):
+    """Shares of 5 sequences in 4 micro-batches hold 2 + 1 + 1 + 1: the fullest one as large as of 8 in 4."""
+    for call, per_share in (("ref_inference", 1), ("actor_train", 4)):  # 4 mini-batches
+        uneven, even = (active(call, n_seqs=per_share * share, micro_batches=4) for share in (5, 8))
+        assert uneven == even
+    # With 2 stages the first one keeps two at once, of 2 + 1 sequences: 3/4 of what it keeps of 2 + 2, and works on 2
+    uneven, even, one = (
+        active("actor_train", pp=2, n_seqs=4 * share, micro_batches=count)[0]
+        for share, count in ((5, 4), (8, 4), (2, 1))
+    )
+    kept_of_two = even - one
+    assert kept_of_two > 0
+    assert uneven == pytest.approx(one + kept_of_two / 2)
+
+
+def test_uneven_mini_batches_count_the_fullest(active):
+    """10 sequences in 4 mini-batches: 3 in the fullest."""
+    assert active("actor_train", n_seqs=10) == active("actor_train", n_seqs=12)
+
+
+def test_uneven_groups_of_a_generation_count_the_fullest(active):
+    """5 sequences in 2 groups decode as 3 and 2; the cache holds them all."""
+    five, six = (active("actor_generate", pp=2, n_seqs=n)[0] for n in (5, 6))
+    cache = 256 * 2 * 32 * 128 * 16 * 2  # of a sequence: tokens, keys and values, heads, width, layers, bf16
+    assert six - five == pytest.approx(cache)
+
+
+def test_the_first_stage_keeps_most_micro_batches(active):
+    stages = active("actor_train", pp=4, micro_batches=8)
+    assert stages[0] > stages[1] > stages[2]
+
+
+def test_zero_1_shards_the_optimizer_alone(ppo_cost, assign):
+    model = ppo_cost(CLUSTER)
+    one, eight = (model.training_bytes("actor", assign(list(range(dp)), dp).placement)[0] for dp in (1, 8))
+    parameters = model.parameter_bytes("actor", assign([0]).placement)[0] / 2
+    assert one == parameters * (2 + 4 + 12)
+    assert eight == parameters * (2 + 4 + 12 / 8)
+
+
+def test_too_many_stages(ppo_cost, assign, llama, make_graph):
+    model = ppo_cost(CLUSTER, shape=llama(num_hidden_layers=4))
+    with pytest.raises(ValueError, match="pp=8 exceeds the model's 4 layers"):
+        model.call(make_graph().call("actor_train"), assign(list(range(8)), pp=8))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_plausible(name):
+    """Faster inside a host than between hosts, and figures in bytes and seconds."""
+    device = preset(name)
+    assert device.inside_host.bytes_per_s > device.between_hosts.bytes_per_s
+    assert 1e9 < device.memory_bytes < 1e12
+    assert device.sources
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="no device preset 'a100'; known are a100-80g-sxm"):
+        preset("a100")
+    with pytest.raises(ValueError, match="no device preset 'h100h100") as error:
+        preset("h100" * 1000)
+    assert len(str(error.value)) < 300
+
+
+def test_ring_collectives():
+    device = preset("h100-sxm")
+    assert device.all_reduce_s(1e9, 1, False) == 0
+    two, eight = (device.all_reduce_s(1e9, n, False) for n in (2, 8))
+    assert two == pytest.approx(2 * 5e-6 + 1e9 / (450e9 * 0.8))
+    assert two < eight < 2 * two
+
+
+def test_python_rewards_cost_their_own_seconds_and_no_forward_pass(make_graph, ppo_cost, assign):
+    """Each head scores its share one sequence after another, beside the reward model where there is one."""
+    cluster = Cluster(1, 4)
+    alone, beside = (make_graph(scoring_role=r).call("reward_inference") for r in ("ref", "reward"))
+    ref = make_graph().call("ref_inference")
+    two = assign([0, 1, 2, 3], dp=2, tp=2)
+    free, slow = ppo_cost(cluster), ppo_cost(cluster, reward_s=1000.0)
+    assert free.call(alone, two) == CallCost(0.0, (0.0,))
+    assert slow.call(alone, two).seconds == alone.n_seqs / 2 * 1000
+    assert free.call(beside, two).seconds > 0
+    assert slow.call(beside, two).seconds == slow.call(alone, two).seconds
+    assert slow.call(ref, two) == free.call(ref, two)

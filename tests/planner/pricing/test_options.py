@@ -1,0 +1,121 @@
+"""Which options a call has, and what is said when it has none."""
+
+import pytest
+
+from planner.plan.mesh import Cluster, meshes
+from planner.pricing.devices import preset
+from planner.pricing.options import call_options, candidate_meshes, cut_points, micro_batch_counts
+from planner.pricing.problem import Problem, ProblemError
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+
+ONE_HOST = Cluster(1, 8)
+
+
+@pytest.fixture
+def problem(make_graph, ppo_cost):
+    def make(cluster: Cluster = ONE_HOST, max_tp=None, n_seqs=64, **device) -> Problem:
+        changed = preset("a100-80g-sxm").model_copy(update=device)
+        return Problem(make_graph(n_seqs=n_seqs), ppo_cost(cluster, device=changed), max_tp)
+
+    return make
+
+
+def test_small_clusters_have_all_meshes():
+    assert list(candidate_meshes(Cluster(16, 4))) == list(meshes(Cluster(16, 4)))
+
+
+def test_large_clusters_have_sixteenths_and_small_meshes_at_the_start():
+    cuts = cut_points(2048)
+    assert cuts == tuple(range(0, 2049, 128))
+    found = {
+        (mesh.first // 8, mesh.size // 8) for mesh in candidate_meshes(Cluster(2048, 8)) if mesh.size >= 8
+    }
+    large = {(a, b - a) for a in cuts for b in cuts if a < b}
+    small = {(0, n) for n in (1, 2, 4, 8, 16, 32, 64)} | {(n, n) for n in (1, 2, 4, 8, 16, 32, 64)}
+    assert found == large | small
+    parts = [(mesh.first, mesh.size) for mesh in candidate_meshes(Cluster(2048, 8)) if mesh.size < 8]
+    assert parts == [(i, 1) for i in range(8)] + [(i, 2) for i in range(0, 8, 2)] + [(0, 4), (4, 4)]
+
+
+def test_a_cluster_of_17_hosts_can_be_used_wholly_and_by_single_hosts():
+    found = list(candidate_meshes(Cluster(17, 2)))
+    assert len(found) == len(set(found))
+    assert {(0, 2), (0, 34), (2, 2)} <= {(mesh.first, mesh.size) for mesh in found}
+
+
+def test_every_strategy_fills_its_mesh_and_keeps_the_limits(problem):
+    asked = problem(max_tp=4)
+    for call in asked.graph.calls:
+        for option in call_options(asked, call):
+            s = option.strategy
+            assert s.size == option.size
+            assert s.tp <= 4
+            assert s.pp <= 32
+            assert s.dp * call.mini_batches <= call.n_seqs
+            assert 1 <= option.micro_batches <= max(1, call.n_seqs // (call.mini_batches * s.dp))
+
+
+def test_options_keep_their_price_wherever_their_mesh_lies(problem):
+    asked = problem(Cluster(2, 8))
+    for call in asked.graph.calls:
+        for option in call_options(asked, call)[::7]:
+            cost = asked.model.call(call, option.assignment)
+            assert option.seconds == cost.seconds
+            assert option.active == cost.active_bytes
+
+
+def test_micro_batches_are_whole_and_within_the_share(problem):
+    train = problem().graph.call("actor_train")
+    assert micro_batch_counts(train, ParallelStrategy(2, 1, 3)) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert micro_batch_counts(problem().graph.call("actor_generate"), ParallelStrategy(2, 1, 3)) == [1]
+
+
+def test_what_is_left_out_is_matched_in_time_and_memory(problem):
+    """For every count of micro-batches that fits, an option at least as fast and as small is there."""
+    asked = problem(Cluster(1, 4))
+    for call in asked.graph.calls:
+        kept = call_options(asked, call)
+        for strategy in {option.strategy for option in kept}:
+            alike = [option for option in kept if option.strategy == strategy and option.first == 0]
+            for count in micro_batch_counts(call, strategy):
+                given = alike[0].assignment.model_copy(update={"micro_batches": count})
+                cost = asked.model.call(call, given)
+                fits = max(alike[0].resident) + max(alike[0].copy) + max(cost.active_bytes) <= 80e9
+                matched = [
+                    o
+                    for o in alike
+                    if o.seconds <= cost.seconds
+                    and all(a <= b for a, b in zip(o.active, cost.active_bytes, strict=True))
+                ]
+                assert matched or not fits
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "memory_bytes", "remedy"),
+    [
+        ("ref_inference", ONE_HOST, 10**9, "A larger tp or pp would"),
+        (
+            "actor_generate",
+            Cluster(1, 1),
+            20 * 10**9,
+            "A larger dp, tp or pp, a smaller batch_size or fewer new",
+        ),
+        ("actor_train", ONE_HOST, 10**9, r"A larger tp, pp or dp \(ZeRO-1 shards the optimizer\)"),
+    ],
+)
+def test_no_option_fits(problem, name, cluster, memory_bytes, remedy):
+    """The sentence names what would lower the largest part: of a copy tp and pp alone, of a KV cache dp as well."""
+    asked = problem(cluster, n_seqs=512, memory_bytes=memory_bytes)
+    with pytest.raises(
+        ProblemError, match=f"'{name}' fits no mesh of a cluster of .* lacks .* bytes. {remedy}"
+    ):
+        call_options(asked, asked.graph.call(name))
+
+
+def test_a_problem_without_a_model_or_with_a_bad_limit(problem, make_graph, ppo_cost):
+    with pytest.raises(ProblemError, match="max_tp=0 is not a positive whole number"):
+        problem(max_tp=0)
+    model = ppo_cost(Cluster(1, 2))
+    del model.models["ref"]
+    with pytest.raises(ProblemError, match="No model is given for ref"):
+        Problem(make_graph(), model)

@@ -1,0 +1,154 @@
+from dataclasses import replace
+
+import pytest
+
+from planner.plan.build import build_plan
+from planner.plan.mesh import Cluster
+from planner.plan.replay import replay
+from planner.plan.workload import Lengths
+from planner.pricing.devices import preset
+from planner.pricing.plans import plan_memory, price_plan, reallocation_messages, shortfall
+from planner.search.heuristic import symmetric
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.transfers import reallocation_bound
+from rlhf_tasks.spec import ReallocateNode, TransferNode
+
+
+@pytest.fixture
+def tiny_cost(ppo_cost, tiny):
+    return ppo_cost(Cluster(1, 4), tiny, preset("cpu-slot"), itemsize=4, prompt_tokens=40)
+
+
+def test_every_node_has_a_price_and_the_replay_agrees(demo_plan, tiny_cost):
+    price = price_plan(demo_plan, tiny_cost)
+    assert price.duration_s.keys() == {node.name for node in demo_plan.nodes}
+    assert min(price.duration_s.values()) >= tiny_cost.classes.profiles[0].dispatch_s
+    ends = {e.iteration: e.end_s for e in replay(demo_plan, price.duration_s, 42)}
+    assert (ends[41] - ends[1]) / 40 == pytest.approx(price.iteration_time_s, rel=0.02)
+
+
+def test_reallocations_move_the_ownership_bound(demo_plan, tiny_cost):
+    for node in demo_plan.nodes:
+        if isinstance(node, ReallocateNode):
+            model = tiny_cost.models[node.role]
+            layouts = [Layout(model.shape, model.head, p) for p in (node.source, node.destination)]
+            moved = sum(size for _, _, size in reallocation_messages(node, tiny_cost))
+            assert moved == reallocation_bound(*layouts, 4)
+            assert price_plan(demo_plan, tiny_cost).moved_bytes[node.name] == moved
+
+
+def test_redistribution_by_hand(demo_plan, tiny_cost):
+    """Device 0 holds all 256 samples; the training's dp rank 1, on device 1, lacks half of them."""
+    node = demo_plan.node("transfer_actor_generate_to_actor_train")
+    assert isinstance(node, TransferNode)
+    assert set(node.keys) == {"input_ids", "response_mask", "old_logprobs"}
+    price = price_plan(demo_plan, tiny_cost)
+    expected = 128 * (40 + 128) * (8 + 1 + 4)
+    assert price.moved_bytes[node.name] == expected
+    link = tiny_cost.classes.profiles[0].inside_host
+    seconds = tiny_cost.classes.profiles[0].dispatch_s + link.latency_s + expected / (0.8 * link.bytes_per_s)
+    assert price.duration_s[node.name] == pytest.approx(seconds)
+
+
+def test_equal_strategies_on_different_devices_still_cost_a_reallocation(make_graph, assign, ppo_cost):
+    graph, cluster = make_graph(), Cluster(1, 4)
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
+    places["actor_generate"] = assign([2, 3], tp=2)
+    price = price_plan(build_plan(graph, places, cluster), ppo_cost(cluster))
+    assert price.moved_bytes["reallocate_actor_to_actor_generate"] > 13e9
+    assert price.duration_s["reallocate_actor_to_actor_generate"] > 6.6e9 / 300e9
+
+
+def test_memory_of_a_symmetric_plan(make_graph, ppo_cost):
+    """Two trained and two frozen 7B models on every device, and the largest call's temporary memory."""
+    graph, cluster = make_graph(n_seqs=512, mini_batches=4), Cluster(1, 8)
+    model = ppo_cost(cluster)
+    plan = build_plan(graph, symmetric(graph, cluster), cluster)
+    peak = plan_memory(plan, model).peaks[3]
+    calls = [node for node in plan.nodes if node.kind == "call"]
+    largest = max(calls, key=lambda node: model.call(node.call, node.assignment).active_bytes[0])
+    assert peak.node == largest.name == "actor_generate"
+    assert sum("optimizer" in part for part in peak.parts) == 2
+    assert sum("frozen" in part for part in peak.parts) == 2
+    held = plan_memory(plan, model).call_bytes
+    assert max(held.values()) == held[peak.node] == peak.total_bytes
+    resident = peak.total_bytes - peak.parts["actor_generate: KV cache"]
+    for node in calls:
+        active = max(model.call(node.call, node.assignment).active_bytes)
+        assert held[node.name] == pytest.approx(resident + active)
+    assert peak.total_bytes == pytest.approx(2 * 6.67e9 * 7.5 + 2 * 13.3e9 + 9.67e9, rel=0.02)
+
+
+def test_a_copy_counts_until_its_release(make_graph, assign, ppo_cost):
+    graph, cluster = make_graph(), Cluster(1, 4)
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
+    places["actor_generate"] = assign([2, 3], tp=2)
+    peaks = plan_memory(build_plan(graph, places, cluster), ppo_cost(cluster)).peaks
+    assert peaks[2].node == "actor_generate"
+    assert set(peaks[2].parts) == {"actor: copy", "actor_generate: KV cache"}
+    assert not any("copy" in part for part in peaks[0].parts)
+
+
+def offloaded_plan(make_graph, assign, offload: bool):
+    """Everything on two devices, ref's parameters in host memory between their uses or not."""
+    graph = make_graph()
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], tp=2))
+    places["ref_inference"] = assign([0, 1], tp=2, offload=offload)
+    calls = [call.name for call in graph.calls]
+    order = [calls[0], "critic_inference", "reward_inference", "ref_inference", *calls[4:]]
+    return build_plan(graph, places, Cluster(1, 2), call_order=order)
+
+
+def test_an_onload_costs_its_dispatch_and_starts_a_copy(make_graph, assign, ppo_cost):
+    model, plan = ppo_cost(Cluster(1, 2)), offloaded_plan(make_graph, assign, True)
+    price = price_plan(plan, model)
+    dispatch_s = model.classes.dispatch_s
+    assert price.duration_s["onload_ref_to_ref_inference"] == dispatch_s
+    assert price.duration_s["offload_ref_of_ref_inference"] == dispatch_s
+    bytes_on_a_device = 13.48e9 / 2  # of Llama-2 7B in bf16
+    assert price.copy_s["onload_ref_to_ref_inference"] == pytest.approx(bytes_on_a_device / 25e9, rel=0.01)
+    # Two calls run meanwhile: only the dispatches are left of it
+    resident = price_plan(offloaded_plan(make_graph, assign, False), model)
+    assert price.iteration_time_s == pytest.approx(resident.iteration_time_s + 2 * dispatch_s)
+
+
+def test_a_slow_host_link_shows(make_graph, assign, ppo_cost):
+    slow = preset("a100-80g-sxm").model_copy(update={"host_copy_bytes_per_s": 1e8})
+    model, plan = ppo_cost(Cluster(1, 2), device=slow), offloaded_plan(make_graph, assign, True)
+    price = price_plan(plan, model)
+    assert price.copy_s["onload_ref_to_ref_inference"] > 60
+    waits = price.steady.start_s["ref_inference"] - price.steady.start_s["onload_ref_to_ref_inference"]
+    assert waits == pytest.approx(price.copy_s["onload_ref_to_ref_inference"] + model.classes.dispatch_s)
+    ends = {e.iteration: e.end_s for e in replay(plan, price.duration_s, 12, price.copy_s)}
+    assert (ends[11] - ends[1]) / 10 == pytest.approx(price.iteration_time_s, rel=1e-9)
+
+
+def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, ppo_cost):
+    """At the peak, in generation of long responses, they are away."""
+    model = ppo_cost(Cluster(1, 2), new_tokens=Lengths.fixed(1024))
+    resident = plan_memory(offloaded_plan(make_graph, assign, False), model).peaks[0]
+    offloaded = plan_memory(offloaded_plan(make_graph, assign, True), model).peaks[0]
+    assert resident.node == offloaded.node == "actor_generate"
+    saved = max(
+        model.parameter_bytes("ref", offloaded_plan(make_graph, assign, True).roles["ref"].placements[0])
+    )
+    assert offloaded.total_bytes == pytest.approx(resident.total_bytes - saved)
+    alone = {c.name: assign([0]) for c in make_graph().calls}
+    alone["ref_inference"] = assign([1], offload=True)
+    peak = plan_memory(build_plan(make_graph(), alone, Cluster(1, 2)), model).peaks[1]
+    assert peak.node == "ref_inference"
+    assert set(peak.parts) == {"ref: onloaded parameters", "ref_inference: activations"}
+
+
+def test_shortfall_names_device_bytes_and_fields(make_graph, ppo_cost):
+    graph, cluster = make_graph(n_seqs=512, mini_batches=4), Cluster(1, 8)
+    model = ppo_cost(cluster)
+    plan = build_plan(graph, symmetric(graph, cluster), cluster)
+    price = price_plan(plan, model)
+    message = shortfall(price, model)
+    missing = price.peaks[0].total_bytes - 80e9
+    assert message is not None
+    assert message.startswith(f"Device 0 (a100-80g-sxm) lacks {missing:.0f} bytes")
+    assert "ZeRO-1" in message
+    roomy = ppo_cost(cluster, device=preset("a100-80g-sxm").model_copy(update={"memory_bytes": 200 * 10**9}))
+    assert shortfall(replace(price), roomy) is None

@@ -1,0 +1,77 @@
+"""The bound from what can run at once, against exact prices."""
+
+import numpy as np
+import pytest
+
+from planner.plan.mesh import Cluster
+from planner.search.bounds.concurrency_bound import Parts, cover, cover_s
+from planner.search.bounds.relaxation import Relaxation, move_s, relaxation
+from planner.search.compiled.tables import Tables
+
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
+
+
+def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bool) -> Parts:
+    """A complete choice, or of the same only how large its meshes are and what its reallocations take at least."""
+    o = r.arrays.options
+    size, first = o["size"][rows], o.first[rows]
+    meet = size[:, None] + size > r.n_devices
+    if places:
+        meet = (first[:, None] < first + size) & (first < (first + size)[:, None])
+    ends = list(zip(rows[r.trainer], rows[r.reader], strict=True))
+    moved_s = (
+        np.array([move_s(r, k, a, b, places) for k, (a, b) in enumerate(ends)]) * (r.delay == 1) * r.alone
+    )
+    return Parts(
+        seconds,
+        seconds * size,
+        size.astype(np.int64),
+        meet & ~np.eye(len(rows), dtype=bool),
+        r.trainer,
+        r.reader,
+        moved_s > 0,
+        moved_s,
+    )
+
+
+@pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(3, 2)], ids=str)
+def test_lies_below_every_plan(small_problem, cluster):
+    """Random choices of PPO, by sizes alone and by places; and with fewer facts it says no more."""
+    tables = Tables(small_problem(cluster))
+    r, known, random = relaxation(tables), cover(tables.problem.graph), np.random.default_rng(0)
+    tight = 0
+    for _ in range(300):
+        choice = np.array([random.integers(len(found)) for found in tables.options])
+        rows = choice + r.arrays.start[:-1]
+        seconds = r.arrays.options.seconds[rows]
+        time_s = tables.evaluate(choice.tolist()).time_s
+        placed, sized = (
+            cover_s(known, parts_of(r, rows, seconds, places=places), r.n_devices) for places in (True, False)
+        )
+        assert sized <= placed * (1 + 1e-9)
+        assert placed <= time_s * (1 + 1e-9)
+        tight += placed > 0.6 * time_s
+    assert tight > 150
+
+
+def test_generation_inference_and_training_of_the_actor_alternate(make_graph):
+    """So do the critic's two calls; its training may run beside everything else."""
+    graph = make_graph()
+    names = [call.name for call in graph.calls]
+    ahead = cover(graph).ahead
+    number = {name: i for i, name in enumerate(names)}
+    generate, train = number["actor_generate"], number["actor_train"]
+    assert (ahead[generate, train], ahead[train, generate]) == (0, 1)
+    assert ahead[number["critic_train"], number["critic_inference"]] == 1
+    assert ahead[number["critic_train"], generate] > 1
+
+
+def test_idle_devices_count_where_nothing_can_run(small_problem):
+    """Two calls that alternate, each on a half: the cluster is busy for the sum of their seconds."""
+    tables = Tables(small_problem(Cluster(1, 4), ("actor_generate", "actor_train")))
+    none = np.zeros(0, np.int64)
+    seconds, sizes = np.array([2.0, 3.0]), np.array([2, 2])
+    parts = Parts(
+        seconds, seconds * sizes, sizes, np.zeros((2, 2), bool), none, none, np.zeros(0, bool), np.zeros(0)
+    )
+    assert cover_s(cover(tables.problem.graph), parts, 4) == 5.0

@@ -1,0 +1,55 @@
+"""The bound of a partial choice against the exact prices of choices that complete it."""
+
+import numpy as np
+import pytest
+
+from planner.plan.mesh import Cluster
+from planner.search.bounds.period_bound import exceeds
+from planner.search.bounds.relaxation import lacks, relaxation
+from planner.search.compiled.tables import Tables
+from tests.planner.partial import GROUP, KIND, OPTION, PLACEMENT, checked_after_training, partial_choices
+
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
+
+
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem, cluster):
+    """On PPO: calls open or known by option, placement, strategy or size, and of some pairs who shares devices."""
+    tables = Tables(small_problem(cluster, memory=1e9))
+    assert any(option.offload for options in tables.options for option in options)
+    r, tight, lacking = relaxation(tables), dict.fromkeys((OPTION, PLACEMENT, KIND, GROUP), 0), 0
+    allowed = np.zeros(r.arrays.n_calls)
+    for p in partial_choices(tables, r, 200):
+        _holds(r, p, allowed)
+        assert p.excess_bytes > 0 or not lacks(r, p.rows)
+        if p.rungs is not None:
+            tight[p.rungs] += exceeds(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+            lacking += p.excess_bytes > 0 and lacks(r, p.rows)
+    assert tight[OPTION] > 150
+    assert tight[PLACEMENT] > 150
+    assert tight[KIND] > 100
+    assert tight[GROUP] > 50
+    assert lacking > 30
+
+
+@pytest.mark.parametrize("slower", [1, 30, 1000])
+@pytest.mark.parametrize("checked", [False, True], ids=["ppo", "checked"])
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+def test_it_does_where_moves_take_longer_than_calls(small_problem, cluster, checked, slower):
+    """Then a slower option that needs a shorter move, or none, is the faster one: what it costs counts once."""
+    problem = small_problem(cluster, links_slower=slower)
+    tables = Tables(checked_after_training(problem) if checked else problem)
+    r = relaxation(tables)
+    assert not checked or 0 in r.delay
+    allowed, tight = np.zeros(r.arrays.n_calls), 0
+    for p in partial_choices(tables, r, 150):
+        _holds(r, p, allowed)
+        tight += exceeds(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+    assert tight > 100
+
+
+def _holds(r, p, allowed):
+    """No completion is cut, and no option of it forbidden."""
+    assert not exceeds(r, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9), allowed)
+    seconds, loose = r.arrays.options.seconds[p.chosen], p.rows != p.chosen
+    assert all(seconds[loose] <= allowed[loose] * (1 + 1e-9))

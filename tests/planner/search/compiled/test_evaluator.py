@@ -1,0 +1,209 @@
+"""The compiled price of a choice against the plan that is built from it and its replay."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.plan.replay import replay
+from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing.calls import CostModel
+from planner.pricing.device_classes import DeviceClasses
+from planner.pricing.devices import DeviceProfile, Link, preset
+from planner.pricing.plans import PlanPrice, price_plan
+from planner.pricing.problem import Problem
+from planner.search.compiled.tables import Tables
+from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.parallel.layout.shape import ModelShape
+
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
+
+
+SMALL = ModelShape.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1024,
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+    }
+)
+
+
+def make_tables(
+    cluster: Cluster,
+    algorithm: str = "ppo",
+    n_seqs: int = 16,
+    memory_bytes: int = 80 * 10**9,
+    slower: float = 1.0,
+    last_host: DeviceProfile | None = None,
+    host_copy_bytes_per_s: float = 25e9,
+) -> Tables:
+    """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices."""
+    sizes = {
+        "batch_size": n_seqs,
+        "num_mini_batches": 2,
+        "scoring_role": "reward",
+        "records_kept": False,
+        "truncated_responses": "keep",
+    }
+    registered = GRAPHS[algorithm]
+    graph = DataflowGraph(registered.calls(SimpleNamespace(**sizes)), registered.dataset_keys, name=algorithm)
+    heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
+    models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
+    workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32))
+    device = preset("a100-80g-sxm").model_copy(
+        update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
+    )
+    device = slow_down(device, slower)
+    devices = [device] * (cluster.n_hosts - 1) + [last_host or device]
+    classes = DeviceClasses.host_by_host(cluster, devices)
+    return Tables(Problem(graph, CostModel(cluster, classes, models, workload)))
+
+
+def slow_down(device: DeviceProfile, factor: float) -> DeviceProfile:
+    """A device on which everything takes `factor` times as long."""
+    rates = ("flops_per_s", "memory_bytes_per_s", "host_copy_bytes_per_s")
+    times = ("layer_overhead_s", "decode_overhead_s", "optimizer_overhead_s", "dispatch_s")
+    changes: dict = {name: getattr(device, name) / factor for name in rates}
+    changes |= {name: getattr(device, name) * factor for name in times}
+    for name in ("inside_host", "between_hosts"):
+        link = getattr(device, name)
+        changes[name] = Link(bytes_per_s=link.bytes_per_s / factor, latency_s=link.latency_s * factor)
+    return device.model_copy(update=changes)
+
+
+@cache
+def tables_of(name: str) -> Tables:
+    """Roomy clusters, one with shares that mini-batches do not divide, one with small devices, and a rollout."""
+    return {
+        "1x8": lambda: make_tables(Cluster(1, 8)),
+        "2x2": lambda: make_tables(Cluster(2, 2)),
+        "2x4, 12 sequences": lambda: make_tables(Cluster(2, 4), n_seqs=12),
+        "2x2, little memory": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6),
+        "3x2, two classes": lambda: make_tables(Cluster(3, 2), last_host=preset("h200-sxm")),
+        "2x2, two classes, little memory": lambda: make_tables(
+            Cluster(2, 2),
+            memory_bytes=10**9,
+            last_host=preset("h100-sxm").model_copy(update={"memory_bytes": 150 * 10**6}),
+        ),
+        "2x2, slow host links": lambda: make_tables(
+            Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8
+        ),
+        "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
+    }[name]()
+
+
+NAMES = [
+    *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
+    *("3x2, two classes", "2x2, two classes, little memory", "rollout"),
+]
+
+
+def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
+    for name, offloadable in (
+        ("1x8", set()),
+        ("2x2, slow host links", {"ref_inference", "reward_inference"}),
+    ):
+        found = tables_of(name)
+        options = dict(zip(found.calls, found.options, strict=True))
+        assert {call for call, own in options.items() if any(o.offload for o in own)} == offloadable
+        for call in offloadable:
+            half = len(options[call]) // 2
+            twins = zip(options[call][:half], options[call][half:], strict=True)
+            assert all(b._replace(offload=False, resident=a.resident) == a and b.offload for a, b in twins)
+
+
+def draw_choice(data: st.DataObject, tables: Tables) -> list[int]:
+    """An option for each call, often placed as the first call is."""
+    choice: list[int] = []
+    for options in tables.options:
+        like = [i for i, o in enumerate(options) if choice and _alike(o, tables.options[0][choice[0]])]
+        anything = st.integers(0, len(options) - 1)
+        choice.append(data.draw(st.one_of(anything, st.sampled_from(like)) if like else anything))
+    return choice
+
+
+def _alike(a, b) -> bool:
+    return (a.first, a.strategy) == (b.first, b.strategy)
+
+
+def lacking(price: PlanPrice, classes: DeviceClasses) -> float:
+    """Bytes that the device lacks which lacks most."""
+    missing = (
+        peak.total_bytes - classes.profile(device).memory_bytes for device, peak in price.peaks.items()
+    )
+    return max(0.0, *missing)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(st.data())
+@settings(max_examples=12)
+def test_a_choice_costs_what_its_plan_costs(name, data):
+    """Under the order that was found best, which is the best of all orders."""
+    found = tables_of(name)
+    classes = found.problem.model.classes
+    choice = draw_choice(data, found)
+    value = found.evaluate(choice)
+    prices = [price_plan(found.plan_in(choice, n), found.problem.model) for n in range(len(found.orders))]
+    times = [(lacking(price, classes), price.iteration_time_s) for price in prices]
+    assert value.excess_bytes == pytest.approx(times[value.order][0], rel=1e-9)
+    assert value.time_s == pytest.approx(times[value.order][1], rel=1e-9)
+    least = min(excess for excess, _ in times)
+    assert value.excess_bytes == pytest.approx(least, rel=1e-9)
+    fitting = [time_s for excess, time_s in times if excess <= least * (1 + 1e-9)]
+    assert value.time_s == pytest.approx(min(fitting), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(st.data())
+@settings(max_examples=6)
+def test_the_replay_settles_at_the_time_and_no_device_works_longer(name, data):
+    found = tables_of(name)
+    choice = draw_choice(data, found)
+    time_s, plan = found.evaluate(choice).time_s, found.plan(choice)
+    price = price_plan(plan, found.problem.model)
+    seconds = price.duration_s
+    for device in range(plan.n_devices):
+        assert time_s >= sum(seconds[node.name] for node in plan.on(device)) * (1 - 1e-9)
+    ends = [0.0] * 61
+    for run in replay(plan, seconds, 61, price.copy_s):
+        ends[run.iteration] = max(ends[run.iteration], run.end_s)
+    # Periods of up to 4 iterations divide the span
+    assert (ends[60] - ends[36]) / 24 == pytest.approx(time_s, rel=1e-6)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_mirrored_hosts_cost_the_same(data):
+    """Hosts are alike: exchanging the two of them changes nothing where no mesh spans both."""
+    found = tables_of("2x2")
+    choice, mirrored = [], []
+    for options in found.options:
+        twins = {
+            (o.first, o.size, o.strategy, o.micro_batches): i for i, o in enumerate(options) if o.size <= 2
+        }
+        first, *alike = data.draw(st.sampled_from(sorted(twins, key=str)))
+        choice.append(twins[first, *alike])
+        mirrored.append(twins[(first + 2) % 4, *alike])
+    assert found.evaluate(mirrored)[:2] == pytest.approx(found.evaluate(choice)[:2], rel=1e-9)
+
+
+@cache
+def slower_tables(factor: float) -> Tables:
+    return make_tables(Cluster(2, 2), slower=factor)
+
+
+@given(st.data(), st.sampled_from([0.5, 4.0]))
+@settings(max_examples=15)
+def test_scaling_all_times_scales_the_result(data, scale):
+    plain, scaled = tables_of("2x2"), slower_tables(scale)
+    choice = draw_choice(data, plain)
+    assert scaled.evaluate(choice).time_s == pytest.approx(scale * plain.evaluate(choice).time_s, rel=1e-9)

@@ -1,0 +1,208 @@
+"""Branch and bound against enumeration, and its bound against exact prices."""
+
+from itertools import product
+from time import monotonic
+
+import numba
+import numpy as np
+import pytest
+
+from planner import deadline
+from planner.deadline import Deadline
+from planner.plan.mesh import Cluster
+from planner.search import branch_and_bound as branch
+from planner.search.annealing import neighbours, start_state
+from planner.search.bounds.root_bound import call_cycles
+from planner.search.bounds.tree_search import PAUSED
+from planner.search.branch_and_bound import LOOK_S, NODES, bounds_by_groups, branching, proofs
+from planner.search.compiled.evaluator import value
+from planner.search.compiled.tables import Tables
+from planner.search.mcmc import greedy_choice
+from planner.search.search import bound_of
+from rlhf_tasks.spec import OnloadNode
+
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
+
+
+def proved(tables: Tables):
+    """(best state, lower bound) of branch and bound that starts from the greedy choice and runs to its end."""
+    start, cycles = start_state(tables, greedy_choice(tables)), call_cycles(tables.problem.graph)
+    steps = branching(
+        tables,
+        neighbours(tables),
+        cycles,
+        proofs(tables, cycles),
+        start,
+        bound_of(tables),
+        0,
+        Deadline(monotonic() + 600),
+    )
+    *_, (state, lower_bound_s, _) = steps
+    return state, lower_bound_s
+
+
+def enumerated(tables: Tables) -> float:
+    """The least seconds per iteration of all choices that fit."""
+    return _least(tables.arrays, np.array([*map(len, tables.options)]))
+
+
+@numba.njit(error_model="numpy")
+def _least(arrays, counts):
+    choice, best = np.zeros(len(counts), np.int64), np.inf
+    while True:
+        time_s, excess_bytes, _ = value(arrays, choice, best)
+        if excess_bytes <= 0 and time_s < best:
+            best = time_s
+        call = len(counts) - 1
+        while call >= 0 and choice[call] == counts[call] - 1:
+            choice[call] = 0
+            call -= 1
+        if call < 0:
+            return best
+        choice[call] += 1
+
+
+SCORED = ("actor_generate", "ref_inference", "reward_inference", "actor_train")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "calls", "max_tp", "memory"),
+    [
+        (Cluster(1, 8), ("actor_generate", "ref_inference", "actor_train"), 1, 80e9),
+        (Cluster(1, 8), ("actor_generate", "actor_train"), 8, 0.5e9),
+        (Cluster(1, 8), SCORED, 1, 80e9),
+        (Cluster(2, 2), ("actor_generate", "critic_inference", "critic_train"), 2, 0.6e9),
+        (Cluster(2, 2), ("actor_generate", "ref_inference", "critic_inference", "critic_train"), 1, 80e9),
+        (Cluster(1, 1), SCORED, 1, 0.9e9),
+        (Cluster(1, 2), SCORED, 1, 0.5e9),
+    ],
+)
+def test_equals_enumeration(small_problem, cluster, calls, max_tp, memory):
+    tables = Tables(small_problem(cluster, calls, max_tp, memory))
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "memory"), [(Cluster(2, 2), 80e9), (Cluster(1, 2), 80e9), (Cluster(1, 2), 0.79e9)]
+)
+def test_equals_enumeration_on_all_six_calls_of_ppo(small_problem, cluster, memory):
+    """Two sequences; with little memory frozen models may be offloaded, and the best is slower."""
+    tables = Tables(small_problem(cluster, None, 1, memory, n_seqs=2))
+    assert len(tables.calls) == 6
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+
+
+@pytest.mark.parametrize("memory", [80e9, 0.7e9, 0.6e9])
+def test_equals_enumeration_of_options_that_none_was_pruned_of(small_problem, monkeypatch, memory):
+    """Options that another one matches in time and memory are left out of the search: no plan gets worse."""
+    problem = small_problem(
+        Cluster(1, 2), ("actor_generate", "ref_inference", "actor_train"), 2, memory, n_seqs=64
+    )
+    tables = Tables(problem)
+    state, _ = proved(tables)
+    monkeypatch.setattr("planner.pricing.options._pareto", list)
+    every = Tables(problem)
+    assert sum(map(len, every.options)) > sum(map(len, tables.options))
+    assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(enumerated(every), rel=1e-9)
+
+
+@pytest.mark.parametrize("option_s", [1e-6, 1e-4, 1e-2])
+def test_a_walk_looks_at_the_clock_more_often_where_options_take_longer(small_problem, monkeypatch, option_s):
+    """A walk without end, by a clock on which each option takes so long: it ends soon after its share of the time
+    (it has more than its first look's worth of it), without a look at the clock every few options."""
+    now, looks = [0.0], [0]
+
+    def walk_on(relaxation, tree, walk, threshold, nodes):
+        now[0] += nodes * option_s
+        return PAUSED, np.inf
+
+    def monotonic():
+        looks[0] += 1
+        return now[0]
+
+    monkeypatch.setattr(branch, "walk_on", walk_on)
+    for module in (branch, deadline):
+        monkeypatch.setattr(module, "monotonic", monotonic)
+    tables = Tables(small_problem(Cluster(1, 2)))
+    found = proofs(tables, call_cycles(tables.problem.graph))
+    assert list(bounds_by_groups(found, 1.0, 2.0, Deadline(100.0))) == []
+    assert 90 < now[0] < 100 + NODES * option_s
+    assert looks[0] < 2 * now[0] / LOOK_S
+
+
+def test_a_walk_that_is_called_off_ends_at_its_next_look(small_problem, monkeypatch):
+    asked = [0]
+
+    def called_off():
+        asked[0] += 1
+        return asked[0] > 3
+
+    monkeypatch.setattr(branch, "walk_on", lambda *_: (PAUSED, np.inf))
+    tables = Tables(small_problem(Cluster(1, 2)))
+    found = proofs(tables, call_cycles(tables.problem.graph))
+    assert list(bounds_by_groups(found, 1.0, 2.0, Deadline(monotonic() + 3600, called_off))) == []
+    assert asked[0] == 5
+
+
+def test_more_memory_and_more_options_are_never_worse(small_problem):
+    calls = ("actor_generate", "ref_inference", "actor_train")
+    times = [
+        proved(Tables(small_problem(Cluster(1, 4), calls, max_tp, memory)))[0].time_s
+        for max_tp, memory in ((1, 0.27e9), (1, 80e9), (4, 80e9))
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+@pytest.mark.parametrize(("memory", "offloads"), [(0.9e9, True), (0.95e9, False)])
+def test_roles_are_offloaded_where_memory_lacks_and_only_there(small_problem, memory, offloads):
+    """One device: with 0.9 GB it cannot hold both frozen models all the time, with 0.95 it can."""
+    tables = Tables(small_problem(Cluster(1, 1), SCORED, 1, memory))
+    state, _ = proved(tables)
+    chosen = [options[number] for options, number in zip(tables.options, state.choice, strict=True)]
+    assert state.excess_bytes == 0
+    assert any(option.offload for option in chosen) == offloads
+    plan = tables.plan(state.choice.tolist())
+    assert any(isinstance(node, OnloadNode) for node in plan.nodes) == offloads
+    resident = [[i for i, option in enumerate(own) if not option.offload] for own in tables.options]
+    values = [tables.evaluate(choice) for choice in product(*resident)]
+    fitting = [value.time_s for value in values if value.excess_bytes <= 0]
+    assert bool(fitting) != offloads
+    assert state.time_s <= min(fitting, default=np.inf) * (1 + 1e-9)
+
+
+def test_an_interrupt_leaves_a_state_and_a_bound(small_problem):
+    tables = Tables(small_problem(Cluster(1, 4)))
+    state = start_state(tables, greedy_choice(tables))
+    cycles = call_cycles(tables.problem.graph)
+    found = proofs(tables, cycles)
+    steps = branching(
+        tables, neighbours(tables), cycles, found, state, bound_of(tables), 0, Deadline(monotonic())
+    )
+    assert len(list(steps)) <= 1
+
+
+def test_bounds_by_groups_rise_and_stay_below_the_best_plan(small_problem):
+    tables = Tables(small_problem(Cluster(2, 2), ("actor_generate", "ref_inference", "actor_train"), 1))
+    best, root = enumerated(tables), bound_of(tables)
+    found = proofs(tables, call_cycles(tables.problem.graph))
+    bounds = [*bounds_by_groups(found, root, 2 * best, Deadline(monotonic() + 600))]
+    assert bounds == sorted(bounds)
+    assert root < bounds[-1] <= best
+
+
+def test_where_nothing_fits_the_search_ends_with_what_lacks_least(small_problem):
+    """Each call fits alone, together they do not."""
+    tables = Tables(small_problem(Cluster(1, 1), max_tp=1, memory=1.0e9))
+    state, lower_bound_s = proved(tables)
+    assert state.excess_bytes > 0
+    assert lower_bound_s > state.time_s

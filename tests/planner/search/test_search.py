@@ -1,0 +1,306 @@
+"""What every mode owes its caller: a plan that fits, an honest price, a bound below it."""
+
+import pytest
+
+from planner import deadline
+from planner.plan.build import PlanError
+from planner.plan.call_order import call_orders
+from planner.plan.graph import DataflowGraph
+from planner.plan.mesh import Cluster
+from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.pricing.calls import CostModel
+from planner.pricing.devices import preset
+from planner.pricing.plans import price_plan
+from planner.pricing.problem import Problem
+from planner.search import annealing as anneal
+from planner.search import branch_and_bound as branch
+from planner.search import mcmc, search
+from planner.search.bounds.tree_search import FOUND, PAUSED
+from planner.search.choices import assignments_of, nearest_choice
+from planner.search.compiled.tables import Tables
+from planner.search.disjoint import side_by_side
+from planner.search.search import MODES, find_plan, priced_choice, proof_class
+from rlhf_tasks.spec import ModelFunctionCall
+
+pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
+TO_THE_END_S = 600.0  # a time limit that does not cut
+
+
+@pytest.fixture
+def problem(small_problem) -> Problem:
+    return small_problem(Cluster(1, 2))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("manual", "disjoint")])
+def test_the_price_is_that_of_the_transfer_lists_and_above_the_bound(problem, mode):
+    result = find_plan(problem, mode, time_limit_s=1)
+    assert result.mode == mode
+    assert result.iteration_time_s == price_plan(result.plan, problem.model).iteration_time_s
+    assert 0 < result.lower_bound_s <= result.iteration_time_s
+    assert result.gap == pytest.approx(1 - result.lower_bound_s / result.iteration_time_s)
+    assert result.trace[-1].time_s == pytest.approx(result.iteration_time_s)
+
+
+@pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(32, 2)])
+def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama, cluster):
+    """Of 32 hosts small meshes begin at few: four of the smallest have no room side by side, larger ones have."""
+    shape = llama(hidden_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+    problem = Problem(make_graph(n_seqs=64), ppo_cost(cluster, shape))
+    tables = Tables(problem)
+    start = side_by_side(tables)
+    assert start is not None
+    for found in (assignments_of(find_plan(problem, "disjoint").plan), tables.assignments(start)):
+        devices = {
+            role: {
+                d
+                for call in problem.graph.calls
+                if call.role == role
+                for d in found[call.name].placement.devices
+            }
+            for role in problem.graph.roles
+        }
+        assert sum(map(len, devices.values())) == len(set.union(*devices.values())) <= cluster.n_devices
+
+
+def test_disjoint_needs_a_device_per_role(problem):
+    with pytest.raises(PlanError, match="devices of their own"):
+        find_plan(problem, "disjoint")
+    assert side_by_side(Tables(problem)) is None
+
+
+def test_a_role_whose_calls_share_no_size_of_mesh_is_planned(llama):
+    """Generation needs five devices, of training's mini-batches of one sequence two can have a part."""
+    calls = [
+        ModelFunctionCall(
+            name="generate", role="actor", kind="generate", inputs=("x",), outputs=("y",), n_seqs=64
+        ),
+        ModelFunctionCall(
+            name="train", role="actor", kind="train_step", inputs=("y",), n_seqs=64, mini_batches=64
+        ),
+    ]
+    shape = llama(
+        hidden_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        vocab_size=8192,
+        max_position_embeddings=32768,
+    )
+    device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2e9)})
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(20_000))
+    model = CostModel(Cluster(16, 1), device, {"actor": RoleModel(shape=shape)}, workload)
+    problem = Problem(DataflowGraph(calls, ["x"], name="small"), model, max_tp=1)
+    sizes = [{option.size for option in options} for options in Tables(problem).options]
+    assert not set.intersection(*sizes)
+    for mode in ("search", "mcmc"):
+        assert find_plan(problem, mode, 0.5).iteration_time_s > 0
+    with pytest.raises(PlanError, match="The calls of actor fit no mesh of one size on a cluster of 16x1"):
+        find_plan(problem, "disjoint")
+
+
+def test_what_is_done_before_the_clock_starts_prices_nothing(problem, monkeypatch):
+    priced = []
+
+    def counted(*arguments):
+        state, n_priced = anneal.descend(*arguments)
+        priced.append(n_priced)
+        return state, n_priced
+
+    monkeypatch.setattr(search, "descend", counted)
+    find_plan(problem, "search", 0.1)
+    assert priced == [0]
+
+
+def test_manual_prices_what_it_is_given(problem):
+    heuristic = find_plan(problem, "heuristic")
+    given = assignments_of(heuristic.plan)
+    manual = find_plan(problem, "manual", evaluate=given)
+    assert assignments_of(manual.plan) == given
+    assert manual.iteration_time_s == heuristic.iteration_time_s
+    with pytest.raises(PlanError, match="give one for each call"):
+        find_plan(problem, "manual")
+
+
+@pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
+def test_replicas_and_micro_batches_grow_until_memory_suffices(make_graph, ppo_cost, mode):
+    """Two trained and two frozen 7B models on eight A100s: one device alone cannot hold a replica."""
+    problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8)))
+    result = find_plan(problem, mode)
+    strategy = assignments_of(result.plan)["actor_train"].placement.strategy
+    assert strategy.tp * strategy.pp > 1
+    assert max(peak.total_bytes for peak in result.price.peaks.values()) <= 80e9
+
+
+def test_micro_batches_that_grew_stay_within_the_share_of_a_larger_replica(make_graph, ppo_cost, llama):
+    """Memory asks for twice the micro-batches, then for a replica of two stages, whose rule has more by itself."""
+    layers = {"num_hidden_layers": 4, "hidden_size": 768, "intermediate_size": 2048}
+    shape = llama(**layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=8192)
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(0.8e9)})
+    model = ppo_cost(Cluster(4, 1), shape, small, new_tokens=Lengths.fixed(3000))
+    found = assignments_of(find_plan(Problem(make_graph(n_seqs=8, mini_batches=1), model), "heuristic").plan)
+    assert found["actor_train"].placement.strategy.pp > 1
+    for given in found.values():
+        assert given.micro_batches <= 8 // given.placement.strategy.dp
+
+
+@pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
+def test_what_fits_nowhere_is_refused_with_device_bytes_and_field(make_graph, ppo_cost, mode):
+    small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9})
+    problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
+    with pytest.raises(PlanError, match=r"Device \d \(a100-80g-sxm\) lacks \d+ bytes: .* would lower it\."):
+        find_plan(problem, mode)
+
+
+def test_search_proves_its_plan_optimal_and_equal_seeds_find_equal_plans(problem):
+    first, second, other = (find_plan(problem, "search", TO_THE_END_S, seed) for seed in (0, 0, 1))
+    assert first.proven_optimal
+    assert first.gap < 1e-8
+    assert first.plan == second.plan
+    assert other.iteration_time_s == pytest.approx(first.iteration_time_s, rel=1e-8)
+    times = [point.time_s for point in first.trace]
+    bounds = [point.lower_bound_s for point in first.trace]
+    assert times == sorted(times, reverse=True)
+    assert bounds == sorted(bounds)
+
+
+def test_a_plan_by_rule_stands_before_the_tables_are_made(problem, monkeypatch):
+    """Tables that take a minute: the trace begins earlier, with the first rule's plan and no bound."""
+    now = [0.0]
+
+    def slow_tables(problem):
+        now[0] += 60
+        return Tables(problem)
+
+    monkeypatch.setattr(search, "Tables", slow_tables)
+    monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
+    first = find_plan(problem, "search", 1e-9).trace[0]
+    assert (first.seconds, first.lower_bound_s) == (0.0, 0.0)
+    assert first.time_s == find_plan(problem, "heuristic").iteration_time_s
+
+
+def test_no_mode_beats_a_proven_search(problem):
+    best = find_plan(problem, "search", TO_THE_END_S).iteration_time_s
+    for mode in ("heuristic", "symmetric", "mcmc"):
+        assert find_plan(problem, mode, 0.5).iteration_time_s >= best * (1 - 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meshes"),
+    [
+        (Cluster(16, 8), "calls have all meshes, strategies"),
+        (
+            Cluster(128, 8),
+            "calls have meshes that begin and end at multiples of 8 hosts, the first 1 or 2 or 4 hosts and as many "
+            "behind these, the first host and its aligned parts, strategies",
+        ),
+        (
+            Cluster(17, 2),
+            "calls have meshes that begin and end at hosts 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, "
+            "the first host and its aligned parts, strategies",
+        ),
+    ],
+    ids=str,
+)
+def test_the_proof_names_its_meshes(make_graph, ppo_cost, cluster, meshes):
+    assert meshes in proof_class(Problem(make_graph(), ppo_cost(cluster)))
+
+
+@pytest.mark.parametrize(("n_scorers", "orders"), [(4, "one order"), (5, "one of the first 120 orders")])
+def test_the_proof_names_the_cut_among_the_orders(llama, n_scorers, orders):
+    """Five calls in any order have 120 orders, six have 720."""
+    calls = [
+        ModelFunctionCall(
+            name=f"score{i}",
+            role="reward",
+            kind="inference",
+            inputs=("input_ids",),
+            outputs=(f"s{i}",),
+            n_seqs=4,
+        )
+        for i in range(n_scorers + 1)
+    ]
+    model = CostModel(
+        Cluster(1, 1),
+        preset("a100-80g-sxm"),
+        {"reward": RoleModel(shape=llama(), head="scalar")},
+        Workload(prompt_tokens=8, new_tokens=Lengths.fixed(8)),
+    )
+    problem = Problem(DataflowGraph(calls, {"input_ids"}, name="scores"), model)
+    assert len(call_orders(problem.graph)) == 120
+    assert f"calls on a device in {orders} of the graph," in proof_class(problem)
+
+
+def test_without_time_a_search_gives_no_worse_than_the_rules(problem):
+    result = find_plan(problem, "search", time_limit_s=1e-9)
+    assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+    assert result.lower_bound_s < result.iteration_time_s
+
+
+@pytest.mark.parametrize("limit_s", [30.0, 100.0])
+@pytest.mark.parametrize(("mode", "code"), [("search", PAUSED), ("search", FOUND), ("mcmc", PAUSED)])
+def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mode, code, limit_s):
+    """By a clock on which a proposal takes .5 ms, an option of a walk as long, and a plan's price from its lists 4 s,
+    as on ten thousand devices. Walks prove nothing; they end in the same choice again and again, or not at all."""
+    now = [0.0]
+
+    def taking(function, seconds):
+        def slow(*arguments):
+            now[0] += seconds(*arguments)
+            return function(*arguments)
+
+        return slow
+
+    def walk_on(relaxation, tree, walk, threshold, nodes):
+        if code == FOUND:
+            walk.found[:] = relaxation.arrays.start[:-1]
+        return code, threshold * (1 - 1e-6)
+
+    slow_anneal = taking(anneal.anneal, lambda *arguments: 5e-4 * len(arguments[4]))
+    for module in (anneal, mcmc):
+        monkeypatch.setattr(module, "anneal", slow_anneal)
+    monkeypatch.setattr(branch, "walk_on", taking(walk_on, lambda *arguments: 5e-4 * arguments[4]))
+    monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 4.0))
+    for module in (branch, deadline, search.time):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    result = find_plan(problem, mode, limit_s)
+    assert 0.8 * limit_s < result.seconds <= limit_s
+    assert result.evaluations > 0
+
+
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+@pytest.mark.parametrize("looks", [1, 5, 60])
+def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(small_problem, mode, looks):
+    problem, asked = small_problem(Cluster(2, 4)), [0]
+
+    def called_off():
+        asked[0] += 1
+        return asked[0] >= looks
+
+    result = find_plan(problem, mode, TO_THE_END_S, called_off=called_off)
+    assert asked[0] < looks + 20
+    assert result.evaluations > 0
+    assert 0 < result.gap < 1
+    assert not result.proven_optimal
+    if mode == "search":
+        assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+
+
+@pytest.mark.parametrize("mode", ["search", "mcmc"])
+def test_a_search_where_nothing_fits_together_says_what_lacks(small_problem, mode):
+    """Each call fits the one device alone, together they do not."""
+    with pytest.raises(PlanError, match=r"Device 0 \(a100-80g-sxm\) lacks \d+ bytes: .* would lower it\."):
+        find_plan(small_problem(Cluster(1, 1), memory=1.0e9), mode, 1)
+
+
+def test_bad_requests(problem):
+    with pytest.raises(PlanError, match="There is no mode 'best'; known are"):
+        find_plan(problem, "best")
+    with pytest.raises(PlanError, match="time limit of 0 s"):
+        find_plan(problem, time_limit_s=0)
+
+
+def test_nearest_choice_finds_the_option_itself(problem):
+    tables = Tables(problem)
+    choice = [len(options) // 2 for options in tables.options]
+    assert nearest_choice(tables, tables.assignments(choice)) == choice

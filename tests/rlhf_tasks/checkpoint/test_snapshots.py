@@ -1,0 +1,349 @@
+import errno
+import hashlib
+import os
+import re
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
+from rlhf_tasks.checkpoint.manifest import CheckpointError, Part
+from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.state.files import write_shards
+from rlhf_tasks.parallel.train.optimizer import StateShard
+from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.spec import ExecutionPlan, RolePlacements
+from rlhf_tasks.system import failpoints
+from rlhf_tasks.system.durable import NotWritable
+from tests.rlhf_tasks.roles_in_layouts import (
+    FOUR,
+    Role,
+    build,
+    fill,
+    mismatches,
+    model,
+    place,
+    precise,
+    whole_state,
+)
+
+STATE = {"kl_coef": 0.1 + 0.2, "normaliser": [1e-17, 3.0]}
+
+
+@dataclass
+class Spec:
+    run_folder: str
+    attempt: int = 1
+    run: str = "test"
+    config: dict[str, Any] = field(default_factory=dict)
+    peak_flops_per_s: float | None = None
+
+
+def plan() -> ExecutionPlan:
+    return ExecutionPlan(
+        algorithm="sft",
+        n_devices=4,
+        devices_per_host=4,
+        n_seqs=8,
+        roles={"actor": RolePlacements(trained=True, placements=(place([0]),))},
+        nodes=(),
+    )
+
+
+def generation(folder: Path, rank: int) -> GenerationSpec:
+    """The fields that a snapshot does not look at are left out."""
+    return GenerationSpec.model_construct(
+        run="test", attempt=1, generation=0, rank=rank, run_folder=str(folder), plan=plan()
+    )
+
+
+def save_and_restore(rank, world, folder, shape, head, dtype, placements) -> list[str]:
+    """Save in the first layout, restore in each of them. Gives what was wrong on this rank."""
+    sets = [tuple(range(world)), *(s for p in placements for s in device_sets(p))]
+    groups = ProcessGroups(sets, 240.0, torch.device("cpu"))
+    layouts = [Layout(shape, head, p) for p in placements]
+    whole = whole_state(layouts[0], precise(dtype))
+    if rank in placements[0].devices:
+        save(folder, build(layouts[0], groups, dtype), whole)
+    commit(folder, world)
+    wrong = []
+    for layout in layouts:
+        if rank not in layout.placement.devices:
+            continue
+        role = build(layout, groups, dtype)
+        restore("actor", role, Path(folder), 3)
+        wrong += mismatches(role, whole, rank)
+        if (role.version, role.optimizer.step, role.state) != (7, 21, STATE):
+            wrong.append(f"{layout.placement}: {role.version} {role.optimizer.step} {role.state}")
+    return wrong
+
+
+def save(folder, role: Role, whole) -> None:
+    rank = role.groups.rank
+    fill(role, whole)
+    role.optimizer.step, role.version, role.state = 21, 7, dict(STATE)
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(folder, rank), told.append)
+    writer.save("actor", role, 3)
+    for shard in role.optimizer.shard_state():
+        shard.tensor.zero_()  # training goes on while the copy is being written
+    role.state["kl_coef"] = 0.0
+    writer.close()
+    (part,) = told
+    assert (part.error, part.step, part.role, part.rank) == ("", 3, "actor", rank)
+    (Path(folder) / f"told-{rank}.json").write_text(part.model_dump_json())
+
+
+def commit(folder, world: int) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        parts = {}
+        for path in Path(folder).glob("told-*.json"):
+            part = SavedPart.model_validate_json(path.read_text())
+            parts[part.rank] = part.details
+        snapshots = RunSnapshots(Spec(str(folder)))
+        snapshots.commit(WriteCommit(3, (), {"save": parts}, 24, {"actor": 7}, plan()), {})
+    dist.barrier()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("shape", "head", "dtype", "placements"),
+    [
+        (model(), "lm", torch.float32, FOUR),
+        (model(tied=True), "lm", torch.bfloat16, [FOUR[2], *FOUR]),
+        (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float64, [FOUR[4], *FOUR]),
+        (model(), "lm", torch.float32, [FOUR[5], *FOUR]),
+    ],
+    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank"],
+)
+def test_a_role_is_restored_bit_by_bit_into_any_layout(ranks, tmp_path, shape, head, dtype, placements):
+    wrong = ranks.run(4, save_and_restore, str(tmp_path), shape, head, dtype, placements)
+
+    assert wrong == [[]] * 4
+    written = sorted(path.name for path in step_folder(tmp_path, 3).glob("*.safetensors"))
+    assert written == [f"actor.rank-{rank:05d}.gen-0.safetensors" for rank in sorted(placements[0].devices)]
+
+
+def shards() -> list[StateShard]:
+    return [
+        StateShard("a", "master", 3, 7, torch.arange(4.0)),
+        StateShard("b", "exp_avg", 0, 2, torch.tensor([float("nan"), -0.0])),
+    ]
+
+
+def test_the_files_are_plain_safetensors_and_hashed_as_written(tmp_path):
+    written = write_shards(tmp_path / "x.safetensors", 5, shards())
+
+    content = (tmp_path / "x.safetensors").read_bytes()
+    assert written == (len(content), hashlib.sha256(content).hexdigest())
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == {"master/a", "exp_avg/b"}
+    assert torch.equal(loaded["master/a"], torch.arange(4.0))
+    assert loaded["exp_avg/b"].view(torch.int32).tolist() == shards()[1].tensor.view(torch.int32).tolist()
+
+
+class FakeOptimizer:
+    """Gives its state and nothing else."""
+
+    step = 4
+
+    def __init__(self, state: list[StateShard]) -> None:
+        self.state = state
+
+    def shard_state(self):
+        return iter(self.state)
+
+    def load_shard_state(self, loaded, step) -> None:
+        self.loaded = list(loaded)
+
+
+def small_role(**changes) -> Role:
+    """One rank's role of a model with one layer, without process groups."""
+    layout = Layout(model(layers=1, **changes), "lm", place([0]))
+    state = [
+        StateShard(spec.name, "master", 0, spec.size, torch.zeros(spec.size)) for spec in layout.parameters
+    ]
+    groups = type("Groups", (), {"rank": 0})()
+    return Role(layout, groups, FakeOptimizer(state), {}, version=7)  # type: ignore[arg-type]
+
+
+def written_part(folder: Path, role: Role) -> Part:
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(folder, 0), told.append)
+    writer.save("actor", role, 3)
+    writer.close()
+    assert told[0].error == ""
+    return Part.model_validate(told[0].details)
+
+
+def commit_part(folder: Path, part: Part) -> None:
+    order = WriteCommit(3, (), {"save": {0: part.model_dump(mode="json")}}, 24, {"actor": 7}, plan())
+    RunSnapshots(Spec(str(folder))).commit(order, {})
+
+
+def test_another_model_is_refused_with_the_difference(tmp_path):
+    commit_part(tmp_path, written_part(tmp_path, small_role()))
+
+    with pytest.raises(CheckpointError, match=r"'actor' was saved as another model: kv_heads 3 \(now 9\)"):
+        restore("actor", small_role(kv_heads=9), tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"has the roles \['actor'\], not 'critic'"):
+        restore("critic", small_role(), tmp_path, 3)
+
+
+def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
+    saved = small_role()
+    saved.optimizer.state.pop()  # type: ignore[attr-defined]
+    commit_part(tmp_path, written_part(tmp_path, saved))
+
+    with pytest.raises(ValueError, match=r"lacks 136 of 136 elements of master of lm_head\.weight"):
+        restore("actor", small_role(), tmp_path, 3)
+    other = small_role()
+    other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"torch\.float32, the run wants torch\.float64"):
+        restore("actor", other, tmp_path, 3)
+
+
+def test_a_failed_write_is_reported(tmp_path):
+    unfinished_folder(tmp_path, 3, 1).write_text("in the way")
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append)
+    writer.save("actor", small_role(), 3)
+    writer.close()
+
+    assert "step-00000003.tmp-1" in told[0].error
+    assert told[0].details == {}
+
+
+DISK_BYTES = 64 * 1024
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Inside, there is room for DISK_BYTES in a folder; where nobody may mount (False), for as much in each file."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode == 0:
+        try:
+            yield True
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, before[1]))
+    try:
+        yield False
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
+    role, told = small_role(), []
+    large = torch.zeros(DISK_BYTES)
+    role.optimizer.state.append(StateShard("large", "master", 0, len(large), large))  # type: ignore[attr-defined]
+    disk = tmp_path / "disk"
+    with small_disk(disk):
+        writer = SnapshotWriter(generation(disk, 0), told.append)
+        writer.save("actor", role, 3)
+        writer.close()
+    part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
+    needed = sum(shard.tensor.nbytes for shard in role.optimizer.state)  # type: ignore[attr-defined]
+    assert f"no space left: {part} needs {needed} bytes, " in told[0].error
+    assert "are free. Free some and resume." in told[0].error
+    assert told[0].lasting
+
+
+@pytest.mark.parametrize(("known", "free"), [(True, r"\d+"), (False, "an unknown number")])
+def test_a_disk_without_room_for_a_folder_is_reported_as_lasting(tmp_path, monkeypatch, known, free):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    told: list[SavedPart] = []
+    monkeypatch.setattr(Path, "mkdir", full)
+    if not known:
+        monkeypatch.setattr(shutil, "disk_usage", read_only)
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append)
+    writer.save("actor", small_role(), 3)
+    writer.close()
+    assert told[0].lasting
+    assert re.search(rf"needs \d+ bytes, {free} are free", told[0].error)
+    order = WriteCommit(4, (), {}, 32, {}, plan())
+    with pytest.raises(NotWritable, match=r"no space left: .*manifest"):
+        RunSnapshots(Spec(str(tmp_path), 2)).commit(order, {})
+
+
+def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
+    told, disk = [], tmp_path / "disk"
+    with small_disk(disk) as mounted:
+        unfinished_folder(disk, 3, 1).mkdir()
+        if mounted:
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        else:
+            monkeypatch.setattr("rlhf_tasks.parallel.state.files.os.fsync", read_only)
+        writer = SnapshotWriter(generation(disk, 0), told.append)
+        writer.save("actor", small_role(), 3)
+        writer.close()
+    part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
+    assert told[0].error == f"{part} cannot be written: Read-only file system. Mend that and resume."
+    assert told[0].lasting
+
+
+def read_only(*_) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_manifest_that_does_not_fit_leaves_the_last_commit(tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk) as mounted:
+        part = written_part(disk, small_role())
+        commit_part(disk, part)
+        snapshots = RunSnapshots(Spec(str(disk), 2))
+        assert snapshots.latest() == (3, 24)
+        shutil.copytree(step_folder(disk, 3), unfinished_folder(disk, 4, 2))
+        order = WriteCommit(4, (), {"save": {0: part.model_dump(mode="json")}}, 32, {"actor": 7}, plan())
+        filler = disk / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        failpoints.arm("" if mounted else "manifest_written:full")
+        with pytest.raises(
+            NotWritable, match=r"no space left: .*manifest\.json needs \d+ bytes, \d+ are free"
+        ):
+            snapshots.commit(order, {})
+        failpoints.arm("")
+        filler.unlink()
+        assert RunSnapshots(Spec(str(disk), 3)).latest() == (3, 24)
+
+
+def test_an_aborted_generation_leaves_what_it_has_not_begun(tmp_path):
+    told: list[SavedPart] = []
+    writing, go_on = threading.Event(), threading.Event()
+
+    def first_is_done(part: SavedPart) -> None:
+        told.append(part)
+        writing.set()
+        go_on.wait(60.0)
+
+    writer = SnapshotWriter(generation(tmp_path, 0), first_is_done)
+    for step in (3, 4):
+        writer.save("actor", small_role(), step)
+    assert writing.wait(60.0)
+    writer.close(wait=False)
+    go_on.set()
+    writer.close()
+
+    assert [part.step for part in told] == [3]

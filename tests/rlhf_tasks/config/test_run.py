@@ -1,0 +1,306 @@
+"""Run configurations: defaults, overrides, paths, and one clear sentence for every fault."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from rlhf_tasks.config.run import (
+    CONFIG_TYPES,
+    ConfigError,
+    PPOConfig,
+    RolloutConfig,
+    load_config,
+    make_config,
+    manual_assignments,
+    resolve_paths,
+)
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+
+MINIMAL = """
+type: ppo
+models: {actor: models/actor}
+data: {train: prompts.jsonl}
+sampling: {max_completion_length: 8}
+rewards: [{function: "rewards.py:exact"}]
+total_iterations: 3
+"""
+
+
+def ppo(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "type": "ppo",
+        "models": {"actor": "a"},
+        "data": {"train": "d.jsonl"},
+        "sampling": {"max_completion_length": 8},
+        "rewards": [{"function": "m:f"}],
+        "total_iterations": 3,
+    }
+    return {**document, **changes}
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, bool]:
+    """{dotted key: required} of a configuration, shared sections counted where they first occur."""
+    found: dict[str, bool] = {}
+    for name, field in model.model_fields.items():
+        candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if inner is None or name == "critic_optimizer":
+            found[prefix + name] = field.is_required()
+        else:
+            found |= leaves(inner, f"{prefix}{name}.")
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_a_minimal_file_loads_with_defaults_and_absolute_paths(file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(file.parent)
+    config = load_config(file)
+    assert isinstance(config, PPOConfig)
+    assert config.models.actor == str(file.parent / "models/actor")
+    assert config.data.train == str(file.parent / "prompts.jsonl")
+    assert config.rewards[0].function == f"{file.parent}/rewards.py:exact"
+    assert config.rewards[0].name == "exact"
+    assert config.resume == "never"
+    assert manual_assignments(config) is None
+
+
+def test_overrides_win_over_the_file(file: Path):
+    config = load_config(
+        file, ["optimizer.learning_rate=1e-3", "rewards.0.weight=2", "name=x", "plan={a: {devices: [0]}}"]
+    )
+    assert isinstance(config, PPOConfig)
+    assert config.optimizer.learning_rate == 1e-3
+    assert config.rewards[0].weight == 2.0
+    assert config.name == "x"
+    assignments = manual_assignments(config)
+    assert assignments is not None
+    assert assignments["a"].placement.strategy == ParallelStrategy(1, 1, 1)
+
+
+def test_ppo_stays_small():
+    keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith("planning.")}
+    assert len(keys) <= 67, sorted(keys)
+    assert sum(keys.values()) <= 8
+
+
+@pytest.mark.parametrize("kind", CONFIG_TYPES)
+def test_every_field_is_described_in_a_sentence(kind: str):
+    def check(model: type[BaseModel]) -> None:
+        for name, field in model.model_fields.items():
+            candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
+            inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+            for submodel in inner:
+                check(submodel)
+            if name != "type" and not (inner and field.is_required()):
+                assert (field.description or "").endswith("."), f"{model.__name__}.{name}"
+
+    check(CONFIG_TYPES[kind])
+
+
+def test_roles_default_to_the_actor_and_the_reward_model():
+    config = make_config(ppo())
+    assert {role: (r.folder, r.head, r.optimizer is not None) for role, r in config.roles().items()} == {
+        "actor": ("a", "lm", True),
+        "critic": ("a", "scalar", True),
+        "ref": ("a", "lm", False),
+    }
+    assert isinstance(config, PPOConfig)
+    assert config.scoring_role == "ref"
+    scored = make_config(ppo(models={"actor": "a", "reward": "r"}))
+    assert isinstance(scored, PPOConfig)
+    assert scored.roles()["critic"].folder == "r"
+    assert scored.roles()["reward"].optimizer is None
+    assert scored.scoring_role == "reward"
+
+
+def test_the_critic_has_its_own_optimizer_where_given():
+    config = make_config(ppo(optimizer={"learning_rate": 1e-4}, critic_optimizer={"learning_rate": 1e-3}))
+    rates = {r: role.optimizer.learning_rate for r, role in config.roles().items() if role.optimizer}
+    assert rates == {"actor": 1e-4, "critic": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tempratur": 1}, "tempratur: unknown key"),
+        ({"path": 1}, "path: unknown key"),
+        ({"": 1}, "'': unknown key"),
+        ({"sampling": {"max_completion_length": 8, "temprature": 1}}, "did you mean 'temperature'?"),
+        (
+            {"rewards": [{"function": "m:f", "wieght": 1}]},
+            "rewards.0.wieght: unknown key, did you mean 'weight'?",
+        ),
+        ({"batch_size": "many"}, "batch_size: input should be a valid integer"),
+        ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, found 1.5."),
+        ({"gamma": float("nan")}, "gamma: input should be a finite number"),
+        ({"type": "dpo"}, "type: must be one of ppo, grpo, sft, reward_model, rollout, found 'dpo'."),
+        ({"type": None}, "type: must be one of"),
+        ({"models": {}}, "models.actor: required, but not given."),
+        ({"batch_size": 10, "num_mini_batches": 4}, "num_mini_batches: 4 does not divide batch_size=10."),
+        ({"rewards": []}, "nothing scores the responses."),
+        ({"rewards": [{"function": "no_colon"}]}, "rewards.0.function: string should match pattern"),
+        ({"rewards": [{"function": "a:f"}, {"function": "b:f"}]}, "two rewards share a name: f, f."),
+        ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "PPO must explore"),
+        ({"dual_clip": 1.0}, "dual_clip: input should be greater than 1, found 1.0."),
+        (
+            {"truncated_responses": "drop"},
+            "truncated_responses: input should be 'keep', 'zero' or 'bootstrap'",
+        ),
+        ({"critic_warmup_iterations": 3}, "critic_warmup_iterations=3 leaves no iteration for the actor"),
+        (
+            {"plan": {"actor_train": {"devices": [0, 1], "dp": 3}}, "cluster": {"devices_per_host": 2}},
+            "plan.actor_train: strategy dp=3 tp=1 pp=1 needs 3 devices; the mesh has 2",
+        ),
+        (
+            {"plan": {"actor_train": {"devices": [4]}}},
+            "plan.actor_train.devices names [4]; the cluster has 0 to 0.",
+        ),
+        (
+            {"plan": {"actor_train": {"hosts": [0, 2]}}, "cluster": {"n_hosts": 2}},
+            "plan.actor_train.hosts names [2]; the cluster has 0 to 1. Choose other hosts",
+        ),
+        (
+            {"plan": {"actor_train": {"hosts": [0], "tp": 4}}, "cluster": {"devices_per_host": 2}},
+            "plan.actor_train: strategy dp=1 tp=4 pp=1 needs 4 devices; the mesh has 2",
+        ),
+        (
+            {"plan": {"actor_train": {"dp": 1}}},
+            "plan.actor_train: give either devices or hosts, found neither",
+        ),
+        (
+            {"plan": {"actor_train": {"hosts": [0], "devices": [0]}}},
+            "plan.actor_train: give either devices or hosts, found both",
+        ),
+    ],
+)
+def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        make_config(ppo(**changes))
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("gamma", "is not of the form key.sub=value"),
+        ("=1", "is not of the form key.sub=value"),
+        ("gamma.x=1", "gamma: input should be"),
+        ("rewards.5.weight=1", "rewards has no item '5'"),
+        ("type.x=1", "type is a value, not a mapping"),
+        ("gamma=[", "override 'gamma=[': not valid YAML: expected the node"),
+    ],
+)
+def test_faulty_overrides_are_named(file: Path, override: str, sentence: str):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"type: ppo\ntype: sft\n", ":2: not valid YAML: key 'type' stands twice"),
+        (b"a: [1\nb: 2\n", "not valid YAML"),
+        (b"- 1\n", "expected a mapping of keys to values, found list"),
+        (b"", "expected a mapping of keys to values, found NoneType"),
+        (
+            b"\xff\xfe\x00",
+            "not valid YAML: not UTF-8 (invalid start byte at byte 0)",
+        ),
+        (b"!!python/object/apply:os.system ['true']\n", "not valid YAML"),
+    ],
+)
+def test_faulty_files_are_named(tmp_path: Path, content: bytes, sentence: str):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_file_of_aliases_of_aliases_is_refused_at_once(tmp_path: Path):
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    text = "\n".join(["a0: &a0 [x, x]", *levels, "batch_size: *a8", "type: sft", "total_iterations: 1"])
+    (tmp_path / "bomb.yaml").write_text(text + "\ndata: {train: x}\nmodels: {actor: x}\n")
+    with pytest.raises(ConfigError, match=r"bomb\.yaml:4: not valid YAML: more than 24 aliases"):
+        load_config(tmp_path / "bomb.yaml")
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file\."):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_a_plan_file_is_read_and_its_faults_named(tmp_path: Path):
+    good = tmp_path / "plan.yaml"
+    good.write_text("actor_train: {devices: [0, 1], tp: 2, micro_batches: 2}\n")
+    assignments = manual_assignments(make_config(ppo(plan=str(good))))
+    assert assignments is not None
+    assert assignments["actor_train"].micro_batches == 2
+    good.write_text("actor_train: {hosts: [1, 2], dp: 2, tp: 4}\n")
+    config = make_config(ppo(plan=str(good), cluster={"n_hosts": 3, "devices_per_host": 4}))
+    assignments = manual_assignments(config)
+    assert assignments is not None
+    assert assignments["actor_train"].placement.devices == tuple(range(4, 12))
+    with pytest.raises(
+        ConfigError, match=r"plan\.yaml: actor_train: strategy dp=2 tp=4 pp=1 needs 8 devices"
+    ):
+        manual_assignments(make_config(ppo(plan=str(good), cluster={"n_hosts": 3})))
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("actor_train: {devices: [0, 1], tp: 4}\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: actor_train: strategy dp=1 tp=4 pp=1 needs 4 devices"):
+        manual_assignments(make_config(ppo(plan=str(bad))))
+
+
+def test_configurations_are_frozen_and_survive_json():
+    config = make_config(ppo(plan={"a": {"devices": [0]}}))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert PPOConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_resolving_paths_twice_changes_nothing(tmp_path: Path):
+    config = resolve_paths(make_config(ppo(resume="runs/x", plan="p.yaml")), tmp_path)
+    assert config.resume == str(tmp_path / "runs/x")
+    assert config.plan == str(tmp_path / "p.yaml")
+    assert resolve_paths(config, Path("/elsewhere")) == config
+
+
+def test_rollouts_hold_whole_prompts():
+    document = {
+        "type": "rollout",
+        "models": {"actor": "a"},
+        "data": {"train": "d"},
+        "sampling": {"max_completion_length": 4},
+    }
+    assert isinstance(make_config({**document, "batch_size": 8, "num_generations": 4}), RolloutConfig)
+    with pytest.raises(ConfigError, match="num_generations=3 does not divide batch_size=8"):
+        make_config({**document, "batch_size": 8, "num_generations": 3})
+
+
+def test_loading_needs_neither_torch_nor_prefect(file: Path):
+    code = f"""
+import sys
+from rlhf_tasks.config.run import load_config
+load_config({str(file)!r})
+assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3], timeout=200)
+
+
+def test_a_single_snapshot_is_refused_there_would_be_none_to_go_back_to():
+    with pytest.raises(ConfigError, match=r"keep_last.* 2"):
+        make_config(ppo(keep_last=1))

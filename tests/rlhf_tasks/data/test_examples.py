@@ -1,0 +1,278 @@
+"""What algorithms read of a row: text and conversations, verl's rows, lengths, places of faults."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from flows.demo.data import write_model_folder
+from rlhf_tasks.config.run import make_config
+from rlhf_tasks.data.dataset import DataError, Rows
+from rlhf_tasks.data.examples import (
+    Reader,
+    completion_example,
+    load_and_check,
+    pair_example,
+    prompt_example,
+    read_examples,
+)
+from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
+from rlhf_tasks.system.child_lines import Lines
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    write_model_folder(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(plain_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(plain_folder)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("chat")
+    write_model_folder(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer.from_folder(folder)
+
+
+@dataclass
+class OneRow:
+    """A file of one row."""
+
+    only: dict[str, Any]
+
+    def __len__(self) -> int:
+        return 1
+
+    def row(self, i: int) -> dict[str, Any]:
+        return self.only
+
+    def where(self, i: int) -> str:
+        return "rows:1"
+
+
+def read_row(reader: Reader[Any], row: dict[str, Any], tokenizer: Tokenizer) -> Any:
+    (example,) = read_examples(reader, Rows((OneRow(row),), {}, ""), [0], tokenizer)
+    return example
+
+
+def text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, special_tokens=True)
+
+
+def test_prompts_keep_their_row_for_the_rewards(plain: Tokenizer):
+    example = read_row(prompt_example, {"prompt": "ab", "answer": "ba"}, plain)
+    assert text(plain, example.prompt_ids) == "ab"
+    assert json.loads(example.columns) == {"prompt": "ab", "answer": "ba"}
+
+
+def test_rows_of_verl_are_read_as_they_are(chat: Tokenizer):
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [USER],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"index": 0},
+    }
+    example = read_row(prompt_example, row, chat)
+    assert text(chat, example.prompt_ids) == "<|user|>hi<eos><|assistant|>"
+    assert json.loads(example.columns) == row
+
+
+def test_prompt_and_completion_learn_the_completion_and_its_end(plain: Tokenizer):
+    example = read_row(completion_example, {"prompt": "ab", "completion": "ba"}, plain)
+    assert text(plain, example.input_ids) == "abba<eos>"
+    assert example.prompt_tokens == 2
+
+
+def test_text_learns_all_that_can_be_predicted(plain: Tokenizer):
+    example = read_row(completion_example, {"text": "abc"}, plain)
+    assert text(plain, example.input_ids) == "abc<eos>"
+    assert example.prompt_tokens == 1
+    assert read_row(completion_example, {"text": "abc<eos>"}, plain) == example
+
+
+def test_without_a_prompt_the_first_token_is_not_learned(plain: Tokenizer):
+    """Nothing predicts it, and the loss's denominator counts the tokens that are learned."""
+    example = read_row(completion_example, {"prompt": "", "completion": "abc"}, plain)
+    assert example == read_row(completion_example, {"text": "abc"}, plain)
+    with pytest.raises(DataError, match="nothing to learn"):
+        read_row(completion_example, {"prompt": "", "completion": ""}, plain)
+
+
+def test_messages_learn_the_last_turn(chat: Tokenizer):
+    example = read_row(completion_example, {"messages": [USER, ANSWER]}, chat)
+    assert text(chat, example.input_ids) == "<|user|>hi<eos><|assistant|>ho<eos>"
+    assert text(chat, example.input_ids[example.prompt_tokens :]) == "ho<eos>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        "{{ messages | tojson(ensure_ascii=true) }}"
+        "{{ {'b': '\u00e4', 'a': [1]} | tojson(False, 1, (',', ':'), true) }}",
+        "a{% generation %}{% set a = 1 %}\n {{ messages[0].content }}{% endgeneration %}\n{{ a }}b",
+    ],
+    ids=["text", "tojson", "generation"],
+)
+def test_conversations_are_rendered_as_transformers_renders_them(
+    plain_folder: Path, tmp_path: Path, template: str
+):
+    shutil.copytree(plain_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    ours, theirs = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = theirs.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
+    assert list(ours.render([([USER], True)])) == [text]
+    ids = theirs.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    assert read_row(prompt_example, {"prompt": [USER]}, ours).prompt_ids == ids
+
+
+def test_pairs_with_and_without_a_prompt(plain: Tokenizer, chat: Tokenizer):
+    pair = read_row(pair_example, {"prompt": "p", "chosen": "a", "rejected": "b"}, plain)
+    assert (text(plain, pair.chosen_ids), text(plain, pair.rejected_ids)) == ("pa<eos>", "pb<eos>")
+    pair = read_row(pair_example, {"chosen": "pa", "rejected": "pb"}, plain)
+    assert (text(plain, pair.chosen_ids), text(plain, pair.rejected_ids)) == ("pa<eos>", "pb<eos>")
+    other = {"role": "assistant", "content": "no"}
+    pair = read_row(pair_example, {"chosen": [USER, ANSWER], "rejected": [USER, other]}, chat)
+    assert text(chat, pair.chosen_ids) == "<|user|>hi<eos><|assistant|>ho<eos>"
+    assert text(chat, pair.rejected_ids) == "<|user|>hi<eos><|assistant|>no<eos>"
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "sentence"),
+    [
+        (prompt_example, {"question": "a"}, "has no column 'prompt' (columns: question)"),
+        (prompt_example, {"prompt": ""}, "has an empty prompt."),
+        (prompt_example, {"prompt": 3}, "column 'prompt' must be text or a list of messages"),
+        (
+            prompt_example,
+            {"prompt": [{"content": "x"}]},
+            "column 'prompt' must be text or a list of messages",
+        ),
+        (
+            prompt_example,
+            {"prompt": [USER]},
+            "the rows are conversations, but the model has no chat template",
+        ),
+        (completion_example, {"prompt": "a"}, "has no column 'completion'"),
+        (
+            completion_example,
+            {"prompt": "a", "completion": [ANSWER]},
+            "prompt is text, but its answer is not.",
+        ),
+        (completion_example, {"text": 1}, "column 'text' must be text, found int."),
+        (pair_example, {"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
+    ],
+)
+def test_faults_of_a_row_are_named(plain: Tokenizer, reader: Any, row: dict, sentence: str):
+    with pytest.raises(DataError) as caught:
+        read_row(reader, row, plain)
+    assert str(caught.value).startswith(f"rows:1: {sentence}")
+
+
+def config(folder: Path, data: Path, **changes: Any) -> Any:
+    document = {
+        "type": "ppo",
+        "models": {"actor": str(folder)},
+        "data": {"train": str(data), "max_prompt_tokens": changes.pop("limit", 64)},
+        "sampling": {"max_completion_length": 8},
+        "rewards": [{"function": "m:f"}],
+        "total_iterations": 1,
+    }
+    return make_config({**document, **changes})
+
+
+def test_a_whole_data_set_is_checked_before_training(plain_folder: Path, tmp_path: Path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "abc"}\n{"prompt": "abcdef"}\n')
+    rows, tokenizer = load_and_check(config(plain_folder, data))
+    assert len(rows) == 2
+    assert tokenizer.eos_id == 2
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens, but data\.max_prompt_tokens is 5\."):
+        load_and_check(config(plain_folder, data, limit=5))
+    long = {"max_completion_length": 124}
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens .* role 'actor' \(.*\) holds 128\."):
+        load_and_check(config(plain_folder, data, sampling=long))
+    data.write_text('{"prompt": "abc"}\n{"question": "abcdef"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: has no column 'prompt' \(columns: question\)\."):
+        load_and_check(config(plain_folder, data))
+
+
+def test_the_conversations_of_a_data_set_are_rendered_many_at_once(
+    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A request has 256 of them, or so many that they have 256 KiB; a pair of answers has three."""
+    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
+    shutil.copytree(plain_folder, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.content == 'bad' %}{{ 1 // 0 }}{% endif %}"
+        "{{ m.content[:9] }},{% endfor %}"
+    )
+    requests = list[int]()
+
+    def send(lines: Lines, line: str, *rest: Any) -> None:
+        if '"role"' in line:  # else it is the template
+            requests.append(len(json.loads(line)))
+        sent(lines, line, *rest)
+
+    sent = Lines.send
+    monkeypatch.setattr(Lines, "send", send)
+
+    def checked(rows: list[dict]) -> list[int]:
+        requests.clear()
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        load_and_check(config(model, data))
+        return list(requests)
+
+    def prompt(content: str) -> dict:
+        return {"prompt": [{"role": "user", "content": content}]}
+
+    assert checked([prompt(str(i)) for i in range(600)]) == [256, 256, 88]
+    assert checked([prompt("x" * 100_000)] * 4) == [3, 1]
+    with pytest.raises(
+        DataError, match=rf"{data}:290: .*chat_template\.jinja: .* division or modulo by zero"
+    ):
+        checked([prompt("bad" if i == 289 else "good") for i in range(600)])
+    pair = {"prompt": [USER], "chosen": [ANSWER], "rejected": "no"}
+    tokenizer = Tokenizer.from_folder(model)
+    requests.clear()
+    first, last = read_examples(pair_example, Rows((OneRow(pair), OneRow(pair)), {}, ""), [0, 1], tokenizer)
+    assert first == last
+    assert requests == [6]
+
+
+def test_a_folder_that_holds_no_tokenizer_is_named(plain_folder: Path, tmp_path: Path):
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="cannot be read as a tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((plain_folder / "tokenizer.json").read_bytes())
+    with pytest.raises(TokenizerError, match="declares no end token"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 9]}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.stop_ids, tokenizer.pad_id) == ((7, 9), 7)
+
+
+def test_templates_cannot_reach_out_of_the_sandbox(plain_folder: Path, tmp_path: Path):
+    write_model_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages.append(1) }}")
+    with pytest.raises(TokenizerError, match="the chat template refuses"):
+        next(Tokenizer.from_folder(tmp_path).render([([USER], True)]))

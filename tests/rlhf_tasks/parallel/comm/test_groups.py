@@ -1,0 +1,96 @@
+"""Process groups over two gloo ranks, and the device sets of a placement."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_tasks.parallel.comm.groups import (
+    ProcessGroups,
+    all_reduce,
+    device_sets,
+    group_size,
+    join_world,
+    leave_world,
+    stage_set,
+    tied_set,
+)
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+
+CPU = torch.device("cpu")
+
+
+def test_device_sets_of_a_placement():
+    placement = Placement(tuple(range(8)), ParallelStrategy(dp=2, tp=2, pp=2))
+    sets = device_sets(placement)
+    assert sets == sorted(set(sets))
+    for expected in [(0, 1), (0, 2), (0, 4), (0, 1, 4, 5), (2, 3, 6, 7), tuple(range(8))]:
+        assert expected in sets
+    assert (0, 3) not in sets
+
+
+def test_the_tied_set_is_the_ends_of_the_pipelines_of_a_tp_rank():
+    placement = Placement((3, 1, 0, 2), ParallelStrategy(pp=4))
+    assert tied_set(placement, 1) == (2, 3)
+    placement = Placement(tuple(range(12)), ParallelStrategy(dp=2, tp=2, pp=3))
+    assert tied_set(placement, 0) == tied_set(placement, 10) == (0, 2, 8, 10)
+    assert stage_set(placement, 5) == (4, 5, 6, 7)
+    assert tied_set(Placement((5,), ParallelStrategy()), 5) == (5,)
+
+
+def test_a_group_of_one_is_the_identity():
+    tensor = torch.tensor([3.0])
+    assert all_reduce(tensor, None) is tensor
+    assert group_size(None) == 1
+
+
+def _groups_of_two(rank: int, world: int) -> None:
+    # Each rank names the sets in another order; the ranks must agree nevertheless.
+    sets = [(1, 0), (0,), (1,), [0, 1]]
+    groups = ProcessGroups(sets if rank == 0 else reversed(sets), 240.0, CPU)
+    assert float(all_reduce(torch.tensor([rank + 1.0]), groups[[1, 0]])) == 3.0
+    assert groups[(rank,)] is None
+    assert group_size(groups[(0, 1)]) == 2
+    assert (0, 1) in groups
+    for foreign in [(1 - rank,), (0, 7)]:
+        assert foreign not in groups
+        with pytest.raises(KeyError, match=f"rank {rank} has no group"):
+            groups[foreign]
+    groups.close()
+
+
+@pytest.mark.dist
+def test_groups_over_two_ranks(ranks):
+    ranks.run(2, _groups_of_two)
+
+
+def _worlds(rank: int, world: int, path: str) -> None:
+    with pytest.raises(RuntimeError, match="leave_world"):
+        join_world(dist.HashStore(), 0, 1, 1.0, CPU)
+    leave_world()
+    join_world(dist.FileStore(path, world), rank, world, 240.0, CPU)
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+    dist.barrier()  # a peer that still connects would find us gone
+    leave_world()
+    leave_world()
+
+
+@pytest.mark.dist
+def test_a_world_is_joined_after_the_last_one_was_left(ranks, tmp_path: Path):
+    ranks.run(2, _worlds, str(tmp_path / "store"))
+
+
+def _after_a_failure(rank: int, world: int, path: str) -> None:
+    leave_world()
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            join_world(dist.HashStore(), 0, 2, 0.5, CPU)  # nobody else comes
+    join_world(dist.FileStore(path, world), rank, world, 30.0, CPU)
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_a_world_is_joined_after_a_join_that_failed(ranks, tmp_path: Path):
+    """By one that has tried and one that has not: a lost rank's successor is a new process."""
+    ranks.run(2, _after_a_failure, str(tmp_path / "store"))

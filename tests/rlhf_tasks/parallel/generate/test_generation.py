@@ -1,0 +1,361 @@
+"""Generation against plain transformers, against itself without a cache, and over every (dp, tp, pp)."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.micro_batch import micro_batch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.generate import generation
+from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.layout.flops import generation_flops
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.train.engine import Engine
+from tests.tiny_models import CONFIGS, shape_of, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+ALONE = ParallelStrategy()
+STRATEGIES = [
+    ParallelStrategy(dp, tp, pp)
+    for dp, tp, pp in itertools.product((1, 2, 4), repeat=3)
+    if dp * tp * pp in (2, 4)
+]
+LENGTHS = (3, 9, 1, 6, 4, 5, 2)
+STOPS = tuple(range(8))  # of 61 tokens
+
+
+class Alone:
+    """The process groups of a world of one rank, which needs none."""
+
+    rank = 0
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
+
+    def __getitem__(self, devices: Iterable[int]) -> None:
+        return None
+
+
+def build(family: str, dtype: torch.dtype, strategy=ALONE, groups: Any = None, **sizes: Any) -> Engine:
+    """An engine of a tiny model whose weights are the same for every strategy."""
+    groups = groups or Alone()
+    config = tiny_config(family, **sizes)
+    placement = Placement(tuple(range(strategy.size)), strategy)
+    layout = Layout(shape_of(config), "lm", placement)
+    tp_group = groups[placement.tp_group(groups.rank)]
+    stage = Stage(
+        config, layout, placement.coordinate(groups.rank), tp_group, device=groups.device, dtype=dtype
+    )
+    whole = dict(tiny_model(config).named_parameters())
+    for name, mine in stage.named_slices().items():
+        rows = layout.held(groups.rank)[name]
+        mine.data.copy_(whole[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
+    return Engine(stage, layout, groups)
+
+
+def prompts(lengths=LENGTHS, first_id: int = 10) -> SampleBatch:
+    generator = torch.Generator().manual_seed(1)
+    vocab = tiny_config("llama").vocab_size
+    parts = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
+    return SampleBatch(tuple(range(first_id, first_id + len(parts))), {"prompt_ids": Packed.of(parts)})
+
+
+def responses(samples: SampleBatch) -> dict[int, list[int]]:
+    """Sample id -> response tokens."""
+    parts = zip(samples["input_ids"].split(), samples["response_mask"].split(), strict=True)
+    return {i: tokens[mask].tolist() for i, (tokens, mask) in zip(samples.ids, parts, strict=True)}
+
+
+def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
+    groups_in_flight = params.pop("groups_in_flight", None)
+    seed = params.pop("seed", 7)
+    iteration = params.pop("iteration", 2)
+    record_kept = params.pop("record_kept", False)
+    samples = generate(
+        engine,
+        batch,
+        SamplingParams(**params),
+        seed,
+        iteration,
+        groups_in_flight=groups_in_flight,
+        record_kept=record_kept,
+    )
+    assert samples is not None
+    return samples
+
+
+# One rank
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_equal_transformers(family: str):
+    batch = prompts()
+    ours = responses(draw(build(family, torch.float32), batch, max_new_tokens=12, temperature=0.0))
+    model = tiny_model(tiny_config(family))
+    for sample_id, prompt in zip(batch.ids, batch["prompt_ids"].split(), strict=True):
+        theirs = model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt[None]), do_sample=False, eos_token_id=None,
+            pad_token_id=0, max_new_tokens=12,
+        )  # fmt: skip
+        assert ours[sample_id] == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float):
+    engine = build(family, torch.float32)
+    samples = draw(engine, prompts(), max_new_tokens=20, temperature=temperature)
+    micro = micro_batch(samples)
+    with torch.no_grad():
+        logits = engine.stage(micro.input_ids, micro)
+    expected = packed_logprobs(logits, micro, VocabShard(), temperature or 1.0)
+    mask = samples["response_mask"].values
+    ours = samples["old_logprobs"].values
+    assert ours.dtype == torch.float32
+    assert float(ours[~mask].abs().max()) == 0
+    torch.testing.assert_close(ours[mask], expected[mask], atol=1e-5, rtol=1e-5)
+    if temperature == 0:
+        predicted = torch.cat([logits.new_zeros(1, dtype=torch.int64), logits.argmax(-1)[:-1]])
+        assert torch.equal(predicted[mask], micro.input_ids[mask])
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8}], ids=str)
+def test_what_was_kept_gives_the_logprobs_again(cut: dict[str, Any]):
+    engine = build("llama", torch.float64)
+    options = {"max_new_tokens": 16, "stop_ids": STOPS, "temperature": 1.5, **cut}
+    samples = draw(engine, prompts(), groups_in_flight=2, record_kept=True, **options)
+    assert "kept_tokens" not in draw(engine, prompts(), **options).data
+    mask, counts = samples["response_mask"].values, samples["kept_counts"].values
+    assert not counts[~mask].any()
+    assert int(counts[mask].min()) >= 1
+    assert int(counts.max()) <= cut.get("top_k", 60)
+    assert len({len(response) for response in responses(samples).values()}) > 2
+    micro = micro_batch(samples)
+    with torch.no_grad():
+        logits = engine.stage(micro.input_ids, micro)
+    again = packed_logprobs(logits, micro, VocabShard(), 1.5)
+    torch.testing.assert_close(again[mask], samples["old_logprobs"].values[mask], atol=1e-9, rtol=0)
+    plain = micro_batch(SampleBatch(samples.ids, {"input_ids": samples["input_ids"]}))
+    assert (packed_logprobs(logits, plain, VocabShard(), 1.5) < again - 1e-3)[mask & (counts < 60)].any()
+
+
+def test_a_sliding_window_holds_while_decoding():
+    engine = build("mistral", torch.float32, sliding_window=4)
+    samples = draw(engine, prompts(), max_new_tokens=12, temperature=0.0)
+    micro = micro_batch(samples)
+    with torch.no_grad():
+        predicted = engine.stage(micro.input_ids, micro).argmax(-1)
+    mask = samples["response_mask"].values
+    assert torch.equal(predicted.roll(1)[mask], micro.input_ids[mask])
+    no_window = build("mistral", torch.float32, sliding_window=None)
+    assert responses(draw(no_window, prompts(), max_new_tokens=12, temperature=0.0)) != responses(samples)
+
+
+def test_tokens_do_not_depend_on_the_batch():
+    engine, batch = build("llama", torch.float64), prompts()
+    together = responses(draw(engine, batch, max_new_tokens=16, stop_ids=STOPS))
+    assert len({len(r) for r in together.values()}) > 2, "sequences of different lengths make the test"
+    for sample_id in batch.ids:
+        alone = responses(draw(engine, batch.select([sample_id]), max_new_tokens=16, stop_ids=STOPS))
+        assert alone == {sample_id: together[sample_id]}
+    reverse = draw(
+        engine, batch.select(batch.ids[::-1]), max_new_tokens=16, stop_ids=STOPS, groups_in_flight=3
+    )
+    assert reverse.ids == batch.ids[::-1]
+    assert responses(reverse) == together
+
+
+def test_seed_and_iteration_change_the_tokens():
+    engine, batch = build("llama", torch.float32), prompts()
+    base = responses(draw(engine, batch, max_new_tokens=16))
+    assert responses(draw(engine, batch, max_new_tokens=16)) == base
+    assert responses(draw(engine, batch, max_new_tokens=16, seed=8)) != base
+    assert responses(draw(engine, batch, max_new_tokens=16, iteration=3)) != base
+
+
+def test_stop_ids_end_a_response_and_belong_to_it():
+    batch = prompts((2,) * 40)
+    samples = draw(build("llama", torch.float32), batch, max_new_tokens=10, min_new_tokens=3, stop_ids=STOPS)
+    assert samples.ids == batch.ids
+    truncated = dict(zip(samples.ids, samples["truncated"].values.tolist(), strict=True))
+    lengths = set()
+    for sample_id, response in responses(samples).items():
+        assert not set(response[:-1]) & set(STOPS)
+        assert (response[-1] in STOPS) == (not truncated[sample_id])
+        assert 4 <= len(response) <= 10, "a stop id comes after at least min_new_tokens others"
+        assert truncated[sample_id] <= (len(response) == 10)
+        lengths.add(len(response))
+    assert len(lengths) > 3
+    assert {True, False} == set(truncated.values())
+    for prompt, tokens in zip(batch["prompt_ids"].split(), samples["input_ids"].split(), strict=True):
+        assert torch.equal(tokens[: len(prompt)], prompt)
+
+
+def test_min_equal_to_max_gives_exactly_that_many_tokens():
+    samples = draw(
+        build("llama", torch.float32), prompts(), max_new_tokens=6, min_new_tokens=6, stop_ids=STOPS
+    )
+    assert {len(r) for r in responses(samples).values()} == {6}
+    assert samples["truncated"].values.all()
+
+
+def test_work_is_counted_of_the_tokens_that_came():
+    engine, batch = build("llama", torch.float32), prompts()
+    samples = draw(engine, batch, max_new_tokens=9, stop_ids=STOPS)
+    lengths, new_tokens = samples["input_ids"].lengths, int(samples["response_mask"].values.sum())
+    assert new_tokens < 9 * len(LENGTHS), "some end early"
+    assert engine.flops == generation_flops(engine.layout.shape, lengths, new_tokens) > 0
+
+
+def test_one_new_token_and_no_samples():
+    engine = build("llama", torch.float32)
+    assert {len(r) for r in responses(draw(engine, prompts(), max_new_tokens=1)).values()} == {1}
+    empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
+    samples = draw(engine, empty, max_new_tokens=4)
+    assert samples.ids == ()
+    keys = {key: packed.values.dtype for key, packed in samples.data.items()}
+    assert keys == {
+        "input_ids": torch.int64,
+        "response_mask": torch.bool,
+        "old_logprobs": torch.float32,
+        "truncated": torch.bool,
+    }
+
+
+def test_an_empty_prompt_is_refused_by_its_sample():
+    batch = prompts((3, 0, 2))
+    with pytest.raises(ValueError, match="11"):
+        draw(build("llama", torch.float32), batch, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("check_every", [1, 4])
+@pytest.mark.parametrize("bad_call", [0, 5, 9])
+def test_logits_that_are_not_finite_are_refused_by_sample_and_position(
+    monkeypatch, temperature: float, check_every: int, bad_call: int
+):
+    engine, calls = build("llama", torch.float32), []
+    monkeypatch.setitem(generation.PACES, "cpu", generation.Pace(check_every, 1, graphs=False))
+    forward = engine.stage.forward
+
+    def poisoned(x: Tensor, *rest: Any) -> Tensor:
+        calls.append(1)
+        logits = forward(x, *rest)
+        if len(calls) - 1 >= bad_call:
+            logits[2] = torch.nan
+        return logits
+
+    engine.stage.forward = poisoned  # type: ignore[method-assign]
+    place = f"logits are not finite at position {1 + bad_call} of sample 12 .token {bad_call} of its response"
+    with pytest.raises(ValueError, match=f"generate: {place}"):
+        draw(engine, prompts(), max_new_tokens=10, temperature=temperature)
+    assert len(calls) <= bad_call + check_every
+
+
+def test_finished_sequences_leave_the_batch():
+    engine, seen = build("llama", torch.float32), []
+    forward = engine.stage.forward
+    engine.stage.forward = lambda x, *args: seen.append(len(x)) or forward(x, *args)  # type: ignore[method-assign]
+    samples = draw(engine, prompts((2,) * 30), max_new_tokens=30, stop_ids=STOPS)
+    lengths = [len(r) for r in responses(samples).values()]
+    live = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    assert seen == [60, *live[1:]]
+
+
+# Several ranks
+
+Model = tuple[str, dict[str, Any]]
+"""Family and what its config has beside the tiny sizes."""
+LLAMA: Model = ("llama", {})
+OTHERS: list[Model] = [
+    ("mistral", {"sliding_window": 4}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("gemma", {"num_key_value_heads": 1}),  # embeddings are tied
+]
+
+
+def _generate_on(
+    rank: int, world: int, strategy: ParallelStrategy, dtype: torch.dtype, params: dict, model: Model = LLAMA
+) -> Any:
+    placement = Placement(tuple(range(world)), strategy)
+    groups = ProcessGroups(device_sets(placement), 240.0, CPU)
+    member = build(model[0], dtype, strategy, groups, **model[1])
+    batch = prompts()
+    mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
+    record = "top_p" in params
+    samples = generate(member, batch.select(mine), SamplingParams(**params), 7, 2, record_kept=record)
+    groups.close()
+    assert (samples is not None) == member.is_head
+    if samples is None:
+        return None
+    logprobs = dict(zip(samples.ids, samples["old_logprobs"].split(), strict=True))
+    return responses(samples), logprobs, kept_of(samples)
+
+
+def kept_of(samples: SampleBatch) -> dict[int, list[int]]:
+    """Sample id -> what was kept, where it is recorded."""
+    if "kept_tokens" not in samples.data:
+        return {}
+    return {i: part.tolist() for i, part in zip(samples.ids, samples["kept_tokens"].split(), strict=True)}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus"])
+def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
+    params = {"max_new_tokens": 12, "stop_ids": STOPS}
+    dtype = torch.float64
+    if mode == "greedy":
+        params["temperature"], dtype = 0.0, torch.float32
+    if mode == "nucleus":
+        params["top_p"] = 0.7
+    alone = draw(build("llama", dtype), prompts(), record_kept=mode == "nucleus", **params)
+    heads = [r for r in ranks.run(strategy.size, _generate_on, strategy, dtype, params) if r is not None]
+    assert len(heads) == strategy.dp
+    tokens = {i: t for found, _, _ in heads for i, t in found.items()}
+    logprobs: dict[int, Tensor] = {i: p for _, found, _ in heads for i, p in found.items()}
+    assert tokens == responses(alone)
+    assert {i: k for _, _, found in heads for i, k in found.items()} == kept_of(alone)
+    assert bool(kept_of(alone)) == (mode == "nucleus")
+    for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
+        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [ParallelStrategy(tp=2), ParallelStrategy(pp=2)], ids=str)
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: model[0])
+def test_greedy_tokens_of_other_families_do_not_depend_on_the_layout(
+    ranks, model: Model, strategy: ParallelStrategy
+):
+    params = {"max_new_tokens": 12, "stop_ids": STOPS, "temperature": 0.0}
+    alone = draw(build(model[0], torch.float32, **model[1]), prompts(), **params)
+    results = ranks.run(2, _generate_on, strategy, torch.float32, params, model)
+    [(tokens, logprobs, _)] = [result for result in results if result is not None]
+    assert tokens == responses(alone)
+    for sample_id, expected in zip(alone.ids, alone["old_logprobs"].split(), strict=True):
+        torch.testing.assert_close(logprobs[sample_id], expected, atol=1e-5, rtol=1e-5)
+
+
+def _empty_share(rank: int, world: int) -> Any:
+    strategy = ParallelStrategy(1, 1, 2)
+    groups = ProcessGroups(device_sets(Placement((0, 1), strategy)), 240.0, CPU)
+    member = build("llama", torch.float32, strategy, groups)
+    empty = SampleBatch((), {"prompt_ids": Packed(torch.empty(0, dtype=torch.int64), ())})
+    samples = generate(member, empty, SamplingParams(max_new_tokens=3), 0, 0)
+    groups.close()
+    return None if samples is None else samples.ids
+
+
+@pytest.mark.dist
+def test_an_empty_share_of_a_pipeline(ranks):
+    assert ranks.run(2, _empty_share) == [None, ()]

@@ -1,0 +1,139 @@
+"""The sampler against a plain reference, by its frequencies, and at its edges."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
+
+
+def spread(n: int) -> Tensor:
+    """Uniform numbers that cover [0, 1) evenly: a draw from each n-th of the distribution."""
+    return (torch.arange(n, dtype=torch.float64) + 0.5) / n
+
+
+def random_logits(rows: int, vocab: int) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(2)) * 2
+
+
+def reference(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Probabilities after transformers' own warpers, in its order."""
+    scores = TemperatureLogitsWarper(temperature)(None, logits.double())
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return scores.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [
+        (1.0, 0, 1.0),
+        (0.7, 0, 1.0),
+        (1.0, 5, 1.0),
+        (1.0, 0, 0.6),
+        (1.3, 12, 0.8),
+        (1.0, 100, 1e-9),
+        (1.0, 1, 1.0),
+    ],
+)
+def test_distribution_equals_transformers(temperature: float, top_k: int, top_p: float):
+    params = SamplingParams(max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
+    n, vocab = 4000, 40
+    for row in random_logits(3, vocab):
+        expected = reference(row[None], temperature, top_k, top_p)[0]
+        tokens, logprobs, _ = sample(row.expand(n, vocab), params, spread(n), 0)
+        frequencies = torch.bincount(tokens, minlength=vocab) / n
+        # Even numbers through the inverse distribution: each token's share is right to one draw at each end.
+        assert float((frequencies - expected).abs().max()) <= 2 / n
+        assert not bool(frequencies[expected == 0].any())
+        torch.testing.assert_close(logprobs, expected[tokens].log(), atol=1e-12, rtol=0)
+
+
+def test_frequencies_of_a_uniform_model():
+    """A model that finds all tokens equally likely, sampled with the numbers that generation uses."""
+    vocab, sequences, steps = 50, 400, 50
+    params = SamplingParams(max_new_tokens=steps)
+    counts = torch.zeros(vocab)
+    for step in range(steps):
+        numbers = uniform(0, "rollout", 0, torch.arange(sequences), torch.tensor(7 + step))
+        tokens, logprobs, _ = sample(torch.zeros(sequences, vocab), params, numbers, step)
+        counts += torch.bincount(tokens, minlength=vocab)
+        assert torch.allclose(logprobs, torch.tensor(-math.log(vocab), dtype=torch.float64))
+    expected = sequences * steps / vocab
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    assert 23.98 < chi2 < 85.35  # 0.1% and 99.9% points at 49 degrees of freedom
+
+
+def test_greedy_takes_the_likeliest_and_reports_temperature_one():
+    logits = random_logits(6, 30)
+    tokens, logprobs, _ = sample(logits, SamplingParams(max_new_tokens=1, temperature=0.0), torch.zeros(6), 0)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(logprobs, logits.double().log_softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_ids_are_excluded_from_the_first_tokens_only(temperature: float):
+    logits = torch.zeros(100, 4)
+    logits[:, 2] = 5.0
+    params = SamplingParams(max_new_tokens=9, temperature=temperature, min_new_tokens=3, stop_ids=(2,))
+    for new_token in range(5):
+        tokens, logprobs, _ = sample(logits, params, spread(100), new_token)
+        assert bool((tokens == 2).any()) == (new_token >= 3)
+        if new_token < 3:  # renormalised over the other three
+            assert torch.allclose(logprobs, torch.tensor(-math.log(3), dtype=torch.float64))
+
+
+def test_the_largest_uniform_stays_inside_and_zero_skips_excluded_tokens():
+    logits = torch.zeros(2, 5)
+    logits[:, [0, 4]] = -torch.inf
+    tokens, _, _ = sample(
+        logits, SamplingParams(max_new_tokens=1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), 0
+    )
+    assert tokens.tolist() == [1, 3]
+
+
+def test_half_precision_logits_are_sampled_in_float64():
+    logits = random_logits(8, 100)
+    params = SamplingParams(max_new_tokens=1)
+    tokens, logprobs, _ = sample(logits.bfloat16(), params, spread(8), 0)
+    again, exact, _ = sample(logits.bfloat16().double(), params, spread(8), 0)
+    assert torch.equal(tokens, again)
+    assert torch.equal(logprobs, exact)
+    assert logprobs.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_new_tokens": 9},
+    ],
+    ids=str,
+)
+def test_fields_out_of_range_are_named(field: dict):
+    with pytest.raises(ValueError, match=next(iter(field))):
+        SamplingParams(**{"max_new_tokens": 4, **field})
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_logits_that_are_no_distribution_give_a_nan_and_leave_other_rows_alone(cut: dict, bad: float):
+    logits, numbers = random_logits(3, 7), spread(3)
+    params = SamplingParams(max_new_tokens=1, **cut)
+    sound = sample(logits, params, numbers, 0)
+    for unsound in (logits[1].index_fill(0, torch.tensor(4), bad), torch.full((7,), -math.inf)):
+        tokens, logprobs, _ = sample(torch.stack([logits[0], unsound, logits[2]]), params, numbers, 0)
+        assert logprobs.isnan().tolist() == [False, True, False]
+        assert 0 <= int(tokens[1]) < 7
+        assert torch.equal(tokens[[0, 2]], sound.tokens[[0, 2]])
+        assert torch.equal(logprobs[[0, 2]], sound.logprobs[[0, 2]])

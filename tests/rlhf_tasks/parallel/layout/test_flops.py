@@ -1,0 +1,29 @@
+"""A model's work by hand."""
+
+from rlhf_tasks.parallel.layout.flops import forward_flops, generation_flops
+from rlhf_tasks.parallel.layout.shape import ModelShape
+
+SHAPE = ModelShape(
+    "llama", hidden=8, layers=2, query_heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16, context=32
+)
+LAYER = 4 * 8 * 8 + 3 * 8 * 8 + 2 * 8  # attention's four matrices, the MLP's three, two norms
+ATTENDED = 5  # by each of ten tokens, on average
+LAYERS = 2 * (2 * 10 * LAYER + 4 * 10 * ATTENDED * 8)  # of ten tokens
+
+
+def test_a_forward_pass_is_two_operations_per_parameter_and_token_and_attention():
+    assert forward_flops(SHAPE, "lm", [10]) == LAYERS + 2 * 10 * 8 * 16 == 24_320
+    assert forward_flops(SHAPE, "scalar", [10]) == LAYERS + 2 * 10 * 8
+    assert forward_flops(SHAPE, "lm", [10, 10, 10]) == 3 * 24_320
+    assert forward_flops(SHAPE, "lm", []) == 0
+
+
+def test_attention_alone_grows_with_the_square_of_the_length():
+    quadratic = 4 * 20 * 10 * 8 * 2
+    assert forward_flops(SHAPE, "lm", [20]) == 2 * (24_320 - 4 * 10 * 5 * 8 * 2) + quadratic
+
+
+def test_generation_needs_no_pass_of_the_last_token_and_logits_of_new_tokens_only():
+    """A prompt of 6 with 4 new tokens: 9 go through the layers, attending to 4.5."""
+    layers = 2 * (2 * 9 * LAYER + 4 * 9 * 4.5 * 8)
+    assert generation_flops(SHAPE, [10], new_tokens=4) == layers + 2 * 4 * 8 * 16 == 20_320

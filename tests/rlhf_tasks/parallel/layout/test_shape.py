@@ -1,0 +1,119 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+
+SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 20,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+CASES = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True}),
+    ("gemma", {}),
+]
+
+
+def config(**changes) -> dict:
+    return {"model_type": "llama", **SIZES, **changes}
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_names_and_shapes_are_those_of_transformers(tmp_path, family, changes, head):
+    theirs = AutoConfig.for_model(family, **{**SIZES, **changes}, num_labels=1)
+    theirs.save_pretrained(tmp_path)
+    auto = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    with torch.device("meta"):
+        model = auto.from_config(theirs)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    shape = ModelShape.from_folder(tmp_path)
+
+    assert {spec.name: spec.shape for spec in parameters(shape, head)} == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
+    given = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
+    given |= {"hidden_size": 96, "num_attention_heads": 32}
+    theirs = AutoConfig.for_model(family, **given)
+
+    shape = ModelShape.from_config({"model_type": family, **given})
+
+    heads = theirs.num_key_value_heads, getattr(theirs, "head_dim", None) or 3
+    assert (shape.kv_heads, shape.head_dim) == heads
+    assert shape.tied == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert'.*Llama, Mistral, Qwen2, Qwen3 and Gemma"),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": "gpt2"}, r"packed projections \(c_attn\).*Llama, Mistral, Qwen2, Qwen3 and Gemma"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+        ({"use_bidirectional_attention": True}, "causal decoder"),
+        ({"hidden_size": None}, "hidden_size=None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"vocab_size": True}, "vocab_size=True"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"num_key_value_heads": 4}, "6 query heads are not a multiple of 4"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_by_its_name(tmp_path, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps(config(**changes)))
+
+    with pytest.raises(ValueError, match=message) as refusal:
+        ModelShape.from_folder(tmp_path)
+
+    assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"quantization_config": None},
+    ],
+)
+def test_a_model_that_is_computed_faithfully_is_taken(changes):
+    assert ModelShape.from_config(config(**changes)) == ModelShape.from_config(config())
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"\xff\xfe", b"[]"])
+def test_a_folder_without_a_readable_config_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        ModelShape.from_folder(tmp_path)
+
+
+def test_difference_names_the_fields():
+    ours, theirs = ModelShape.from_config(config()), ModelShape.from_config(config(vocab_size=40))
+
+    assert ours.difference(theirs) == {"vocab": (37, 40)}
+    assert ours.difference(ours) == {}

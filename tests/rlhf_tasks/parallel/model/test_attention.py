@@ -1,0 +1,141 @@
+"""Packed attention and decoding against attention written out by hand."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.model.attention import kv_index, packed_attention
+from tests.tiny_models import packed
+
+CPU = torch.device("cpu")
+HEADS, HEAD_DIM, SCALING = 4, 8, 0.3
+EVEN, UNEVEN = (0, 0, 1, 1), (0, 1, 1, 1)
+
+
+def by_hand(query: Tensor, key: Tensor, value: Tensor, kv_map, micro: MicroBatch, window=None) -> Tensor:
+    """[1, heads, T, head_dim] -> [1, T, heads, head_dim], one score at a time."""
+    outputs = []
+    for head, kv in enumerate(kv_map):
+        parts = zip(*(micro.per_sample(x) for x in (query[0, head], key[0, kv], value[0, kv])), strict=True)
+        rows = []
+        for q, k, v in parts:
+            for i in range(len(q)):
+                first = 0 if window is None else max(0, i - window + 1)
+                weights = torch.softmax(k[first : i + 1] @ q[i] * SCALING, 0)
+                rows.append(weights @ v[first : i + 1])
+        outputs.append(torch.stack(rows))
+    return torch.stack(outputs, dim=1)[None]
+
+
+def inputs(lengths: tuple[int, ...], kv_heads: int = 2) -> tuple[MicroBatch, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    micro = packed([torch.zeros(length, dtype=torch.int64) for length in lengths])
+    shapes = [(1, heads, micro.tokens, HEAD_DIM) for heads in (HEADS, kv_heads, kv_heads)]
+    query, key, value = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    return micro, query, key, value
+
+
+def module_with(kv_map: tuple[int, ...], device: torch.device = CPU, layer: int = 5) -> nn.Module:
+    module = nn.Module()
+    module.kv_index, module.layer_idx = kv_index(kv_map, device), layer
+    return module
+
+
+def test_equal_groups_need_no_index():
+    assert kv_index((0, 1, 2), CPU) is None
+    assert kv_index(EVEN, CPU) is None
+    index = kv_index(UNEVEN, CPU)
+    assert index is not None
+    assert index.tolist() == [0, 1, 1, 1]
+    assert kv_index((0, 0, 0, 1), CPU) is not None
+
+
+@pytest.mark.parametrize("kv_map", [EVEN, UNEVEN])
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_packed_attention(kv_map: tuple[int, ...], window: int | None):
+    micro, query, key, value = inputs((6, 1, 3))
+    kwargs = {"scaling": SCALING, "micro": micro, "sliding_window": window}
+    ours, _ = packed_attention(module_with(kv_map), query, key, value, None, **kwargs)
+    theirs = by_hand(query, key, value, kv_map, micro, window)
+    torch.testing.assert_close(ours, theirs)
+    weight = torch.linspace(-1, 1, ours.numel()).view_as(ours)
+    gradients = [torch.autograd.grad((o * weight).sum(), (query, key, value)) for o in (ours, theirs)]
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+class ListCache:
+    """Keys and values of every sequence as Python lists of rows; nothing of the product's cache."""
+
+    def __init__(self, n: int) -> None:
+        self.decoding = False
+        self.layers: set[int] = set()
+        self.rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n)]
+        self.lengths: tuple[int, ...] = (1,) * n
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.layers.add(layer)
+        owners = [i for i, length in enumerate(self.lengths) for _ in range(length)]
+        for owner, key, value in zip(owners, keys, values, strict=True):
+            self.rows[owner].append((key, value))
+
+    def read(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        longest = max(map(len, self.rows))
+        kv_heads, head_dim = self.rows[0][0][0].shape
+        keys, values = torch.full((2, len(self.rows), kv_heads, longest, head_dim), 1e3)
+        mask = torch.zeros(len(self.rows), 1, 1, longest, dtype=torch.bool)
+        for i, rows in enumerate(self.rows):
+            for j, (key, value) in enumerate(rows):
+                keys[i, :, j], values[i, :, j] = key, value
+                mask[i, 0, 0, j] = window is None or j > len(rows) - 1 - window
+        return keys, values, mask
+
+
+@pytest.mark.parametrize("kv_map", [EVEN, UNEVEN])
+@pytest.mark.parametrize("window", [None, 3])
+def test_prefill_and_decoding_equal_packed_attention(kv_map: tuple[int, ...], window: int | None):
+    prompts, decoded = (4, 2), 3
+    micro, query, key, value = (x.detach() if isinstance(x, Tensor) else x for x in inputs((7, 5)))
+    expected = by_hand(query, key, value, kv_map, micro, window)
+    module, cache = module_with(kv_map), ListCache(2)
+
+    def step(tokens: list[int], lengths: tuple[int, ...]) -> Tensor:
+        cache.lengths = lengths
+        part = packed([torch.zeros(length, dtype=torch.int64) for length in lengths])
+        q, k, v = (x[:, :, tokens] for x in (query, key, value))
+        kwargs = {"scaling": SCALING, "micro": part, "cache": cache, "sliding_window": window}
+        output, _ = packed_attention(module, q, k, v, None, **kwargs)
+        return output
+
+    starts = (0, 7)
+    first = [start + i for start, length in zip(starts, prompts, strict=True) for i in range(length)]
+    torch.testing.assert_close(step(first, prompts), expected[:, first])
+    cache.decoding = True
+    for i in range(decoded):
+        at = [start + length + i for start, length in zip(starts, prompts, strict=True)]
+        torch.testing.assert_close(step(at, (1, 1)), expected[:, at])
+    assert cache.layers == {5}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_map", [EVEN, UNEVEN])
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_attention_on_cuda(kv_map: tuple[int, ...], window: int | None):
+    device = torch.device("cuda")
+    micro, query, key, value = inputs((60, 1, 33))
+    micro = MicroBatch(
+        *(x.to(device) for x in (micro.input_ids, micro.cu_seqlens, micro.position_ids)),
+        micro.ids,
+        micro.lengths,
+        {},
+    )
+    theirs = by_hand(query, key, value, kv_map, micro, window)
+    wide = [x.detach().to(device, torch.bfloat16).requires_grad_() for x in (query, key, value)]
+    kwargs = {"scaling": SCALING, "micro": micro, "sliding_window": window}
+    ours, _ = packed_attention(module_with(kv_map, device), *wide, None, **kwargs)
+    torch.testing.assert_close(ours.cpu().float(), theirs, rtol=0.05, atol=0.05)
+    ours.float().square().sum().backward()
+    theirs.square().sum().backward()
+    for mine, expected in zip(wide, (query, key, value), strict=True):
+        torch.testing.assert_close(mine.grad.cpu().float(), expected.grad, rtol=0.1, atol=0.1)

@@ -1,0 +1,145 @@
+"""Folders that are written parameter by parameter, read back by transformers and by a stage."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.export import FolderWriter
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.weights import load, load_config
+from tests.tiny_models import shape_of, tiny_config, tiny_model, tokens
+
+ALONE = Placement((0,), ParallelStrategy())
+
+
+def layout_of(source: Path, head: Head) -> Layout:
+    return Layout(shape_of(load_config(source)), head, ALONE)
+
+
+def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], shard_bytes: int) -> None:
+    """All parameters of a model, by name, as a folder."""
+    layout = layout_of(source, head)
+    dtype = weights["model.norm.weight"].dtype
+    writer = FolderWriter(folder, source, layout, dtype, shard_bytes)
+    for spec in layout.parameters:
+        writer.add(spec.name, weights[spec.name])
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("gemma", {}),
+        ("qwen2", {}),
+    ],
+    ids=["llama", "qwen3", "gemma", "qwen2"],
+)
+def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[str, Any]):
+    source, folder = tmp_path / "source", tmp_path / "out"
+    model = tiny_model(tiny_config(family, **changes))
+    model.save_pretrained(source)
+    (source / "tokenizer_config.json").write_text("{}")
+    write(folder, source, "lm", model.state_dict(), shard_bytes=9999)
+    assert (folder / "model.safetensors.index.json").exists()
+    assert (folder / "tokenizer_config.json").exists()
+    assert (folder / "generation_config.json").exists()
+    again, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    [sequence] = tokens(6)
+    theirs, ours = model(sequence[None]).logits, again.eval()(sequence[None]).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # tensors may lie otherwise in memory
+
+
+def test_a_reward_model_is_saved_as_a_sequence_classifier(tmp_path: Path):
+    source, folder, again = tmp_path / "source", tmp_path / "out", tmp_path / "again"
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(source)
+
+    def read(place: Path) -> dict[str, Tensor]:
+        layout = layout_of(source, "scalar")
+        stage = Stage(
+            load_config(source),
+            layout,
+            ALONE.coordinate(0),
+            None,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+        )
+        load(stage, place, seed=4)
+        return stage.named_slices()
+
+    write(folder, source, "scalar", read(source), 10**9)
+    assert (folder / "model.safetensors").exists()
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert loaded.config.num_labels == 1
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.config.architectures == ["LlamaForSequenceClassification"]
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight.bfloat16())
+    write(again, folder, "scalar", read(folder), 10**9)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_every_file_has_the_mode_that_the_umask_grants(tmp_path: Path, umask: int, mode: int):
+    source, folder = tmp_path / "source", tmp_path / "out"
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(source)
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "tokenizer_config.json").chmod(0o400)
+    before = os.umask(umask)
+    try:
+        write(folder, source, "lm", model.state_dict(), shard_bytes=9999)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert len(modes) > 3
+    assert set(modes.values()) == {mode}, modes
+
+
+def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path):
+    config = tiny_config("llama")
+    config.save_pretrained(tmp_path)
+    layout = Layout(shape_of(config), "lm", Placement((0,), ParallelStrategy()))
+    folder = tmp_path / "out"
+    writer = FolderWriter(folder, tmp_path, layout, torch.float32)
+    for spec in layout.parameters[:-1]:
+        writer.add(spec.name, torch.zeros(spec.shape))
+    with pytest.raises(AssertionError, match="not added"):
+        writer.close()
+    assert not folder.exists()
+    last = layout.parameters[-1]
+    writer.add(last.name, torch.zeros(last.shape))
+    writer.close()
+    assert (folder / "model.safetensors").exists()
+    with pytest.raises(FileExistsError, match="out is there already"):
+        FolderWriter(folder, tmp_path, layout, torch.float32)
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, folder.exists()))
+    )
+    config, folder = tiny_config("llama"), tmp_path / "model"
+    config.save_pretrained(tmp_path)
+    layout = Layout(shape_of(config), "lm", Placement((0,), ParallelStrategy()))
+    writer = FolderWriter(folder, tmp_path, layout, torch.float32)
+    for spec in layout.parameters:
+        writer.add(spec.name, torch.zeros(spec.shape))
+    writer.close()
+    before = {inode for inode, named in synced if not named}
+    assert before == {path.stat().st_ino for path in (folder, *folder.iterdir())}
+    assert [inode for inode, named in synced if named] == [tmp_path.stat().st_ino]

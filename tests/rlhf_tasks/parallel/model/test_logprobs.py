@@ -1,0 +1,199 @@
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.micro_batch import micro_batch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.model import logprobs as module
+from rlhf_tasks.parallel.model.logprobs import (
+    Kept,
+    VocabShard,
+    packed_logprobs,
+    packed_logprobs_and_entropy,
+    token_logprobs,
+    token_logprobs_and_entropy,
+)
+
+TOKENS, VOCAB = 37, 11
+WHOLE = VocabShard()
+
+
+def _logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(TOKENS, VOCAB, generator=generator, dtype=torch.float64)
+    return logits.to(dtype), torch.randint(VOCAB, (TOKENS,), generator=generator)
+
+
+def _plain(
+    logits: Tensor, targets: Tensor, temperature: float, allowed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies by torch's own log_softmax."""
+    log_p = (logits / temperature).log_softmax(1)
+    if allowed is not None:
+        log_p = (log_p + torch.where(allowed, 0.0, -1e9)).log_softmax(1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+def _allowed(targets: Tensor) -> Tensor:
+    """About a third of the vocabulary for each row, its target included; one row allows its target alone."""
+    allowed = torch.rand(TOKENS, VOCAB, generator=torch.Generator().manual_seed(3)) < 0.3
+    allowed[5] = False
+    return allowed | (torch.arange(VOCAB) == targets[:, None])
+
+
+def _kept(allowed: Tensor) -> Kept:
+    """The same as `generate` would record it."""
+    return Kept(allowed.sum(1).int(), allowed.nonzero()[:, 1].int())
+
+
+def _weighted(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    """A scalar that gives every row another gradient."""
+    weights = torch.linspace(-1, 2, TOKENS, dtype=logprobs.dtype)
+    return (weights * logprobs).sum() + (weights.flip(0) * entropy).sum()
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 4 * VOCAB, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_log_softmax(monkeypatch, chunk: int, temperature: float) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    logits, targets = _logits(torch.float64)
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got = token_logprobs_and_entropy(ours, targets, WHOLE, temperature)
+    want = _plain(plain, targets, temperature)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(token_logprobs(logits, targets, WHOLE, temperature), want[0])
+    _weighted(*got).backward()
+    _weighted(*want).backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 4 * VOCAB, 1])
+def test_tokens_that_are_left_out_have_no_share(monkeypatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    logits, targets = _logits(torch.float64)
+    allowed = _allowed(targets)
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got = token_logprobs_and_entropy(ours, targets, WHOLE, 0.7, _kept(allowed))
+    want = _plain(plain, targets, 0.7, allowed)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert got[0][5] == 0
+    _weighted(*got).backward()
+    _weighted(*want).backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
+    assert not ours.grad[~allowed].any()
+
+
+def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
+    logits, targets = _logits(torch.float64)
+    allowed = _allowed(targets)
+    lengths, prompt = (9, TOKENS - 9), 3
+    drawn = torch.cat([torch.arange(length) >= prompt for length in lengths])
+    kept = [allowed[t].nonzero()[:, 0].int() if drawn[t] else torch.empty(0).int() for t in range(TOKENS)]
+    starts = (0, 9, TOKENS)
+    batch = SampleBatch(
+        (4, 7),
+        {
+            "input_ids": Packed(targets, lengths),
+            "kept_counts": Packed(torch.tensor([len(k) for k in kept]), lengths),
+            "kept_tokens": Packed.of([torch.cat(kept[a:b]) for a, b in pairwise(starts)]),
+        },
+    )
+    micro = micro_batch(batch.select([7, 4]))
+    order = [*range(9, TOKENS), *range(9)]
+    logits = logits[order]
+    got, entropy = packed_logprobs_and_entropy(logits, micro, WHOLE, 0.7)
+    assert torch.equal(packed_logprobs(logits, micro, WHOLE, 0.7), got)
+    among = torch.where(drawn[:, None], allowed, True)[order].roll(-1, 0)
+    want = _plain(logits, micro.input_ids.roll(-1), 0.7, among)
+    inside = micro.position_ids > 0
+    torch.testing.assert_close(got[inside], want[0].roll(1)[inside])
+    torch.testing.assert_close(entropy[inside], want[1].roll(1)[inside])
+    kept_here = Kept.of(micro)
+    assert kept_here is not None
+    chunks = [slice(0, 9), slice(9, 10), slice(10, TOKENS)]
+    for start, width in ((0, 4), (4, VOCAB - 4)):
+        masks = list(kept_here.left_out(chunks, start, width))
+        assert [len(mask) for mask in masks] == [9, 1, TOKENS - 10]  # never more than a chunk at a time
+        assert torch.equal(torch.cat(masks), ~among[:, start : start + width])
+
+
+def test_logprobs_alone_have_the_same_gradient() -> None:
+    logits, targets = _logits(torch.float64)
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    zero = torch.zeros(TOKENS, dtype=torch.float64)
+    _weighted(token_logprobs(ours, targets, WHOLE, 0.5), zero).backward()
+    _weighted(_plain(plain, targets, 0.5)[0], zero).backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_bfloat16_logits_are_summed_in_float32() -> None:
+    logits, targets = _logits(torch.bfloat16)
+    got = token_logprobs(logits, targets, WHOLE)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, _plain(logits.float(), targets, 1.0)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    logits = torch.tensor([[1e4, -1e4, 1e4]])
+    assert token_logprobs(logits, torch.tensor([0]), WHOLE).item() == pytest.approx(-0.6931472)
+
+
+def test_packed_logprobs_stand_at_their_own_token_and_are_zero_at_the_first() -> None:
+    lengths = (5, 1, TOKENS - 6)
+    logits, targets = _logits(torch.float64)
+    batch = SampleBatch((0, 1, 2), {"input_ids": Packed(targets, lengths)})
+    micro = micro_batch(batch)
+    got, entropy = packed_logprobs_and_entropy(logits, micro, WHOLE)
+    assert torch.equal(packed_logprobs(logits, micro, WHOLE), got)
+    log_p = logits.log_softmax(1)
+    start = 0
+    for length in lengths:
+        assert got[start] == 0
+        assert entropy[start] == 0
+        for p in range(start + 1, start + length):
+            assert got[p].item() == pytest.approx(log_p[p - 1, targets[p]].item(), abs=1e-12)
+            plain = -(log_p[p - 1].exp() * log_p[p - 1]).sum().item()
+            assert entropy[p].item() == pytest.approx(plain, abs=1e-12)
+        start += length
+
+
+def test_the_last_row_of_each_sample_gets_no_gradient() -> None:
+    logits, targets = _logits(torch.float64)
+    micro = micro_batch(SampleBatch((0, 1), {"input_ids": Packed(targets, (4, TOKENS - 4))}))
+    logits.requires_grad_()
+    packed_logprobs(logits, micro, WHOLE).sum().backward()
+    used = logits.grad.abs().sum(1) > 0
+    assert used.nonzero().flatten().tolist() == [t for t in range(TOKENS) if t not in (3, TOKENS - 1)]
+
+
+def _sharded(rank: int, world: int, temperature: float, some: bool) -> tuple[Tensor, Tensor, Tensor]:
+    logits, targets = _logits(torch.float64)
+    start, stop = rank * VOCAB // world, (rank + 1) * VOCAB // world
+    mine = logits[:, start:stop].clone().requires_grad_()
+    logprobs, entropy = token_logprobs_and_entropy(
+        mine,
+        targets,
+        VocabShard(start, dist.group.WORLD),
+        temperature,
+        _kept(_allowed(targets)) if some else None,
+    )
+    _weighted(logprobs, entropy).backward()
+    return logprobs.detach(), entropy.detach(), mine.grad
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("some", [False, True], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_of_the_vocabulary_equal_the_whole(ranks, world: int, some: bool) -> None:
+    logits, targets = _logits(torch.float64)
+    logits.requires_grad_()
+    want = _plain(logits, targets, 0.7, _allowed(targets) if some else None)
+    _weighted(*want).backward()
+    results = ranks.run(world, _sharded, 0.7, some)
+    for logprobs, entropy, _ in results:
+        torch.testing.assert_close((logprobs, entropy), want, rtol=1e-12, atol=1e-12)
+    gradient = torch.cat([grad for _, _, grad in results], 1)
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,329 @@
+"""Stages against plain transformers: logits, values and gradients, whole and split over tp and pp."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.stage import Stage, check_model
+from tests.tiny_models import CONFIGS, packed, shape_of, tiny_config, tiny_model, tokens
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 9, 1, 7)
+# Largest relative difference of float32 gradients. Those of key biases are what is left of large terms that cancel:
+# other orders of summation, which processors choose, change their fifth digit.
+GRADIENT = 3e-5
+
+
+def build(config, model: nn.Module, placement: Placement, device: int, head: Head = "lm", **kwargs) -> Stage:
+    """The stage of one device, with its slices of a whole model."""
+    kwargs = {"tp_group": None, "device": CPU, "dtype": torch.float32, **kwargs}
+    layout = Layout(shape_of(config), head, placement)
+    stage = Stage(config, layout, placement.coordinate(device), **kwargs)
+    whole = dict(model.named_parameters())
+    for name, mine in stage.named_slices().items():
+        mine.data.copy_(cut(stage, whole[name], name, device))
+    return stage
+
+
+def cut(stage: Stage, whole: Tensor, name: str, device: int) -> Tensor:
+    rows = stage.layout.held(device)[name]
+    return whole.detach().narrow(stage.layout.specs[name].dim, rows.start, rows.size)
+
+
+def reference(model: nn.Module, head: Head, sequences: list[Tensor]) -> Tensor:
+    """What transformers gives for each sequence alone, concatenated."""
+    if head == "lm":
+        return torch.cat([model(s[None]).logits[0] for s in sequences])
+    return torch.cat([model.score(model.model(s[None]).last_hidden_state)[0, :, 0] for s in sequences])
+
+
+def weigh(output: Tensor, start: int = 0, columns: int = 1) -> Tensor:
+    """A scalar in which every output element has its own weight; `start` and `columns` place a slice."""
+    if output.ndim == 1:
+        return (output * torch.cos(torch.arange(len(output)))).sum()
+    row, column = torch.arange(len(output)), torch.arange(start, start + output.shape[1])
+    return (output.float() * torch.cos((row[:, None] * columns + column).float())).sum()
+
+
+def assert_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str = "") -> None:
+    """Largest difference relative to the largest element."""
+    ours, theirs = ours.detach(), theirs.detach()
+    difference = float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+    assert difference < tolerance, f"{what}: relative difference {difference:.2e}"
+
+
+def pipeline(config, model: nn.Module, pp: int, head: Head = "lm", **kwargs) -> list[Stage]:
+    """All stages of a pipeline in this process."""
+    placement = Placement(tuple(range(pp)), ParallelStrategy(pp=pp))
+    return [build(config, model, placement, device, head, **kwargs) for device in range(pp)]
+
+
+def run(stages: list[Stage], sequences: list[Tensor]) -> Tensor:
+    micro = packed(sequences)
+    x = micro.input_ids
+    for stage in stages:
+        x = stage(x, micro)
+    return x
+
+
+# One process
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pipeline_equals_transformers(family: str, tied: bool):
+    config = tiny_config(family, tie_word_embeddings=tied)
+    model, sequences = tiny_model(config), tokens(*LENGTHS)
+    theirs = reference(model, "lm", sequences)
+    weigh(theirs, 0, theirs.shape[1]).backward()
+    stages = pipeline(config, model, 4 if tied else 2)
+    ours = run(stages, sequences)
+    assert_close(ours, theirs, 1e-5)
+    weigh(ours, 0, ours.shape[1]).backward()
+    for name, parameter in model.named_parameters():
+        holders = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
+        assert len(holders) == (2 if tied and "embed_tokens" in name else 1)
+        assert_close(sum(holders), parameter.grad, GRADIENT, name)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        ("qwen3", {"attention_bias": True}),
+        ("mistral", {"sliding_window": 3}),
+        # layers 2 and 3 slide: a stage that numbered its layers from 0 would let none of them
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+    ],
+)
+def test_options_of_a_config_are_followed(family: str, changes: dict[str, Any]):
+    config = tiny_config(family, **changes)
+    model, sequences = tiny_model(config), tokens(*LENGTHS)
+    plain = tiny_model(tiny_config(family))
+    theirs = reference(model, "lm", sequences)
+    if "sliding_window" in changes:
+        assert (theirs - reference(plain, "lm", sequences)).abs().max() > 1e-3, "the option changes nothing"
+    assert_close(run(pipeline(config, model, 2), sequences), theirs, 1e-5)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_scalar_head_gives_a_value_per_token(family: str):
+    config = tiny_config(family)
+    model, sequences = tiny_model(config, "scalar"), tokens(*LENGTHS)
+    theirs = reference(model, "scalar", sequences)
+    stages = pipeline(config, model, 2, "scalar")
+    ours = run(stages, sequences)
+    assert ours.shape == (sum(LENGTHS),)
+    assert_close(ours, theirs, 1e-5)
+    weigh(theirs).backward()
+    weigh(ours).backward()
+    for name, parameter in model.named_parameters():
+        [mine] = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
+        assert_close(mine, parameter.grad, GRADIENT, name)
+
+
+def test_values_of_16_bit_models_are_float32():
+    """A value rounded to 8 bits could not tell returns of 10.0 and 10.03 apart."""
+    config = tiny_config("llama")
+    model, sequences = tiny_model(config, "scalar").bfloat16(), tokens(*LENGTHS)
+    [stage] = pipeline(config, model, 1, "scalar", dtype=torch.bfloat16)
+    values = run([stage], sequences)
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+    assert_close(values, reference(model, "scalar", sequences).float(), 0.05)
+    weigh(values).backward()
+    assert stage.score.weight.grad.dtype == torch.bfloat16
+
+
+def test_the_padding_token_gets_no_gradient_as_in_transformers():
+    config = tiny_config("llama", pad_token_id=2)
+    model, sequences = tiny_model(config), [torch.tensor([5, 2, 7])]
+    reference(model, "lm", sequences).sum().backward()
+    [stage] = pipeline(config, model, 1)
+    run([stage], sequences).sum().backward()
+    gradient = stage.model.embed_tokens.weight.grad
+    assert gradient[5].abs().max() > 0
+    assert gradient[2].abs().max() == 0
+    assert_close(gradient, model.model.embed_tokens.weight.grad, 1e-5)
+
+
+def test_a_sequence_does_not_see_its_neighbours():
+    config = tiny_config("llama")
+    [stage] = pipeline(config, tiny_model(config), 1)
+    a, b, c = tokens(6, 4, 5)
+    torch.testing.assert_close(run([stage], [a, b, c])[6:10], run([stage], [b]))
+
+
+def test_rows_pass_the_head_alone():
+    config = tiny_config("llama")
+    stages = pipeline(config, tiny_model(config), 2)
+    micro = packed(tokens(4, 3))
+    hidden = stages[0](micro.input_ids, micro)
+    rows = torch.tensor([3, 6])
+    torch.testing.assert_close(stages[1](hidden, micro, rows=rows), stages[1](hidden, micro)[rows])
+
+
+def test_recomputation_keeps_less_and_changes_nothing():
+    config, saved, gradients = tiny_config("qwen3"), [], []
+    model = tiny_model(config)
+    for recompute in (False, True):
+        [stage] = pipeline(config, model, 1, recompute=recompute)
+        parameters = {p.data_ptr() for p in stage.parameters()}
+        kept = {}
+
+        def keep(tensor: Tensor, kept=kept, parameters=parameters) -> Tensor:
+            if tensor.data_ptr() not in parameters:
+                kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = run([stage], tokens(*LENGTHS))
+        output.sum().backward()
+        saved.append(sum(kept.values()))
+        gradients.append([p.grad for p in stage.parameters()])
+    assert saved[1] < saved[0] / 3
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float64, 1e-6)])
+def test_other_dtypes(dtype: torch.dtype, tolerance: float):
+    config = tiny_config("gemma")
+    model, sequences = tiny_model(config, dtype=dtype), tokens(*LENGTHS)
+    ours = run(pipeline(config, model, 2, dtype=dtype), sequences)
+    assert ours.dtype == dtype
+    assert_close(ours.double(), reference(model, "lm", sequences).double(), tolerance)
+
+
+def test_float64_is_not_rounded_to_float32_on_the_way():
+    config = tiny_config("llama")
+    model = tiny_model(config, dtype=torch.float64)
+    [stage] = pipeline(config, model, 1, dtype=torch.float64)
+    before = run([stage], tokens(8))
+    stage.model.embed_tokens.weight.data *= 1 + 1e-12
+    moved = (run([stage], tokens(8)) - before).abs().max()
+    assert 0 < moved < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"base_model_tp_plan": {"layers.*.mlp": "packed_colwise"}}, "packed_colwise"),
+        ("llama", {"base_model_tp_plan": None}, "declares no base_model_tp_plan"),
+        ("llama", {"model_type": "phi3"}, "'phi3' has not been verified.*gemma, llama"),
+    ],
+)
+def test_a_model_that_nothing_says_how_to_split_is_refused(
+    family: str, changes: dict[str, Any], message: str
+):
+    config = tiny_config(family)
+    check_model(config)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with pytest.raises(ValueError, match=message):
+        check_model(config)
+
+
+def test_a_linear_module_without_a_plan_is_refused():
+    config = tiny_config("llama")
+    model = tiny_model(config)
+    plan = config.base_model_tp_plan
+    config.base_model_tp_plan = {key: style for key, style in plan.items() if "up_proj" not in key}
+    with pytest.raises(ValueError, match=r"does not say how to split model.layers.0.mlp.up_proj"):
+        pipeline(config, model, 1)
+
+
+# Several ranks: each compares its output with its slice, and hands back its gradients
+
+
+def _train(rank: int, world: int, family: str, changes: dict, strategy, head: Head) -> dict:
+    config = tiny_config(family, **changes)
+    model, sequences = tiny_model(config, head), tokens(*LENGTHS)
+    theirs = reference(model, head, sequences)
+    placement = Placement(tuple(range(world)), strategy)
+    groups = ProcessGroups(device_sets(placement), 240.0, CPU)
+    tp_group = groups[placement.tp_group(rank)]
+    micro, at, hidden = packed(sequences), placement.coordinate(rank), config.hidden_size
+    stage = build(config, model, placement, rank, head, tp_group=tp_group, recompute=at.pp == 0)
+    x = micro.input_ids
+    if not stage.is_first:
+        x = torch.empty(micro.tokens, hidden)
+        dist.recv(x, placement.device(0, at.tp, at.pp - 1))
+        x.requires_grad_()
+    output = stage(x, micro)
+    if stage.is_last:
+        start, columns = 0, 1
+        if head == "lm":
+            vocab, columns = stage.layout.units("vocab", at.tp), theirs.shape[1]
+            start, theirs = vocab.start, theirs[:, vocab.start : vocab.stop]
+        assert_close(output, theirs, 1e-5)
+        weigh(output, start, columns).backward()
+    else:
+        dist.send(output.detach(), placement.device(0, at.tp, at.pp + 1))
+        gradient = torch.empty_like(output)
+        dist.recv(gradient, placement.device(0, at.tp, at.pp + 1))
+        output.backward(gradient)
+    if not stage.is_first:
+        dist.send(x.grad, placement.device(0, at.tp, at.pp - 1))
+    return {name: parameter.grad for name, parameter in stage.named_slices().items()}
+
+
+UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen2", UNEVEN),
+    ("mistral", {"sliding_window": 3}),
+    ("gemma", {"num_key_value_heads": 1, "pad_token_id": 0}),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("family", "changes", "strategy", "head"),
+    [
+        ("llama", {}, ParallelStrategy(tp=2), "lm"),
+        ("llama", {}, ParallelStrategy(tp=4), "lm"),
+        ("llama", UNEVEN, ParallelStrategy(tp=2), "lm"),
+        ("llama", {**UNEVEN, "attention_bias": True, "mlp_bias": True}, ParallelStrategy(tp=4), "lm"),
+        ("llama", {"tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2), "lm"),
+        ("llama", {}, ParallelStrategy(tp=2, pp=2), "scalar"),
+        ("qwen3", {**UNEVEN, "tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2), "lm"),
+        ("qwen3", {}, ParallelStrategy(tp=4), "lm"),
+        ("qwen3", UNEVEN, ParallelStrategy(tp=2, pp=2), "scalar"),
+        *[
+            (family, changes, strategy, head)
+            for family, changes in OTHERS
+            for strategy in (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(tp=2, pp=2))
+            for head in ("lm", "scalar")
+        ],
+    ],
+)
+def test_split_models_equal_transformers(
+    ranks, family: str, changes: dict, strategy: ParallelStrategy, head: Head
+):
+    gradients = ranks.run(strategy.size, _train, family, changes, strategy, head)
+    config = tiny_config(family, **changes)
+    model = tiny_model(config, head)
+    theirs = reference(model, head, tokens(*LENGTHS))
+    weigh(theirs, 0, theirs.shape[1] if head == "lm" else 1).backward()
+    layout = Layout(shape_of(config), head, Placement(tuple(range(strategy.size)), strategy))
+    for spec in layout.parameters:
+        whole = model.get_parameter(spec.name).grad
+        total = torch.zeros_like(whole)
+        for device, rows in layout.owners(spec.name):
+            mine = gradients[device][spec.name]
+            part = total.narrow(spec.dim, rows.start, rows.size)
+            if spec.partial_gradient:
+                part += mine
+            else:
+                expected = whole.narrow(spec.dim, rows.start, rows.size)
+                assert_close(mine, expected, GRADIENT, f"{spec.name} on {device}")
+                part.copy_(mine)
+        assert_close(total, whole, GRADIENT, spec.name)

@@ -1,0 +1,205 @@
+"""Reading a Hugging Face folder by slices, and random starts."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_tasks.parallel.layout.slices import Head, Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.weights import initialise, load, load_config
+from tests.tiny_models import shape_of, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
+
+
+def make_stages(config, pp: int, head: Head = "lm", dtype=torch.float32) -> list[Stage]:
+    placement = Placement(tuple(range(pp)), ParallelStrategy(pp=pp))
+    layout = Layout(shape_of(config), head, placement)
+    at = [placement.coordinate(device) for device in range(pp)]
+    return [Stage(config, layout, coordinate, None, device=CPU, dtype=dtype) for coordinate in at]
+
+
+@pytest.mark.parametrize("shard_size", ["10MB", "20KB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_model_is_read_stage_by_stage(tmp_path: Path, shard_size: str, tied: bool):
+    model = tiny_model(tiny_config("llama", tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (shard_size == "10MB")
+    whole = model.state_dict()
+    for stage in make_stages(load_config(tmp_path), 2):
+        assert load(stage, tmp_path, seed=0) == ()
+        for name, tensor in stage.named_slices().items():
+            assert torch.equal(tensor, whole[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "strategy"),
+    [
+        ("llama", {**UNEVEN, "attention_bias": True}, ParallelStrategy(dp=2, tp=2)),
+        ("qwen3", {**UNEVEN, "tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
+        ("gemma", {}, ParallelStrategy(tp=4)),
+    ],
+    ids=["llama", "qwen3", "gemma"],
+)
+def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, family, changes, strategy):
+    model = tiny_model(tiny_config(family, **changes))
+    model.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    placement = Placement(tuple(reversed(range(strategy.size))), strategy)
+    layout = Layout(shape_of(config), "lm", placement)
+    [alone] = make_stages(config, 1)
+    initialise(alone, seed=4)
+    read, drawn = model.state_dict(), alone.named_slices()
+    group: Any = object() if strategy.tp > 1 else None  # nothing is computed, so nothing is sent
+    for device in placement.devices:
+        stage = Stage(config, layout, placement.coordinate(device), group, device=CPU, dtype=torch.float32)
+        for whole, fill in (
+            (read, lambda s: load(s, tmp_path, seed=4)),
+            (drawn, lambda s: initialise(s, seed=4)),
+        ):
+            fill(stage)
+            for name, tensor in stage.named_slices().items():
+                rows = layout.held(device)[name]
+                expected = whole[name].narrow(layout.specs[name].dim, rows.start, rows.size)
+                assert torch.equal(tensor, expected), (device, name)
+
+
+def test_weights_are_converted_to_the_stage_dtype(tmp_path: Path):
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1, dtype=torch.bfloat16)
+    load(stage, tmp_path, seed=0)
+    assert torch.equal(stage.model.norm.weight, model.model.norm.weight.bfloat16())
+
+
+def test_a_critic_starts_from_a_language_model_with_a_new_head(tmp_path: Path):
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(tmp_path)
+    config = load_config(tmp_path)
+    heads = []
+    for seed in (5, 5, 6):
+        [stage] = make_stages(config, 1, "scalar")
+        assert load(stage, tmp_path, seed) == ("score.weight",)
+        assert torch.equal(stage.model.norm.weight, model.model.norm.weight)
+        heads.append(stage.score.weight.detach())
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert 0.2 < heads[0].std() / config.initializer_range < 3
+
+
+def test_a_reward_model_keeps_its_head(tmp_path: Path):
+    model = tiny_model(tiny_config("llama"), "scalar")
+    model.save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1, "scalar")
+    assert load(stage, tmp_path, seed=0) == ()
+    assert torch.equal(stage.score.weight, model.score.weight)
+
+
+def test_faults_of_a_folder_are_named(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"nowhere.*has no config\.json"):
+        load_config(tmp_path / "nowhere")
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
+        load(stage, tmp_path, seed=0)
+    save_file({**tensors, "model.norm.weight": norm[:-1].clone()}, file)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[23\].*\[24\]"):
+        load(stage, tmp_path, seed=0)
+    file.write_bytes(b"no safetensors")
+    with pytest.raises(ValueError, match="not valid safetensors"):
+        load(stage, tmp_path, seed=0)
+    file.unlink()
+    with pytest.raises(ValueError, match="has neither"):
+        load(stage, tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_a_random_start_follows_the_config(family: str):
+    config = tiny_config(family, hidden_size=64, initializer_range=0.05, pad_token_id=3, attention_bias=True)
+    [stage] = make_stages(config, 1)
+    initialise(stage, seed=11)
+    slices = stage.named_slices()
+    assert torch.all(slices["model.norm.weight"] == (0.0 if family == "gemma" else 1.0))
+    assert torch.all(slices["model.layers.1.self_attn.q_proj.bias"] == 0.0)
+    assert torch.all(slices["model.embed_tokens.weight"][3] == 0.0)
+    weight = slices["model.layers.1.mlp.up_proj.weight"]
+    assert abs(float(weight.detach().std()) - 0.05) < 0.003
+    assert not torch.equal(weight, slices["model.layers.2.mlp.up_proj.weight"])
+
+
+def test_a_random_start_depends_on_the_seed_and_not_on_the_layout():
+    config = tiny_config("qwen3")
+    [whole] = make_stages(config, 1)
+    initialise(whole, seed=1)
+    expected = whole.named_slices()
+    for stage in make_stages(config, 3):
+        initialise(stage, seed=1)
+        for name, tensor in stage.named_slices().items():
+            assert torch.equal(tensor, expected[name]), name
+    [other] = make_stages(config, 1)
+    initialise(other, seed=2)
+    assert not torch.equal(other.named_slices()["lm_head.weight"], expected["lm_head.weight"])
+
+
+def test_a_folder_with_an_index_of_missing_files_is_refused(tmp_path: Path):
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    [stage] = make_stages(load_config(tmp_path), 1)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    (tmp_path / index["weight_map"]["model.norm.weight"]).unlink()
+    with pytest.raises(ValueError, match="names files that are not there: model-"):
+        load(stage, tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": ["a"]}'])
+def test_an_index_without_its_map_is_refused(tmp_path: Path, text: str):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"index\.json.*(has no weight_map|not valid JSON|expected a JSON object)"
+    ):
+        load(stage, tmp_path, seed=0)
+
+
+def test_a_file_that_an_index_names_but_that_lacks_the_parameter_is_refused(tmp_path: Path):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    names = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors")
+    [stage] = make_stages(load_config(tmp_path), 1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match=r"safetensors lacks model\.norm\.weight, which .*index\.json says"):
+        load(stage, tmp_path, seed=0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 64])
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="not valid safetensors"):
+        load(stage, tmp_path, seed=0)
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    [stage] = make_stages(load_config(tmp_path), 1)
+    file = tmp_path / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    with pytest.raises(ValueError, match=rf"is cut off: {size - 1} of {size} bytes"):
+        load(stage, tmp_path, seed=0)

@@ -1,0 +1,111 @@
+"""Frozen parameters in host memory: they come back bit by bit, in order, and only who waits finds them complete."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_tasks.parallel.state import host_copies
+from rlhf_tasks.parallel.state.host_copies import HostCopy, ThreadCopier, copier
+
+CPU = torch.device("cpu")
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Copies pass only while the gate is open; it tells when one has come to it, and what has passed."""
+    opened, reached, passed, real = threading.Event(), threading.Event(), [], host_copies._copy
+
+    def gated(pairs):
+        reached.set()
+        assert opened.wait(PATIENCE_S)
+        real(pairs)
+        passed.append([tuple(there.shape) for _, there in pairs])
+
+    monkeypatch.setattr(host_copies, "_copy", gated)
+    opened.reached, opened.passed = reached, passed  # type: ignore[attr-defined]
+    yield opened
+    opened.set()
+
+
+@pytest.fixture
+def copies():
+    made = ThreadCopier()
+    yield made
+    made.close()
+
+
+def module(width: int = 3) -> nn.Module:
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(width, 5), nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_onloaded_parameters_are_what_they_were(device):
+    made = module().to(device)
+    before, x = {n: p.detach().clone() for n, p in made.named_parameters()}, torch.ones(4, 3, device=device)
+    expected = made(x)
+    copies = copier(torch.device(device))
+    held = HostCopy(made, copies)
+    for _ in range(3):
+        assert held.is_away
+        assert all(p.numel() == 0 and p.device.type == device for p in made.parameters())
+        held.onload()
+        held.wait()
+        assert all(torch.equal(p, before[n]) for n, p in made.named_parameters())
+        assert torch.equal(made(x), expected)
+        held.offload()
+    copies.close()
+
+
+def test_an_onload_returns_at_once_and_who_waits_finds_the_copy_complete(gate, copies):
+    made = module()
+    before = [p.detach().clone() for p in made.parameters()]
+    held = HostCopy(made, copies)
+    held.onload()
+    waiting = threading.Thread(target=held.wait)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert not gate.passed
+    gate.set()
+    waiting.join(PATIENCE_S)
+    assert all(torch.equal(p, q) for p, q in zip(made.parameters(), before, strict=True))
+
+
+def test_copies_follow_one_another_in_the_order_of_their_onloads(gate, copies):
+    held = [HostCopy(module(width), copies) for width in (3, 4, 5)]
+    for one in held:
+        one.onload()
+    gate.set()
+    held[2].wait()  # the last one ends after all others
+    assert [shapes[0] for shapes in gate.passed] == [(5, 3), (5, 4), (5, 5)]
+
+
+def test_closing_waits_for_the_copy_under_way_and_drops_the_rest(gate):
+    copies = ThreadCopier()
+    held = [HostCopy(module(width), copies) for width in (3, 4)]
+    for one in held:
+        one.onload()
+    assert gate.reached.wait(PATIENCE_S), "or there is no copy under way"
+    closing = threading.Thread(target=copies.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    gate.set()
+    closing.join(PATIENCE_S)
+    assert [shapes[0] for shapes in gate.passed] == [(5, 3)]
+    with pytest.raises(CancelledError):
+        held[1].wait()
+
+
+def test_what_is_away_cannot_be_waited_for_nor_come_twice(copies):
+    held = HostCopy(module(), copies)
+    with pytest.raises(AssertionError, match="in host memory: no onload was started"):
+        held.wait()
+    held.onload()
+    with pytest.raises(AssertionError, match="on the device already"):
+        held.onload()

@@ -1,0 +1,174 @@
+from itertools import permutations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.transfers import reallocation_bound
+from rlhf_tasks.parallel.state.digest import digest
+from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
+
+UNEVEN = {"query_heads": 9, "kv_heads": 3}
+
+
+def model(**changes) -> ModelShape:
+    sizes = {"query_heads": 4, "kv_heads": 2, "layers": 3, **changes}
+    return ModelShape("qwen3", 8, head_dim=2, intermediate=11, vocab=17, context=64, qk_norm=True, **sizes)
+
+
+def place(devices, dp=1, tp=1, pp=1) -> Placement:
+    return Placement(tuple(devices), ParallelStrategy(dp, tp, pp))
+
+
+PLACEMENTS = [
+    place([0]),
+    place([1, 0], tp=2),
+    place([2, 3], pp=2),
+    place([0, 1], dp=2),
+    place([3, 1, 2], tp=3),
+    place(range(4), dp=2, tp=2),
+    place([1, 3, 0, 2], tp=2, pp=2),
+    place(range(4), tp=4),
+    place([3, 2, 1, 0], dp=2, pp=2),
+]
+
+
+def whole_model(shape: ModelShape, head: str, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """Random *bits*, so that NaNs, infinities and negative zeros are among the values."""
+    generator = torch.Generator().manual_seed(7)
+    lay = Layout(shape, head, place([0]))
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    limits = torch.iinfo(bits)
+    return {
+        spec.name: torch.randint(limits.min, limits.max, spec.shape, dtype=bits, generator=generator).view(
+            dtype
+        )
+        for spec in lay.parameters
+    }
+
+
+def cut(whole: dict[str, torch.Tensor], lay: Layout, device: int) -> dict[str, torch.Tensor] | None:
+    if device not in lay.placement.devices:
+        return None
+    return {
+        name: whole[name].narrow(lay.specs[name].dim, rows.start, rows.size).clone()
+        for name, rows in lay.held(device).items()
+    }
+
+
+def same_bits(ours, theirs) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return ours.keys() == theirs.keys() and all(
+        ours[n].shape == theirs[n].shape
+        and torch.equal(ours[n].flatten().view(torch.uint8), theirs[n].flatten().view(torch.uint8))
+        for n in ours
+    )
+
+
+def there_and_back(rank, world, shape, head, placements, dtype, round_bytes) -> list[str]:
+    """A -> B -> A for every ordered pair. Gives the pairs that went wrong on this rank."""
+    layouts = [Layout(shape, head, p) for p in placements]
+    sets = {union_set(a, b) for a in placements for b in placements}
+    groups = ProcessGroups(sets, 240.0, torch.device("cpu"))
+    whole, wrong = whole_model(shape, head, dtype), []
+    for a, b in permutations(layouts, 2):
+        if rank not in union_set(a.placement, b.placement):
+            continue
+        there = reallocate(
+            a, b, cut(whole, a, rank), dtype, groups, 2, 5, {"kl": 0.1}, round_bytes=round_bytes
+        )
+        back = reallocate(b, a, there.slices, dtype, groups, 2, there.version, there.state)
+        sent = torch.tensor([there.bytes_sent])
+        dist.all_reduce(sent, group=groups[union_set(a.placement, b.placement)])
+        good = (
+            same_bits(there.slices, cut(whole, b, rank))
+            and same_bits(back.slices, cut(whole, a, rank))
+            and int(sent) == reallocation_bound(a, b, dtype.itemsize)
+            and (back.version, back.state) == (5, {"kl": 0.1})
+            and there.digest == back.digest
+        )
+        wrong += [] if good else [f"{a.placement} -> {b.placement} on rank {rank}"]
+    return wrong
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("shape", "head", "dtype"),
+    [
+        (model(), "lm", torch.float32),
+        (model(tied=True, **UNEVEN), "lm", torch.bfloat16),
+        (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float32),
+    ],
+    ids=["lm", "tied-uneven-bf16", "value-head-biases"],
+)
+def test_a_to_b_to_a_is_bit_equal_and_moves_no_more_than_it_must(ranks, shape, head, dtype):
+    assert ranks.run(4, there_and_back, shape, head, PLACEMENTS, dtype, 2**28) == [[]] * 4
+
+
+@pytest.mark.dist
+def test_messages_longer_than_a_round(ranks):
+    some = [PLACEMENTS[i] for i in (0, 4, 6)]
+
+    assert ranks.run(4, there_and_back, model(), "lm", some, torch.float32, 100) == [[]] * 4
+
+
+def copy_is_fresh(rank, world) -> bool:
+    lay = Layout(model(), "lm", place([0]))
+    groups = ProcessGroups([(0,)], 240.0, torch.device("cpu"))
+    slices = cut(whole_model(lay.shape, "lm"), lay, 0)
+    copied = reallocate(lay, lay, slices, torch.float32, groups, 1)
+    return all(copied.slices[n].data_ptr() != slices[n].data_ptr() for n in slices) and not copied.bytes_sent
+
+
+@pytest.mark.dist
+def test_a_copy_on_the_same_placement_shares_no_memory(ranks):
+    assert ranks.run(1, copy_is_fresh) == [True]
+
+
+def replicas_differ(rank, world) -> str:
+    """dp rank 1 of the source has drifted from dp rank 0."""
+    source, destination = Layout(model(), "lm", place([0, 1], dp=2)), Layout(model(), "lm", place([2]))
+    groups = ProcessGroups([(0, 1, 2)], 240.0, torch.device("cpu"))
+    slices = cut(whole_model(model(), "lm"), source, rank)
+    if rank == 1:
+        slices = {name: torch.zeros_like(tensor) for name, tensor in slices.items()}
+    try:
+        reallocate(source, destination, slices, torch.float32, groups, 4)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_source_replicas_that_differ_are_noticed_on_every_rank(ranks):
+    for message in ranks.run(3, replicas_differ):
+        assert "dp ranks [0] hold other bits than the source" in message
+
+
+def total(whole, lay: Layout) -> int:
+    dp_rank = lay.placement.strategy.dp - 1
+    parts = [int(digest(cut(whole, lay, d), lay, d)) for d in lay.placement.replica(dp_rank)]
+    return sum(parts) % 2**64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_depends_on_the_bits_and_not_on_the_layout(dtype):
+    shape = model(tied=True, **UNEVEN)
+    whole = whole_model(shape, "lm", dtype)
+
+    digests = {total(whole, Layout(shape, "lm", p)) for p in PLACEMENTS}
+
+    assert len(digests) == 1
+    name = "model.layers.1.mlp.down_proj.weight"
+    one = Layout(shape, "lm", place([0]))
+    other = "model.layers.2.mlp.down_proj.weight"
+    flipped = whole[name].clone()
+    flipped.view(torch.uint8)[3, 0] ^= 1
+    assert total({**whole, name: flipped}, one) not in digests
+    assert total({**whole, name: whole[name].flip(one.specs[name].dim)}, one) not in digests
+    assert total({**whole, name: whole[other], other: whole[name]}, one) not in digests

@@ -1,0 +1,380 @@
+"""Engines of 1, 2 and 4 ranks against plain transformers and torch's AdamW in one process."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.flops import forward_flops
+from rlhf_tasks.parallel.layout.slices import Head, Layout, ModelShape
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.train.engine import Engine, Loss, LossTerms, share_batch
+from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
+from tests.tiny_models import held_slices
+
+pytestmark = pytest.mark.dist
+
+# 6 query and 3 KV heads, 37 tokens, 23 columns, 5 layers: nothing divides by 2 or 4.
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 23,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+STRATEGIES = [
+    ParallelStrategy(*degrees)
+    for degrees in [
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (4, 1, 1),
+        (1, 4, 1),
+        (1, 1, 4),
+        (2, 2, 1),
+        (2, 1, 2),
+        (1, 2, 2),
+    ]
+]
+SETTINGS = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.7)
+RATES = (1e-2, 3e-3, 1e-2)
+TEMPERATURE = 0.8
+LENGTHS = (5, 1, 9, 3, 7, 2, 4)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the ranks run: a model in full, and how."""
+
+    config: PreTrainedConfig
+    head: Head
+    weights: dict[str, Tensor]
+    strategy: ParallelStrategy
+    micro_batches: int = 2
+    settings: OptimizerSettings = SETTINGS
+
+    @property
+    def layout(self) -> Layout:
+        shape = ModelShape.from_config(self.config.to_dict())
+        return Layout(shape, self.head, Placement(tuple(range(self.strategy.size)), self.strategy))
+
+
+def _batch() -> SampleBatch:
+    """Samples of different lengths, with a weight on each token but each sample's first."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = [torch.randint(SIZES["vocab_size"], (length,), generator=generator) for length in LENGTHS]
+    weights = [torch.rand(length, generator=generator, dtype=torch.float64) for length in LENGTHS]
+    for weight in weights:
+        weight[0] = 0.0
+    ids = tuple(range(100, 100 + len(LENGTHS)))
+    return SampleBatch(ids, {"input_ids": Packed.of(tokens), "weight": Packed.of(weights)})
+
+
+DENOMINATOR = float(_batch()["weight"].values.sum())
+
+
+def _part(dp_rank: int, dp: int) -> SampleBatch:
+    """A replica's share: uneven, and for dp = 4 one replica has nothing."""
+    batch = _batch()
+    if dp == 4:
+        bounds = (0, 1, 1, 4, 7)
+        return batch.select(batch.ids[bounds[dp_rank] : bounds[dp_rank + 1]])
+    return batch.select(batch.ids[dp_rank::dp])
+
+
+# On the ranks
+
+
+def _engine(trial: Trial, rank: int) -> Engine:
+    layout = trial.layout
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
+    dtype = next(iter(trial.weights.values())).dtype
+    stage = Stage(
+        trial.config,
+        layout,
+        layout.placement.coordinate(rank),
+        groups[layout.placement.tp_group(rank)],
+        device=torch.device("cpu"),
+        dtype=dtype,
+    )
+    with torch.no_grad():
+        for name, mine in held_slices(layout, rank, trial.weights).items():
+            stage.named_slices()[name].copy_(mine)
+    return Engine(stage, layout, groups, trial.settings)
+
+
+def _shared(engine: Engine, rank: int) -> SampleBatch:
+    at = engine.coordinate
+    mine = _part(at.dp, engine.placement.strategy.dp) if engine.is_head else None
+    return share_batch(mine, engine.placement, engine.groups, rank)
+
+
+def _rows(engine: Engine, y: Tensor, micro: MicroBatch) -> Tensor:
+    """What is looked at per token: log-probabilities, or the values themselves."""
+    return engine.logprobs(y, micro, TEMPERATURE) if engine.layout.head == "lm" else y
+
+
+def _loss(engine: Engine, poison: bool = False) -> Loss:
+    def loss(y: Tensor, micro: MicroBatch) -> LossTerms:
+        rows = _rows(engine, y, micro)
+        weight = micro.data["weight"].to(rows.dtype)
+        total = (weight * rows.square()).sum() - (weight * rows).sum()
+        total = total + float("nan") if poison else total  # its gradient stays finite
+        return LossTerms(total, {"tokens": weight.sum(), "rows": (weight * rows).sum()})
+
+    return loss
+
+
+def _train(rank: int, world: int, trial: Trial):
+    """Rows before training, metrics of three steps, the first step's gradients, the last step's weights."""
+    engine = _engine(trial, rank)
+    batch = _shared(engine, rank)
+    rows = engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
+    metrics, gradients = [], {}
+    for rate in RATES:
+        metrics.append(engine.train_step(batch, _loss(engine), DENOMINATOR, trial.micro_batches, rate))
+        if not gradients:
+            gradients = _first_gradients(engine)
+    weights = {name: p.detach().clone() for name, p in engine.stage.named_slices().items()}
+    return (None if rows is None else (batch.ids, rows.split())), metrics, gradients, weights
+
+
+def _first_gradients(engine: Engine) -> dict[str, list]:
+    """The clipped gradient after one step, from the first moment: its shards by name."""
+    shards: dict[str, list] = {}
+    for shard in engine.optimizer.shard_state():
+        if shard.kind == "exp_avg":
+            beta = engine.optimizer.settings.betas[0]
+            shards.setdefault(shard.name, []).append((shard.start, shard.stop, shard.tensor / (1 - beta)))
+    return shards
+
+
+# Plain transformers
+
+
+class Plain(nn.Module):
+    """The same model in one process: transformers' own forward, one sample at a time, nothing packed.
+
+    In float64 its norms are torch's: transformers' own compute in float32, whatever the model's dtype.
+    """
+
+    def __init__(self, config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        whole = AutoModelForCausalLM.from_config(config).to(dtype)
+        self.model, self.head = whole.model, head
+        self.lm_head = whole.lm_head if head == "lm" else None
+        self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype) if head == "scalar" else None
+        if dtype == torch.float64:
+            for name, module in list(self.model.named_modules()):
+                if type(module).__name__.endswith("RMSNorm"):
+                    norm = nn.RMSNorm(module.weight.shape[0], module.variance_epsilon, dtype=dtype)
+                    self.model.set_submodule(name, norm)
+        for parameter in self.parameters():
+            if parameter.ndim == 1:  # norms start at one everywhere, which would hide mixed-up slices
+                nn.init.uniform_(parameter, 0.5, 1.5)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """[L]: log-probabilities in the packed convention, or values."""
+        hidden = self.model(tokens[None]).last_hidden_state[0]
+        if self.score is not None:
+            return self.score(hidden).squeeze(-1)
+        log_p = (self.lm_head(hidden[:-1]) / TEMPERATURE).log_softmax(-1)
+        return torch.cat([hidden.new_zeros(1), log_p.gather(1, tokens[1:, None]).squeeze(1)])
+
+    def weights(self) -> dict[str, Tensor]:
+        """By Hugging Face name; tied weights once."""
+        return {name: p.detach().clone() for name, p in self.named_parameters()}
+
+
+@dataclass(frozen=True)
+class Expected:
+    start: dict[str, Tensor]
+    rows: list[Tensor]
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+_EXPECTED: dict[tuple, Expected] = {}
+
+
+def _expected(model: str, head: Head, dtype: torch.dtype) -> Expected:
+    """Three steps of plain training. Computed once per model."""
+    key = (model, head, dtype)
+    if key not in _EXPECTED:
+        _EXPECTED[key] = _train_plain(Plain(CONFIGS[model], head, dtype))
+    return _EXPECTED[key]
+
+
+def _train_plain(plain: Plain) -> Expected:
+    start, batch = plain.weights(), _batch()
+    decayed = [p for p in plain.parameters() if p.ndim > 1]
+    others = [p for p in plain.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        betas=SETTINGS.betas,
+        eps=SETTINGS.eps,
+        weight_decay=SETTINGS.weight_decay,
+    )
+    losses, norms, gradients, first_rows = [], [], {}, []
+    for rate in RATES:
+        rows = [plain.rows(tokens) for tokens in batch["input_ids"].split()]
+        weights = [weight.to(rows[0].dtype) for weight in batch["weight"].split()]
+        total = sum(((w * r.square()).sum() - (w * r).sum()) for w, r in zip(weights, rows, strict=True))
+        optimizer.zero_grad()
+        (total / DENOMINATOR).backward()
+        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), SETTINGS.max_grad_norm).item())
+        losses.append(total.item() / DENOMINATOR)
+        if not gradients:
+            gradients = {name: p.grad.clone() for name, p in plain.named_parameters()}
+            first_rows = [r.detach() for r in rows]
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return Expected(start, first_rows, losses, norms, gradients, plain.weights())
+
+
+# Comparisons
+
+
+def _assert_equal(results: list, trial: Trial, expected: Expected, rows: float, relative: float) -> None:
+    """rows: absolute bound of log-probabilities or values; relative: of all else, to a tensor's largest."""
+    layout = trial.layout
+    seen: dict[int, Tensor] = {}
+    for rank, (got_rows, metrics, gradients, weights) in enumerate(results):
+        at = layout.placement.coordinate(rank)
+        assert (got_rows is not None) == (at.pp == trial.strategy.pp - 1)
+        if got_rows is not None:
+            seen.update(zip(*got_rows, strict=True))
+        assert metrics == results[0][1]
+        assert [m["loss"] for m in metrics] == pytest.approx(expected.losses, rel=relative)
+        assert [m["grad_norm"] for m in metrics] == pytest.approx(expected.norms, rel=relative)
+        assert [m["skipped"] for m in metrics] == [0.0] * len(RATES)
+        assert metrics[0]["tokens"] == pytest.approx(DENOMINATOR, rel=relative)
+        theirs = held_slices(layout, rank, expected.gradients)
+        for name, shards in gradients.items():
+            _assert_close(
+                [t for _, _, t in shards],
+                [theirs[name].flatten()[start:stop] for start, stop, _ in shards],
+                expected.gradients[name].abs().max().item() * relative,
+                f"gradient of {name}",
+            )
+        for name, weight in held_slices(layout, rank, expected.weights).items():
+            _assert_close([weights[name]], [weight], weight.abs().max().item() * relative, name)
+    for sample, want in zip(_batch().ids, expected.rows, strict=True):
+        _assert_close([seen[sample]], [want], rows, f"rows of sample {sample}")
+
+
+def _assert_close(got: list[Tensor], want: list[Tensor], bound: float, what: str) -> None:
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.shape == theirs.shape, what
+        error = (ours - theirs).abs().max().item() if ours.numel() else 0.0
+        assert error <= bound, f"{what}: off by {error}, allowed {bound}"
+
+
+def _compare(ranks, model: str, head: Head, strategy: ParallelStrategy, dtype, rows, relative, **how) -> None:
+    expected = _expected(model, head, dtype)
+    trial = Trial(CONFIGS[model], head, expected.start, strategy, **how)
+    _assert_equal(ranks.run(strategy.size, _train, trial), trial, expected, rows, relative)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("model", ["llama", "qwen3-tied"])
+def test_training_equals_plain_transformers_in_float64(ranks, model: str, strategy: ParallelStrategy) -> None:
+    _compare(ranks, model, "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_values_train_like_plain_transformers(ranks, strategy: ParallelStrategy) -> None:
+    _compare(ranks, "qwen3-tied", "scalar", strategy, torch.float64, rows=1e-10, relative=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_float32_agrees_to_rounding(ranks, strategy: ParallelStrategy) -> None:
+    _compare(ranks, "llama-tied", "lm", strategy, torch.float32, rows=1e-5, relative=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("model", ["llama-tied", "qwen3"])
+def test_tied_and_untied_of_each_family(ranks, model: str, strategy: ParallelStrategy) -> None:
+    _compare(ranks, model, "lm", strategy, torch.float64, rows=1e-10, relative=1e-9)
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 1, 2)], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 3, 7])
+def test_the_number_of_micro_batches_changes_nothing(ranks, strategy, micro_batches: int) -> None:
+    how = {"rows": 1e-10, "relative": 1e-9, "micro_batches": micro_batches}
+    _compare(ranks, "llama", "lm", strategy, torch.float64, **how)
+
+
+def _work(rank: int, world: int, trial: Trial):
+    engine = _engine(trial, rank)
+    batch = _shared(engine, rank)
+    engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
+    engine.train_step(batch, _loss(engine), DENOMINATOR, trial.micro_batches, 1e-2)
+    return engine.flops
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 1, 2)], ids=str)
+def test_the_work_of_all_ranks_is_the_models_however_it_is_split(ranks, strategy) -> None:
+    """One forward pass, and a step of three."""
+    trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
+    layout = trial.layout
+    assert sum(ranks.run(strategy.size, _work, trial)) == 4 * forward_flops(layout.shape, "lm", LENGTHS)
+
+
+def _poisoned(rank: int, world: int, trial: Trial):
+    """One step whose loss is not a number on one replica, then three as they should be."""
+    engine = _engine(trial, rank)
+    batch = _shared(engine, rank)
+    before = [p.detach().clone() for p in engine.stage.parameters()]
+    bad = _loss(engine, poison=engine.coordinate.dp == 0)
+    skipped = engine.train_step(batch, bad, DENOMINATOR, 2, 1e-2)["skipped"]
+    unchanged = all(torch.equal(p, q) for p, q in zip(engine.stage.parameters(), before, strict=True))
+    losses = [engine.train_step(batch, _loss(engine), DENOMINATOR, 2, rate)["loss"] for rate in RATES]
+    return skipped, unchanged, losses
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(2, 1, 2), ParallelStrategy(2, 2, 1)], ids=str)
+def test_a_loss_that_is_not_finite_skips_the_step_on_all_ranks(ranks, strategy) -> None:
+    expected = _expected("qwen3-tied", "lm", torch.float64)
+    trial = Trial(CONFIGS["qwen3-tied"], "lm", expected.start, strategy)
+    for skipped, unchanged, losses in ranks.run(strategy.size, _poisoned, trial):
+        assert (skipped, unchanged) == (1.0, True)
+        assert losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+def _sums(rank: int, world: int, trial: Trial):
+    engine = _engine(trial, rank)
+    at = engine.coordinate
+    values = torch.tensor([[1.0, 10.0 * at.dp]]) if engine.is_head else torch.full((1, 2), float("inf"))
+    return engine.is_head, engine.sum_over_dp(values)
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 2, 1)], ids=str)
+def test_sums_over_dp_count_each_replica_once(ranks, strategy: ParallelStrategy) -> None:
+    trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
+    results = ranks.run(strategy.size, _sums, trial)
+    assert sum(is_head for is_head, _ in results) == strategy.dp
+    want = torch.tensor([[strategy.dp, 10 * sum(range(strategy.dp))]], dtype=torch.float64)
+    for _, got in results:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -1,0 +1,269 @@
+"""The sharded optimizer against torch's AdamW on whole parameters, on made-up gradients (no model)."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, StateShard
+from tests.tiny_models import held_slices
+
+pytestmark = pytest.mark.dist
+
+# Nothing divides: neither heads, columns and vocabulary over tp, nor the flat buffer over dp.
+SIZES = {"hidden": 6, "layers": 2, "head_dim": 2, "intermediate": 7, "vocab": 11, "context": 32}
+UNEVEN = {"family": "qwen3", "qk_norm": True, **SIZES}
+GROUPED = ModelShape(query_heads=9, kv_heads=3, tied=True, **UNEVEN)
+FEW_KV = ModelShape(query_heads=4, kv_heads=1, tied=False, **UNEVEN)
+SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
+RATES = (1e-2, 5e-3, 2e-2)
+STRATEGIES = [
+    ParallelStrategy(*s)
+    for s in [
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (4, 1, 1),
+        (1, 4, 1),
+        (2, 2, 1),
+        (2, 1, 2),
+        (1, 2, 2),
+    ]
+]
+
+
+def _whole(shape: ModelShape, step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Made-up tensors for all parameters, a function of (parameter, step)."""
+    tensors = {}
+    for number, spec in enumerate(Layout(shape, "lm", Placement((0,), ParallelStrategy())).parameters):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        tensors[spec.name] = torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return tensors
+
+
+def _contribution(layout: Layout, rank: int, step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """This rank's part of the gradient: dp ranks add up, and so do the holders of partial gradients."""
+    gradients = held_slices(layout, rank, _whole(layout.shape, step, dtype))
+    at = layout.placement.coordinate(rank)
+    weights = torch.arange(1, layout.placement.strategy.dp + 1, dtype=dtype)
+    for name, gradient in gradients.items():
+        gradient *= weights[at.dp] / weights.sum()
+        if not layout.specs[name].partial_gradient:
+            continue
+        start = layout.held(rank)[name].start
+        for piece in layout.shared(name, at.dp):
+            if rank in piece.devices:
+                parts = torch.arange(1, len(piece.devices) + 1, dtype=dtype)
+                part = parts[piece.devices.index(rank)] / parts.sum()
+                gradient.narrow(0, piece.interval.start - start, piece.interval.size).mul_(part)
+    return gradients
+
+
+def _engine(
+    shape: ModelShape, strategy: ParallelStrategy, dtype: torch.dtype, rank: int, order: tuple[int, ...]
+):
+    layout = Layout(shape, "lm", Placement(order, strategy))
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
+    slices = {n: nn.Parameter(t) for n, t in held_slices(layout, rank, _whole(shape, 0, dtype)).items()}
+    return layout, groups, slices, Optimizer(slices, layout, groups, SETTINGS)
+
+
+def _backward(slices: dict[str, nn.Parameter], gradients: dict[str, Tensor], parts: int) -> None:
+    """Give every parameter its gradient in so many backward passes."""
+    for part in range(parts):
+        sum(
+            (slices[n] * g).sum() * (2 * (part + 1) / (parts * (parts + 1))) for n, g in gradients.items()
+        ).backward()
+
+
+def _train(rank: int, world: int, shape: ModelShape, strategy: ParallelStrategy, dtype: torch.dtype, order):
+    layout, _, slices, optimizer = _engine(shape, strategy, dtype, rank, order)
+    norms = []
+    for step, rate in enumerate(RATES, start=1):
+        _backward(slices, _contribution(layout, rank, step, dtype), parts=2)
+        norms.append(optimizer.apply(rate).grad_norm)
+    assert all(p.grad is None for p in slices.values())
+    return norms, {name: p.detach().clone() for name, p in slices.items()}
+
+
+def _reference(shape: ModelShape, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    """torch's AdamW and clipping on whole parameters."""
+    parameters = {n: nn.Parameter(t) for n, t in _whole(shape, 0, dtype).items()}
+    decayed = [p for p in parameters.values() if p.ndim > 1]
+    others = [p for p in parameters.values() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        betas=SETTINGS.betas,
+        eps=SETTINGS.eps,
+        weight_decay=SETTINGS.weight_decay,
+    )
+    norms = []
+    for step, rate in enumerate(RATES, start=1):
+        for name, gradient in _whole(shape, step, dtype).items():
+            parameters[name].grad = gradient
+        norms.append(float(nn.utils.clip_grad_norm_(parameters.values(), SETTINGS.max_grad_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return norms, {name: p.detach() for name, p in parameters.items()}
+
+
+def _assert_trained(
+    results: list, shape: ModelShape, strategy: ParallelStrategy, dtype, order, tolerance
+) -> None:
+    layout = Layout(shape, "lm", Placement(order, strategy))
+    norms, weights = _reference(shape, dtype)
+    for rank, (got_norms, got) in enumerate(results):
+        assert got_norms == pytest.approx(norms, rel=tolerance)
+        torch.testing.assert_close(got, held_slices(layout, rank, weights), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("shape", [GROUPED, FEW_KV], ids=["grouped-tied", "one-kv-head"])
+def test_three_steps_equal_torchs_adamw(ranks, shape: ModelShape, strategy: ParallelStrategy) -> None:
+    order = tuple(range(strategy.size))
+    results = ranks.run(strategy.size, _train, shape, strategy, torch.float64, order)
+    _assert_trained(results, shape, strategy, torch.float64, order, 1e-12)
+
+
+def test_devices_in_any_order_and_float32(ranks) -> None:
+    strategy, order = ParallelStrategy(dp=2, tp=2, pp=1), (3, 0, 1, 2)
+    results = ranks.run(4, _train, GROUPED, strategy, torch.float32, order)
+    _assert_trained(results, GROUPED, strategy, torch.float32, order, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy", "order"),
+    [
+        (GROUPED, ParallelStrategy(dp=3, tp=2), (0, 1, 2, 3, 4, 5)),
+        (FEW_KV, ParallelStrategy(dp=3, tp=2), (0, 1, 2, 3, 4, 5)),
+        (GROUPED, ParallelStrategy(dp=3, pp=2), (0, 1, 2, 3, 4, 5)),
+        (GROUPED, ParallelStrategy(dp=3, pp=2), (4, 0, 3, 1, 5, 2)),
+    ],
+    ids=["kv-heads", "one-kv-head", "tied-ends", "shuffled"],
+)
+def test_copies_of_a_row_never_differ_in_a_bit(ranks, shape: ModelShape, strategy, order) -> None:
+    """Three summands, the fewest whose order shows, in buffers where copies lie at different places."""
+    layout = Layout(shape, "lm", Placement(order, strategy))
+    results = ranks.run(6, _train, shape, strategy, torch.float32, order)
+    n_pieces = 0
+    for name, spec in layout.specs.items():
+        copies: dict[tuple[int, int], list[Tensor]] = {}
+        for dp_rank in range(strategy.dp):
+            for piece in layout.shared(name, dp_rank):
+                for device in piece.devices:
+                    at = piece.interval.within(layout.held(device)[name])
+                    rows = results[device][1][name].narrow(spec.dim, at.start, piece.interval.size)
+                    copies.setdefault(tuple(piece.interval), []).append(rows)
+        for rows, (first, *others) in copies.items():
+            assert all(torch.equal(first, other) for other in others), (name, rows)
+            n_pieces += len(others)
+    assert n_pieces >= 5, "nothing is shared"
+    _assert_trained(results, shape, strategy, torch.float32, order, 1e-5)
+
+
+def test_bfloat16_weights_follow_float32_master_weights(ranks) -> None:
+    """Steps far below bfloat16's resolution add up in the master weights."""
+    (moved,) = ranks.run(1, _creep)
+    assert moved == pytest.approx(1 - 100 * 1e-3, abs=0.004)
+
+
+def _creep(rank: int, world: int) -> float:
+    shape = ModelShape(query_heads=2, kv_heads=1, **UNEVEN)
+    layout = Layout(shape, "lm", Placement((0,), ParallelStrategy()))
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
+    slices = {s.name: nn.Parameter(torch.ones(s.shape, dtype=torch.bfloat16)) for s in layout.parameters}
+    optimizer = Optimizer(slices, layout, groups, OptimizerSettings(max_grad_norm=None))
+    for _ in range(100):
+        _backward(slices, {name: torch.ones_like(p) for name, p in slices.items()}, parts=1)
+        optimizer.apply(1e-3)
+    return float(slices["model.norm.weight"][0])
+
+
+def _skip(rank: int, world: int, strategy: ParallelStrategy, culprit: str):
+    layout, _, slices, optimizer = _engine(GROUPED, strategy, torch.float64, rank, tuple(range(world)))
+    before = {name: p.detach().clone() for name, p in slices.items()}
+    gradients = _contribution(layout, rank, 1, torch.float64)
+    if culprit == "gradient" and rank == world - 1:
+        next(iter(gradients.values()))[0] = float("nan")
+    _backward(slices, gradients, parts=1)
+    skipped = optimizer.apply(1e-2, finite=not (culprit == "loss" and rank == 0)).skipped
+    unchanged = all(torch.equal(p, before[name]) for name, p in slices.items())
+    steps = optimizer.step
+    for step, rate in enumerate(RATES, start=1):
+        _backward(slices, _contribution(layout, rank, step, torch.float64), parts=1)
+        optimizer.apply(rate)
+    return skipped, unchanged, steps, {name: p.detach().clone() for name, p in slices.items()}
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(2, 1, 1), ParallelStrategy(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("culprit", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_leaves_no_trace_on_any_rank(ranks, strategy, culprit: str) -> None:
+    layout = Layout(GROUPED, "lm", Placement(tuple(range(strategy.size)), strategy))
+    _, weights = _reference(GROUPED, torch.float64)
+    for rank, result in enumerate(ranks.run(strategy.size, _skip, strategy, culprit)):
+        assert result[:3] == (True, True, 0)
+        torch.testing.assert_close(result[3], held_slices(layout, rank, weights), rtol=1e-12, atol=1e-12)
+
+
+def _save_and_load(rank: int, world: int, strategy: ParallelStrategy, pieces: dict | None):
+    """Train two steps and give the state, or load it and train the third."""
+    layout, _, slices, optimizer = _engine(GROUPED, strategy, torch.float64, rank, tuple(range(world)))
+    steps = (1, 2) if pieces is None else (3,)
+    if pieces is not None:
+        optimizer.load_shard_state(_local(layout, rank, pieces), step=2)
+    for step in steps:
+        _backward(slices, _contribution(layout, rank, step, torch.float64), parts=1)
+        optimizer.apply(RATES[step - 1])
+    state = [(s.name, s.kind, s.start, s.stop, s.tensor.clone()) for s in optimizer.shard_state()]
+    return {name: p.detach().clone() for name, p in slices.items()}, state
+
+
+def _local(layout: Layout, rank: int, whole: dict) -> Iterator[StateShard]:
+    """Whole parameters' state, cut for a rank into halves of its slice."""
+    for (name, kind), tensor in whole.items():
+        if name in layout.held(rank):
+            rows = layout.held(rank)[name]
+            flat = tensor.narrow(layout.specs[name].dim, rows.start, rows.size).flatten()
+            half = flat.numel() // 2
+            yield StateShard(name, kind, 0, half, flat[:half])
+            yield StateShard(name, kind, half, flat.numel(), flat[half:])
+
+
+def _assemble(layout: Layout, states: list) -> dict:
+    """Whole tensors from all ranks' shards; every element must have been given."""
+    whole = {}
+    for rank, state in enumerate(states):
+        for name, kind, start, stop, tensor in state:
+            spec, rows = layout.specs[name], layout.held(rank)[name]
+            full = whole.setdefault((name, kind), torch.full(spec.shape, torch.nan, dtype=tensor.dtype))
+            view = full.narrow(spec.dim, rows.start, rows.size)
+            flat = view.flatten()
+            flat[start:stop] = tensor
+            view.copy_(flat.view_as(view))
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+@pytest.mark.parametrize("target", [ParallelStrategy(1, 2, 2), ParallelStrategy(4, 1, 1)], ids=str)
+def test_state_moves_into_another_layout(ranks, target: ParallelStrategy) -> None:
+    source = ParallelStrategy(2, 2, 1)
+    layout = Layout(GROUPED, "lm", Placement((0, 1, 2, 3), source))
+    results = ranks.run(4, _save_and_load, source, None)
+    state = _assemble(layout, [state for _, state in results])
+    assert {kind for _, kind in state} == {"master", "exp_avg", "exp_avg_sq"}
+    _, weights = _reference(GROUPED, torch.float64)
+    layout = Layout(GROUPED, "lm", Placement((0, 1, 2, 3), target))
+    for rank, (got, _) in enumerate(ranks.run(4, _save_and_load, target, state)):
+        torch.testing.assert_close(got, held_slices(layout, rank, weights), rtol=1e-12, atol=1e-12)
+
+
+def test_missing_state_is_named(ranks) -> None:
+    with pytest.raises(RuntimeError, match=r"optimizer state master of .*elements are missing"):
+        ranks.run(1, _save_and_load, ParallelStrategy(), {})

@@ -1,0 +1,114 @@
+"""What ranks measure: every operation and exchange, on the engine's own modules, for any family and tp."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.pricing.measured import MeasuredProfile, Tables
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.profiling import measure as profiling
+from rlhf_tasks.profiling.executor import ProfileExecutor
+from rlhf_tasks.profiling.measure import ROUNDS, _means_s, exchange_sets
+from rlhf_tasks.profiling.measurements import Grid, Measurements
+from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
+from rlhf_tasks.protocol.messages import GenerationSpec
+from tests.tiny_models import tiny_config
+
+GRID = Grid(tokens=(8, 32), lengths=(8,), rows=(1, 4), contexts=(4,))
+
+
+def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
+    """All pieces on one rank, once each, by a clock that ticks with every look at it."""
+    dist.destroy_process_group()
+    spec = ProfileSpec.model_validate(document)
+    ticks = iter(range(10**9))
+    executor = ProfileExecutor(rank, clock=lambda: float(next(ticks)))
+    plan = profile_plan(spec.pieces, world, spec.devices_per_host)
+    executor.load(
+        GenerationSpec(
+            run="profile",
+            attempt=1,
+            generation=0,
+            rank=rank,
+            n_ranks=world,
+            plan=plan,
+            config=document,
+            run_folder="",
+            restore_step=None,
+            iterations=1,
+            store_host="127.0.0.1",
+            store_port=port,
+            store_prefix="profile",
+            timeout_s=240.0,
+        )
+    )
+    with patch.object(profiling, "ROUNDS", 1):
+        found = [executor.measure(spec.pieces[node.name]).model_dump(mode="json") for node in plan.nodes]
+    executor.close(keep_state=False)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, family):
+    config = tiny_config(family)
+    config.save_pretrained(tmp_path)
+    pieces = pieces_of({str(tmp_path): GRID}, 2, 2)
+    spec = ProfileSpec(dtype="float32", devices_per_host=2, pieces=pieces)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    per_rank = ranks.run(2, measure, json.loads(spec.model_dump_json()), store.port)
+    shape = ModelShape.from_folder(tmp_path)
+    found = [Measurements.model_validate(piece) for rank in per_rank for piece in rank]
+    profile = MeasuredProfile.of("cpu-slot", 1, 2, shape, 4, found)
+    assert profile.tp_degrees == {1, 2}
+    assert profile.process_bytes > 50e6
+    for head in ("lm", "scalar"):
+        for tp in (1, 2):
+            tables = Tables(profile, head, tp, crosses=False)
+            for kind in ("forward", "backward"):
+                assert tables.layer_s(kind, 20, 8) >= 0
+                assert tables.embedding_s(kind, 20) >= 0
+                assert tables.head_s(kind, 20, 8) >= 0
+            assert tables.update_s(1000, 1) == 1.0  # one tick
+            assert tables.exchange_s("send", 2, 1000, False) == 0.5  # there and back in a tick
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "share", "objects", "redistribute"):
+                assert tables.exchange_s(kind, 2, 1000, False) == 1.0
+    lm = Tables(profile, "lm", 2, crosses=False)
+    assert all(lm.layer_s(kind, 2, 4) >= 0 and lm.head_s(kind, 2, 4) >= 0 for kind in ("prefill", "decode"))
+
+
+def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once():
+    clock, done = SimpleNamespace(now=0.0), []
+
+    def work(name: str, seconds: float) -> None:
+        done.append(name)
+        slow = 4 < len(done) <= 6  # the second round of two
+        clock.now += seconds * (100 if slow else 1)
+
+    works = {name: partial(work, name, seconds) for name, seconds in (("short", 1.0), ("long", 5.0))}
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    found = _means_s(works, (0,), groups, lambda: clock.now)
+    assert done == ["short", "long"] * (1 + ROUNDS)
+    assert found == {"short": 1.0, "long": 5.0}
+
+
+def test_a_plan_of_pieces_has_tp_degrees_that_divide_the_hosts():
+    pieces = pieces_of({"a": GRID, "b": GRID}, n_devices=12, devices_per_host=6)
+    models = [(piece.folder, piece.tp) for piece in pieces.values() if piece.kind == "model"]
+    assert models == [(folder, tp) for folder in "ab" for tp in (1, 2, 3, 6)]
+    plan = profile_plan(pieces, 12, 6)
+    assert [node.name for node in plan.nodes] == list(pieces)
+    assert all(node.devices == tuple(range(12)) for node in plan.nodes)
+
+
+def test_exchanges_are_measured_among_neighbours_and_across_hosts():
+    assert exchange_sets(1, 1) == []
+    assert exchange_sets(3, 3) == [(0, 1), (0, 1, 2)]
+    assert exchange_sets(8, 4) == [
+        (0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7), (0, 4), (2, 3), (4, 5), (4, 5, 6, 7), (6, 7),
+    ]  # fmt: skip

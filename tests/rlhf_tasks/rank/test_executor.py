@@ -1,0 +1,74 @@
+"""What a rank tells the control plane: metadata, whose size knows nothing of tokens."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flows.run.prepare import prepare
+from rlhf_tasks.protocol.messages import Done, GenerationSpec, SavedPart
+from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.plan_nodes import Outcome
+from rlhf_tasks.rewards.samples_folder import read_samples
+from rlhf_tasks.spec import NodeKey, NodeRequest
+from tests.tiny_runs import ppo_config
+
+
+def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
+    """(bytes of the largest message of an iteration, tokens that it generated) of a PPO run on one rank."""
+    config = ppo_config(folder, sampling={"max_completion_length": max_completion_length})
+    plan, parts = prepare(config).plan, list[SavedPart]()
+    run_folder = folder / f"run-{max_completion_length}"
+    run_folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor = Executor(0, parts.append)
+    executor.load(
+        GenerationSpec(
+            run="test",
+            attempt=1,
+            generation=0,
+            rank=0,
+            n_ranks=1,
+            plan=plan,
+            config=json.loads(config.model_dump_json()),
+            run_folder=str(run_folder),
+            restore_step=None,
+            iterations=1,
+            store_host="127.0.0.1",
+            store_port=store.port,
+            store_prefix="test",
+            timeout_s=240.0,
+        )
+    )
+    requests = Sequencer(plan, "test", 1).requests(0)[0]
+    results = [Done(result=executor.execute(r, plan.node(r.key.node))) for r in requests]
+    executor.close(keep_state=False)
+    tokens = sum(len(row["completion"]) for row in read_samples(run_folder, config.batch_size))
+    assert len(parts) == 4  # actor and critic, before and after the iteration
+    return max(len(message.model_dump_json()) for message in [*results, *parts]), tokens
+
+
+def test_a_nodes_peak_of_memory_is_its_own():
+    def perform(node, request):
+        if node is not None:
+            torch.ones(256 * 2**20, dtype=torch.uint8)
+        return Outcome()
+
+    executor = Executor(0, lambda part: None)
+    executor._run = SimpleNamespace(device=torch.device("cpu"), perform=perform, versions=dict)  # type: ignore[assignment]
+    key = NodeKey(run="test", attempt=1, generation=0, iteration=0, node="call")
+    request = NodeRequest(key=key, number=0, first_sample=0, versions={}, deadline_s=60.0)
+    large, small = (executor.execute(request, node).peak_bytes for node in (object(), None))
+    assert large > small + 200e6
+
+
+@pytest.mark.timeout(600)
+def test_what_a_rank_reports_does_not_grow_with_the_number_of_tokens(tmp_path):
+    short, few = reported(tmp_path, 2)
+    long, many = reported(tmp_path, 60)
+    assert many > 10 * few
+    assert abs(long - short) < 200  # digits of the metrics

@@ -1,0 +1,161 @@
+"""PPO with ref and reward in host memory between their calls gives the bits of PPO with both resident.
+
+The copies here are the most awkward ones that are allowed: until somebody waits for them, they have not begun, and
+the parameters are not numbers.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from flows.run.prepare import prepare
+from rlhf_tasks.parallel.state.host_copies import ThreadCopier
+from rlhf_tasks.protocol.messages import GenerationSpec
+from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rank import role_engines
+from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.spec import ExecutionPlan, OnloadNode
+from tests.tiny_runs import ppo_config
+
+MESH = {"devices": [0, 1], "dp": 2}
+PLAN = {
+    "actor_generate": MESH,
+    "ref_inference": {"devices": [0, 1], "tp": 2},
+    "reward_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
+    "critic_inference": {"devices": [1]},
+    "actor_train": MESH,
+    "critic_train": {"devices": [0, 1], "pp": 2},
+}
+
+
+class LazyCopier(ThreadCopier):
+    """Copies at the last moment: when somebody waits."""
+
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> "LazyArrival":
+        for _, there in pairs:
+            there.fill_(math.nan)
+        return LazyArrival(pairs)
+
+
+class LazyArrival:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = pairs
+
+    def wait(self) -> None:
+        for values, there in self._pairs:
+            there.copy_(values)
+
+
+def generation(
+    plan: ExecutionPlan, rank: int, n_ranks: int, config: dict, folder: str, port: int, prefix: str
+):
+    return GenerationSpec(
+        run="test",
+        attempt=0,
+        generation=0,
+        rank=rank,
+        n_ranks=n_ranks,
+        plan=plan,
+        config=config,
+        run_folder=folder,
+        restore_step=None,
+        iterations=2,
+        store_host="127.0.0.1",
+        store_port=port,
+        store_prefix=prefix,
+        timeout_s=240.0,
+    )
+
+
+def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str, port: int) -> list[dict]:
+    """Metrics of two iterations as one rank saw them, node by node."""
+    dist.destroy_process_group()
+    real = role_engines.copier
+    role_engines.copier = lambda device: LazyCopier()
+    try:
+        plan = ExecutionPlan.model_validate_json(plan_json)
+        executor = Executor(rank, lambda part: None)
+        executor.load(generation(plan, rank, world, config, folder, port, Path(folder).name))
+        seen = []
+        for iteration in range(2):
+            metrics: dict[str, float] = {}
+            for request in Sequencer(plan, "test", 0).requests(iteration, in_snapshot=False).get(rank, ()):
+                result = executor.execute(request, plan.node(request.key.node))
+                metrics.update(
+                    {f"{request.key.node}/{name}": value for name, value in result.metrics.items()}
+                )
+            seen.append(_timeless(metrics))
+        executor.close(keep_state=False)
+        return seen
+    finally:
+        role_engines.copier = real
+
+
+def _timeless(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "time" not in name and "per_s" not in name}
+
+
+def planned(folder: Path, assignments: dict, n_ranks: int, offload: bool):
+    """(config, plan) of a run whose frozen roles are offloaded or not."""
+    frozen = ("ref_inference", "reward_inference")
+    places = {call: {**given, "offload": offload and call in frozen} for call, given in assignments.items()}
+    config = ppo_config(folder, plan=places, cluster={"devices_per_host": n_ranks})
+    return config, prepare(config).plan
+
+
+@pytest.mark.dist
+def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
+    metrics = []
+    for offload in (False, True):
+        config, plan = planned(tmp_path, PLAN, 2, offload)
+        assert any(isinstance(node, OnloadNode) for node in plan.nodes) == offload
+        folder = tmp_path / f"run-{offload}"
+        folder.mkdir()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = plan.model_dump_json(), json.loads(config.model_dump_json()), str(folder), store.port
+        metrics.append(ranks.run(2, run_iterations, *arguments))
+    assert metrics[0] == metrics[1]
+    assert any("loss" in name for name in metrics[0][0][1])
+
+
+def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_path):
+    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor, losses = Executor(0, lambda part: None), []
+    for n in range(3):
+        document = json.loads(config.model_dump_json())
+        executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, f"generation {n}"))
+        for request in Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0]:
+            node = plan.node(request.key.node)
+            metrics = executor.execute(request, node).metrics
+            if node.name == "critic_train":
+                losses.append(metrics)
+            if n == 1 and isinstance(node, OnloadNode):
+                executor.abort()
+                break
+        executor.close(keep_state=False)
+    assert len(losses) == 2
+    assert _timeless(losses[0]) == _timeless(losses[1])
+
+
+def test_a_model_is_refused_while_it_is_offloaded(tmp_path):
+    """With onloads left out, the first call that needs one says so."""
+    config, plan = planned(tmp_path, {call: {"devices": [0]} for call in PLAN}, 1, True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor = Executor(0, lambda part: None)
+    document = json.loads(config.model_dump_json())
+    executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "refused"))
+    requests = Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0]
+    names = [request.key.node for request in requests if not request.key.node.startswith("onload")]
+    scored = next(i for i, name in enumerate(names) if name in ("ref_inference", "reward_inference"))
+    by_name = {request.key.node: request for request in requests}
+    for name in names[:scored]:
+        executor.execute(by_name[name], plan.node(name))
+    with pytest.raises(AssertionError, match=r"role '\w+' on .* is offloaded: onload it first"):
+        executor.execute(by_name[names[scored]], plan.node(names[scored]))
+    executor.close(keep_state=False)

@@ -1,0 +1,29 @@
+"""The engines of a rank: which roles may begin with weights that no folder has."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flows.run.prepare import prepare
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.rank.plan_nodes import plan_device_sets
+from rlhf_tasks.rank.role_engines import RoleEngines
+from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
+from tests.tiny_runs import ppo_config
+
+
+def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: Path):
+    config = ppo_config(
+        tmp_path, plan={key: {"devices": [0]} for key in PPO_CALLS}, cluster={"devices_per_host": 1}
+    )
+    plan = prepare(config).plan
+    with world_of_one():
+        groups = ProcessGroups(plan_device_sets(plan), 240.0, CPU)
+        engines = RoleEngines(plan, config, groups)
+        assert {role for role, _ in engines.trained()} == {"actor", "critic"}
+        shutil.rmtree(tmp_path / "reward")
+        shutil.copytree(tmp_path / "actor", tmp_path / "reward")
+        with pytest.raises(ValueError, match=r"reward.*score\.weight.*Name a reward model"):
+            RoleEngines(plan, config, groups)

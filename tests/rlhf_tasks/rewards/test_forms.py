@@ -1,0 +1,86 @@
+"""How rewards are found and called, and what may come back; in this process, which only tests do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.rewards.forms import RewardError, TrainerState, load_reward
+from tests.judged import LABELLED, SUMS, VERL, answers
+
+REWARDS = Path(__file__).parents[2] / "second_user_rewards"
+
+
+def judge(name: str, judged: Any = SUMS, **kwargs: Any) -> list[float | None]:
+    file, _, function = name.partition(":")
+    reward = load_reward(function, f"{REWARDS / file}.py:{function}", kwargs)
+    calls = reward.arguments(judged, TrainerState(0, 1), {})
+    return reward.values([reward.function(**arguments) for arguments in calls], len(judged))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence", "place"),
+    [
+        ("infinite", "reward 'infinite' returned inf: not a finite number.", 0),
+        ("nan", "reward 'nan' returned nan: not a finite number.", 2),
+        ("nothing", "reward 'nothing' returned None instead of a list of numbers.", None),
+        ("short", "reward 'short' returned 1 values for 3 answers.", None),
+        ("text", "reward 'text' returned '0.5': not a number.", 0),
+        ("number", "reward 'number' returned float instead of a list of numbers.", None),
+        ("huge", "returned 1000000000000000000", 0),
+        ("nested", "reward 'nested' returned [1.0]: not a number.", 0),
+        ("no_score", "returned a dict without 'score' (keys: acc).", 0),
+        ("missing", "has no function 'missing'.", None),
+        ("constant", "'constant' is not a function.", None),
+        ("odd", "takes (first, second). Give it the parameters (prompts, completions, **columns).", None),
+        ("lacks_a_column", "parameter 'nowhere' is neither a column of the rows (ground_truth, task)", None),
+    ],
+)
+def test_what_cannot_be_a_reward_and_what_is_no_value_is_named(name: str, sentence: str, place: Any):
+    with pytest.raises(RewardError) as caught:
+        judge(f"broken:{name}")
+    assert sentence in str(caught.value)
+    assert caught.value.place == place
+
+
+def test_no_opinion_is_a_value():
+    assert judge("broken:no_opinion") == [None] * 3
+
+
+def test_arguments_that_a_reward_does_not_take_are_refused():
+    with pytest.raises(
+        RewardError, match=r"has no parameter 'scael', which its kwargs name \(it takes data_source"
+    ):
+        judge("verl:with_arguments", VERL, scael=3.0)
+
+
+def test_prompts_of_conversations_are_what_the_model_read_where_a_reward_wants_text():
+    assert LABELLED.prompt_texts == ["p", "<s>[{'role': 'user', 'content': 'q'}]"]
+    assert LABELLED.prompts[1] == [{"role": "user", "content": "q"}]
+    assert judge("openrlhf:as_list", LABELLED) == [1.0, 0.0]
+
+
+def test_completions_among_the_parameters_show_the_form_of_trl_whatever_the_columns_are_called(
+    tmp_path: Path,
+):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(completions, queries, solution_str, **kwargs): return [1.0]")
+    reward = load_reward("f", f"{file}:f", {})
+    judged = answers({"prompt": "p", "queries": "q", "solution_str": "s"}, completions=["c"])
+    (arguments,) = reward.arguments(judged, TrainerState(0, 1), {})
+    assert (arguments["completions"], arguments["queries"], arguments["solution_str"]) == (
+        ["c"],
+        ["q"],
+        ["s"],
+    )
+
+
+def test_columns_that_some_rows_lack_are_none():
+    mixed = answers({"prompt": "p", "a": 1}, {"prompt": "q", "b": 2}, completions=["x", "y"])
+    assert mixed.columns == {"a": [1, None], "b": [None, 2]}
+
+
+def test_some_answers_are_whole_answers():
+    some = SUMS.select([2, 0])
+    assert (some.completions, some.columns["task"]) == (["it is 1", "7"], ["subtract", "add"])
+    assert (len(some), some.prompt_texts) == (2, ["What is 9 - 8?", "What is 3 + 4?"])

@@ -1,0 +1,360 @@
+"""The helper process of Python rewards: every form, every way in which a reward can fail, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlhf_tasks.config.run import make_config
+from rlhf_tasks.rewards.forms import Answers, RewardError
+from rlhf_tasks.rewards.process import RewardProcess
+from tests.judged import LABELLED, SUMS, VERL, answers
+
+ROOT = Path(__file__).parents[3]
+BROKEN = "second_user_rewards/broken.py"
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Start the process of rewards, named as `file:function` of `tests/second_user_rewards`."""
+    started: list[RewardProcess] = []
+
+    def make(
+        *names: str, kwargs: dict[str, Any] | None = None, blocks: Any = None, **settings: Any
+    ) -> RewardProcess:
+        places = [name.partition(":")[::2] for name in names]
+        document = {
+            "type": "ppo",
+            "models": {"actor": "a"},
+            "data": {"train": "d"},
+            "sampling": {"max_completion_length": 4},
+            "total_iterations": 1,
+            "rewards": [
+                {"function": f"{ROOT / 'tests/second_user_rewards' / file}.py:{name}", "kwargs": kwargs or {}}
+                for file, name in places
+            ],
+            "reward_timeout_s": 100.0,
+            **settings,
+        }
+        started.append(RewardProcess(make_config(document), iterations=10, blocks=blocks))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.close()
+
+
+def judge(process: RewardProcess, judged: Answers = SUMS, iteration: int = 0) -> dict[str, list]:
+    return dict(process.submit(judged, iteration).result(timeout=110).values)
+
+
+@pytest.mark.parametrize(
+    ("judged", "expected"),
+    [
+        (
+            SUMS,
+            {
+                "trl:exact": [1.0, 0.0, 1.0],
+                "trl:length": [0.05, 0.1, 0.35],
+                "trl:token_count": [0.125, 0.25, 0.875],
+                "trl:with_prompts": [1.0] * 3,
+                "trl:everything": [0.5] * 3,
+                "trl:for_sums": [1.0, 1.0, None],
+                "trl:slow": [1.0] * 3,
+                "trl:by_progress": [0.4] * 3,
+                "trl:logging": [1.0] * 3,
+                "trl:Threshold": [1.0] * 3,
+                "trl:AsyncThreshold": [1.0] * 3,
+                "trl:made": [1.0, 1.0, 0.0],
+            },
+        ),
+        (
+            VERL,
+            {
+                "trl:chat_format": [1.0, 1.0],
+                "verl:compute_score": [1.0, 0.0],
+                "verl:detailed": [1.0, -1.0],
+                "verl:with_arguments": [1.0, 2.0],
+                "verl:loop_score": [0.0, 1.0],
+                "verl:batched": [0.1, 0.2],
+            },
+        ),
+        (
+            LABELLED,
+            {
+                "openrlhf:as_list": [1.0, 0.0],
+                "openrlhf:reward_func": [1.0, 1.0],
+                "openrlhf:as_tensor": [1.0, 1.0],
+                "openrlhf:scores_only": [0.25, 0.25],
+            },
+        ),
+    ],
+    ids=["TRL", "verl", "OpenRLHF"],
+)
+def test_every_documented_form_is_called_its_way_again_and_again(start: Any, judged: Answers, expected: dict):
+    process = start(*expected)
+    values = {name.partition(":")[2]: value for name, value in expected.items()}
+    assert judge(process, judged, iteration=4) == values
+    assert judge(process, judged, iteration=4) == values
+
+
+def test_kwargs_go_to_a_function_and_make_an_object(start: Any):
+    assert judge(start("verl:with_arguments", kwargs={"scale": 3.0}), VERL) == {"with_arguments": [3.0, 6.0]}
+    assert judge(start("trl:Threshold", kwargs={"most": 2})) == {"Threshold": [1.0, 1.0, 0.0]}
+
+
+def test_what_rewards_log_comes_back_with_their_values(start: Any):
+    judged = start("trl:logging").submit(SUMS).result(timeout=110)
+    assert judged.logged == {"logging": {"length": [1, 2, 7], "mean_length": 10 / 3}}
+
+
+def test_what_a_reward_prints_is_no_answer_and_a_rank_may_have_many_files_open(start: Any):
+    """Its files have numbers that `select` does not take."""
+    opened = [os.dup(0) for _ in range(1100)]
+    try:
+        assert judge(start("broken:prints")) == {"prints": [1.0] * 3}
+    finally:
+        for each in opened:
+            os.close(each)
+
+
+def line_of(text: str) -> str:
+    """`FILE:LINE` of a line of broken.py."""
+    lines = (ROOT / "tests" / BROKEN).read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if text in line)
+    return f"{BROKEN}:{number}"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence", "line", "place"),
+    [
+        ("raises", "reward 'raises' raised KeyError: '7' at ", 'return {"one": 1.0}[truth]', 0),
+        ("raises_on_one", "raised ZeroDivisionError: division by zero at ", "return [1 / (prompt", 1),
+        ("leaves", "reward 'leaves' raised SystemExit: no key at ", "sys.exit(", 0),
+        ("exits", "reward 'exits' ended its process with exit status 3.", None, None),
+        ("crashes", "reward 'crashes' ended its process with SIGSEGV at ", "os.kill(os.getpid(), 11)", None),
+        ("nan", "reward 'nan' returned nan: not a finite number.", None, 2),
+        ("missing", "has no function 'missing'.", None, None),
+    ],
+)
+def test_every_fault_is_named_with_the_answer_and_the_line(
+    start: Any, name: str, sentence: str, line: Any, place: Any
+):
+    with pytest.raises(RewardError) as caught:
+        judge(start(f"broken:{name}"))
+    assert sentence in str(caught.value)
+    assert caught.value.place == place
+    if line is not None:
+        assert line_of(line) in str(caught.value)
+        assert line_of(line).split(":")[0] in caught.value.traceback
+        assert line in caught.value.traceback
+    assert "rlhf_tasks" not in caught.value.traceback
+    assert "asyncio" not in caught.value.traceback
+
+
+def test_a_late_reward_ends_at_its_deadline_and_says_where_it_was(start: Any):
+    lines = {
+        "hangs": "time.sleep(600)",
+        "stuck_in_a_regex": "return [float(bool(re.match(",
+        "waits_for_ever": "await asyncio.sleep(600)",
+    }
+    late = {name: start(f"broken:{name}", reward_timeout_s=8.0) for name in lines}
+    judged = {name: process.submit(SUMS) for name, process in late.items()}  # all of them at once
+    for name, line in lines.items():
+        with pytest.raises(RewardError) as caught:
+            judged[name].result(timeout=110)
+        assert f"reward {name!r} gave no answer in 8 s at " in str(caught.value)
+        assert line_of(line) in str(caught.value)
+        assert "raise reward_timeout_s." in str(caught.value)
+        assert line in caught.value.traceback
+        assert late[name]._helper is None
+
+
+def test_a_reward_that_takes_too_much_memory_is_ended_and_the_figure_told(start: Any):
+    with pytest.raises(RewardError) as caught:
+        judge(start("broken:takes_memory", reward_memory_bytes=600_000_000))
+    assert "reward 'takes_memory' takes 0." in str(caught.value)
+    assert "reward_memory_bytes allows 0.6 GB" in str(caught.value)
+    assert line_of('block += b"x"') in str(caught.value)
+
+
+def test_memory_that_a_module_takes_at_its_import_is_seen_while_the_request_waits(start: Any, tmp_path: Path):
+    """The request is larger than a pipe, and the module does not end before the deadline."""
+    (tmp_path / "mine.py").write_text("import time\nkept = b'x' * 700_000_000\ntime.sleep(60)")
+    reward = {"function": f"{tmp_path / 'mine.py'}:good"}
+    process = start(rewards=[reward], reward_memory_bytes=600_000_000, reward_timeout_s=15.0)
+    large = answers({"prompt": "p" * 200_000}, completions=["c"])
+    with pytest.raises(
+        RewardError, match=r"a reward takes 0\.\d GB of memory at .*mine\.py:[23]; reward_memory"
+    ):
+        judge(process, large)
+
+
+def test_a_fork_that_comes_back_too_says_nothing(start: Any):
+    process = start("broken:forks")
+    assert judge(process) == {"forks": [1.0] * 3}
+    assert judge(process) == {"forks": [1.0] * 3}
+
+
+@pytest.mark.parametrize("place", ["{folder}/my_module.py", "my_module"])
+def test_a_module_that_cannot_be_imported_is_named(start: Any, tmp_path: Path, monkeypatch: Any, place: str):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_module.py").write_text("\nimport nothing_of_that_name")
+    reward = {"function": f"{place.format(folder=tmp_path)}:good"}
+    sentence = r"importing it raised ModuleNotFoundError.* at .*my_module\.py:2\."
+    with pytest.raises(RewardError, match=sentence) as caught:
+        judge(start(rewards=[reward]))
+    assert "importlib" not in caught.value.traceback
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_what_a_reward_starts_ends_with_it_at_a_good_end_too(start: Any, tmp_path: Path):
+    process = start("broken:starts_a_process", kwargs={"pid_file": str(tmp_path / "pids")})
+    judge(process)
+    (pid,) = map(int, (tmp_path / "pids").read_text().split())
+    assert alive(pid)
+    process.close()
+    assert gone(pid)
+
+
+def hanging(process: RewardProcess) -> int:
+    """The pid of a helper that is inside its reward."""
+    while process._helper is None or not process._helper.at:
+        time.sleep(0.01)
+    return process._helper._pid
+
+
+def test_closing_ends_a_reward_under_way(start: Any):
+    process = start("broken:stuck_in_a_regex")
+    pending = process.submit(SUMS)
+    pid = hanging(process)
+    process.close()
+    assert gone(pid)
+    with pytest.raises(RewardError):
+        pending.result(timeout=5)
+
+
+def test_a_helper_that_somebody_kills_is_started_again_and_leaves_nothing(start: Any, tmp_path: Path):
+    pids = tmp_path / "pids"
+    process = start("broken:starts_a_process", kwargs={"pid_file": str(pids)})
+    assert judge(process) == {"starts_a_process": [1.0] * 3}
+    for above in range(3):  # the helper, its keeper, and who keeps that
+        helper = psutil.Process(process._helper._pid)
+        victim = [helper, *helper.parents()][above]
+        victim.kill()
+        assert gone(helper.pid)
+        assert judge(process) == {"starts_a_process": [1.0] * 3}
+        *lost, kept = map(int, pids.read_text().split())
+        assert all(map(gone, [victim.pid, *lost]))
+        assert alive(kept)
+
+
+def test_a_reward_that_kills_its_process_again_and_again_is_named(start: Any):
+    with pytest.raises(RewardError, match="the process of the rewards 'kills_itself' was killed twice"):
+        judge(start("broken:kills_itself"))
+
+
+RANK = """
+import sys, time
+sys.path.insert(0, {root!r})
+from rlhf_tasks.config.run import make_config
+from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.rewards.forms import Answers
+config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d"), total_iterations=1,
+    sampling=dict(max_completion_length=4), rewards=[dict(function=f) for f in {functions!r}]))
+config = config.model_copy(update={{"rewards": (config.rewards[0].model_copy(update={{"kwargs": {kwargs!r}}}),
+    *config.rewards[1:])}})
+process = RewardProcess(config)
+process.submit(Answers(["p"], ["c"], [[1]], {{}}, ["p"]))
+while process._helper is None or "regex" not in process._helper.at: time.sleep(0.01)
+print(process._helper._pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_helper_in_a_regex_and_what_it_has_started_die_with_their_rank(tmp_path: Path, how: signal.Signals):
+    """The helper holds its interpreter; what a reward before it has started has a session of its own."""
+    rewards = ROOT / "tests" / BROKEN
+    functions = [f"{rewards}:starts_a_process", f"{rewards}:stuck_in_a_regex"]
+    code = RANK.format(root=str(ROOT), functions=functions, kwargs={"pid_file": str(tmp_path / "pids")})
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    helper = int(rank.stdout.readline())
+    (started,) = map(int, (tmp_path / "pids").read_text().split())
+    assert alive(helper)
+    assert alive(started)
+    rank.send_signal(how)
+    rank.wait(60)
+    rank.stdout.close()
+    assert gone(helper)
+    assert gone(started)
+
+
+# --- secrets ------------------------------------------------------------------------------------------------
+
+CANARY = "canary-7f3a91"
+
+
+@pytest.mark.parametrize("kind", ["env", "block"])
+def test_a_named_secret_reaches_the_reward_and_no_message(
+    start: Any, monkeypatch: Any, capfd: Any, kind: str
+):
+    monkeypatch.setenv("MY_KEY", CANARY)
+    name = {"env": "MY_KEY", "block": "my-key"}[kind]
+    process = start("broken:tells_its_key", kwargs={"api_key": {kind: name}}, blocks={"my-key": CANARY})
+    with pytest.raises(RewardError) as caught:
+        judge(process)
+    assert "raised RuntimeError: 401 Unauthorized: *** at" in str(caught.value)
+    assert CANARY not in str(caught.value) + caught.value.traceback
+    out, err = capfd.readouterr()
+    assert "calling with ***" in err
+    assert CANARY not in out + err
+
+
+@pytest.mark.parametrize(
+    ("named", "sentence"),
+    [
+        (
+            {"env": "NOT_SET_ANYWHERE"},
+            "name the environment variable 'NOT_SET_ANYWHERE' for api_key, which is not set",
+        ),
+        ({"block": "nowhere"}, "name the Prefect Secret block 'nowhere' for api_key, which is not set"),
+    ],
+)
+def test_a_secret_that_is_not_there_is_named(start: Any, named: dict, sentence: str):
+    with pytest.raises(RewardError, match=sentence):
+        judge(start("broken:tells_its_key", kwargs={"api_key": named}))
+
+
+def test_prefects_login_is_in_no_environment_of_a_reward(start: Any, monkeypatch: Any):
+    for name in ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"):
+        monkeypatch.setenv(name, CANARY)
+    process = start("broken:looks_for", kwargs={"text": CANARY})
+    assert judge(process) == {"looks_for": [0.0] * 3}
+    helper = psutil.Process(process._helper._pid)
+    for found in (helper, helper.parent()):
+        assert CANARY not in "".join(found.environ().values())
