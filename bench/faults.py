@@ -99,7 +99,8 @@ FAULTS = {
     "18-20": Fault(
         "Prefect server down, its database locked or damaged",
         "training goes on",
-        "tests/flows/cluster/test_server.py tests/flows/commands/test_local_run.py tests/flows/view/test_prefect_api.py",
+        "tests/flows/cluster/test_server.py tests/flows/commands/test_local_run.py "
+        "tests/flows/view/test_prefect_api.py",
         "killed or data_base or dies_for_good or failure or busy",
     ),
     "21": Fault(

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets, join_world, leave_world
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.state_layout import StateLayout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import (
     plan_reallocation,
@@ -36,6 +35,7 @@ from rlhf_tasks.parallel.state.files import read_shards, write_shards
 from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.state.transfer import StateTransfer
 from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
+from rlhf_tasks.parallel.train.state_layout import StateLayout
 from rlhf_tasks.spec import DataSide
 from rlhf_tasks.system.counter_random import permutation
 

@@ -44,10 +44,10 @@ from rlhf_tasks.protocol.messages import (
     Resume,
     RunSpec,
     StopAfter,
-    Writer,
 )
 from rlhf_tasks.spec import ExecutionPlan
 from rlhf_tasks.system.failpoints import Point, at, reach
+from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 ASK_EVERY_S = 5.0  # whether the controller still answers

@@ -279,7 +279,8 @@ def proof_class(problem: Problem) -> str:
     mixed = "a mesh of several device classes priced by its slowest, "
     return (
         f"Plans on {problem.cluster} whose calls have {_meshes(problem.cluster)}, strategies "
-        f"(tp up to {problem.tp_limit}) and micro-batch counts as planner/pricing/options.py lists them, contiguous stages, "
+        f"(tp up to {problem.tp_limit}) and micro-batch counts as planner/pricing/options.py lists them, "
+        "contiguous stages, "
         f"{mixed if len(problem.model.classes.profiles) > 1 else ''}calls on a device in {_orders(problem.graph)}, "
         "the same in every iteration, inserted nodes placed by rule beside them, frozen models with one call "
         "resident or offloaded, others resident, and at most two iterations in flight; with times and memory as the "

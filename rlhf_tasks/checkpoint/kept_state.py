@@ -16,10 +16,10 @@ from rlhf_tasks.checkpoint.manifest import read_manifest
 from rlhf_tasks.checkpoint.snapshots import TrainedRole, stored_role, take_state
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.state_layout import StateLayout
 from rlhf_tasks.parallel.state.exchange import exchange_state
 from rlhf_tasks.parallel.state.transfer import StateTransfer
 from rlhf_tasks.parallel.train.optimizer import StateShard
+from rlhf_tasks.parallel.train.state_layout import StateLayout
 from rlhf_tasks.protocol.messages import GenerationSpec
 
 

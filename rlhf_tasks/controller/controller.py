@@ -25,8 +25,8 @@ from rlhf_tasks.protocol.messages import (
     Resume,
     RunSpec,
     StopAfter,
-    Writer,
 )
+from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 LEAVING_S = 5.0  # what letting the ranks of a run go may take

@@ -12,7 +12,8 @@ from distributed.comm import Comm, CommClosedError
 from distributed.core import connect
 from pydantic import BaseModel
 
-from rlhf_tasks.protocol.messages import NEWS, Writer
+from rlhf_tasks.protocol.messages import NEWS
+from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler

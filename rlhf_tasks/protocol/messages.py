@@ -1,4 +1,4 @@
-"""The messages between flow, controller and ranks, and the writer that puts them on a connection.
+"""The messages between flow, controller and ranks.
 
 A message is a pydantic model as JSON bytes. There are two kinds of connections, both Dask comms:
 
@@ -10,13 +10,9 @@ dead. That is a fault, not a reason to send again; the machines in rlhf_tasks/pr
 losses all the same. Torch-free.
 """
 
-import asyncio
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from distributed.comm import Comm, CommClosedError
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
@@ -356,34 +352,3 @@ RANK_MESSAGE: TypeAdapter[Any] = TypeAdapter(RankMessage)
 NEWS: TypeAdapter[Any] = TypeAdapter(News)
 FLOW_MESSAGE: TypeAdapter[Any] = TypeAdapter(FlowMessage)
 EVENT: TypeAdapter[Any] = TypeAdapter(Event)
-
-
-class Writer:
-    """Writes messages to one connection, in order, from the event loop.
-
-    A function among them is called when everything before it has been handed to the kernel: it arrives,
-    even if this process is killed the next moment. When the connection is closed, what is left is dropped:
-    whoever reads from it learns that.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._items: asyncio.Queue[BaseModel | Callable[[], None] | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._write())
-
-    def put(self, item: BaseModel | Callable[[], None]) -> None:
-        """Write a message, or call a function, after what was put before."""
-        self._items.put_nowait(item)
-
-    def close(self) -> None:
-        """Close the connection. What is left is dropped, functions apart."""
-        self._comm.abort()
-        self._items.put_nowait(None)
-
-    async def _write(self) -> None:
-        while (item := await self._items.get()) is not None:
-            if isinstance(item, BaseModel):
-                with suppress(CommClosedError):
-                    await self._comm.write(item.model_dump_json().encode())
-            else:
-                item()

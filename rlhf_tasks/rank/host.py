@@ -37,11 +37,11 @@ from rlhf_tasks.protocol.messages import (
     Restore,
     SavedPart,
     Told,
-    Writer,
 )
 from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.failpoints import Point, at, reach
+from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _CALLERS = {
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("rewards", "reward_helper", "kept_process")
+    str(Path(__file__).parents[1] / name)
+    for name in ("rewards/forms.py", "rewards/helper.py", "system/child_processes.py")
 }
 _IMPORTERS = ("<frozen importlib", str(Path(importlib.__file__).parent))
 _ASYNCIO = str(Path(asyncio.__file__).parent)

@@ -4,8 +4,9 @@ First come the groups of all calls (the sizes of their meshes), then of each two
 then a strategy and a place for one call after another, then micro-batches (planner/search/bounds/relaxation.py). So
 a mesh is placed only where sizes, strategies and what is shared leave hope, not once for each of the many places
 that come to the same. A branch is cut as soon as its meshes cannot lie as they should
-(planner/search/bounds/mesh_packing.py), or its completions provably exceed the threshold (planner/search/bounds/concurrency_bound.py, planner/search/bounds/period_bound.py) or lack memory. Complete choices that are left
-are priced exactly, with every set of their offloaded twins (planner/search/compiled/arrays.py).
+(mesh_packing.py), or its completions provably exceed the threshold (concurrency_bound.py, period_bound.py) or lack
+memory. Complete choices that are left are priced exactly, with every set of their offloaded twins
+(planner/search/compiled/arrays.py).
 
 Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
 from the other end) need not cost the same.

@@ -14,23 +14,22 @@ from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 LINKED = (
+    "plan.steady_state",  # whose IN_FLIGHT is a constant there
+    "search.annealing",
     *(
-        "anneal",
-        "arrangement",
-        "arrays",
-        "bound",
-        "compiled",
-        "cover",
-        "evaluator",
-        "exceeds",
-        "move_seconds",
-        "moves",
-        "peaks",
+        f"search.bounds.{name}"
+        for name in ("concurrency_bound", "feasibility", "mesh_packing", "period_bound")
     ),
-    *("period", "pieces", "relaxation", "room", "tree", "walk"),
-    "simulate",  # whose IN_FLIGHT is a constant there
+    *(f"search.bounds.{name}" for name in ("relaxation", "root_bound", "tree_order", "tree_search")),
+    *(
+        f"search.compiled.{name}"
+        for name in ("arrays", "compile", "evaluator", "memory_peaks", "steady_period")
+    ),
+    *(f"search.compiled.resharding_{name}" for name in ("memo", "pieces", "seconds")),
 )
-"""The modules of this package whose functions and constants go into compiled code."""
+"""The planner's modules whose functions and constants go into compiled code."""
+
+PLANNER = Path(__file__).parents[2]
 
 _njit: Any = njit  # its type lists neither all options nor the cache
 
@@ -51,7 +50,7 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        stamp = _source_stamp(function.__module__.rpartition(".")[2])
+        stamp = _source_stamp(function.__module__.removeprefix("planner."))
         self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
 
 
@@ -63,6 +62,6 @@ def _source_stamp(module: str) -> str:
     while waiting:
         name = waiting.pop()
         if name not in sources:
-            sources[name] = Path(__file__).with_name(f"{name}.py").read_bytes()
+            sources[name] = PLANNER.joinpath(*name.split(".")).with_suffix(".py").read_bytes()
             waiting += [other for other in LINKED if f"from planner.{other} import".encode() in sources[name]]
     return sha256(b"".join(sources[name] for name in sorted(sources))).hexdigest()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.comm.messages import Blank, exchange
-from rlhf_tasks.parallel.layout.state_layout import StateLayout
 from rlhf_tasks.parallel.state.transfer import StatePart, StateTransfer, assemble
 from rlhf_tasks.parallel.train.optimizer import StateKind, StateShard
+from rlhf_tasks.parallel.train.state_layout import StateLayout
 
 
 def exchange_state(

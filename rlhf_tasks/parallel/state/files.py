@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.layout.state_layout import Rectangle, StateLayout
 from rlhf_tasks.parallel.state.transfer import StateTransfer, assemble
 from rlhf_tasks.parallel.train.optimizer import StateShard
+from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 from rlhf_tasks.system.failpoints import Point, reach
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

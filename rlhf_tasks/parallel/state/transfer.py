@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.parallel.layout.slices import Interval
-from rlhf_tasks.parallel.layout.state_layout import Rectangle, StateLayout
 from rlhf_tasks.parallel.train.optimizer import StateShard
+from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 
 
 class StatePart(NamedTuple):

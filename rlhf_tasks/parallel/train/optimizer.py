@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.layout.state_layout import Piece, StateLayout
 from rlhf_tasks.parallel.train.gradients import SharedSums, primary_range
+from rlhf_tasks.parallel.train.state_layout import Piece, StateLayout
 from rlhf_tasks.system.failpoints import Point, reach
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has the old ones alone.

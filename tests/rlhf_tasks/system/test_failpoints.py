@@ -66,7 +66,10 @@ def test_a_full_disk_can_be_had():
 
 
 def test_the_environment_arms_a_process():
-    program = "from rlhf_tasks.system.failpoints import Point, reach; reach(Point.SAVE); print('here'); reach(Point.COMMIT)"
+    program = (
+        "from rlhf_tasks.system.failpoints import Point, reach; "
+        "reach(Point.SAVE); print('here'); reach(Point.COMMIT)"
+    )
     environment = {**os.environ, VARIABLE: "commit:kill", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"here\n")
