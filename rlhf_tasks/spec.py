@@ -223,7 +223,7 @@ class RolePlacements(Frozen):
 
 
 class ExecutionPlan(Frozen):
-    """The augmented graph as one serialisable object. `nodes` stands in the total order of protocol.md.
+    """The augmented graph as one serialisable object. `nodes` stands in the total order of docs/protocol.md.
 
     algorithm  the graph's name, e.g. "ppo"
     n_devices  devices 0 .. n_devices - 1 take part; devices_per_host says how they fall on hosts
@@ -250,7 +250,7 @@ class ExecutionPlan(Frozen):
 
 
 class NodeKey(NamedTuple):
-    """Names one execution of one plan node: every mutating request carries it (protocol.md)."""
+    """Names one execution of one plan node: every mutating request carries it (docs/protocol.md)."""
 
     run: str
     attempt: int

@@ -22,7 +22,7 @@ import psutil
 
 T = TypeVar("T")
 
-END_S = 12.0  # from the signal until what is left is killed; P10 promises 20 s
+END_S = 12.0  # from the signal until what is left is killed
 SOON_S = 2.0  # for work that is called off; what takes longer, such as compiling, ends with the process
 TWICE_S = 1.0  # a signal that comes again within this is the same one: sent to the process, and to its group
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -98,7 +98,7 @@ class Where:
 
 
 def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Where:
-    """Where a call's samples lie (docs/interfaces.md, "who gets which sample").
+    """Where a call's samples lie (docs/interfaces.md, "who holds which sample").
 
     With one dp rank all samples are on its head. Dealt by count, the mini-batches matter only if dp does not
     divide them. Dealt by tokens, sides are alike if their mini-batches are and one key gives the lengths.

@@ -1,6 +1,6 @@
 """The total order of a plan's nodes: which node comes first where two share a device.
 
-Any topological order is legal (protocol.md). This one is chosen with rough durations: a list schedule by
+Any topological order is legal (docs/protocol.md). This one is chosen with rough durations: a list schedule by
 critical path, then moves of nodes, alone or with what they wait for, as long as they shorten the steady-state
 iteration, on average over the given durations and over each long call taking twice its time. So neither the next
 iteration's generation nor a disjoint call waits for training that it does not need, also where durations are not as

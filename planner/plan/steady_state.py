@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rlhf_tasks.spec import ExecutionPlan
 
-IN_FLIGHT = 2  # iteration t starts after t - 2 has ended (protocol.md, delivery)
+IN_FLIGHT = 2  # iteration t starts after t - 2 has ended (docs/protocol.md, delivery)
 
 _ROUNDING = 1e-12  # relative; a smaller gain of Howard's algorithm is noise of floating-point sums
 

@@ -2,7 +2,7 @@
 
 It runs exactly the next number of its generation, one job at a time, holds what came early, answers repeats
 from the stored result, and refuses whatever carries another run, attempt or generation.
-docs/protocol-states.md has the table.
+docs/protocol.md has the table.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The ledger: what one attempt has done, and what is to be done next. One per controller.
 
 Pure: stimuli in, instructions out. It delivers iterations, counts answers, orders commits, and leads all
-ranks through a rebuild after a fault. docs/protocol-states.md has the tables.
+ranks through a rebuild after a fault. docs/protocol.md has the tables.
 """
 
 from collections.abc import Collection, Mapping, Sequence
