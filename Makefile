@@ -9,7 +9,13 @@ DEFAULT := not slow and not gpu
 # The environment is rebuilt when one of these changes.
 STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)
 
-.PHONY: demo test test-slow lint venv lock wheel wheel-check clean
+FAST := tests/planner/plan tests/rlhf_tasks/protocol tests/rlhf_tasks/config tests/rlhf_tasks/parallel/layout tests/rlhf_tasks/rewards/test_forms.py
+
+.PHONY: help demo check format test test-slow lint venv lock wheel wheel-check clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-12s %s\n", $$1, $$2}'
+
 
 $(STAMP):
 	$(PYTHON) -c 'import sys; sys.exit("prefect-rlhf needs Python 3.11 or newer, this is %d.%d: set PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
@@ -20,7 +26,7 @@ $(STAMP):
 	$(BIN)/python -m pip check --disable-pip-version-check
 	touch $@
 
-venv: $(STAMP)
+venv: $(STAMP)  ## the virtual environment in .venv, with everything that is pinned
 
 demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Prefect UI
 	$(BIN)/prefect-rlhf demo
@@ -33,13 +39,21 @@ test: $(STAMP)  ## the default suite: what starts servers and clusters, and besi
 test-slow: $(STAMP)  ## everything, the learning runs included
 	$(BIN)/python -m pytest -m "not gpu"
 
-lint: $(STAMP)
+check: $(STAMP)  ## linters and a choice of fast tests
+	$(MAKE) lint
+	$(BIN)/python -m pytest -q -x $(FAST)
+
+format: $(STAMP)  ## sort imports, format
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+lint: $(STAMP)  ## ruff, import-linter, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-wheel: $(STAMP)
+wheel: $(STAMP)  ## a wheel in dist
 	$(BIN)/python -m build --no-isolation
 
 wheel-check: wheel  ## the wheel in a second environment, used outside the checkout
@@ -51,5 +65,5 @@ lock:  ## needs uv; torch stays out: its CPU and CUDA builds differ in hash and 
 		--no-annotate --no-header -q pyproject.toml -o requirements.lock
 	rm .lock-override
 
-clean:
+clean:  ## remove what make has made
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Configurations, example plans and the deployments of `prefect deploy`."""

@@ -298,13 +298,13 @@ class NodeResult:
     rank: int
     started_s: float
     ended_s: float
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    versions: dict[str, int] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    versions: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     bytes_sent: int = 0
     flops: float = 0.0
     peak_bytes: int = 0
     digest: str = ""
-    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    details: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
 
 class NodeFailure(Frozen):

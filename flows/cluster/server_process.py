@@ -79,6 +79,7 @@ def stop_with_parent(server) -> None:
 
 
 def main(home: Path, port: int) -> None:
+    """Serve `home` on `port` (0: a free one) until the parent ends."""
     # The handle stays open, and the lock held, as long as the process lives.
     lock = open(home / "lock", "w")  # noqa: SIM115
     try:

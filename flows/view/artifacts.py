@@ -284,6 +284,7 @@ async def start_progress(total: int) -> UUID:
 
 
 async def show_progress(artifact: UUID, done: int, total: int) -> None:
+    """Bring the bar up to date: `done` of `total` iterations are committed."""
     await aupdate_progress_artifact(
         artifact, round(100 * done / total, 1), description=progress_bar(done, total)
     )

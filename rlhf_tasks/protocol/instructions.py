@@ -33,7 +33,7 @@ class Cause:
     lasting: bool = False
 
     def __str__(self) -> str:
-        where = []
+        where: list[str] = []
         if self.ranks:
             where.append(("rank " if len(self.ranks) == 1 else "ranks ") + ", ".join(map(str, self.ranks)))
         if self.node is not None:

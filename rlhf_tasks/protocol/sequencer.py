@@ -30,7 +30,7 @@ class Deadlines:
     floor_s      seconds that every node gets
     """
 
-    predicted_s: Mapping[str, float] = field(default_factory=dict)
+    predicted_s: Mapping[str, float] = field(default_factory=dict[str, float])
     factor: float = 10.0
     floor_s: float = 60.0
 

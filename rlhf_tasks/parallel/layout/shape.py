@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rlhf_tasks.system.reading import ConfigError, read_json, shown
 
@@ -115,7 +115,7 @@ class ModelShape:
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "inline config") -> "ModelShape":
         """Read a Hugging Face config that is already a mapping; `source` names it in errors (ConfigError)."""
-        if not isinstance(config, Mapping):
+        if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]: users write it
             raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
         family = _family(config, source)
         _check_arithmetic(config, source)
@@ -175,9 +175,12 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
 
 def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
     """Raises ConfigError for what the engine would compute otherwise than the model means it."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"Model {source!r}: rope_scaling={shown(rope)} in its config is not a JSON object.")
+    scaling: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(
+            f"Model {source!r}: rope_scaling={shown(scaling)} in its config is not a JSON object."
+        )
+    rope = cast(Mapping[str, Any], scaling)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _STATIC_ROPE:
         raise ConfigError(
@@ -308,15 +311,16 @@ def _layer(shape: ModelShape, layer: int) -> list[ParameterSpec]:
         partial = unit == "kv_head"
 
         def spec(suffix: str, dims: tuple[int, ...], shard_dim: int | None) -> ParameterSpec:
-            sharded = {} if shard_dim is None else {"unit": unit, "unit_size": unit_size}
+            sharded = shard_dim is not None
             return ParameterSpec(
                 f"{prefix}{name}.{suffix}",
                 dims,
                 "layer",
                 layer,
                 shard_dim,
+                unit=unit if sharded else None,
+                unit_size=unit_size if sharded else 1,
                 partial_gradient=partial,
-                **sharded,
             )
 
         weight = spec("weight", (out, into), split)

@@ -158,7 +158,7 @@ class Layout:
         replica = set(self.placement.replica(dp_rank))
         holders = [(device, rows) for device, rows in self.owners(name) if device in replica]
         cuts = sorted({cut for _, rows in holders for cut in rows})
-        pieces = []
+        pieces: list[Shared] = []
         for start, stop in pairwise(cuts):
             devices = tuple(d for d, rows in holders if rows.start <= start and stop <= rows.stop)
             if len(devices) > 1:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from rlhf_tasks.parallel.layout.slices import Interval, Layout, ParameterSpec, split
 from rlhf_tasks.parallel.layout.topology import Placement
@@ -85,7 +85,7 @@ def reallocation_bound(source: Layout, destination: Layout, itemsize: int) -> in
     present = set(source.placement.devices)
     missing = 0
     for device in destination.placement.devices:
-        held = source.held(device) if device in present else {}
+        held: Mapping[str, Interval] = source.held(device) if device in present else {}
         for name, rows in destination.held(device).items():
             kept = rows.intersect(held[name]).size if name in held else 0
             missing += (rows.size - kept) * destination.specs[name].row_size
@@ -101,6 +101,10 @@ class _Need(NamedTuple):
     wanters: Sequence[int]
 
 
+_Alike: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, int, int] | None]
+"""Stages that hold a parameter in both layouts, and how it is split: unit, unit size, length."""
+
+
 def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host: int) -> Iterable[_Need]:
     """All needs of a reallocation.
 
@@ -108,7 +112,7 @@ def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host:
     only some 4 kinds per pair of stages), and each is cut at the borders of both layouts, so that a piece has
     one set of holders and one set of wanters.
     """
-    alike: dict[tuple, list[ParameterSpec]] = defaultdict(list)
+    alike: dict[_Alike, list[ParameterSpec]] = defaultdict(list)
     for spec in source.parameters:
         split_as = (spec.unit, spec.unit_size, spec.length) if spec.unit else None
         alike[source.stages(spec), destination.stages(spec), split_as].append(spec)
@@ -136,7 +140,7 @@ class _Holders:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._known: dict[tuple, Sequence[int]] = {}
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[int]] = {}
 
     def slices(self, spec: ParameterSpec) -> list[Interval]:
         """Each tp rank's rows of a parameter."""

@@ -84,7 +84,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    names = read_json(index, remedy=SAVE_ANEW).get("weight_map")
+    names: dict[Any, Any] | None = read_json(index, remedy=SAVE_ANEW).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ConfigError(f"{index} has no weight_map {{parameter: file}}. {SAVE_ANEW}")
     return names
