@@ -9,7 +9,7 @@ DEFAULT := not slow and not gpu
 # The environment is rebuilt when one of these changes.
 STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | sha256sum | cut -c1-16)
 
-FAST := tests/planner/plan tests/rlhf_tasks/protocol tests/rlhf_tasks/config tests/rlhf_tasks/parallel/layout tests/rlhf_tasks/rewards/test_forms.py
+FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/rewards/test_forms.py)
 
 .PHONY: help demo check format test test-slow lint venv lock wheel wheel-check clean
 
