@@ -130,7 +130,10 @@ FAULTS = {
     ),
     "30": Fault("another layout at resume", "equal", SNAPSHOTS, "into_any_layout"),
     "31-32": Fault(
-        "NaN in loss or gradient, repeated", "skip, stop", "tests/rlhf_tasks/algorithms/test_steps.py", ""
+        "NaN in loss or gradient, repeated",
+        "skip, stop",
+        "tests/rlhf_tasks/algorithms/shared/test_steps.py",
+        "",
     ),
     "33": Fault(
         "bad rows and files",

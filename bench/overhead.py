@@ -37,8 +37,8 @@ from flows.view.clocks import Span, idle_while_ready_s, predecessors_of
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster as Devices
+from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.run import make_config, manual_assignments
 from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
 

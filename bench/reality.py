@@ -44,8 +44,8 @@ from planner.plan.mesh import Cluster, meshes
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
 from planner.search.search import find_plan
+from rlhf_tasks.algorithms.configurations import PPOConfig
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.run import PPOConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Grid

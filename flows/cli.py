@@ -65,7 +65,7 @@ def run_command(arguments: list[str]) -> int:
     Only `ConfigError` and its kin are mistakes of the user. Any other error, ValueErrors of a library among
     them, is ours and keeps its traceback.
     """
-    from rlhf_tasks.config.run import ConfigError
+    from rlhf_tasks.algorithms.configurations import ConfigError
 
     try:
         app(arguments, exit_on_error=False, result_action="return_value")

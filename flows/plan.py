@@ -16,7 +16,7 @@ from planner.pricing.provenance import extrapolation
 from planner.report.alternatives import rejected_alternatives
 from planner.report.report import plan_document, result_document
 from planner.search.search import SearchResult
-from rlhf_tasks.config.run import RunConfig, resolve_paths
+from rlhf_tasks.algorithms.configurations import RunConfig, resolve_paths
 
 
 def _run_name() -> str:

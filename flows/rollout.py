@@ -7,7 +7,7 @@ from prefect.states import State
 
 from flows.run.runs import carry_out, flow_run_name
 from flows.view.forms import Form
-from rlhf_tasks.config.run import RolloutConfig
+from rlhf_tasks.algorithms.configurations import RolloutConfig
 
 
 @flow(name="rollout", flow_run_name=flow_run_name, persist_result=False)

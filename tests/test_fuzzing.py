@@ -15,20 +15,25 @@ import pytest
 from hypothesis import strategies as st
 
 from planner.pricing.cluster_file import read_cluster
+from rlhf_tasks.algorithms.configurations import (
+    load_config,
+    make_config,
+    manual_assignments,
+    read_assignments,
+)
+from rlhf_tasks.algorithms.examples import READERS, read_examples
 from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import CHECKSUM, MANIFEST, Manifest, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.checkpoint.plan_log import CHANGES, log_change, logged_changes, read_plan
-from rlhf_tasks.config.run import load_config, make_config, manual_assignments, read_assignments
 from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.data.chat_template import ChatTemplate, Source
 from rlhf_tasks.data.dataset import load_rows
-from rlhf_tasks.data.examples import READERS, read_examples
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.weight_files import INDEX, weight_files
 from tests.flows.checked_files import LLAMA, model_folder
 from tests.fuzzing import as_json, changed, damaged, fuzz, fuzz_long, survives
-from tests.rlhf_tasks.config.test_run import ppo
+from tests.rlhf_tasks.algorithms.test_configurations import ppo
 from tests.rlhf_tasks.plans import on, small_plan, swapped_plan
 
 PLAN = {"a": {"devices": [0, 1], "dp": 2}, "b": {"hosts": [0], "tp": 2, "micro_batches": 2, "order": 1}}

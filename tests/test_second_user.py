@@ -3,7 +3,7 @@
 import pytest
 
 from flows.run.prepare import prepare
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.data.tokenizer import Tokenizer
 from tests.tiny_runs import byte_tokenizer
 

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from rlhf_tasks.config.run import PPOConfig, make_config
+from rlhf_tasks.algorithms.configurations import PPOConfig, make_config
 
 EOS = "<eos>"
 SIZES = {

@@ -38,7 +38,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from flows.cluster.shutdown import leave_if_cancelled
 from flows.view.prefect_api import NO_LOGIN
 from flows.view.terminal import entering
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 
 START_DEADLINE_S = 300.0  # 10-17 s on two quiet cores the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, RANK_RESOURCES
 
 

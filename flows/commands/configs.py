@@ -12,7 +12,14 @@ from flows.rewards.trial import try_rewards
 from flows.run.prepare import prepare
 from flows.run.run_folder import open_run
 from planner.report.text import plan_table
-from rlhf_tasks.config.run import CONFIG_TYPES, AnyConfig, ConfigError, PPOConfig, RolloutConfig, load_config
+from rlhf_tasks.algorithms.configurations import (
+    CONFIG_TYPES,
+    AnyConfig,
+    ConfigError,
+    PPOConfig,
+    RolloutConfig,
+    load_config,
+)
 
 
 def schema(type_: str = "ppo", /) -> None:

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from flows.cluster.server import own_server
 from flows.run.run_folder import CONFIG, existing_run_folder
+from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.commits import latest_commit
-from rlhf_tasks.config.run import ConfigError
 
 console = Console()
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from planner.report.text import algorithm_graph, dataflow_mermaid, dataflow_table
+from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.run import ConfigError
 
 
 def graph(

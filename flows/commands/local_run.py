@@ -26,7 +26,7 @@ from flows.sft import sft
 from flows.view.prefect_api import is_prefects, what_is_wrong
 from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
 from planner.pricing.profile_cache import read_profiles, write_profiles
-from rlhf_tasks.config.run import AnyConfig, ConfigError
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
 
 TRACEBACK = "error.log"  # in the run folder
 FLOWS = {"ppo": rlhf_ppo, "sft": sft, "reward_model": reward_model, "rollout": rollout}

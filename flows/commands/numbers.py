@@ -1,6 +1,6 @@
 """Whole numbers on the command line. Commands take their text: cyclopts makes 2 of 1.5."""
 
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 
 LARGEST_SEED = 2**63 - 1  # as in the configuration
 

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from flows.run.run_folder import existing_run_folder, leave_order
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 
 TAKEN_S = 60.0  # the run's process looks twice a second
 LOOK_EVERY_S = 0.1

@@ -29,7 +29,7 @@ from planner.pricing.provenance import extrapolation
 from planner.report.alternatives import rejected_alternatives
 from planner.report.report import plan_document, result_document, told_limits
 from planner.search.search import SearchResult
-from rlhf_tasks.config.run import ConfigError, load_config, read_assignments
+from rlhf_tasks.algorithms.configurations import ConfigError, load_config, read_assignments
 
 COMPILING = "the first time compiling adds about a minute"
 

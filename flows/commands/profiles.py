@@ -9,7 +9,7 @@ from rich.console import Console
 from flows.commands.plans import check_writable, show_warnings
 from flows.run.planning import computed_profiles, hardware_of, measured_folders, only_device, problem_of
 from planner.pricing.profile_cache import write_profiles
-from rlhf_tasks.config.run import AnyConfig, load_config
+from rlhf_tasks.algorithms.configurations import AnyConfig, load_config
 
 COMPUTED = "computed-profiles.json"  # in the output folder, where no plan looks for measured ones
 

@@ -12,8 +12,8 @@ from flows.run import run_identity
 from flows.run.prepare import prepare
 from flows.run.run_folder import existing_run_folder, open_run, refuse_taken, refuse_unwritable, run_folder_of
 from flows.view.terminal import phase
+from rlhf_tasks.algorithms.configurations import ConfigError, load_config, override
 from rlhf_tasks.checkpoint.plan_log import PLAN
-from rlhf_tasks.config.run import ConfigError, load_config, override
 from rlhf_tasks.system.durable import replace_file
 
 

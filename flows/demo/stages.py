@@ -31,7 +31,7 @@ from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.sft import sft
 from flows.view.terminal import entering
-from rlhf_tasks.config.run import AnyConfig, ConfigError, PPOConfig, make_config, resolve_paths
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, PPOConfig, make_config, resolve_paths
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.system.reading import read_json, reading
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.sections import RewardFunction
 from rlhf_tasks.rewards.forms import Parameters, RewardError
 from rlhf_tasks.rewards.user_code import secret_named

@@ -4,7 +4,7 @@ from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL
 
 from flows.rewards.find import blocks_named
-from rlhf_tasks.config.run import AnyConfig, ConfigError, PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, PPOConfig, RolloutConfig
 
 INSTEAD = "or name an environment variable: {env: VARIABLE}"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flows.rewards.find import blocks_named
-from rlhf_tasks.config.run import PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.examples import prompt_example, read_examples
 from rlhf_tasks.data.dataset import load_rows
-from rlhf_tasks.data.examples import prompt_example, read_examples
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.rewards.forms import Answers, RewardError
 from rlhf_tasks.rewards.process import RewardProcess

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
 from rlhf_tasks.checkpoint.commits import KEPT_AT_LEAST, step_folders
-from rlhf_tasks.config.run import AnyConfig, ConfigError
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.system.durable import existing
 

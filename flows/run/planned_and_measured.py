@@ -16,7 +16,7 @@ from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.provenance import figures_source
 from planner.pricing.run_history import RanCall, drifted, keep_figures
-from rlhf_tasks.config.run import AnyConfig, ConfigError
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 

@@ -24,12 +24,12 @@ from planner.pricing.profile_cache import cached, read_profiles
 from planner.pricing.run_history import FiguresError, figures_file, read_figures
 from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.examples import mean_prompt_tokens
 from rlhf_tasks.algorithms.graphs import GRAPHS
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.config.files import how_to_download
-from rlhf_tasks.config.run import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.config.sections import Role
-from rlhf_tasks.data.examples import mean_prompt_tokens
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall

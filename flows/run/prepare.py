@@ -16,8 +16,7 @@ from planner.pricing.problem import Problem, ProblemError
 from planner.pricing.provenance import extrapolation
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
-from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
-from rlhf_tasks.config.run import (
+from rlhf_tasks.algorithms.configurations import (
     AnyConfig,
     ConfigError,
     GRPOConfig,
@@ -25,8 +24,9 @@ from rlhf_tasks.config.run import (
     RolloutConfig,
     manual_assignments,
 )
+from rlhf_tasks.algorithms.examples import load_and_check
+from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.sections import InlineModel
-from rlhf_tasks.data.examples import load_and_check
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan

@@ -25,7 +25,7 @@ from flows.run.runs import cluster_of
 from flows.run.training import RunControl, run_training
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.profile_cache import store
-from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.algorithms.configurations import AnyConfig
 from rlhf_tasks.profiling.measurements import Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import Committed

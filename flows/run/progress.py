@@ -27,8 +27,8 @@ from flows.view.clocks import spans_of
 from flows.view.events import CommitEvents
 from flows.view.prefect_api import Away, PrefectApi
 from flows.view.terminal import RunProgress, tell
+from rlhf_tasks.algorithms.configurations import MADE_PLANS, AnyConfig
 from rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
-from rlhf_tasks.config.run import MADE_PLANS, AnyConfig
 from rlhf_tasks.protocol.messages import Committed, Enterable, Faulted, IterationRan, PlanChanged, PlanKept
 from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.rewards.samples_folder import SAMPLES

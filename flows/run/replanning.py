@@ -19,8 +19,8 @@ from flows.run.run_folder import existing_run_folder
 from flows.run.training import RunControl
 from planner.pricing.plans import price_plan
 from planner.search.search import find_plan
+from rlhf_tasks.algorithms.configurations import AnyConfig
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
-from rlhf_tasks.config.run import AnyConfig
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan, Frozen
 

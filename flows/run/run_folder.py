@@ -30,8 +30,8 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, make_config, resolve_paths
 from rlhf_tasks.checkpoint.commits import ATTEMPTS
-from rlhf_tasks.config.run import AnyConfig, ConfigError, make_config, resolve_paths
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
 

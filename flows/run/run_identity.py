@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from flows.run.prepare import Prepared
 from flows.run.run_folder import CONFIG, taken
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, make_config
 from rlhf_tasks.checkpoint.accepted_changes import Accepted, last_accepted, write_accepted
 from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
 from rlhf_tasks.checkpoint.journals import (
@@ -31,7 +32,6 @@ from rlhf_tasks.checkpoint.journals import (
 )
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from rlhf_tasks.checkpoint.plan_log import PLAN
-from rlhf_tasks.config.run import AnyConfig, ConfigError, make_config
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading

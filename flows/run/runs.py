@@ -35,10 +35,10 @@ from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_tr
 from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
 from rlhf_tasks.checkpoint.commits import latest_commit, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
-from rlhf_tasks.config.run import AnyConfig, ConfigError
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import read_json

@@ -10,8 +10,8 @@ from planner.plan.mesh import Cluster, MeshError
 from planner.pricing.device_classes import DeviceClassError, DeviceClasses
 from planner.pricing.devices import PRESETS, DeviceProfile, preset
 from planner.pricing.unit_checks import implausible
+from rlhf_tasks.algorithms.configurations import FIGURES
 from rlhf_tasks.config.files import first_fault, read_yaml
-from rlhf_tasks.config.run import FIGURES
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES
 from rlhf_tasks.spec import Frozen
 from rlhf_tasks.system.reading import ConfigError, shown

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhf_tasks.config.run import AnyConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import AnyConfig, RolloutConfig
+from rlhf_tasks.algorithms.examples import completion_example, pair_example, prompt_example, read_examples
 from rlhf_tasks.data.dataset import Rows
-from rlhf_tasks.data.examples import completion_example, pair_example, prompt_example, read_examples
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 

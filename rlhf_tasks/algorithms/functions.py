@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rlhf_tasks.algorithms import fetch, generation, ppo, reward_model, rollout, sft
-from rlhf_tasks.algorithms.context import CallFunction
-from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.algorithms import fetch, ppo, reward_model, rollout, sft
+from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.algorithms.shared import generation
+from rlhf_tasks.algorithms.shared.context import CallFunction
 from rlhf_tasks.data.dataset import Rows
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.samples import SampleBatch

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from rlhf_tasks.algorithms.rollout_calls import (
+from rlhf_tasks.algorithms.shared.rollout_calls import (
     PROMPT_KEYS,
     SEQUENCES,
     RolloutSizes,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.configurations import PPOConfig
 from rlhf_tasks.algorithms.ppo_math import adapted_kl_coef, gae, kl_divergence, shaped_rewards
-from rlhf_tasks.algorithms.schedule import counts_per_block
-from rlhf_tasks.config.run import PPOConfig
+from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.schedule import counts_per_block
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 

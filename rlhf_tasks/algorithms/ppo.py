@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.configurations import PPOConfig
 from rlhf_tasks.algorithms.learning import learning_targets
 from rlhf_tasks.algorithms.ppo_math import log_ratio, policy_loss, shifted, value_loss
-from rlhf_tasks.algorithms.schedule import optimizer_steps
-from rlhf_tasks.algorithms.steps import Steps
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
+from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.algorithms.value_norm import ValueNorm
-from rlhf_tasks.config.run import PPOConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

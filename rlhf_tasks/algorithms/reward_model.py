@@ -3,11 +3,11 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_tasks.algorithms.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.schedule import counts_per_block, optimizer_steps
-from rlhf_tasks.algorithms.scoring import last_value
-from rlhf_tasks.algorithms.steps import Steps
-from rlhf_tasks.config.run import RewardModelConfig
+from rlhf_tasks.algorithms.configurations import RewardModelConfig
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.scoring import last_value
+from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.algorithms.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.scoring import Scored, reward_metrics, score, scores_batch
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.scoring import Scored, reward_metrics, score, scores_batch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.rewards.samples_folder import SAMPLES

@@ -1,6 +1,6 @@
 """The dataflow graph of a rollout: generate, then score. Evaluation and sampling use it."""
 
-from rlhf_tasks.algorithms.rollout_calls import PROMPT_KEYS, RolloutSizes, generate_and_score
+from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, RolloutSizes, generate_and_score
 from rlhf_tasks.spec import ModelFunctionCall
 
 DATASET_KEYS = PROMPT_KEYS

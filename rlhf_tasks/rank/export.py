@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from rlhf_tasks.algorithms.configurations import AnyConfig
 from rlhf_tasks.checkpoint.manifest import CheckpointError, RoleRecord, verify
-from rlhf_tasks.config.run import AnyConfig
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.export import FolderWriter

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.configurations import RUN_CONFIG
 from rlhf_tasks.algorithms.fetch import row_of
 from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
+from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.config.run import RUN_CONFIG
 from rlhf_tasks.data.dataset import load_rows
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey

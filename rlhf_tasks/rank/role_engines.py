@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rlhf_tasks.algorithms.configurations import AnyConfig
 from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.config.run import AnyConfig
 from rlhf_tasks.config.sections import OptimizerConfig, Role
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.shape import ModelShape

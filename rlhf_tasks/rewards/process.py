@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_tasks.config.run import AnyConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import AnyConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values
 from rlhf_tasks.rewards.helper import STACK_SIGNAL, late_message
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames

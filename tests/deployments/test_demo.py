@@ -15,7 +15,7 @@ from flows.demo.data import (
     write_demo_data,
     write_jsonl,
 )
-from rlhf_tasks.config.run import AnyConfig, PPOConfig, RolloutConfig, load_config
+from rlhf_tasks.algorithms.configurations import AnyConfig, PPOConfig, RolloutConfig, load_config
 from rlhf_tasks.rewards.samples_folder import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 

@@ -9,7 +9,7 @@ from flows.run.planning import hardware_of, problem_of
 from planner.pricing.cluster_file import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
-from rlhf_tasks.config.run import load_config
+from rlhf_tasks.algorithms.configurations import load_config
 
 EXAMPLES = Path(deployments.__file__).with_name("examples")
 LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]

@@ -22,7 +22,7 @@ from prefect.client.orchestration import get_client
 
 from flows.view import artifacts
 from flows.view.clocks import spans_of
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.spec import ExecutionPlan
 from tests.tiny_reward import length_reward
 

@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.cli import COMMANDS, CONFIG_COMMANDS, run_command
 from flows.demo.data import DATA, write_model_folder
 from flows.run.run_folder import new_run_folder, taken
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import PLACE, refused
 from tests.ppo_calls import PPO_CALLS
 

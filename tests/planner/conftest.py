@@ -15,8 +15,8 @@ from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
+from rlhf_tasks.algorithms.configurations import ASSIGNMENTS
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.run import ASSIGNMENTS
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan

@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 from flows.cluster.server import RESTARTS, OwnServer, _login, own_server, prefect_server, refuse_dead_server
 from flows.cluster.server_process import put_aside
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -14,7 +14,7 @@ import yaml
 
 import deployments
 from flows.cli import run_command
-from rlhf_tasks.config.run import make_config, manual_assignments
+from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from tests.flows.plan_documents import DISJOINT, KEYS, ppo, refused
 from tests.ppo_calls import PPO_CALLS
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flows.run.run_folder import new_run_folder
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from tests.flows.checked_files import refused
 
 

@@ -9,7 +9,7 @@ from flows.demo import pipeline
 from flows.demo.pipeline import rlhf_pipeline
 from flows.demo.stages import Demo, settle_seed
 from flows.ppo import rlhf_ppo
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 
 SEED = 3
 ITERATIONS = 4  # of PPO, which has 20 of them; what comes before it is not shortened

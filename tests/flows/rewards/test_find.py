@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flows.rewards.find import check_rewards
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.sections import RewardFunction
 from tests.flows.checked_files import refused
 

@@ -15,7 +15,7 @@ from flows.run.orders import Orders
 from flows.run.restarts import Restarts
 from flows.run.runs import Attempts
 from flows.run.training import ControllerLost, TrainingResult
-from rlhf_tasks.config.run import ConfigError, make_config
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from tests.flows.checked_files import refused
 from tests.rlhf_tasks.plans import small_plan

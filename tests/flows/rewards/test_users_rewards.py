@@ -9,8 +9,8 @@ from prefect.blocks.system import Secret
 
 from flows.ppo import rlhf_ppo
 from flows.run.training import RunFailed
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.checkpoint.commits import newest_step
-from rlhf_tasks.config.run import make_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 CANARY = "canary-" + "5b1f09c7"

@@ -16,7 +16,7 @@ from prefect.states import Cancelled, Cancelling, Paused, Running, Scheduled, Su
 from flows.run.orders import Order, Orders, order_of, paused_state, watched_orders
 from flows.run.run_folder import leave_order, take_order, taken
 from flows.run.training import run_training
-from rlhf_tasks.config.run import ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError
 from tests.flows.run.test_training import FAKES
 from tests.rlhf_tasks.plans import small_plan
 

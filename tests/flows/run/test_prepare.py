@@ -16,8 +16,8 @@ from planner.plan.build import PlanError
 from planner.pricing.devices import preset
 from planner.pricing.profile_cache import store
 from planner.search.search import find_plan
+from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, make_config
 from rlhf_tasks.checkpoint.plan_log import PLAN
-from rlhf_tasks.config.run import AnyConfig, ConfigError, make_config
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ExecutionPlan

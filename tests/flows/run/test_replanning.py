@@ -14,8 +14,8 @@ from flows.run.run_folder import new_run_folder
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
 from planner.pricing.run_history import read_figures
+from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.checkpoint.plan_log import PLAN
-from rlhf_tasks.config.run import ConfigError
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from tests.flows.run.test_planned_and_measured import lineage_of
 from tests.rlhf_tasks.plans import small_plan, swapped_plan

@@ -13,7 +13,7 @@ from flows.run.restarts import Restarts
 from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
 from flows.run.runs import _exported_step, carry_out
 from flows.run.training import next_attempt
-from rlhf_tasks.config.run import RUN_CONFIG, ConfigError
+from rlhf_tasks.algorithms.configurations import RUN_CONFIG, ConfigError
 
 
 def config(tmp_path, **more):

@@ -10,10 +10,10 @@ from flows.run.prepare import prepare
 from flows.run.run_folder import new_run_folder
 from flows.run.run_identity import keep_identity, model_digests
 from flows.run.summary import read_jsonl
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder, unfinished_folder
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Part, RoleRecord, StoredFile, read_manifest
-from rlhf_tasks.config.run import make_config
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol.instructions import WriteCommit

@@ -9,7 +9,7 @@ from prefect.runtime import flow_run
 
 from flows.run.progress import run_tags
 from flows.view.artifacts import markdown_table, measured_against, progress_bar, scores_of, tag_flow_run
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from tests.tiny_runs import ppo_config
 
 

@@ -11,7 +11,7 @@ from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.sft import sft
 from flows.view.forms import GROUP_OF, title_of
-from rlhf_tasks.config.run import CONFIG_TYPES, PPOConfig, SFTConfig
+from rlhf_tasks.algorithms.configurations import CONFIG_TYPES, PPOConfig, SFTConfig
 
 FLOWS = [rlhf_ppo, sft, reward_model, rollout, plan]
 SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}

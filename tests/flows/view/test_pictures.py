@@ -21,8 +21,8 @@ from flows.view.plan_view import STYLES
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
+from rlhf_tasks.algorithms.configurations import load_config, read_assignments
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.run import load_config, read_assignments
 from rlhf_tasks.spec import ExecutionPlan
 from tests.rlhf_tasks.plans import small_plan
 

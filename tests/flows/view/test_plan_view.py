@@ -12,7 +12,7 @@ from planner.plan.steady_state import SteadyState
 from planner.pricing.plans import PlanPrice
 from planner.report.alternatives import Alternative
 from planner.search.search import find_plan
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.spec import CallAssignment, CallNode
 from tests.flows.plan_documents import ppo
 from tests.ppo_calls import PPO_CALLS

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.algorithms.examples import load_and_check
 from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.config.sections import Role
-from rlhf_tasks.data.examples import load_and_check
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flows.demo.data import write_model_folder
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.examples import load_and_check
 from rlhf_tasks.algorithms.functions import FETCH
-from rlhf_tasks.config.run import make_config
-from rlhf_tasks.data.examples import load_and_check
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "chosen": "y", "rejected": "n", "k": i} for i in range(5)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.configurations import AnyConfig, make_config
 from rlhf_tasks.algorithms.functions import FUNCTIONS
 from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.run import AnyConfig, make_config
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Head, Layout

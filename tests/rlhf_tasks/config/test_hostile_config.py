@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from planner.pricing.cluster_file import read_cluster
+from rlhf_tasks.algorithms.configurations import ConfigError, load_config, make_config, read_assignments
 from rlhf_tasks.config.files import MAX_KEYS, MOST_YAML_BYTES
-from rlhf_tasks.config.run import ConfigError, load_config, make_config, read_assignments
-from tests.rlhf_tasks.config.test_run import ppo
+from tests.rlhf_tasks.algorithms.test_configurations import ppo
 
 DIGITS = "9" * 6000
 

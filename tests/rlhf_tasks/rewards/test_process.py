@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.rewards.forms import Answers, RewardError
 from rlhf_tasks.rewards.process import RewardProcess
 from tests.judged import LABELLED, SUMS, VERL, answers
@@ -280,7 +280,7 @@ def test_a_reward_that_kills_its_process_again_and_again_is_named(start: Any):
 RANK = """
 import sys, time
 sys.path.insert(0, {root!r})
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.rewards.process import RewardProcess
 from rlhf_tasks.rewards.forms import Answers
 config = make_config(dict(type="ppo", models=dict(actor="a"), data=dict(train="d"), total_iterations=1,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rlhf_tasks.config.run import (
+from rlhf_tasks.algorithms.configurations import (
     CONFIG_TYPES,
     ConfigError,
     PPOConfig,
@@ -294,7 +294,7 @@ def test_rollouts_hold_whole_prompts():
 def test_loading_needs_neither_torch_nor_prefect(file: Path):
     code = f"""
 import sys
-from rlhf_tasks.config.run import load_config
+from rlhf_tasks.algorithms.configurations import load_config
 load_config({str(file)!r})
 assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modules)
 """

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.context import CallContext
-from rlhf_tasks.config.run import PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.config.sections import RewardModelScore
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch

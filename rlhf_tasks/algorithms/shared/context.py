@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_tasks.config.run import AnyConfig
+from rlhf_tasks.algorithms.configurations import AnyConfig
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 if TYPE_CHECKING:

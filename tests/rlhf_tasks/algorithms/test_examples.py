@@ -10,9 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from flows.demo.data import write_model_folder
-from rlhf_tasks.config.run import make_config
-from rlhf_tasks.data.dataset import DataError, Rows
-from rlhf_tasks.data.examples import (
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.examples import (
     Reader,
     completion_example,
     load_and_check,
@@ -20,6 +19,7 @@ from rlhf_tasks.data.examples import (
     prompt_example,
     read_examples,
 )
+from rlhf_tasks.data.dataset import DataError, Rows
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.system.child_lines import Lines
 

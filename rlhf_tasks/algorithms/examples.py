@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from rlhf_tasks.config.run import AnyConfig, GRPOConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import AnyConfig, GRPOConfig, PPOConfig, RolloutConfig
 from rlhf_tasks.data.chat_template import Conversation
 from rlhf_tasks.data.dataset import DataError, Row, Rows, load_rows
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError

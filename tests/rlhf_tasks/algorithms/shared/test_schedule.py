@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.context import CallContext
-from rlhf_tasks.algorithms.schedule import counts_per_block, learning_rate, optimizer_steps
-from rlhf_tasks.config.run import make_config
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.schedule import counts_per_block, learning_rate, optimizer_steps
 from rlhf_tasks.config.sections import OptimizerConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 

@@ -2,7 +2,7 @@
 
 import math
 
-from rlhf_tasks.algorithms.schedule import Step
+from rlhf_tasks.algorithms.shared.schedule import Step
 from rlhf_tasks.parallel.train.engine import Engine, Loss
 
 MAX_SKIPPED_CALLS = 3

@@ -4,8 +4,8 @@ import time
 
 import torch
 
-from rlhf_tasks.algorithms.context import CallContext, CallOutput
-from rlhf_tasks.config.run import PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.sampling import SamplingParams

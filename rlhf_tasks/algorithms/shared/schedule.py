@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.context import CallContext
+from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.config.sections import OptimizerConfig
 from rlhf_tasks.parallel.batch.samples import SampleBatch
