@@ -7,7 +7,8 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 from flows.demo.data import MODEL, byte_tokenizer
-from rlhf_tasks.algorithms.configurations import PPOConfig, make_config
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 
 def write_models(folder: Path) -> None:

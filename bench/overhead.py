@@ -38,7 +38,7 @@ from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster as Devices
 from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
 
@@ -71,8 +71,8 @@ def demo_plan() -> ExecutionPlan:
     )
     assignments = manual_assignments(config)
     assert assignments is not None
-    registered = GRAPHS["ppo"]
-    graph = DataflowGraph(registered.calls(config), registered.dataset_keys, name="ppo")
+    registered = algorithm("ppo")
+    graph = DataflowGraph(registered.graph(config), registered.dataset_keys, name="ppo")
     return build_plan(graph, assignments, Devices(1, RANKS))
 
 

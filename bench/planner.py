@@ -32,7 +32,7 @@ from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.problem import Problem
 from planner.search.search import SearchResult, find_plan
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
 
 SHAPES = {
@@ -85,8 +85,8 @@ def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
         records_kept=False,
         truncated_responses="keep",
     )
-    ppo = GRAPHS["ppo"]
-    graph = DataflowGraph(ppo.calls(sizes), ppo.dataset_keys, name="ppo")
+    ppo = algorithm("ppo")
+    graph = DataflowGraph(ppo.graph(sizes), ppo.dataset_keys, name="ppo")
     models = {
         "actor": RoleModel(shape=shape(actor)),
         "ref": RoleModel(shape=shape(actor)),

@@ -44,8 +44,8 @@ from planner.plan.mesh import Cluster, meshes
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
 from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import PPOConfig
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Grid
@@ -70,8 +70,8 @@ class Candidate(NamedTuple):
 
 def graph_of(config: PPOConfig) -> DataflowGraph:
     """PPO's dataflow graph."""
-    registered = GRAPHS["ppo"]
-    return DataflowGraph(registered.calls(config), registered.dataset_keys, name="ppo")
+    registered = algorithm("ppo")
+    return DataflowGraph(registered.graph(config), registered.dataset_keys, name="ppo")
 
 
 def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> dict[str, CallAssignment]:

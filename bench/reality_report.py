@@ -13,7 +13,7 @@ from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.plans import price_plan
-from rlhf_tasks.algorithms.configurations import PPOConfig
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.spec import ExecutionPlan
 
 COMPARED = ("heuristic", "search")

@@ -16,7 +16,7 @@ from typing import Any
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from rlhf_tasks.algorithms.ppo_graph import DATASET_KEYS, graph
+from rlhf_tasks.algorithms.ppo.graph import DATASET_KEYS, graph
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox

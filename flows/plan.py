@@ -16,7 +16,7 @@ from planner.pricing.provenance import extrapolation
 from planner.report.alternatives import rejected_alternatives
 from planner.report.report import plan_document, result_document
 from planner.search.search import SearchResult
-from rlhf_tasks.algorithms.configurations import RunConfig, resolve_paths
+from rlhf_tasks.algorithms.configurations import OfAnyAlgorithm, RunConfig, resolve_paths
 
 
 def _run_name() -> str:
@@ -26,7 +26,7 @@ def _run_name() -> str:
 
 @flow(name="plan", flow_run_name=_run_name, persist_result=False)
 async def plan(
-    config: Annotated[RunConfig, Form()],
+    config: Annotated[RunConfig, OfAnyAlgorithm(), Form()],
     cluster: str | None = None,
     profile: str | None = None,
     mode: str = "search",

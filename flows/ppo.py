@@ -9,7 +9,7 @@ from prefect.states import State
 from flows.demo.stages import demo_at, make_models
 from flows.run.runs import carry_out, flow_run_name
 from flows.view.forms import Form
-from rlhf_tasks.algorithms.configurations import PPOConfig
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 RUNS = Path("runs")  # in the folder that the flow runs in
 

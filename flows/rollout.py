@@ -1,25 +1,5 @@
 """Flow `rollout`."""
 
-from typing import Annotated, Any
+from flows.run.algorithm_flow import flow_of
 
-from prefect import flow
-from prefect.states import State
-
-from flows.run.runs import carry_out, flow_run_name
-from flows.view.forms import Form
-from rlhf_tasks.algorithms.configurations import RolloutConfig
-
-
-@flow(name="rollout", flow_run_name=flow_run_name, persist_result=False)
-async def rollout(
-    config: Annotated[RolloutConfig, Form()], run_folder: str | None = None
-) -> dict[str, Any] | State[Any]:
-    """Samples from a model, scored and written as JSONL into the run folder.
-
-    Returns the run's summary; of a run that is cancelled, that state.
-
-    Args:
-        config: The run's configuration, as in a YAML file.
-        run_folder: An existing run folder to go on in; its configuration counts then, apart from its cluster.
-    """
-    return await carry_out("rollout", config, run_folder)
+rollout = flow_of("rollout")

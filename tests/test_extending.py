@@ -1,18 +1,27 @@
 """The code in docs/extending.md does what the page says."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-from planner.plan.build import build_plan
-from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster
-from planner.search.heuristic import Limits, heuristic
+import pytest
+import yaml
+
 from rlhf_tasks.parallel.layout.shape import FAMILIES
 from rlhf_tasks.rewards.forms import Answers, TrainerState, load_reward
+from tests.committed import assert_same_run, generations_of
+from tests.flows.marked_command import MarkedCommand
+from tests.tiny_runs import write_model, write_prompts
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
-REWARD, GRAPH, FAMILY = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+REWARD, *_, FAMILY = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+FILES = dict(re.findall(r"```\w+\n# ([\w/.]+)\n(.*?)```", TEXT, re.DOTALL))
+"""The package of the algorithm, and the file of its run."""
+ITERATIONS = 3
 
 
 def test_the_reward_is_found_and_judges(tmp_path):
@@ -23,19 +32,113 @@ def test_the_reward_is_found_and_judges(tmp_path):
     assert reward.values([reward.function(**arguments)], 3) == [1.0, 0.0, 0.0]
 
 
-def test_the_graph_gets_a_plan():
-    names: dict = {}
-    exec(GRAPH, names)
-    calls = names["graph"](SimpleNamespace(batch_size=8, num_mini_batches=2))
-    graph = DataflowGraph(calls, names["DATASET_KEYS"], name="expert_iteration")
-    limits = {role: Limits(max_tp=4, max_pp=4) for role in ("actor", "reward")}
-    plan = build_plan(graph, heuristic(graph, Cluster(1, 2), limits), Cluster(1, 2))
-    order = [node.name for node in plan.nodes]
-    assert [name for name in order if name in {call.name for call in calls}] == [call.name for call in calls]
-    assert {"fetch", "save_actor"} <= set(order)
-
-
 def test_the_family_is_the_one_that_the_page_names():
     names: dict = {}
     exec(FAMILY, names)
     assert names["qwen2"] == FAMILIES["qwen2"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The environment of processes that find the page's package installed; nothing of it is in the checkout."""
+    source, place = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name, text in FILES.items():
+        if name != "expert.yaml":
+            (source / name).parent.mkdir(exist_ok=True)
+            (source / name).write_text(text)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    offline = ("--no-deps", "--no-build-isolation", "--no-index")
+    subprocess.run([*pip, *offline, "--target", str(place), str(source)], check=True, timeout=300)
+    return {"PYTHONPATH": f"{place}:{ROOT}"}
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    """A folder with the page's run and what it names; its reward gives answers of any length a score."""
+    folder = tmp_path_factory.mktemp("user")
+    write_model(folder / "model")
+    write_prompts(folder / "prompts.jsonl")
+    (folder / "rewards.py").write_text(
+        "def brief(completions, **columns):\n    return [len(completion) / 8 for completion in completions]\n"
+    )
+    (folder / "expert.yaml").write_text(FILES["expert.yaml"])
+    return folder
+
+
+def command(installed, user, *arguments):
+    """`prefect-rlhf ARGUMENTS` in the user's folder, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", *arguments],
+        cwd=user,
+        env={**os.environ, **installed},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_algorithm_is_found_drawn_and_planned(installed, user):
+    drawn = command(installed, user, "graph", "expert-iteration")
+    assert drawn.returncode == 0, drawn.stderr
+    assert [line.split()[0] for line in drawn.stdout.strip().splitlines()[2:]] == [
+        "actor_generate",
+        "reward_inference",
+        "actor_train",
+    ]
+    schema = command(installed, user, "config", "schema", "expert-iteration")
+    assert json.loads(schema.stdout)["properties"]["min_score"]["default"] == 1.0
+    planned = command(installed, user, "config", "validate", "expert.yaml", "cluster.devices_per_host=2")
+    assert planned.returncode == 0, planned.stderr
+    assert "sound. 64 rows, 3 iterations." in planned.stdout
+    assert "save_actor" in planned.stdout
+    refused = command(installed, user, "config", "validate", "expert.yaml", "min_scores=1")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: min_scores: unknown key, did you mean 'min_score'?\n"
+
+
+def run(installed, user, name, *arguments, **environment):
+    """Carry out `prefect-rlhf run expert-iteration`; gives its exit status and what it has printed."""
+    with MarkedCommand(
+        user / f"{name}.log",
+        "run",
+        "expert-iteration",
+        *arguments,
+        environment={**installed, **environment},
+    ) as begun:
+        status = begun.process.wait(400)
+        begun.assert_gone()
+        return status, begun.output
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+def test_the_algorithm_trains_loses_a_rank_and_is_resumed_to_the_same_bits(installed, user, monkeypatch):
+    monkeypatch.chdir(user)
+    folders = {name: user / "runs" / name for name in ("undisturbed", "rebuilt", "ended")}
+    placed = {"actor_generate": [0, 1], "reward_inference": [1], "actor_train": [0, 1]}
+    plan = {call: {"devices": devices, "dp": len(devices)} for call, devices in placed.items()}
+    document = {**yaml.safe_load(FILES["expert.yaml"]), "plan": plan, "cluster": {"devices_per_host": 2}}
+    (user / "planned.yaml").write_text(yaml.safe_dump(document))
+    killed = {"PREFECT_RLHF_FAILPOINT": "trained:kill@rank1@iter1@gen0"}
+
+    status, said = run(installed, user, "undisturbed", "--config", "planned.yaml", "name=undisturbed")
+    assert status == 0, said
+    rows = [json.loads(line) for line in (folders["undisturbed"] / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
+    assert all(row["expert/tokens"] > 0 and row["loss/expert"] > 0 for row in rows)
+    assert (folders["undisturbed"] / "model" / "model.safetensors").exists()
+
+    status, said = run(installed, user, "rebuilt", "--config", "planned.yaml", "name=rebuilt", **killed)
+    assert status == 0, said
+    assert generations_of(folders["rebuilt"])[ITERATIONS - 1] == (1, 1), "no rank was lost"
+    assert_same_run(folders["rebuilt"], folders["undisturbed"])
+
+    changes = ("name=ended", "runtime.max_restarts=0")
+    status, said = run(installed, user, "ended", "--config", "planned.yaml", *changes, **killed)
+    assert status == 1, said
+    assert f"To go on: prefect-rlhf run expert-iteration --resume {folders['ended']}" in said
+    status, said = run(installed, user, "resumed", "--resume", str(folders["ended"]))
+    assert status == 0, said
+    assert generations_of(folders["ended"])[ITERATIONS - 1] == (2, 0), "it began anew"
+    assert_same_run(folders["ended"], folders["undisturbed"])

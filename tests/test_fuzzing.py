@@ -21,13 +21,14 @@ from rlhf_tasks.algorithms.configurations import (
     manual_assignments,
     read_assignments,
 )
-from rlhf_tasks.algorithms.examples import READERS, read_examples
+from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.checkpoint.journals import EMPTY, JOURNALS
 from rlhf_tasks.checkpoint.manifest import CHECKSUM, MANIFEST, Manifest, RoleRecord, StoredFile, read_manifest
 from rlhf_tasks.checkpoint.plan_log import CHANGES, log_change, logged_changes, read_plan
 from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.data.chat_template import ChatTemplate, Source
 from rlhf_tasks.data.dataset import load_rows
+from rlhf_tasks.data.rows import completion_example, pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.weight_files import INDEX, weight_files
@@ -125,7 +126,7 @@ def check_rows(folder: Path, stored: tuple[str, bytes]) -> None:
 
     def run() -> None:
         rows = load_rows(DataConfig(train=str(path)))
-        for reader in (READERS["ppo"], READERS["sft"], READERS["reward_model"]):
+        for reader in (prompt_example, completion_example, pair_example):
             for i in range(min(len(rows), 3)):
                 survives(lambda reader=reader, i=i: list(read_examples(reader, rows, [i], tokenizer)))
 

@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
-from rlhf_tasks.algorithms.configurations import PPOConfig, make_config
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 EOS = "<eos>"
 SIZES = {

@@ -12,14 +12,9 @@ from flows.rewards.trial import try_rewards
 from flows.run.prepare import prepare
 from flows.run.run_folder import open_run
 from planner.report.text import plan_table
-from rlhf_tasks.algorithms.configurations import (
-    CONFIG_TYPES,
-    AnyConfig,
-    ConfigError,
-    PPOConfig,
-    RolloutConfig,
-    load_config,
-)
+from rlhf_tasks.algorithms.configurations import ConfigError, load_config
+from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from rlhf_tasks.config.base import RunConfig, Scores
 
 
 def schema(type_: str = "ppo", /) -> None:
@@ -28,12 +23,14 @@ def schema(type_: str = "ppo", /) -> None:
     Parameters
     ----------
     type_
-        ppo, grpo, sft, reward_model or rollout.
+        ppo, grpo, sft, reward_model, rollout, or an algorithm of another package.
     """
     name = type_.replace("-", "_")
-    if name not in CONFIG_TYPES:
-        raise ConfigError(f"there is no configuration type {type_!r}; there are {', '.join(CONFIG_TYPES)}.")
-    print(json.dumps(CONFIG_TYPES[name].model_json_schema(), indent=2))
+    if name not in algorithm_names():
+        raise ConfigError(
+            f"there is no configuration type {type_!r}; there are {', '.join(algorithm_names())}."
+        )
+    print(json.dumps(algorithm(name).config.model_json_schema(), indent=2))
 
 
 def show(config: Path, *overrides: str) -> None:
@@ -72,9 +69,9 @@ def validate(
     print(f"{config}: sound. {prepared.n_rows} rows, {prepared.iterations} iterations.")
 
 
-def _try_rewards(settings: AnyConfig) -> None:
+def _try_rewards(settings: RunConfig) -> None:
     """Print what each reward gave. Raises ConfigError with a sentence for each that failed."""
-    if not isinstance(settings, PPOConfig | RolloutConfig):
+    if not isinstance(settings, Scores):
         raise ConfigError(f"--rewards: a run of type {settings.type!r} has no rewards. Leave it out.")
     faults = []
     for tried in try_rewards(settings):

@@ -8,34 +8,35 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from prefect import Flow
 from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from rich.markup import escape
 
 from flows.cluster.server import ServerError, prefect_server, refuse_dead_server
 from flows.cluster.shutdown import TERMINATED, Terminated, Watch, ending_in_time, terminable
-from flows.demo.pipeline import rlhf_pipeline
+from flows.pipeline import rlhf_pipeline
 from flows.ppo import rlhf_ppo
-from flows.reward_model import reward_model
-from flows.rollout import rollout
+from flows.run.algorithm_flow import flow_of
 from flows.run.disk_room import full_disk
 from flows.run.planning import profile_folder
 from flows.run.profiling import rlhf_profile
 from flows.run.runs import SUMMARY
 from flows.run.training import RunFailed
-from flows.sft import sft
 from flows.view.prefect_api import is_prefects, what_is_wrong
 from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
 from planner.pricing.profile_cache import read_profiles, write_profiles
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 
 TRACEBACK = "error.log"  # in the run folder
-FLOWS = {"ppo": rlhf_ppo, "sft": sft, "reward_model": reward_model, "rollout": rollout}
+OWN_FLOWS: dict[str, Flow[..., Any]] = {"ppo": rlhf_ppo}
+"""Of algorithms whose flows can do more than run a configuration."""
 
 
-def run_here(algorithm: str, config: AnyConfig, folder: Path) -> None:
+def run_here(algorithm: str, config: RunConfig, folder: Path) -> None:
     """Run an algorithm's flow in this process; ends with status 1 and the way to go on when the run fails."""
     again = f"prefect-rlhf run {algorithm.replace('_', '-')} --resume {folder}"
-    summary = _watched(folder, again, lambda: FLOWS[algorithm](config, str(folder)))
+    run_flow = OWN_FLOWS.get(algorithm) or flow_of(algorithm)
+    summary = _watched(folder, again, lambda: run_flow(config, str(folder)))
     tell(
         f"done in {since_start_s():.0f} s: {summary['iterations']} iterations, which took the ranks "
         f"{summary['seconds']:.0f} s; {folder / 'summary.json'}"
@@ -57,7 +58,7 @@ def demo_here(folder: Path, seed: int) -> None:
     )
 
 
-def profile_here(config: AnyConfig, out: Path | None) -> None:
+def profile_here(config: RunConfig, out: Path | None) -> None:
     """Measure a configuration's models in this process; out: a file for all profiles besides the cache."""
     refuse_dead_server()
     folder = profile_folder(config)

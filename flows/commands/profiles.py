@@ -9,7 +9,7 @@ from rich.console import Console
 from flows.commands.plans import check_writable, show_warnings
 from flows.run.planning import computed_profiles, hardware_of, measured_folders, only_device, problem_of
 from planner.pricing.profile_cache import write_profiles
-from rlhf_tasks.algorithms.configurations import AnyConfig, load_config
+from rlhf_tasks.algorithms.configurations import RunConfig, load_config
 
 COMPUTED = "computed-profiles.json"  # in the output folder, where no plan looks for measured ones
 
@@ -59,7 +59,7 @@ def profile(
     profile_here(settings, out)
 
 
-def _compute(settings: AnyConfig, out: Path | None) -> None:
+def _compute(settings: RunConfig, out: Path | None) -> None:
     """Write what the device's figures say, and what to do with it."""
     show_warnings(hardware_of(settings).warnings)
     profiles = computed_profiles(settings)

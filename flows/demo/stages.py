@@ -27,11 +27,10 @@ from flows.demo.data import (
     write_demo_data,
     write_jsonl,
 )
-from flows.reward_model import reward_model
-from flows.rollout import rollout
-from flows.sft import sft
+from flows.run.algorithm_flow import flow_of
 from flows.view.terminal import entering
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, PPOConfig, make_config, resolve_paths
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
+from rlhf_tasks.algorithms.rollout.config import RolloutConfig
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.system.reading import read_json, reading
 
@@ -46,7 +45,7 @@ class Demo:
     seed: int
     scheduler: str
 
-    def config(self, stage: str, name: str, **changes: Any) -> AnyConfig:
+    def config(self, stage: str, name: str, **changes: Any) -> RunConfig:
         """A stage's configuration from `deployments/demo/STAGE.yaml`, for a run called `name`."""
         document = yaml.safe_load(
             (files("deployments") / "demo" / f"{stage}.yaml").read_text(encoding="utf-8")
@@ -55,7 +54,7 @@ class Demo:
         document["cluster"] = {**document["cluster"], "address": self.scheduler}
         return resolve_paths(make_config(document), self.folder)
 
-    async def run(self, stage_flow: Flow[..., Any], config: AnyConfig) -> dict[str, Any]:
+    async def run(self, stage_flow: Flow[..., Any], config: RunConfig) -> dict[str, Any]:
         """Run a stage, go on with it, or take the summary that it left; so a pipeline may be run again."""
         assert config.name is not None
         folder = self.folder / "stages" / config.name
@@ -98,18 +97,20 @@ def settle_seed(place: Path, seed: int | None) -> int:
     return settled or 0
 
 
-async def make_models(demo: Demo) -> PPOConfig:
+async def make_models(demo: Demo) -> RunConfig:
     """All that comes before PPO, as far as it is not there yet; gives PPO's configuration."""
     if not data_is_there(demo.folder / DATA):
         await asyncio.to_thread(write_demo_data, demo.folder / DATA, demo.seed)
-    supervised = await demo.run(sft, demo.config("sft", "sft"))
+    supervised = await demo.run(flow_of("sft"), demo.config("sft", "sft"))
     actor = {"actor": supervised["model"]}
     pairs = demo.config("pairs", "pairs", models=actor)
-    await demo.run(rollout, pairs)
+    await demo.run(flow_of("rollout"), pairs)
     await asyncio.to_thread(_write_pairs, demo, pairs)
-    scorer = await demo.run(reward_model, demo.config("reward_model", "reward-model", models=actor))
+    scorer = await demo.run(
+        flow_of("reward_model"), demo.config("reward_model", "reward-model", models=actor)
+    )
     both = {**actor, "reward": scorer["model"]}
-    await demo.run(rollout, demo.config("calibration", "calibration", models=both))
+    await demo.run(flow_of("rollout"), demo.config("calibration", "calibration", models=both))
     mean, std = score_statistics(_samples(demo, "calibration", CALIBRATION))
     scoring = {
         **demo.config("ppo", "ppo", models=both).model_dump()["reward_model"],
@@ -117,15 +118,13 @@ async def make_models(demo: Demo) -> PPOConfig:
         "std": std,
     }
     plan = str(files("deployments") / "demo_plan.yaml")
-    policy = demo.config("ppo", "ppo", models=both, plan=plan, reward_model=scoring)
-    assert isinstance(policy, PPOConfig)
-    return policy
+    return demo.config("ppo", "ppo", models=both, plan=plan, reward_model=scoring)
 
 
 async def measure(demo: Demo, model: str, when: str) -> float:
     """Exact-match accuracy of a model's greedy answers on held-out words."""
     name = f"accuracy-{when}"
-    await demo.run(rollout, demo.config("evaluation", name, models={"actor": model}))
+    await demo.run(flow_of("rollout"), demo.config("evaluation", name, models={"actor": model}))
     return accuracy(_samples(demo, name, SIZES["test"]))
 
 
@@ -135,8 +134,8 @@ def _samples(demo: Demo, stage: str, count: int) -> list[dict[str, Any]]:
     return samples
 
 
-def _write_pairs(demo: Demo, config: AnyConfig) -> None:
-    assert config.type == "rollout"
+def _write_pairs(demo: Demo, config: RunConfig) -> None:
+    assert isinstance(config, RolloutConfig)
     samples = _samples(demo, "pairs", SIZES["preferences"] * config.num_generations)
     pairs = preference_pairs(samples, PAIRS, demo.seed)
     if len(pairs) < PAIRS // 2:

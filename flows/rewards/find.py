@@ -6,18 +6,15 @@ What this cannot see, such as an import that fails, `config validate --rewards` 
 
 import ast
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.config.sections import RewardFunction
 from rlhf_tasks.rewards.forms import Parameters, RewardError
 from rlhf_tasks.rewards.user_code import secret_named
+from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SECRETS = ("key", "token", "password", "secret")
 
 
@@ -45,7 +42,13 @@ def blocks_named(rewards: Sequence[RewardFunction]) -> list[str]:
 def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The function's source; None where it cannot be seen, being imported there for example."""
     place, _, name = reward.function.rpartition(":")
-    path = Path(place) if place.endswith(".py") else _module_file(reward.function, place)
+    try:
+        path = Path(place) if place.endswith(".py") else module_file(place)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"reward {reward.function}: there is no module {place!r}. Install it, or name a file: "
+            "path/to/file.py:function."
+        ) from None
     if path is None:
         return None
     try:
@@ -56,67 +59,14 @@ def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | No
         ) from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"reward {reward.function}: {path} is no Python source ({error}).") from None
-    names = set(_bound(tree.body))
+    names = set(names_bound(tree.body))
     if name not in names and "*" not in names:
-        functions = ", ".join(node.name for node in tree.body if isinstance(node, _FUNCTIONS)) or "none"
+        functions = ", ".join(node.name for node in tree.body if isinstance(node, FUNCTIONS)) or "none"
         raise ConfigError(
             f"reward {reward.function}: {path} has no function {name!r} (functions there: {functions})."
         )
-    defined = [node for node in tree.body if isinstance(node, _FUNCTIONS) and node.name == name]
+    defined = [node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == name]
     return defined[-1] if defined and not defined[-1].decorator_list else None
-
-
-def _module_file(location: str, module: str) -> Path | None:
-    """The source of an importable module; None when it has none, being compiled for example, or cannot be seen."""
-    path: Sequence[str] | None = None
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        spec = _spec(".".join(parts[:count]), path)
-        if spec is None:
-            raise ConfigError(
-                f"reward {location}: there is no module {module!r}. Install it, or name a file: "
-                "path/to/file.py:function."
-            )
-        source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-        path = spec.submodule_search_locations
-        if count == len(parts):
-            return source
-        if source is not None and b"__path__" in source.read_bytes():
-            return None  # the package says itself, when it runs, where its modules are
-    return None
-
-
-def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """As importlib finds a module, without importing the packages around it; `path` is the innermost's."""
-    if "." in name and path is None:
-        return None
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        with suppress(KeyError):  # a folder without __init__.py in a package that is not imported
-            spec = None if find is None else find(name, path)
-            if spec is not None:
-                return spec
-    folders = [str(Path(place, name.rpartition(".")[2])) for place in path or ()]
-    spec = ModuleSpec(name, None, is_package=True)
-    spec.submodule_search_locations = [folder for folder in folders if Path(folder).is_dir()]
-    return spec if spec.submodule_search_locations else None
-
-
-def _bound(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that a module's top level binds, inside if, try and with too; `*` for a star import."""
-    for node in body:
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-            yield node.name
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        for child in ast.walk(node):
-            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                yield child.id
-            elif isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
-                yield child.name
-            elif isinstance(child, ast.ImportFrom) and child is not node:
-                yield from (alias.asname or alias.name for alias in child.names)
 
 
 def _check_parameters(

@@ -4,15 +4,16 @@ from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL
 
 from flows.rewards.find import blocks_named
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.config.base import RunConfig, Scores
 
 INSTEAD = "or name an environment variable: {env: VARIABLE}"
 
 
-def refuse_blocks_without_server(config: AnyConfig) -> list[str]:
+def refuse_blocks_without_server(config: RunConfig) -> list[str]:
     """The blocks that a configuration names. Raises ConfigError where there are some and the settings name no
     server: a run's own begins empty."""
-    names = blocks_named(config.rewards) if isinstance(config, PPOConfig | RolloutConfig) else []
+    names = blocks_named(config.rewards) if isinstance(config, Scores) else []
     if names and not PREFECT_API_URL.value():
         raise ConfigError(
             f"a reward's kwargs name the Prefect Secret block {names[0]!r}, and no server is configured. Set "
@@ -21,7 +22,7 @@ def refuse_blocks_without_server(config: AnyConfig) -> list[str]:
     return names
 
 
-async def secret_blocks(config: AnyConfig) -> dict[str, str]:
+async def secret_blocks(config: RunConfig) -> dict[str, str]:
     """Block -> its value, from the server that the settings name. Raises ConfigError where one is not there."""
     values = {}
     for name in refuse_blocks_without_server(config):

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flows.rewards.find import blocks_named
-from rlhf_tasks.algorithms.configurations import PPOConfig, RolloutConfig
-from rlhf_tasks.algorithms.examples import prompt_example, read_examples
+from rlhf_tasks.algorithms.examples import read_examples
+from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.dataset import load_rows
+from rlhf_tasks.data.rows import prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.rewards.forms import Answers, RewardError
 from rlhf_tasks.rewards.process import RewardProcess
@@ -26,7 +27,7 @@ class Tried(NamedTuple):
     fault: str
 
 
-def try_rewards(config: PPOConfig | RolloutConfig) -> Iterator[Tried]:
+def try_rewards(config: Scores) -> Iterator[Tried]:
     """One after the other. The completion that they judge is the end of the row's own prompt.
 
     Raises ConfigError for a Prefect block that is not there, or has no server to be on.
@@ -50,7 +51,7 @@ def try_rewards(config: PPOConfig | RolloutConfig) -> Iterator[Tried]:
         yield Tried(reward.name, value, time.monotonic() - started_s, where, fault)
 
 
-def _answers(config: PPOConfig | RolloutConfig) -> tuple[Answers, str]:
+def _answers(config: Scores) -> tuple[Answers, str]:
     rows, tokenizer = load_rows(config.data), Tokenizer.from_folder(config.models.tokenizer)
     (example,) = read_examples(prompt_example, rows, [0], tokenizer)
     ids = example.prompt_ids[-COMPLETION_TOKENS:]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import KEPT_AT_LEAST, step_folders
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.system.durable import existing
@@ -35,7 +35,7 @@ NO_DISK = DiskNeed(0, 0, 0)
 
 
 def disk_need(
-    config: AnyConfig, shapes: Mapping[str, ModelShape], iterations: int, itemsize: int
+    config: RunConfig, shapes: Mapping[str, ModelShape], iterations: int, itemsize: int
 ) -> DiskNeed:
     """What a run writes besides its journals and samples.
 

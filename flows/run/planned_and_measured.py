@@ -16,7 +16,7 @@ from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.provenance import figures_source
 from planner.pricing.run_history import RanCall, drifted, keep_figures
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
@@ -52,7 +52,7 @@ class Planned:
         return {device: peak.total_bytes for device, peak in self.price.peaks.items()}
 
 
-def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
+def planned(config: RunConfig, plan: ExecutionPlan) -> Planned:
     """The expectation for a run, from measured profiles of its models where there are some.
 
     Raises ConfigError when the plan cannot be priced, in the planner's sentence.
@@ -75,7 +75,7 @@ def planned(config: AnyConfig, plan: ExecutionPlan) -> Planned:
     return Planned(price, active_bytes, process_bytes, peak_flops_per_s, figures_source(model), figures)
 
 
-def _peak_flops_per_s(config: AnyConfig, classes: DeviceClasses) -> float | None:
+def _peak_flops_per_s(config: RunConfig, classes: DeviceClasses) -> float | None:
     if config.planning.device is None and gpus_here() and classes.profiles[0].name == CPU_SLOT:
         return None
     per_host = (classes.profiles[number].flops_per_s for number in classes.of_host)

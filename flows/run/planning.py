@@ -24,10 +24,10 @@ from planner.pricing.profile_cache import cached, read_profiles
 from planner.pricing.run_history import FiguresError, figures_file, read_figures
 from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, GRPOConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.examples import mean_prompt_tokens
-from rlhf_tasks.algorithms.graphs import GRAPHS
-from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.algorithms.registry import algorithm
+from rlhf_tasks.config.base import RunConfig, Samples, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.sections import Role
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -44,7 +44,7 @@ PROFILES = "profiles"  # folder of measured profiles, in the output folder
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
-def problem_of(config: AnyConfig, hardware: Hardware, profile: Path | None = None) -> Problem:
+def problem_of(config: RunConfig, hardware: Hardware, profile: Path | None = None) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
     Models with a profile of all hosts of a device class are priced there by that, the others by the device's figures,
@@ -61,7 +61,7 @@ def problem_of(config: AnyConfig, hardware: Hardware, profile: Path | None = Non
         raise ConfigError(str(error)) from error
 
 
-def _problem(config: AnyConfig, hardware: Hardware, profile: Path | None) -> Problem:
+def _problem(config: RunConfig, hardware: Hardware, profile: Path | None) -> Problem:
     shapes = shapes_of(config)
     models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
     workload = workload_of(config)
@@ -134,18 +134,18 @@ def _stated_profiles(path: Path, classes: DeviceClasses) -> tuple[MeasuredProfil
     return profiles
 
 
-def figures_of(config: AnyConfig, problem: Problem) -> Path:
+def figures_of(config: RunConfig, problem: Problem) -> Path:
     """Where the figures of runs of a configuration's calls are kept."""
     m = problem.model
     return figures_file(profile_folder(config), m.classes, m.models, m.workload, problem.graph.calls)
 
 
-def profile_folder(config: AnyConfig) -> Path:
+def profile_folder(config: RunConfig) -> Path:
     """Where measured profiles of a configuration's models are kept."""
     return Path(config.output_dir) / PROFILES
 
 
-def measured_folders(config: AnyConfig) -> dict[ModelShape, str]:
+def measured_folders(config: RunConfig) -> dict[ModelShape, str]:
     """A folder for each shape among a configuration's models: of its files a profile needs config.json alone.
 
     Raises ConfigError for an inline model.
@@ -162,7 +162,7 @@ def measured_folders(config: AnyConfig) -> dict[ModelShape, str]:
     return folders
 
 
-def computed_profiles(config: AnyConfig) -> list[MeasuredProfile]:
+def computed_profiles(config: RunConfig) -> list[MeasuredProfile]:
     """One profile for each shape among a configuration's models, inline ones too, as its device's figures say.
 
     Raises ConfigError as `problem_of` and `only_device` do.
@@ -185,26 +185,24 @@ def only_device(hardware: Hardware) -> DeviceProfile:
     return hardware.classes.profile(0)
 
 
-def grid_of(config: AnyConfig, workload: Workload, shape: ModelShape) -> Grid:
+def grid_of(config: RunConfig, workload: Workload, shape: ModelShape) -> Grid:
     """The points that a profile of a model has: they enclose the work of a configuration's runs."""
     longest = min(workload.cache_tokens, shape.context)
     return Grid.around(config.batch_size, workload.prompt_tokens, longest, shape.context)
 
 
-def shapes_of(config: AnyConfig) -> dict[str, ModelShape]:
+def shapes_of(config: RunConfig) -> dict[str, ModelShape]:
     """Role -> its model's shape, read from its folder or its inline configuration."""
     return {role: _shape(role, parts) for role, parts in config.roles().items()}
 
 
-def graph_of(config: AnyConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
+def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
     """The dataflow graph that a configuration describes."""
-    registered = GRAPHS[config.type]
-    return DataflowGraph(
-        registered.calls(config), registered.dataset_keys, name=config.type, architectures=shapes
-    )
+    record = algorithm(config.type)
+    return DataflowGraph(record.calls(config), record.dataset_keys, name=record.name, architectures=shapes)
 
 
-def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware:
+def hardware_of(config: RunConfig, cluster_file: Path | None = None) -> Hardware:
     """The cluster in a file, or the one that the configuration names. Raises ConfigError."""
     if cluster_file is not None:
         return read_cluster(cluster_file)
@@ -218,12 +216,12 @@ def hardware_of(config: AnyConfig, cluster_file: Path | None = None) -> Hardware
     return named_hardware(cluster, [(part.n_hosts, part.device) for part in device])
 
 
-def workload_of(config: AnyConfig) -> Workload:
+def workload_of(config: RunConfig) -> Workload:
     """Lengths and number formats of an iteration; the data are read only where `planning` names no lengths."""
     planning = config.planning
     prompt = planning.prompt_tokens or round(mean_prompt_tokens(config)) or 1
     longest = None
-    if isinstance(config, PPOConfig | GRPOConfig | RolloutConfig):
+    if isinstance(config, Samples):
         longest = config.sampling.max_completion_length
         shares = planning.new_tokens or {longest: 1.0}
         if max(shares) > longest:
@@ -237,7 +235,7 @@ def workload_of(config: AnyConfig) -> Workload:
         prompt_tokens=prompt,
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
-        epochs=config.num_ppo_epochs if isinstance(config, PPOConfig) else 1,
+        epochs=config.passes,
         itemsize=ITEMSIZES[config.dtype],
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
         reward_s=planning.reward_seconds_per_sequence,

@@ -16,16 +16,11 @@ from planner.pricing.problem import Problem, ProblemError
 from planner.pricing.provenance import extrapolation
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import (
-    AnyConfig,
-    ConfigError,
-    GRPOConfig,
-    PPOConfig,
-    RolloutConfig,
-    manual_assignments,
-)
+from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
 from rlhf_tasks.algorithms.examples import load_and_check
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
+from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
@@ -45,7 +40,7 @@ class Prepared:
     disk         what the run writes
     """
 
-    config: AnyConfig
+    config: RunConfig
     plan: ExecutionPlan
     iterations: int
     data_digest: str
@@ -60,7 +55,7 @@ class Prepared:
         return (ScheduledPlan(iteration=0, plan=self.plan), *self.changes)
 
 
-def prepare(config: AnyConfig, folder: Path | None = None) -> Prepared:
+def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
     """Check everything that can be checked before a process starts, and make the plan.
 
     folder  of a run that has its plan already
@@ -76,8 +71,8 @@ def prepare(config: AnyConfig, folder: Path | None = None) -> Prepared:
         raise ConfigError(str(error)) from error
 
 
-def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
-    _refuse_what_only_plans(config)
+def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
+    _refuse_what_cannot_run(config)
     shapes = shapes_of(config)
     for name, role in config.roles().items():
         if not role.random_init:  # a head that trains may begin at random
@@ -85,7 +80,7 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
             weight_files(Path(role.folder), specs, needs_head)
     rows, tokenizer = load_and_check(config)
     of_rewards: list[str] = []
-    if isinstance(config, PPOConfig | RolloutConfig):
+    if isinstance(config, Scores):
         columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
         of_rewards = check_rewards(config.rewards, list(columns), config.cluster.address is None)
     vocabulary = min(shape.vocab for shape in shapes.values())
@@ -94,7 +89,7 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
             f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
             "All models of a run must share the actor's tokenizer."
         )
-    iterations = iterations_of(config, len(rows))
+    iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
     refuse_full_disk(need, folder or Path(config.output_dir))
     hardware = hardware_of(config)
@@ -113,7 +108,7 @@ def _prepare(config: AnyConfig, folder: Path | None) -> Prepared:
     )
 
 
-def crowding(config: AnyConfig) -> str | None:
+def crowding(config: RunConfig) -> str | None:
     """A warning where ranks of our own cluster share the cores of this machine."""
     ranks, cores = config.cluster.n_devices, len(os.sched_getaffinity(0))
     if config.cluster.address is not None or gpus_here() or ranks <= 2 * cores:
@@ -124,7 +119,7 @@ def crowding(config: AnyConfig) -> str | None:
     )
 
 
-def make_plan(config: AnyConfig, problem: Problem, folder: Path | None = None) -> ExecutionPlan:
+def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -> ExecutionPlan:
     """The execution plan of a configuration: by hand where it names assignments, searched, or by the heuristic.
 
     problem  what the configuration asks of the planner
@@ -147,7 +142,7 @@ def make_plan(config: AnyConfig, problem: Problem, folder: Path | None = None) -
     return plan
 
 
-def _made_plan(config: AnyConfig, problem: Problem) -> ExecutionPlan:
+def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
     """The plan that is searched, or the heuristic's; it fits memory."""
     try:
         if config.plan == "auto":
@@ -158,7 +153,7 @@ def _made_plan(config: AnyConfig, problem: Problem) -> ExecutionPlan:
         raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error
 
 
-def _devices_assumed(config: AnyConfig, problem: Problem) -> str:
+def _devices_assumed(config: RunConfig, problem: Problem) -> str:
     """What a plan that does not fit took devices for, where the configuration does not say."""
     if config.planning.device is not None:
         return ""
@@ -183,21 +178,18 @@ def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> E
     return plan
 
 
-def _refuse_what_only_plans(config: AnyConfig) -> None:
-    """Raises ConfigError for a configuration that is enough to plan with but not to run."""
-    if isinstance(config, GRPOConfig):
-        raise ConfigError("type: grpo can be drawn and planned; its training comes with a later version.")
+def _refuse_what_cannot_run(config: RunConfig) -> None:
+    """Raises ConfigError for a configuration that is enough to plan with but not to run, and for an algorithm that
+    lacks a function."""
+    record = algorithm(config.type)
+    if record.functions is None:
+        raise ConfigError(
+            f"type: {record.name} can be drawn and planned; its training comes with a later version."
+        )
+    record.calls(config)  # here, before minutes go into checking data
     for role in type(config.models).model_fields:
         if isinstance(getattr(config.models, role), InlineModel):
             raise ConfigError(
                 f"models.{role} is an inline config, which has no weights: enough to plan, not to run. "
                 "Name a Hugging Face model folder."
             )
-
-
-def iterations_of(config: AnyConfig, n_rows: int) -> int:
-    """Iterations of a run: as configured; a rollout passes once over its rows."""
-    if config.type == "rollout":
-        per_iteration = config.batch_size // config.num_generations
-        return -(-n_rows // per_iteration)
-    return config.total_iterations

@@ -25,7 +25,7 @@ from flows.run.runs import cluster_of
 from flows.run.training import RunControl, run_training
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.profile_cache import store
-from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.profiling.measurements import Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import Committed
@@ -35,13 +35,13 @@ PIECE_DEADLINE_S = 900.0  # of one model under one tp degree
 
 
 @flow(name="rlhf-profile", persist_result=False)
-async def rlhf_profile(config: AnyConfig) -> list[str]:
+async def rlhf_profile(config: RunConfig) -> list[str]:
     """Measure the models of a configuration on its cluster, in minutes. Returns the profiles' files."""
     profiles = await measure_profiles(config)
     return [str(store(profile, profile_folder(config))) for profile in profiles]
 
 
-async def measure_profiles(config: AnyConfig) -> list[MeasuredProfile]:
+async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
     """One profile for each shape among a configuration's models. Called inside a flow.
 
     Raises ConfigError for inline models, several device classes and a cluster that does not fit, RunFailed when the

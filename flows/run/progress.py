@@ -27,7 +27,7 @@ from flows.view.clocks import spans_of
 from flows.view.events import CommitEvents
 from flows.view.prefect_api import Away, PrefectApi
 from flows.view.terminal import RunProgress, tell
-from rlhf_tasks.algorithms.configurations import MADE_PLANS, AnyConfig
+from rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
 from rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
 from rlhf_tasks.protocol.messages import Committed, Enterable, Faulted, IterationRan, PlanChanged, PlanKept
 from rlhf_tasks.protocol.scheduled_plans import plan_at
@@ -241,7 +241,7 @@ def latest_samples(folder: Path, count: int = 8) -> list[dict[str, Any]]:
     return [{name: row[name] for name in shown} for row in read_jsonl(files[-1])[:count]]
 
 
-def run_tags(config: AnyConfig) -> list[str]:
+def run_tags(config: RunConfig) -> list[str]:
     """`algo:`, `model:` and `plan:`, by which runs are found in the UI."""
     folder = Path(config.roles()[next(iter(config.roles()))].folder)
     model = (

@@ -19,7 +19,7 @@ from flows.run.run_folder import existing_run_folder
 from flows.run.training import RunControl
 from planner.pricing.plans import price_plan
 from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan, Frozen
@@ -59,7 +59,7 @@ def is_worth_it(proposal: Proposal, iterations_left: int) -> bool:
     return clear and saved_s * iterations_left > proposal.present_iteration_time_s
 
 
-def propose(config: AnyConfig, present: ExecutionPlan) -> Proposal:
+def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
     """Search for a plan by the figures that are kept by now. Raises ValueError where none fits."""
     problem = problem_of(config, hardware_of(config))
     found = find_plan(problem, time_limit_s=config.planning.time_limit_s, seed=config.seed)
@@ -81,7 +81,7 @@ def answer(folder: str, iteration: str) -> None:
     print(propose(config, plan_at(plans, int(iteration)).plan).model_dump_json())
 
 
-async def propose_beside(config: AnyConfig, folder: Path, iteration: int) -> Proposal | None:
+async def propose_beside(config: RunConfig, folder: Path, iteration: int) -> Proposal | None:
     """`propose` in a process of its own; None when it fails or takes too long. Cancelling ends the process."""
     command = ["-c", _START, json.dumps(sys.path), str(folder), str(iteration)]
     process = await asyncio.create_subprocess_exec(
@@ -99,7 +99,7 @@ async def propose_beside(config: AnyConfig, folder: Path, iteration: int) -> Pro
     return Proposal.model_validate_json(output) if process.returncode == 0 else None
 
 
-Propose = Callable[[AnyConfig, Path, int], Awaitable[Proposal | None]]
+Propose = Callable[[RunConfig, Path, int], Awaitable[Proposal | None]]
 
 
 class Replanning:
@@ -113,7 +113,7 @@ class Replanning:
 
     def __init__(
         self,
-        config: AnyConfig,
+        config: RunConfig,
         folder: Path,
         plans: Sequence[ScheduledPlan],
         expected: Mapping[int, Planned],

@@ -30,7 +30,7 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, make_config, resolve_paths
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
 from rlhf_tasks.checkpoint.commits import ATTEMPTS
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
@@ -43,7 +43,7 @@ BEGUN = (
 )
 
 
-def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
+def new_run_folder(config: RunConfig, now: datetime | None = None) -> Path:
     """Make the folder of a new run and write its configuration; gives its path.
 
     A configuration without a name gets a fresh one from its type and the time (UTC). Raises ConfigError when
@@ -67,7 +67,7 @@ def new_run_folder(config: AnyConfig, now: datetime | None = None) -> Path:
     )
 
 
-def _make(folder: Path, config: AnyConfig) -> bool:
+def _make(folder: Path, config: RunConfig) -> bool:
     """Make a run folder; False where there is one. It appears with its configuration in it: whenever this process
     ends, the run can be gone on with."""
     if folder.exists():
@@ -87,7 +87,7 @@ def _make(folder: Path, config: AnyConfig) -> bool:
     return True
 
 
-def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
+def existing_run_folder(path: str | Path) -> tuple[Path, RunConfig]:
     """A run folder to go on with, and its configuration. Raises ConfigError when it is none."""
     folder = Path(path)
     if not (folder / CONFIG).is_file():
@@ -96,8 +96,8 @@ def existing_run_folder(path: str | Path) -> tuple[Path, AnyConfig]:
 
 
 def open_run(
-    config: AnyConfig | None, run_folder: str | None = None, flow_run_id: str | None = None
-) -> tuple[Path | None, AnyConfig]:
+    config: RunConfig | None, run_folder: str | None = None, flow_run_id: str | None = None
+) -> tuple[Path | None, RunConfig]:
     """The folder of a run to go on with and its configuration; for a new run None, and its configuration.
 
     run_folder   of a run to go on with; without it the configuration's `resume` says whether there is one
@@ -130,7 +130,7 @@ def refuse_unwritable(folder: Path, name: str) -> None:
         ) from None
 
 
-def _begun_in(config: AnyConfig) -> str | Path | None:
+def _begun_in(config: RunConfig) -> str | Path | None:
     """The run folder that a configuration's `resume` names, if any."""
     if config.resume not in ("never", "auto"):
         return config.resume
@@ -147,7 +147,7 @@ def remember_folder(folder: Path, flow_run_id: str) -> None:
     (place / flow_run_id).touch()
 
 
-def _begun_by(flow_run_id: str | None, config: AnyConfig) -> Path | None:
+def _begun_by(flow_run_id: str | None, config: RunConfig) -> Path | None:
     """The run folder that a flow run has begun, if it is still there."""
     if flow_run_id is None:
         return None
@@ -156,7 +156,7 @@ def _begun_by(flow_run_id: str | None, config: AnyConfig) -> Path | None:
 
 
 @contextmanager
-def run_folder_of(config: AnyConfig, folder: Path | None) -> Iterator[Path]:
+def run_folder_of(config: RunConfig, folder: Path | None) -> Iterator[Path]:
     """The folder of a run to go on with, or a new run's (see `new_run_folder`).
 
     A new run that is refused before its first attempt, for its cluster say, leaves none behind: its name is free.

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from flows.run.prepare import Prepared
 from flows.run.run_folder import CONFIG, taken
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, make_config
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from rlhf_tasks.checkpoint.accepted_changes import Accepted, last_accepted, write_accepted
 from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
 from rlhf_tasks.checkpoint.journals import (
@@ -144,7 +144,7 @@ def _marks(folder: Path, manifest: Manifest) -> Mapping[str, JournalMark]:
     return accepted.journals if accepted and accepted.step == manifest.step else manifest.journals
 
 
-def _refuse_another_model(folder: Path, manifest: Manifest, config: AnyConfig) -> None:
+def _refuse_another_model(folder: Path, manifest: Manifest, config: RunConfig) -> None:
     for role, parts in config.roles().items():
         record = manifest.roles.get(role)
         if record is not None:
@@ -169,7 +169,7 @@ def _committed_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
         return {key: value for key, value in document.items() if key not in FREE}
 
 
-def _compared(config: AnyConfig) -> dict[str, Any]:
+def _compared(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude=set(FREE))
 
 
@@ -190,7 +190,7 @@ def _short(value: Any) -> str:
 # --- models ------------------------------------------------------------------------------------------------
 
 
-def model_digests(config: AnyConfig) -> dict[str, dict[str, str]]:
+def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
     """Model folder -> file -> digest, of the files that a run reads of its models and its tokenizer.
 
     Of a file above 64 MiB its size, its first MiB and 1024 samples are hashed: enough for another or a newly trained

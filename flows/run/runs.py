@@ -35,7 +35,7 @@ from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_tr
 from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import latest_commit, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
@@ -48,7 +48,7 @@ ENDS_S = 600.0  # what the process before may take to end where Prefect starts a
 
 
 async def carry_out(
-    algorithm: str, config: AnyConfig | None, run_folder: str | None = None
+    algorithm: str, config: RunConfig | None, run_folder: str | None = None
 ) -> dict[str, Any] | State[Any]:
     """Run a configuration to its end, or go on from the last commit in `run_folder`; gives the summary, or the state
     of a run that is cancelled.
@@ -97,7 +97,7 @@ async def carry_out(
                 await view.close()
 
 
-def _prepared(config: AnyConfig, folder: Path | None) -> tuple[Prepared, dict[int, Planned]]:
+def _prepared(config: RunConfig, folder: Path | None) -> tuple[Prepared, dict[int, Planned]]:
     """A configuration that was found fit, and what is expected of its plans."""
     prepared = prepare(config, folder)
     if folder is not None:
@@ -213,7 +213,7 @@ class Attempts:
 
 @contextmanager
 def cluster_of(
-    config: AnyConfig,
+    config: RunConfig,
     folder: Path,
     needs: Mapping[int, float] | None = None,
     again: bool = False,

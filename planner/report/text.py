@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 from planner.plan.graph import DataflowGraph
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.spec import (
     CallNode,
     ExecutionPlan,
@@ -18,24 +17,22 @@ from rlhf_tasks.spec import (
     SaveNode,
     TransferNode,
 )
+from rlhf_tasks.system.reading import ConfigError
 
 
-def algorithm_graph(algorithm: str) -> DataflowGraph:
-    """The dataflow graph of a registered algorithm at a nominal size, for drawing.
+def algorithm_graph(name: str) -> DataflowGraph:
+    """The dataflow graph of an algorithm at a nominal size, with all the models that it may have, for drawing.
 
-    Raises ValueError naming the registered algorithms.
+    Raises ConfigError naming the registered algorithms, and where a graph depends on what has no default.
     """
-    if algorithm not in GRAPHS:
-        raise ValueError(f"There is no algorithm {algorithm!r}; registered are {', '.join(GRAPHS)}.")
-    registered = GRAPHS[algorithm]
-    nominal = SimpleNamespace(
-        batch_size=1,
-        num_mini_batches=1,
-        scoring_role="reward",
-        records_kept=False,
-        truncated_responses="keep",
-    )
-    return DataflowGraph(registered.calls(nominal), registered.dataset_keys, name=algorithm)
+    record = algorithm(name)
+    try:
+        calls = record.calls(record.nominal())
+    except AttributeError as fault:
+        raise ConfigError(
+            f"the graph of {name!r} cannot be drawn without a configuration: {fault}."
+        ) from None
+    return DataflowGraph(calls, record.dataset_keys, name=name)
 
 
 def dataflow_mermaid(graph: DataflowGraph) -> str:

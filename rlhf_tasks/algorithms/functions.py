@@ -1,32 +1,24 @@
-"""Every algorithm's functions by the names that its configuration and its graph use."""
+"""An algorithm's functions, imported where they run: on ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable
+from importlib import import_module
 
-from rlhf_tasks.algorithms import fetch, ppo, reward_model, rollout, sft
-from rlhf_tasks.algorithms.configurations import AnyConfig
-from rlhf_tasks.algorithms.shared import generation
+from rlhf_tasks.algorithms.registry import Algorithm
 from rlhf_tasks.algorithms.shared.context import CallFunction
-from rlhf_tasks.data.dataset import Rows
-from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.rewards.user_code import UserCodeError
 
-FUNCTIONS: Mapping[str, Mapping[str, CallFunction]] = {
-    "ppo": {
-        "actor_generate": generation.generate,
-        "reward_inference": rollout.reward_inference_of_ppo,
-        "ref_inference": ppo.ref_inference,
-        "critic_inference": ppo.critic_inference,
-        "actor_train": ppo.actor_train,
-        "critic_train": ppo.critic_train,
-    },
-    "sft": {"actor_train": sft.actor_train},
-    "reward_model": {"reward_train": reward_model.reward_train},
-    "rollout": {"actor_generate": generation.generate, "reward_inference": rollout.reward_inference},
-}
 
-FETCH: Mapping[str, Callable[[Rows, Tokenizer, AnyConfig, Sequence[int]], SampleBatch]] = {
-    "ppo": fetch.fetch_prompts,
-    "sft": fetch.fetch_completions,
-    "reward_model": fetch.fetch_pairs,
-    "rollout": fetch.fetch_prompts,
-}
+def load_functions(algorithm: Algorithm, calls: Iterable[str]) -> dict[str, CallFunction]:
+    """The function of each call, by the call's name.
+
+    Raises UserCodeError naming the package where they cannot be imported: another rank would fare no better.
+    """
+    assert algorithm.functions is not None, f"{algorithm.name} can only be planned"
+    try:
+        module = import_module(algorithm.functions)
+        return {call: getattr(module, call) for call in calls}
+    except Exception as fault:
+        raise UserCodeError(
+            f"the functions of the algorithm {algorithm.name!r} of the package {algorithm.package} cannot be "
+            f"imported: {type(fault).__name__}: {fault}"
+        ) from fault

@@ -1,24 +1,45 @@
-"""What run configurations have in common, made of the sections in config_parts.py. Torch-free."""
+"""What run configurations have in common, made of the sections in config_parts.py. Torch-free.
 
-from typing import Literal, Self
+Every configuration is a `RunConfig`, and says by its other bases what its runs do: `TrainingConfig` trains, `Samples`
+generates, `Scores` judges what was generated. Code outside `algorithms/` asks for these, and for no algorithm.
+"""
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlhf_tasks.config.sections import (
     MOST_ITERATIONS,
+    MOST_SECONDS,
     MOST_SEQS,
     ClusterConfig,
     DataConfig,
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
+    RewardFunction,
+    RewardModelScore,
+    Role,
     RuntimeConfig,
+    SamplingConfig,
     Settings,
 )
 
+if TYPE_CHECKING:
+    from rlhf_tasks.data.dataset import Rows
 
-class BaseConfig(Settings):
-    """What all runs share."""
+
+class RunConfig(Settings):
+    """What all runs share.
+
+    type    the algorithm's name: a Literal in each class, with itself as default
+    models  where each role's weights are: `ActorOnly` or one of its kinds
+    """
+
+    if TYPE_CHECKING:  # each class declares its own
+        type: Any
+        models: Any
 
     data: DataConfig
     name: str | None = Field(
@@ -57,6 +78,23 @@ class BaseConfig(Settings):
     planning: PlanningConfig = Field(default=PlanningConfig(), description="What only the planner reads.")
     runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
 
+    @abstractmethod
+    def roles(self) -> dict[str, Role]:
+        """Every role of the run, by its name in the graph; `reward` where a reward model scores."""
+
+    @abstractmethod
+    def iterations(self, n_rows: int) -> int:
+        """Iterations of the run, whose data set has so many rows."""
+
+    def row_of(self, rows: "Rows", sample: int) -> int:
+        """The row that a sample is made of, by its global id: rows are drawn anew for each epoch."""
+        return rows.row_of(sample, self.seed)
+
+    @property
+    def passes(self) -> int:
+        """Passes of a train call over an iteration's batch."""
+        return 1
+
     @model_validator(mode="after")
     def _replans_what_was_searched(self) -> Self:
         if self.replan == "auto" and self.plan != "auto":
@@ -89,7 +127,7 @@ class BaseConfig(Settings):
         return self
 
 
-class TrainingConfig(BaseConfig):
+class TrainingConfig(RunConfig):
     """What training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
 
     total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
@@ -102,6 +140,10 @@ class TrainingConfig(BaseConfig):
         description="Recompute a layer's activations in its backward pass: less memory, more time.",
     )
 
+    def iterations(self, n_rows: int) -> int:
+        """As configured."""
+        return self.total_iterations
+
     @field_validator("num_mini_batches")
     @classmethod
     def _mini_batches_divide(cls, value: int, info: ValidationInfo) -> int:
@@ -111,3 +153,58 @@ class TrainingConfig(BaseConfig):
                 f"{value} does not divide batch_size={batch_size}. Make batch_size a multiple of it."
             )
         return value
+
+
+class Samples(RunConfig):
+    """What runs share that generate."""
+
+    sampling: SamplingConfig
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether samples carry what top-k and top-p kept, for calls that must leave out the same tokens again."""
+        return False
+
+
+class Scores(RunConfig):
+    """What runs share whose responses are scored, by Python functions, a reward model, or both."""
+
+    rewards: tuple[RewardFunction, ...] = Field(
+        default=(), description="Python rewards, summed with weights."
+    )
+    reward_model: RewardModelScore = Field(
+        default=RewardModelScore(), description="How the reward model's score enters."
+    )
+    missing_eos_penalty: float = Field(
+        default=0.0, ge=0, description="Subtracted where a response has no end token."
+    )
+    reward_timeout_s: float = Field(
+        default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards get per batch."
+    )
+    reward_memory_bytes: int = Field(
+        default=4 * 2**30,
+        gt=0,
+        description="Memory of the Python rewards' process beside each rank, with all that it starts.",
+    )
+
+    @property
+    def scoring_role(self) -> str:
+        """The role whose mesh scores: the reward model, or where only functions score the reference, or the actor."""
+        roles = self.roles()
+        return next(role for role in ("reward", "ref", "actor") if role in roles)
+
+    @model_validator(mode="after")
+    def _refuse_equal_names(self) -> Self:
+        names = [reward.name for reward in self.rewards]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")
+        return self
+
+
+def refuse_split_groups(num_generations: int, batch_size: int) -> None:
+    """Raises ValueError where a batch does not hold all samples of each of its prompts."""
+    if batch_size % num_generations:
+        raise ValueError(
+            f"num_generations={num_generations} does not divide batch_size={batch_size}. "
+            "Make batch_size a multiple of num_generations."
+        )

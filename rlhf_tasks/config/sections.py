@@ -155,28 +155,6 @@ class RewardModelScore(Settings):
     )
 
 
-class ScoringConfig(Settings):
-    """How responses are scored, by Python functions, a reward model, or both."""
-
-    rewards: tuple[RewardFunction, ...] = Field(
-        default=(), description="Python rewards, summed with weights."
-    )
-    reward_model: RewardModelScore = Field(
-        default=RewardModelScore(), description="How the reward model's score enters."
-    )
-    missing_eos_penalty: float = Field(
-        default=0.0, ge=0, description="Subtracted where a response has no end token."
-    )
-    reward_timeout_s: float = Field(
-        default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards get per batch."
-    )
-    reward_memory_bytes: int = Field(
-        default=4 * 2**30,
-        gt=0,
-        description="Memory of the Python rewards' process beside each rank, with all that it starts.",
-    )
-
-
 class SamplingConfig(Settings):
     """How responses are sampled."""
 

@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.system.counter_random import permutation
-from rlhf_tasks.system.reading import ConfigError, one_line, reading
+from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-
 
 MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
 FREE_BYTES, MOST_GROWTH = 64 << 20, 100
@@ -43,10 +42,6 @@ PIECE_BYTES = 1 << 20  # read at once
 ROWS_AT_ONCE = 256  # of Parquet
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character beyond 16 bits, written as an escape
-
-
-class DataError(ConfigError):
-    """A data set that cannot be used: one sentence that names `file:line` (Parquet: `file:row`)."""
 
 
 class _File(Protocol):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.checkpoint.manifest import CheckpointError, RoleRecord, verify
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -16,7 +16,7 @@ from rlhf_tasks.rank.role_engines import DTYPES
 _ALONE = Placement((0,), ParallelStrategy())
 
 
-def export_commit(commit: Path, config: AnyConfig, role: str, folder: Path) -> None:
+def export_commit(commit: Path, config: RunConfig, role: str, folder: Path) -> None:
     """Write a trained role of a commit as a Hugging Face folder, in the run's dtype.
 
     commit  a `step-NNNNNNNN` folder; it is verified first

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from rlhf_tasks.algorithms.configurations import RUN_CONFIG
-from rlhf_tasks.algorithms.fetch import row_of
-from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.functions import load_functions
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
@@ -59,7 +60,11 @@ class RankRun:
         self, spec: GenerationSpec, device: torch.device, on_saved: Callable[[SavedPart], None]
     ) -> None:
         self._spec, self._plan, self.device = spec, spec.plan, device
-        self._config = RUN_CONFIG.validate_python(spec.config)
+        self._config = make_config(spec.config)
+        self._algorithm = algorithm(self._config.type)
+        self._functions = load_functions(
+            self._algorithm, (node.call.name for node in spec.plan.nodes if isinstance(node, CallNode))
+        )
         self._groups = ProcessGroups(
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
@@ -132,7 +137,7 @@ class RankRun:
     def _fetch(self, node: FetchNode, request: NodeRequest) -> Outcome:
         if self._spec.rank in node.placement.heads:
             mine = shares(node.side, self._ids(request))[self._spec.rank]
-            fetched = FETCH[self._config.type](self._rows, self._tokenizer, self._config, mine)
+            fetched = fetch(self._algorithm, self._rows, self._tokenizer, self._config, mine)
             reach(Point.FETCH)
             self._samples.put(fetched.to(self._groups.device))
         return Outcome()
@@ -154,12 +159,12 @@ class RankRun:
             tokenizer=self._tokenizer,
             rewards=self._rewards,
             run_folder=Path(self._spec.run_folder),
-            where=lambda sample: self._rows.where(row_of(self._rows, self._config, sample)),
+            where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
         )
         if node.trains:
             self._at_step.pop(call.role, None)
         flops_before = engine.flops
-        output = FUNCTIONS[self._config.type][call.name](engine, batch, context)
+        output = self._functions[call.name](engine, batch, context)
         if node.trains:
             engine.version += 1
             reach(Point.TRAINED)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.config.sections import OptimizerConfig, Role
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
@@ -32,7 +32,7 @@ class RoleEngines:
     `reallocate` and go by `release`; after that their engine's shell is kept without weights.
     """
 
-    def __init__(self, plan: ExecutionPlan, config: AnyConfig, groups: ProcessGroups) -> None:
+    def __init__(self, plan: ExecutionPlan, config: RunConfig, groups: ProcessGroups) -> None:
         self._plan, self._groups = plan, groups
         self._roles = config.roles()
         self._dtype = DTYPES[config.dtype]

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_tasks.algorithms.configurations import AnyConfig, PPOConfig, RolloutConfig
+from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values
 from rlhf_tasks.rewards.helper import STACK_SIGNAL, late_message
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
@@ -62,9 +62,9 @@ class RewardProcess:
     """
 
     def __init__(
-        self, config: AnyConfig, iterations: int = 1, blocks: Mapping[str, str] | None = None
+        self, config: RunConfig, iterations: int = 1, blocks: Mapping[str, str] | None = None
     ) -> None:
-        self._config = config if isinstance(config, PPOConfig | RolloutConfig) else None
+        self._config = config if isinstance(config, Scores) else None
         self._iterations, self._blocks = iterations, dict(blocks or {})
         self._helper: _Helper | None = None
         self._closed = False
@@ -115,7 +115,7 @@ class RewardProcess:
             self._end()
             raise
 
-    def _ask(self, config: PPOConfig | RolloutConfig, request: dict[str, Any], until_s: float) -> Judged:
+    def _ask(self, config: Scores, request: dict[str, Any], until_s: float) -> Judged:
         """Raises RewardError, and _Killed when the helper was killed from outside."""
         if self._closed:
             raise RewardError("the rank's reward process is closed.")
@@ -139,7 +139,7 @@ class RewardProcess:
                         return Judged(values, logged)
         raise self._ended(helper, config)
 
-    def _ended(self, helper: "_Helper", config: PPOConfig | RolloutConfig) -> Exception:
+    def _ended(self, helper: "_Helper", config: Scores) -> Exception:
         """Why there is no reply: a reward has ended the helper, or somebody else has."""
         status = helper.status()
         if self._closed:
@@ -274,7 +274,7 @@ class _Helper:
 
 
 @contextlib.contextmanager
-def _naming(helper: _Helper, config: PPOConfig | RolloutConfig) -> Iterator[None]:
+def _naming(helper: _Helper, config: Scores) -> Iterator[None]:
     """A helper that is late or too large becomes a RewardError that says where in the user's code it is."""
     try:
         yield
@@ -293,5 +293,5 @@ def _naming(helper: _Helper, config: PPOConfig | RolloutConfig) -> Iterator[None
         ) from None
 
 
-def _names(config: PPOConfig | RolloutConfig) -> str:
+def _names(config: Scores) -> str:
     return ", ".join(repr(reward.name) for reward in config.rewards)

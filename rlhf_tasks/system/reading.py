@@ -21,6 +21,10 @@ class ConfigError(ValueError):
     """What a user gave cannot be used: one sentence naming the place, the value and what to change."""
 
 
+class DataError(ConfigError):
+    """A data set that cannot be used: one sentence that names `file:line` (Parquet: `file:row`)."""
+
+
 @dataclass
 class Place:
     """What is read. line: where the parser stands, from 1; 0 where it does not say."""

@@ -7,7 +7,7 @@ import pytest
 from prefect.testing.standard_test_suites.blocks import BlockStandardTestSuite
 
 from blocks import ExecutionPlan, PPOConfiguration, RlhfCluster
-from rlhf_tasks.algorithms.configurations import PPOConfig
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 
 class _Standard(BlockStandardTestSuite):

@@ -15,7 +15,9 @@ from flows.demo.data import (
     write_demo_data,
     write_jsonl,
 )
-from rlhf_tasks.algorithms.configurations import AnyConfig, PPOConfig, RolloutConfig, load_config
+from rlhf_tasks.algorithms.configurations import RunConfig, load_config
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.rollout.config import RolloutConfig
 from rlhf_tasks.rewards.samples_folder import read_samples
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 
@@ -33,7 +35,7 @@ def test_every_configuration_loads_and_fits_the_model(path: Path, tmp_path: Path
         assert longest <= MODEL["max_position_embeddings"]
 
 
-def stage(name: str, base: Path, *overrides: str) -> tuple[AnyConfig, OneRank, Path]:
+def stage(name: str, base: Path, *overrides: str) -> tuple[RunConfig, OneRank, Path]:
     config = load_config(FOLDER / f"{name}.yaml", [f"seed={SEED}", *overrides], base)
     run_folder = base / "runs" / (config.name or name)
     return config, OneRank(config, run_folder), run_folder

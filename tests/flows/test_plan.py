@@ -12,7 +12,8 @@ from prefect.exceptions import ParameterTypeError
 from blocks import ExecutionPlan
 from flows.plan import plan
 from planner.pricing.profile_cache import write_profiles
-from rlhf_tasks.algorithms.configurations import ConfigError, PPOConfig, make_config, manual_assignments
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config, manual_assignments
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from tests.flows.plan_documents import KEYS, measured, ppo
 from tests.markdown import plain, table_of
 from tests.ppo_calls import PPO_CALLS

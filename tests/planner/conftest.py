@@ -16,7 +16,7 @@ from planner.pricing.devices import preset
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
 from rlhf_tasks.algorithms.configurations import ASSIGNMENTS
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
@@ -27,7 +27,7 @@ DEMO_PLAN = Path(__file__).parents[2] / "deployments/demo_plan.yaml"
 
 @pytest.fixture
 def make_graph() -> Callable[..., DataflowGraph]:
-    def make(algorithm: str = "ppo", n_seqs: int = 64, mini_batches: int = 2, **sizes: str) -> DataflowGraph:
+    def make(name: str = "ppo", n_seqs: int = 64, mini_batches: int = 2, **sizes: str) -> DataflowGraph:
         config = {
             "batch_size": n_seqs,
             "num_mini_batches": mini_batches,
@@ -36,10 +36,8 @@ def make_graph() -> Callable[..., DataflowGraph]:
             "truncated_responses": "keep",
             **sizes,
         }
-        registered = GRAPHS[algorithm]
-        return DataflowGraph(
-            registered.calls(SimpleNamespace(**config)), registered.dataset_keys, name=algorithm
-        )
+        registered = algorithm(name)
+        return DataflowGraph(registered.graph(SimpleNamespace(**config)), registered.dataset_keys, name=name)
 
     return make
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class CallContext:
     where          global id of a sample -> `file:line` of its row
     """
 
-    config: AnyConfig
+    config: RunConfig
     iteration: int
     first_sample: int
     n_seqs: int

@@ -1,4 +1,4 @@
-"""The reward call that PPO and rollouts share: Python rewards and the reward model, summed with weights."""
+"""What responses are worth: Python rewards and the reward model, summed with weights."""
 
 import json
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import PPOConfig, RolloutConfig
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.config.base import Scores
 from rlhf_tasks.config.sections import RewardModelScore
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -53,11 +53,11 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
     Raises RewardError, with the sample, when a Python reward fails or is late, or none judges any.
     """
     config = context.config
-    assert isinstance(config, PPOConfig | RolloutConfig), f"{config.type} runs do not score"
+    assert isinstance(config, Scores), f"{config.type} runs do not score"
     answers = read_answers(batch, context) if engine.is_head else None
     pending = None if answers is None else context.rewards.submit(answers, context.iteration)
     raw = None
-    if config.models.reward is not None:
+    if config.scoring_role == "reward":
         rows = engine.inference(batch, last_value, context.micro_batches)
         raw = None if rows is None else rows.values.double().cpu()
     if answers is None or pending is None:
@@ -125,7 +125,7 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:
     """reward, reward_std over the iteration's samples, rewards/<name>/mean (reward_model: of raw scores)."""
     config = context.config
-    assert isinstance(config, PPOConfig | RolloutConfig)
+    assert isinstance(config, Scores), f"{config.type} runs do not score"
     names = [function.name for function in config.rewards]
     sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64)
     if scored is not None:
@@ -144,6 +144,6 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
     for place, name in enumerate(names):
         if by_name[2 * place + 1]:
             metrics[f"rewards/{name}/mean"] = by_name[2 * place] / by_name[2 * place + 1]
-    if config.models.reward is not None:
+    if config.scoring_role == "reward":
         metrics["rewards/reward_model/mean"] = raw / n
     return metrics

@@ -143,7 +143,7 @@ COMMAND = """
     async def rlhf_ppo(config, folder):
         await lose_a_signal()
 
-    session.FLOWS["ppo"] = rlhf_ppo
+    session.OWN_FLOWS["ppo"] = rlhf_ppo
     with handled_as_by_prefect():
         session.run_here("ppo", None, Path("mine"))
 """

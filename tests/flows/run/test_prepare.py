@@ -16,7 +16,7 @@ from planner.plan.build import PlanError
 from planner.pricing.devices import preset
 from planner.pricing.profile_cache import store
 from planner.search.search import find_plan
-from rlhf_tasks.algorithms.configurations import AnyConfig, ConfigError, make_config
+from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
 from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
@@ -26,11 +26,11 @@ from tests.flows.plan_documents import measured, ppo
 from tests.ppo_calls import PPO_CALLS
 
 
-def auto(**changes) -> AnyConfig:
+def auto(**changes) -> RunConfig:
     return make_config(ppo(plan="auto", planning={"prompt_tokens": 16, "time_limit_s": 2}, **changes))
 
 
-def plan_of(config: AnyConfig, folder: Path | None = None) -> ExecutionPlan:
+def plan_of(config: RunConfig, folder: Path | None = None) -> ExecutionPlan:
     return make_plan(config, problem_of(config, hardware_of(config)), folder)
 
 
@@ -112,7 +112,7 @@ LAYER_OF_70B = {  # as in Llama 2 70B, which has 80 such layers
 }
 
 
-def large(layers: int, **changes) -> AnyConfig:
+def large(layers: int, **changes) -> RunConfig:
     """PPO of an actor with so many layers, and a small reward model and critic, on 2 hosts of 8 GPUs."""
     actor, reward = ({"config": {**LAYER_OF_70B, "num_hidden_layers": n}} for n in (layers, 4))
     fields = {

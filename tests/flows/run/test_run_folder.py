@@ -13,7 +13,7 @@ from flows.run.restarts import Restarts
 from flows.run.run_folder import existing_run_folder, new_run_folder, open_run, run_folder_of, taken
 from flows.run.runs import _exported_step, carry_out
 from flows.run.training import next_attempt
-from rlhf_tasks.algorithms.configurations import RUN_CONFIG, ConfigError
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 
 
 def config(tmp_path, **more):
@@ -24,7 +24,7 @@ def config(tmp_path, **more):
         "total_iterations": 1,
         "output_dir": str(tmp_path / "runs"),
     }
-    return RUN_CONFIG.validate_python({**fields, **more})
+    return make_config({**fields, **more})
 
 
 def test_a_name_in_use_is_refused_with_the_way_to_go_on(tmp_path):

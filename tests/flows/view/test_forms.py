@@ -11,7 +11,9 @@ from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.sft import sft
 from flows.view.forms import GROUP_OF, title_of
-from rlhf_tasks.algorithms.configurations import CONFIG_TYPES, PPOConfig, SFTConfig
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from rlhf_tasks.algorithms.sft.config import SFTConfig
 
 FLOWS = [rlhf_ppo, sft, reward_model, rollout, plan]
 SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}
@@ -35,7 +37,7 @@ def test_no_form_has_what_a_ui_cannot_draw_or_a_class_name(flow):
 
 
 def test_every_field_of_every_configuration_has_its_group():
-    fields = {name for config in CONFIG_TYPES.values() for name in config.model_fields}
+    fields = {name for kind in algorithm_names() for name in algorithm(kind).config.model_fields}
     assert set(GROUP_OF) == fields
 
 

@@ -22,7 +22,7 @@ from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from rlhf_tasks.algorithms.configurations import load_config, read_assignments
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.spec import ExecutionPlan
 from tests.rlhf_tasks.plans import small_plan
 
@@ -32,8 +32,8 @@ DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
 @pytest.fixture(scope="module")
 def demo_plan() -> ExecutionPlan:
     """The plan of `make demo`: 23 nodes, with transfers, reallocations and releases."""
-    ppo = GRAPHS["ppo"]
-    calls = ppo.calls(load_config(DEPLOYMENTS / "demo" / "ppo.yaml"))
+    ppo = algorithm("ppo")
+    calls = ppo.graph(load_config(DEPLOYMENTS / "demo" / "ppo.yaml"))
     graph = DataflowGraph(calls, ppo.dataset_keys, name="ppo")
     return build_plan(graph, read_assignments(DEPLOYMENTS / "demo_plan.yaml", 4), Cluster(1, 4))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planner.plan.build import PlanError, build_plan
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster, meshes
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import mini_batch_blocks, partition
 from rlhf_tasks.spec import (
@@ -317,7 +317,7 @@ class _Sizes:
     records_kept, truncated_responses = True, "bootstrap"
 
 
-GRAPH = DataflowGraph(GRAPHS["ppo"].calls(_Sizes), GRAPHS["ppo"].dataset_keys, name="ppo")
+GRAPH = DataflowGraph(algorithm("ppo").graph(_Sizes), algorithm("ppo").dataset_keys, name="ppo")
 
 
 @settings(max_examples=25)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_tasks.algorithms.configurations import AnyConfig
+from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.algorithms.examples import load_and_check
-from rlhf_tasks.algorithms.functions import FETCH, FUNCTIONS
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.functions import load_functions
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.config.sections import Role
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
@@ -61,20 +62,22 @@ def engine_of(role: Role, seed: int, dtype: torch.dtype = torch.float32) -> Engi
 class OneRank:
     """A run's engines and samples on this process; all of a role's calls share one engine."""
 
-    def __init__(self, config: AnyConfig, run_folder: Path) -> None:
+    def __init__(self, config: RunConfig, run_folder: Path) -> None:
         self.config, self.run_folder = config, run_folder
         self.rows, self.tokenizer = load_and_check(config)
         dtype = getattr(torch, config.dtype)
         self.engines = {name: engine_of(role, config.seed, dtype) for name, role in config.roles().items()}
         self.rewards = RewardProcess(config)
-        self.calls = GRAPHS[config.type].calls(config)
+        self.algorithm = algorithm(config.type)
+        self.calls = self.algorithm.calls(config)
+        self.functions = load_functions(self.algorithm, [call.name for call in self.calls])
 
     def iterate(self, iteration: int) -> tuple[dict[str, float], SampleStore]:
         """All calls of one iteration in the graph's order; their metrics, and the samples they left."""
         n = self.config.batch_size
         ids = range(iteration * n, (iteration + 1) * n)
         store, metrics = SampleStore(), {}
-        store.put(FETCH[self.config.type](self.rows, self.tokenizer, self.config, ids))
+        store.put(fetch(self.algorithm, self.rows, self.tokenizer, self.config, ids))
         for call in self.calls:
             metrics |= self.call(call, iteration, store, ids)
         return metrics, store
@@ -94,7 +97,7 @@ class OneRank:
             where=str,
         )
         batch = _renamed(store.get(list(ids), call.inputs), call.remap)
-        output = FUNCTIONS[self.config.type][call.name](self.engines[call.role], batch, context)
+        output = self.functions[call.name](self.engines[call.role], batch, context)
         if output.batch is not None:
             store.put(_renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()}))
         return dict(output.metrics)

@@ -9,15 +9,15 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from rlhf_tasks.algorithms.configurations import (
-    CONFIG_TYPES,
     ConfigError,
-    PPOConfig,
-    RolloutConfig,
     load_config,
     make_config,
     manual_assignments,
     resolve_paths,
 )
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from rlhf_tasks.algorithms.rollout.config import RolloutConfig
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 
 MINIMAL = """
@@ -93,7 +93,7 @@ def test_ppo_stays_small():
     assert sum(keys.values()) <= 8
 
 
-@pytest.mark.parametrize("kind", CONFIG_TYPES)
+@pytest.mark.parametrize("kind", algorithm_names())
 def test_every_field_is_described_in_a_sentence(kind: str):
     def check(model: type[BaseModel]) -> None:
         for name, field in model.model_fields.items():
@@ -104,7 +104,7 @@ def test_every_field_is_described_in_a_sentence(kind: str):
             if name != "type" and not (inner and field.is_required()):
                 assert (field.description or "").endswith("."), f"{model.__name__}.{name}"
 
-    check(CONFIG_TYPES[kind])
+    check(algorithm(kind).config)
 
 
 def test_roles_default_to_the_actor_and_the_reward_model():

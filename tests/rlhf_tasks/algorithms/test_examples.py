@@ -11,15 +11,9 @@ from transformers import AutoTokenizer
 
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.examples import (
-    Reader,
-    completion_example,
-    load_and_check,
-    pair_example,
-    prompt_example,
-    read_examples,
-)
+from rlhf_tasks.algorithms.examples import load_and_check, read_examples
 from rlhf_tasks.data.dataset import DataError, Rows
+from rlhf_tasks.data.rows import Reader, completion_example, pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.system.child_lines import Lines
 

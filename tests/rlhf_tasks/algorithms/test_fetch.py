@@ -9,7 +9,8 @@ import pytest
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.examples import load_and_check
-from rlhf_tasks.algorithms.functions import FETCH
+from rlhf_tasks.algorithms.fetch import fetch as fetch_samples
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "chosen": "y", "rejected": "n", "k": i} for i in range(5)]
@@ -35,7 +36,7 @@ def fetch(tmp_path: Path) -> Any:
         document = {"type": kind, "models": {"actor": str(tmp_path / "model")}, "data": {"train": str(data)}}
         config = make_config({**document, **BY_TYPE[kind]})
         rows, tokenizer = load_and_check(config)
-        return FETCH[kind](rows, tokenizer, config, ids), tokenizer
+        return fetch_samples(algorithm(kind), rows, tokenizer, config, ids), tokenizer
 
     return run
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import AnyConfig, make_config
-from rlhf_tasks.algorithms.functions import FUNCTIONS
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.configurations import RunConfig, make_config
+from rlhf_tasks.algorithms.functions import load_functions
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
@@ -37,7 +37,7 @@ OPTIONS = {
 }
 
 
-def config_of(kind: str, options: dict[str, Any]) -> AnyConfig:
+def config_of(kind: str, options: dict[str, Any]) -> RunConfig:
     document: dict[str, Any] = {
         "type": kind,
         "models": {"actor": "a"},
@@ -141,7 +141,7 @@ def run_calls(
     engine = engine_on(rank, strategy, head)
     config, whole = config_of(kind, options), samples(kind)
     if kind == "ppo":
-        read = {key for call in GRAPHS["ppo"].calls(config) if call.name in calls for key in call.inputs}
+        read = {key for call in algorithm("ppo").graph(config) if call.name in calls for key in call.inputs}
         whole = SampleBatch(whole.ids, {key: whole[key] for key in read})
     metrics, rows = [], {}
     for iteration in range(2):
@@ -155,7 +155,7 @@ def run_calls(
             context = CallContext(
                 config, iteration, N_SEQS * iteration, N_SEQS, 2, nothing, nothing, Path(), str
             )
-            output: CallOutput = FUNCTIONS[kind][name](engine, batch, context)
+            output: CallOutput = load_functions(algorithm(kind), [name])[name](engine, batch, context)
             metrics.append(dict(output.metrics))
             for key, packed in output.batch.data.items() if output.batch else ():
                 rows |= {

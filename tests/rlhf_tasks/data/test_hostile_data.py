@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.demo.data import write_model_folder
-from rlhf_tasks.algorithms.examples import pair_example, prompt_example, read_examples
+from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.data import chat_template, dataset
 from rlhf_tasks.data.chat_template import ChatTemplate, Source, serve
 from rlhf_tasks.data.dataset import MOST_LINE_BYTES, load_rows
+from rlhf_tasks.data.rows import pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from tests.rlhf_tasks.algorithms.test_examples import read_row
 from tests.rlhf_tasks.config.test_hostile_config import said

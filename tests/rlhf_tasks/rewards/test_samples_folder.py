@@ -3,7 +3,7 @@
 import torch
 
 from flows.run.summary import read_jsonl
-from rlhf_tasks.algorithms.rollout import write_samples
+from rlhf_tasks.algorithms.shared.reward_call import write_samples
 from rlhf_tasks.algorithms.shared.scoring import Scored
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.rewards.forms import Answers

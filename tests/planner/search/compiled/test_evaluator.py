@@ -17,7 +17,7 @@ from planner.pricing.devices import DeviceProfile, Link, preset
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
 from planner.search.compiled.tables import Tables
-from rlhf_tasks.algorithms.graphs import GRAPHS
+from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
@@ -39,7 +39,7 @@ SMALL = ModelShape.from_config(
 
 def make_tables(
     cluster: Cluster,
-    algorithm: str = "ppo",
+    name: str = "ppo",
     n_seqs: int = 16,
     memory_bytes: int = 80 * 10**9,
     slower: float = 1.0,
@@ -54,8 +54,8 @@ def make_tables(
         "records_kept": False,
         "truncated_responses": "keep",
     }
-    registered = GRAPHS[algorithm]
-    graph = DataflowGraph(registered.calls(SimpleNamespace(**sizes)), registered.dataset_keys, name=algorithm)
+    registered = algorithm(name)
+    graph = DataflowGraph(registered.graph(SimpleNamespace(**sizes)), registered.dataset_keys, name=name)
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
     models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
     workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import SFTConfig
+from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.steps import Steps

@@ -1,4 +1,4 @@
-"""The reward call: score, and write samples as JSONL: a rollout all of them, PPO a few for the eye."""
+"""The reward call: score, and write samples as JSONL."""
 
 import json
 import os
@@ -12,20 +12,19 @@ from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.rewards.samples_folder import SAMPLES
 
 EXAMPLES = 8
-"""Samples per iteration that PPO writes."""
+"""Samples per iteration that are written for the eye."""
 
 
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `scores`, and writes this head's samples into the run folder. Metrics: see `reward_metrics`."""
-    return _scored(engine, batch, context, len(batch))
-
-
-def reward_inference_of_ppo(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Gives `scores`, and writes a few samples of the first dp rank. Metrics: see `reward_metrics`."""
-    return _scored(engine, batch, context, EXAMPLES if engine.coordinate.dp == 0 else 0)
+    return score_and_write(engine, batch, context, EXAMPLES if engine.coordinate.dp == 0 else 0)
 
 
-def _scored(engine: Engine, batch: SampleBatch, context: CallContext, written: int) -> CallOutput:
+def score_and_write(engine: Engine, batch: SampleBatch, context: CallContext, written: int) -> CallOutput:
+    """Gives `scores`, and writes this head's first samples into the run folder. Metrics: see `reward_metrics`.
+
+    written  how many samples
+    """
     scored = score(engine, batch, context)
     metrics = reward_metrics(engine, scored, context)
     if scored is None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.value_norm import DECAY, VARIANCE_FLOOR, ValueNorm
+from rlhf_tasks.algorithms.ppo.value_norm import DECAY, VARIANCE_FLOOR, ValueNorm
 
 
 def test_a_fresh_one_changes_nothing():

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_tasks.algorithms.configurations import RewardModelConfig
+from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.scoring import last_value

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from flows.demo import pipeline
-from flows.demo.pipeline import rlhf_pipeline
 from flows.demo.stages import Demo, settle_seed
+from flows.pipeline import rlhf_pipeline
 from flows.ppo import rlhf_ppo
 from rlhf_tasks.algorithms.configurations import ConfigError
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import PPOConfig
-from rlhf_tasks.algorithms.ppo_math import adapted_kl_coef, gae, kl_divergence, shaped_rewards
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo.ppo_math import adapted_kl_coef, gae, kl_divergence, shaped_rewards
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block
 from rlhf_tasks.parallel.batch.samples import SampleBatch

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from rlhf_tasks.algorithms.ppo_math import (
+from rlhf_tasks.algorithms.ppo.ppo_math import (
     adapted_kl_coef,
     gae,
     kl_divergence,

@@ -1,4 +1,4 @@
-"""PPO's inference and train calls (arXiv:1707.06347; arXiv:2203.02155).
+"""PPO's calls (arXiv:1707.06347; arXiv:2203.02155).
 
 Each function runs on all ranks of its call's mesh. The walk of a batch: actor_generate -> reward_inference,
 ref_inference, critic_inference -> actor_train, critic_train.
@@ -9,16 +9,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhf_tasks.algorithms.configurations import PPOConfig
-from rlhf_tasks.algorithms.learning import learning_targets
-from rlhf_tasks.algorithms.ppo_math import log_ratio, policy_loss, shifted, value_loss
+from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.algorithms.ppo.learning import learning_targets
+from rlhf_tasks.algorithms.ppo.ppo_math import log_ratio, policy_loss, shifted, value_loss
+from rlhf_tasks.algorithms.ppo.value_norm import ValueNorm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.generation import actor_generate
+from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
 from rlhf_tasks.algorithms.shared.steps import Steps
-from rlhf_tasks.algorithms.value_norm import ValueNorm
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+
+__all__ = [
+    "actor_generate",
+    "actor_train",
+    "critic_inference",
+    "critic_train",
+    "ref_inference",
+    "reward_inference",
+]
 
 
 def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

@@ -1,0 +1,39 @@
+"""The Prefect flow of an algorithm, made from its record."""
+
+from functools import cache
+from inspect import getdoc
+from typing import Annotated, Any
+
+from prefect import Flow, flow
+from prefect.states import State
+
+from flows.run.runs import carry_out, flow_run_name
+from flows.view.forms import Form
+from rlhf_tasks.algorithms.registry import algorithm
+
+_DOCUMENTATION = """{}
+
+Returns the run's summary; of a run that is cancelled, that state.
+
+Args:
+    config: The run's configuration, as in a YAML file.
+    run_folder: An existing run folder to go on in; its configuration counts then, apart from its cluster.
+"""
+
+
+@cache
+def flow_of(name: str) -> Flow[..., Any]:
+    """The flow that carries out an algorithm; it is called as the algorithm is, with hyphens.
+
+    A module that binds it is an entry point of a deployment: `sft = flow_of("sft")`. Raises ConfigError where there
+    is no such algorithm.
+    """
+    record = algorithm(name)
+
+    async def run(config: Any, run_folder: str | None = None) -> dict[str, Any] | State[Any]:
+        return await carry_out(name, config, run_folder)
+
+    run.__name__ = name
+    run.__doc__ = _DOCUMENTATION.format(getdoc(record.config))
+    run.__annotations__["config"] = Annotated[record.config, Form()]
+    return flow(name=name.replace("_", "-"), flow_run_name=flow_run_name, persist_result=False)(run)

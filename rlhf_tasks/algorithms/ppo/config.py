@@ -1,0 +1,105 @@
+"""The configuration of PPO."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.config.base import Samples, Scores, TrainingConfig
+from rlhf_tasks.config.sections import MOST_ITERATIONS, ModelsConfig, OptimizerConfig, Role
+
+
+class PPOConfig(Scores, Samples, TrainingConfig):
+    """Proximal policy optimisation (arXiv:1707.06347) with a learned critic and a KL-shaped reward."""
+
+    type: Literal["ppo"] = "ppo"
+    models: ModelsConfig
+    score_clip: float | None = Field(default=None, gt=0, description="Bound of a score; default: none.")
+    truncated_responses: Literal["keep", "zero", "bootstrap"] = Field(
+        default="keep",
+        description="A response without end token keeps its score, gets 0, or also the value of what is to come.",
+    )
+    kl_coef: float = Field(
+        default=0.05, ge=0, description="Factor of the KL penalty; its start when adaptive."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k1", description="Estimator of the per-token KL divergence."
+    )
+    kl_target: float | None = Field(
+        default=None, gt=0, description="KL per sequence that an adaptive kl_coef steers to; default: fixed."
+    )
+    kl_horizon: int = Field(
+        default=10_000, gt=0, le=10**12, description="Sequences over which an adaptive kl_coef reacts."
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per token.")
+    lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
+    whiten_advantages: bool = Field(
+        default=True, description="Advantages to mean 0 and std 1 over the whole batch."
+    )
+    normalize_values: bool = Field(default=False, description="The critic learns normalised returns.")
+    cliprange: float = Field(default=0.2, gt=0, description="Bound of the policy ratio's distance from 1.")
+    cliprange_value: float = Field(
+        default=0.2, gt=0, description="Bound of a value's change, in the units that the critic learns."
+    )
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="Ratio at which the loss of a token with a negative advantage stops growing; default: none.",
+    )
+    value_huber_delta: float | None = Field(
+        default=None,
+        gt=0,
+        description="Value errors beyond it cost linearly (Huber loss); default: squared everywhere.",
+    )
+    num_ppo_epochs: int = Field(default=1, gt=0, le=1000, description="Passes over an iteration's batch.")
+    early_stop_ratio: float | None = Field(
+        default=None,
+        gt=1,
+        description="Mean ratio of a mini-batch above which the actor skips the rest of the iteration.",
+    )
+    critic_warmup_iterations: int = Field(
+        default=0, ge=0, le=MOST_ITERATIONS, description="First iterations, in which only the critic trains."
+    )
+    critic_optimizer: OptimizerConfig | None = Field(
+        default=None,
+        description="The critic's optimizer, whose rate stands for TRL's vf_coef; default: like the actor's.",
+    )
+
+    @property
+    def passes(self) -> int:
+        """Epochs over an iteration's batch."""
+        return self.num_ppo_epochs
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether samples carry what top-k and top-p kept: training must leave out the same tokens again."""
+        return self.sampling.top_p < 1 or self.sampling.top_k > 0
+
+    def roles(self) -> dict[str, Role]:
+        """Actor, critic, ref, and reward where there is a reward model."""
+        models = self.models
+        critic = models.critic or models.reward or models.actor
+        roles = {
+            "actor": Role.of(models.actor, "lm", self.optimizer),
+            "critic": Role.of(critic, "scalar", self.critic_optimizer or self.optimizer),
+            "ref": Role.of(models.ref or models.actor, "lm"),
+        }
+        if models.reward is not None:
+            roles["reward"] = Role.of(models.reward, "scalar")
+        return roles
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if not self.rewards and self.models.reward is None:
+            raise ValueError(
+                "nothing scores the responses. Name a function under rewards or a models.reward."
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature=0 is greedy, and PPO must explore. Choose 1.0, for example."
+            )
+        if self.critic_warmup_iterations >= self.total_iterations:
+            raise ValueError(
+                f"critic_warmup_iterations={self.critic_warmup_iterations} leaves no iteration for the actor "
+                f"(total_iterations={self.total_iterations}). Make it smaller."
+            )
+        return self

@@ -1,0 +1,188 @@
+"""The algorithms, one record each, by the name that a configuration's `type` gives. Torch-free.
+
+Ours are the folders beside this file. Others are entry points of the group `prefect_rlhf.algorithms`, in whatever
+package is installed. A record is imported when it is asked for and not before.
+"""
+
+import ast
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NamedTuple
+
+import rlhf_tasks.algorithms
+from rlhf_tasks.config.base import RunConfig
+from rlhf_tasks.config.sections import SamplingConfig
+from rlhf_tasks.data.rows import Reader
+from rlhf_tasks.spec import ModelFunctionCall
+from rlhf_tasks.system.reading import ConfigError, one_line, shown
+from rlhf_tasks.system.source import module_file, names_bound
+
+GROUP = "prefect_rlhf.algorithms"
+OURS = "prefect-rlhf"
+SHARED = "shared"  # the one folder beside this file that is no algorithm
+FIRST = ("ppo", "grpo", "sft")  # what lists and forms begin with
+
+DatasetValue = list[int] | list[bool] | str
+"""Of one key of one sample: token ids, a mask, or text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What the command line, flows, planner and ranks ask of an algorithm.
+
+    config        its class of configurations; the default of the field `type` is the algorithm's name
+    graph         a configuration -> the model function calls of one iteration
+    dataset_keys  what the calls take from the data set
+    read_row      a row of the data -> an example, a tuple; its lists are token ids. Raises DataError for an unfit row
+    fetch         an example -> its value under each of `dataset_keys`
+    functions     name of the module that has a function for each call, by the call's name. Ranks alone import it, so
+                  it may import torch. None: the algorithm can be drawn and planned, but not run
+    package       that it comes from, as it is installed; the registry fills it in
+    """
+
+    config: type[RunConfig]
+    graph: Callable[[Any], list[ModelFunctionCall]]
+    dataset_keys: tuple[str, ...]
+    read_row: Reader[tuple]
+    fetch: Callable[[Any], Mapping[str, DatasetValue]]
+    functions: str | None
+    package: str = OURS
+
+    @property
+    def name(self) -> str:
+        """As `type` in a configuration."""
+        return self.config.model_fields["type"].default
+
+    def nominal(self) -> RunConfig:
+        """A configuration for drawing: every model is there, sizes are least, the rest is default."""
+        models: Any = self.config.model_fields["models"].annotation
+        named = models.model_construct(**dict.fromkeys(models.model_fields, ""))
+        return self.config.model_construct(
+            models=named, batch_size=1, total_iterations=1, sampling=SamplingConfig(max_completion_length=1)
+        )
+
+    def calls(self, config: RunConfig) -> list[ModelFunctionCall]:
+        """The calls of a configuration. Raises ConfigError where one has no function."""
+        calls = self.graph(config)
+        if self.functions is not None:
+            self._refuse_missing(self.functions, [call.name for call in calls])
+        return calls
+
+    def _refuse_missing(self, module: str, calls: Sequence[str]) -> None:
+        """Looked up in the source: the module may import torch."""
+        try:
+            file = module_file(module)
+        except ModuleNotFoundError:
+            raise ConfigError(
+                f"{_whose(self.name, self.package)} has its functions in {module}, and there is no such module. "
+                "Mend or uninstall that package."
+            ) from None
+        if file is None:  # compiled, for example: ranks will see
+            return
+        try:
+            bound = set(names_bound(ast.parse(file.read_bytes(), str(file)).body))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as fault:
+            raise ConfigError(
+                f"{_whose(self.name, self.package)} has its functions in {file}, which is no Python source "
+                f"({one_line(str(fault))}). Mend or uninstall that package."
+            ) from None
+        missing = [call for call in calls if call not in bound]
+        if missing and "*" not in bound:
+            raise ConfigError(
+                f"{_whose(self.name, self.package)} has the call {missing[0]!r} in its graph and no function of that "
+                f"name in {module}. Mend or uninstall that package."
+            )
+
+
+class _Source(NamedTuple):
+    """Where a record is to be found, and in which package."""
+
+    package: str
+    entry: EntryPoint
+
+
+def algorithm_names() -> list[str]:
+    """The names of all algorithms; nothing is imported.
+
+    Raises ConfigError for a name that is none and for two algorithms of one name.
+    """
+    others = sorted(_sources().keys() - set(FIRST))
+    return [*FIRST, *others]
+
+
+@cache
+def algorithm(name: str) -> Algorithm:
+    """The record of an algorithm.
+
+    Raises ConfigError naming the package where its record cannot be imported or is none, and naming the algorithms
+    where there is no such.
+    """
+    if name not in _sources():
+        raise ConfigError(
+            f"there is no algorithm {shown(name)}; registered are {', '.join(algorithm_names())}."
+        )
+    package, entry = _sources()[name]
+    if package == OURS:
+        return entry.load()
+    try:
+        found = entry.load()
+    except Exception as fault:
+        raise ConfigError(
+            f"{_whose(name, package)} ({entry.value}) cannot be imported: {type(fault).__name__}: "
+            f"{one_line(str(fault))}. Mend or uninstall that package."
+        ) from fault
+    return _checked(found, name, package, entry.value)
+
+
+def _checked(found: Any, name: str, package: str, value: str) -> Algorithm:
+    """What another package has registered, with its name in it. Raises ConfigError where that is no record."""
+    whose, remedy = _whose(name, package), "Mend or uninstall that package."
+    if not isinstance(found, Algorithm):
+        raise ConfigError(f"{whose} ({value}) is no Algorithm but of type {type(found).__name__}. {remedy}")
+    if not (isinstance(found.config, type) and issubclass(found.config, RunConfig)):
+        raise ConfigError(
+            f"{whose} has a configuration that is no RunConfig: {shown(found.config)}. {remedy}"
+        )
+    for field in ("type", "models"):
+        if field not in found.config.model_fields:
+            raise ConfigError(f"{whose} has a configuration without the field {field!r}. {remedy}")
+    if found.name != name:
+        raise ConfigError(
+            f"{whose} has configurations of type {shown(found.name)}: give its entry point that name. {remedy}"
+        )
+    return replace(found, package=package)
+
+
+@cache
+def _sources() -> dict[str, _Source]:
+    """Name -> where its record is, ours first. Raises ConfigError."""
+    found: dict[str, _Source] = {}
+    for name, source in _registered():
+        if not name.isidentifier():
+            raise ConfigError(
+                f"the package {source.package} registers an algorithm called {shown(name)}. A name has letters, "
+                "digits and underscores only: rename it or uninstall that package."
+            )
+        if name in found:
+            raise ConfigError(
+                f"the packages {found[name].package} and {source.package} both have an algorithm called {name!r}. "
+                "Rename one or uninstall its package."
+            )
+        found[name] = source
+    return found
+
+
+def _registered() -> Iterator[tuple[str, _Source]]:
+    for module in pkgutil.iter_modules(rlhf_tasks.algorithms.__path__):
+        if module.ispkg and module.name != SHARED:
+            target = f"{rlhf_tasks.algorithms.__name__}.{module.name}:ALGORITHM"
+            yield module.name, _Source(OURS, EntryPoint(module.name, target, GROUP))
+    for entry in entry_points(group=GROUP):
+        yield entry.name, _Source("(unknown)" if entry.dist is None else entry.dist.name, entry)
+
+
+def _whose(name: str, package: str) -> str:
+    return f"the algorithm {name!r} of the package {package}"

@@ -1,0 +1,22 @@
+"""The configuration of reward modelling."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.sections import ActorOnly, Role
+
+
+class RewardModelConfig(TrainingConfig):
+    """Reward model from preference pairs (Bradley-Terry)."""
+
+    type: Literal["reward_model"] = "reward_model"
+    models: ActorOnly
+    center_rewards_coefficient: float = Field(
+        default=1e-3, ge=0, description="Factor of the squared scores in the loss, which keeps them near 0."
+    )
+
+    def roles(self) -> dict[str, Role]:
+        """The one role that trains: a decoder with a scalar head."""
+        return {"reward": Role.of(self.models.actor, "scalar", self.optimizer)}

@@ -1,0 +1,39 @@
+"""The configuration of a rollout."""
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.config.base import Samples, Scores, refuse_split_groups
+from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
+
+if TYPE_CHECKING:
+    from rlhf_tasks.data.dataset import Rows
+
+
+class RolloutConfig(Scores, Samples):
+    """Samples from a model, scored and written as JSONL: all rows once, in file order."""
+
+    type: Literal["rollout"] = "rollout"
+    models: RolloutModels
+    num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Samples per prompt.")
+
+    def iterations(self, n_rows: int) -> int:
+        """As many as pass once over the rows."""
+        return -(-n_rows * self.num_generations // self.batch_size)
+
+    def row_of(self, rows: "Rows", sample: int) -> int:
+        """In file order, `num_generations` samples of each row."""
+        return sample // self.num_generations % len(rows)
+
+    def roles(self) -> dict[str, Role]:
+        """The frozen roles."""
+        roles = {"actor": Role.of(self.models.actor, "lm")}
+        if self.models.reward is not None:
+            roles["reward"] = Role.of(self.models.reward, "scalar")
+        return roles
+
+    @model_validator(mode="after")
+    def _batch_holds_whole_prompts(self) -> Self:
+        refuse_split_groups(self.num_generations, self.batch_size)
+        return self

@@ -1,0 +1,14 @@
+"""The calls of a rollout."""
+
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.generation import actor_generate
+from rlhf_tasks.algorithms.shared.reward_call import score_and_write
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
+
+__all__ = ["actor_generate", "reward_inference"]
+
+
+def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Gives `scores`, and writes all of this head's samples into the run folder. Metrics: see `reward_metrics`."""
+    return score_and_write(engine, batch, context, len(batch))

@@ -1,0 +1,24 @@
+"""The configuration of supervised fine-tuning."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.sections import ActorOnly, Role
+
+
+class SFTConfig(TrainingConfig):
+    """Supervised fine-tuning on completion tokens."""
+
+    type: Literal["sft"] = "sft"
+    models: ActorOnly
+    random_init: bool = Field(
+        default=False, description="Start from random weights: models.actor needs only its configuration."
+    )
+
+    def roles(self) -> dict[str, Role]:
+        """The one role that trains."""
+        return {
+            "actor": Role.of(self.models.actor, "lm", self.optimizer)._replace(random_init=self.random_init)
+        }

@@ -1,0 +1,66 @@
+"""Python source, looked at without running it: where a module is, and which names it binds. Standard library alone.
+
+Packages may do anything when they are imported, and what runs on ranks may load torch.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def module_file(module: str) -> Path | None:
+    """The source of an importable module; None when it has none, being compiled for example, or cannot be seen.
+
+    Raises ModuleNotFoundError.
+    """
+    path: Sequence[str] | None = None
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _spec(".".join(parts[:count]), path)
+        if spec is None:
+            raise ModuleNotFoundError(module)
+        source = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+        path = spec.submodule_search_locations
+        if count == len(parts):
+            return source
+        if source is not None and b"__path__" in source.read_bytes():
+            return None  # the package says itself, when it runs, where its modules are
+    return None
+
+
+def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """As importlib finds a module, without importing the packages around it; `path` is the innermost's."""
+    if "." in name and path is None:
+        return None
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        with suppress(KeyError):  # a folder without __init__.py in a package that is not imported
+            spec = None if find is None else find(name, path)
+            if spec is not None:
+                return spec
+    folders = [str(Path(place, name.rpartition(".")[2])) for place in path or ()]
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [folder for folder in folders if Path(folder).is_dir()]
+    return spec if spec.submodule_search_locations else None
+
+
+def names_bound(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that a module's top level binds, inside if, try and with too; `*` for a star import."""
+    for node in body:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            yield node.name
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        for child in ast.walk(node):
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                yield child.id
+            elif isinstance(child, (*FUNCTIONS, ast.ClassDef)):
+                yield child.name
+            elif isinstance(child, ast.ImportFrom) and child is not node:
+                yield from (alias.asname or alias.name for alias in child.names)

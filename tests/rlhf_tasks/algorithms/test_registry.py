@@ -1,0 +1,188 @@
+"""The records: ours, and those that other packages register."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from planner.report.text import algorithm_graph
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config
+from rlhf_tasks.algorithms.functions import load_functions
+from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from rlhf_tasks.rewards.user_code import UserCodeError
+from tests.rlhf_tasks.algorithms.registered import FILES, RECORD, install, installed
+
+SIZES = SimpleNamespace(
+    batch_size=12,
+    num_mini_batches=3,
+    scoring_role="reward",
+    records_kept=False,
+    truncated_responses="keep",
+)
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_sizes_come_from_the_configuration(name):
+    calls = algorithm(name).graph(SIZES)
+    assert {call.n_seqs for call in calls} == {12}
+    assert all(call.mini_batches == (3 if call.kind == "train_step" else 1) for call in calls)
+
+
+def test_ppo_without_a_reward_model_scores_on_another_role():
+    calls = algorithm("ppo").graph(SimpleNamespace(**{**vars(SIZES), "scoring_role": "ref"}))
+    assert next(call for call in calls if call.name == "reward_inference").role == "ref"
+
+
+def test_graphs_load_no_torch():
+    heavy = ("torch", "prefect", "distributed")
+    code = (
+        "import sys; from rlhf_tasks.algorithms.registry import algorithm, algorithm_names;"
+        f"[algorithm(name) for name in algorithm_names()]; sys.exit(any(m in sys.modules for m in {heavy}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_algorithm_of_ours_that_runs_has_a_function_for_each_call():
+    for name in algorithm_names():
+        record = algorithm(name)
+        calls = [call.name for call in record.calls(record.nominal())]
+        if record.functions is not None:
+            assert all(map(callable, load_functions(record, calls).values())), name
+
+
+TUNED = {"tuned": "tuned:ALGORITHM"}
+DOCUMENT = {"type": "tuned", "models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """Install a package and have it found."""
+    found = []
+
+    def make(entries=TUNED, package="tuned-models", **files):
+        install(tmp_path, package, entries, {**FILES, **files})
+        if not found:
+            found.append(installed(tmp_path))
+            found[0].__enter__()
+
+    yield make
+    for context in found:
+        context.__exit__(None, None, None)
+
+
+def test_an_algorithm_of_another_package_is_one_among_the_others(tuned):
+    tuned()
+    assert algorithm_names() == ["ppo", "grpo", "sft", "reward_model", "rollout", "tuned"]
+    record = algorithm("tuned")
+    assert (record.name, record.package) == ("tuned", "tuned-models")
+    config = make_config(DOCUMENT)
+    assert type(config) is record.config
+    assert [call.name for call in record.calls(config)] == ["actor_train"]
+    with pytest.raises(ConfigError, match=r"must be one of ppo, .*, tuned, found 'tunes'"):
+        make_config({**DOCUMENT, "type": "tunes"})
+
+
+def test_names_are_listed_and_others_run_without_importing_a_package(tuned):
+    tuned(**{"tuned/__init__.py": "raise RuntimeError('imported')"})
+    assert "tuned" in algorithm_names()
+    assert algorithm("ppo").package == "prefect-rlhf"
+    with pytest.raises(ConfigError, match="imported"):
+        algorithm("tuned")
+
+
+@pytest.mark.parametrize(
+    ("init", "sentence"),
+    [
+        ("import no_such_thing", "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("ALGORITM = 1", "cannot be imported: AttributeError"),
+        ("def f(:", "cannot be imported: SyntaxError: invalid syntax"),
+        ("ALGORITHM = 1", "is no Algorithm but of type int"),
+        (RECORD.replace("config=TunedConfig", "config=int"), "a configuration that is no RunConfig"),
+        (RECORD.replace("config=TunedConfig", "config=SFTConfig"), "has configurations of type 'sft'"),
+        (
+            "from rlhf_tasks.config.base import TrainingConfig"
+            + RECORD.replace("(SFTConfig)", "(TrainingConfig)"),
+            "a configuration without the field 'models'",
+        ),
+    ],
+)
+def test_a_package_without_a_sound_record_is_named(tuned, init, sentence):
+    tuned(**{"tuned/__init__.py": init})
+    with pytest.raises(ConfigError) as refused:
+        make_config(DOCUMENT)
+    said = str(refused.value)
+    assert said.startswith("the algorithm 'tuned' of the package tuned-models ")
+    assert sentence in said
+    assert said.endswith("Mend or uninstall that package.")
+    assert "\n" not in said
+
+
+def test_two_algorithms_of_one_name_are_named_with_their_packages(tuned):
+    tuned()
+    tuned(package="other-models")
+    with pytest.raises(
+        ConfigError, match=r"packages (tuned|other)-models and (tuned|other)-models both .*'tuned'"
+    ):
+        algorithm_names()
+
+
+def test_a_name_of_ours_is_taken(tuned):
+    tuned({"ppo": "tuned:ALGORITHM"})
+    with pytest.raises(
+        ConfigError, match=r"packages prefect-rlhf and tuned-models both have .* called 'ppo'"
+    ):
+        make_config(DOCUMENT)
+
+
+def test_a_name_that_no_command_could_say_is_refused(tuned):
+    tuned({"fine-tuned": "tuned:ALGORITHM"})
+    with pytest.raises(
+        ConfigError, match="the package tuned-models registers an algorithm called 'fine-tuned'"
+    ):
+        algorithm_names()
+
+
+@pytest.mark.parametrize(
+    ("functions", "sentence"),
+    [
+        (
+            "import torch\ndef actor_trains(): ...",
+            "the call 'actor_train' in its graph and no function of that name",
+        ),
+        ("def f(:", "which is no Python source"),
+        (None, "its functions in tuned.other, and there is no such module"),
+    ],
+)
+def test_a_graph_with_a_call_that_has_no_function_is_named(tuned, functions, sentence):
+    if functions is None:
+        tuned(**{"tuned/__init__.py": RECORD.replace("tuned.functions", "tuned.other")})
+    else:
+        tuned(**{"tuned/functions.py": functions})
+    with pytest.raises(ConfigError) as refused:
+        algorithm("tuned").calls(make_config(DOCUMENT))
+    assert str(refused.value).startswith("the algorithm 'tuned' of the package tuned-models has ")
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "source", ["from tuned.more import *", "if True:\n    from tuned.more import actor_train"]
+)
+def test_a_function_may_come_from_elsewhere(tuned, source):
+    tuned(**{"tuned/functions.py": source})
+    assert algorithm("tuned").calls(make_config(DOCUMENT))
+
+
+def test_functions_that_cannot_be_imported_end_a_run_as_code_of_the_users(tuned):
+    tuned(**{"tuned/functions.py": "import no_such_thing\ndef actor_train(): ..."})
+    record = algorithm("tuned")
+    with pytest.raises(UserCodeError, match=r"'tuned' of the package tuned-models .*: .*no_such_thing"):
+        load_functions(record, [call.name for call in record.calls(make_config(DOCUMENT))])
+
+
+def test_a_graph_that_needs_a_configuration_to_be_drawn_says_so(tuned):
+    tuned(**{"tuned/__init__.py": RECORD.replace("graph=graph", "graph=lambda config: config.unheard_of")})
+    with pytest.raises(
+        ConfigError, match=r"graph of 'tuned' cannot be drawn without a configuration: .*unheard_of"
+    ):
+        algorithm_graph("tuned")
