@@ -193,11 +193,15 @@ def test_an_artifact_is_whole_and_can_be_read(visit, addresses, ui, key):
 
 
 def test_completions_are_text_with_a_column_for_each_reward(visit, addresses, ui):
+    from playwright.sync_api import expect
+
     page = visit(addresses["completions"], AWAITED["completions"])
-    page.locator("th").first.wait_for()
-    heads = page.locator("th").all_inner_texts()
-    assert heads == ["sample", "score", "length_reward", "vowels", "reward model", "truncated"]
-    assert HOSTILE.split("\n")[0] in page.inner_text("body").replace("\u200b", "")
+    heads = ["sample", "score", "length_reward", "vowels", "reward model", "truncated"]
+    # Both wait: the page draws its table anew when its data come.
+    expect(page.locator("th")).to_have_text(heads, timeout=60_000)
+    page.wait_for_function(
+        "text => document.body.innerText.replaceAll('\\u200b', '').includes(text)", arg=HOSTILE.split("\n")[0]
+    )
 
 
 def test_the_list_of_deployments_tells_them_apart(visit, addresses, ui):
