@@ -17,10 +17,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import linear_regression, median
+from statistics import median
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 import psutil
 from prefect import flow
 from prefect.client.orchestration import PrefectClient, get_client
@@ -41,34 +42,36 @@ NAME = re.compile(r"it-(\d+)(?:\.\.(\d+))?")
 PAGE = 200  # rows that the server gives at once
 RECORDED_S = 60.0  # what its recorder may lag behind
 
-Clocks = dict[tuple[int, str], tuple[float, float]]
-
 
 class Watched:
-    """What is seen of a run from beside it: (iteration, node) -> start and end, memory at each commit.
+    """What is seen of a run from beside it. It lies in arrays made before the run: what is measured must not grow
+    by being measured.
 
     processes  what is called how -> pid
+    clocks     [iterations, nodes, 2], start and end by the ranks' clocks
+    memory     name -> [iterations], resident KiB at each commit
     """
 
-    def __init__(self, processes: Mapping[str, int]) -> None:
-        self.clocks: Clocks = {}
+    def __init__(self, processes: Mapping[str, int], plan: ExecutionPlan, iterations: int) -> None:
+        self.nodes = {node.name: number for number, node in enumerate(plan.nodes)}
+        self.clocks = np.full((iterations, len(plan.nodes), 2), np.nan)
         self.flow_run = ""
-        self.memory: dict[str, list[float]] = {name: [] for name in processes}
+        self.memory = {name: np.full(iterations, np.nan) for name in processes}
         self._processes = {name: psutil.Process(pid) for name, pid in processes.items()}
 
     async def on_commit(self, committed: Committed, _: RunControl) -> None:
         for node, results in committed.results.items():
             span = min(r.started_s for r in results), max(r.ended_s for r in results)
-            self.clocks[committed.iteration, node] = span
+            self.clocks[committed.iteration, self.nodes[node]] = span
         for name, process in self._processes.items():
-            self.memory[name].append(process.memory_info().rss / 1024)
+            self.memory[name][committed.iteration] = process.memory_info().rss / 1024
 
     def grown_kib(self) -> dict[str, float]:
         """Per iteration, after a third of them."""
         grown = {}
         for name, rss in self.memory.items():
             late = rss[len(rss) // 3 :]
-            grown[name] = linear_regression(range(len(late)), late).slope if len(late) > 1 else 0.0
+            grown[name] = float(np.polyfit(np.arange(len(late)), late, 1)[0]) if len(late) > 1 else 0.0
         return grown
 
 
@@ -95,7 +98,7 @@ def run(
             )
 
     asyncio.run(parent())
-    return time.time() - max(end for _, end in watched.clocks.values())
+    return time.time() - float(watched.clocks[..., 1].max())
 
 
 async def shown(parent: str, nodes: int) -> tuple[list[Any], list[Any]]:
@@ -126,9 +129,7 @@ async def _subflows(client: PrefectClient, parent: str) -> list[Any]:
 
 def figures(plan: ExecutionPlan, watched: Watched, subflows: list[Any], tasks: list[Any]) -> dict[str, Any]:
     """What Prefect shows against what the ranks' clocks say."""
-    ended: dict[int, float] = {}
-    for (iteration, _), (_, end) in watched.clocks.items():
-        ended[iteration] = max(end, ended.get(iteration, 0.0))
+    ended = watched.clocks[..., 1].max(axis=1)
     covered: list[int] = []
     lags: list[float] = []
     for subflow in subflows:
@@ -137,14 +138,14 @@ def figures(plan: ExecutionPlan, watched: Watched, subflows: list[Any], tasks: l
         first, last = int(found[1]) - 1, int(found[2] or found[1]) - 1  # shown from 1
         covered += range(first, last + 1)
         if subflow.end_time is not None:
-            lags.append(subflow.end_time.timestamp() - ended[last])
+            lags.append(subflow.end_time.timestamp() - float(ended[last]))
     names = {short: name for name, short in short_names(plan).items()}
     starts: list[float] = []
     ends: list[float] = []
     for task in tasks:
         node, _, place = task.name.rpartition("-it")
         if place.isdigit() and task.start_time and task.end_time:
-            start, end = watched.clocks[int(place) - 1, names[node]]
+            start, end = watched.clocks[int(place) - 1, watched.nodes[names[node]]]
             starts.append(abs(task.start_time.timestamp() - start))
             ends.append(abs(task.end_time.timestamp() - end))
     states: dict[str, int] = {}
@@ -190,7 +191,8 @@ def main() -> None:
             for child in psutil.Process().children()
             if "server_process.py" in " ".join(child.cmdline())
         )
-        watched = Watched({"flow": os.getpid(), "controller": controller, "server": served})
+        processes = {"flow": os.getpid(), "controller": controller, "server": served}
+        watched = Watched(processes, plan, arguments.iterations)
         before, began_s = cpu_s(controller), time.time()
         waited_s = run(cluster, plan, arguments.iterations, arguments.iteration_s, watched)
         wall_s, after = time.time() - began_s, cpu_s(controller)
