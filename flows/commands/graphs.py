@@ -15,7 +15,7 @@ def graph(
     Parameters
     ----------
     algorithm
-        ppo, grpo, sft, reward_model, rollout, or an algorithm of another package.
+        ppo, grpo, sft, reward_model, rollout, or another registered algorithm.
     form
         A table for the terminal, or Mermaid for documents.
     """

@@ -20,13 +20,15 @@ ROWS_AT_ONCE = 256
 def load_and_check(config: RunConfig) -> tuple[Rows, Tokenizer]:
     """The data set and the tokenizer of a run, every row checked: its columns and its length.
 
-    Raises DataError (naming file:line) or TokenizerError.
+    Raises DataError (naming file:line), TokenizerError, or ConfigError for an algorithm that lacks a key of the data.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)
     context = _shortest_context(config)
-    read_row = algorithm(config.type).read_row
-    for index, example in enumerate(read_examples(read_row, rows, range(len(rows)), tokenizer)):
+    record = algorithm(config.type)
+    for index, example in enumerate(read_examples(record.read_row, rows, range(len(rows)), tokenizer)):
+        if index == 0:
+            record.values(example)
         tokens = max(len(part) for part in example if isinstance(part, list))
         _check_length(config, tokens, context, rows.where(index))
     return rows, tokenizer

@@ -18,7 +18,7 @@ def fetch(
     """The algorithm's `dataset_keys`. ids: at least one."""
     indexes = [config.row_of(rows, sample) for sample in ids]
     examples = read_examples(algorithm.read_row, rows, indexes, tokenizer)
-    values = [algorithm.fetch(example) for example in examples]
+    values = [algorithm.values(example) for example in examples]
     keys = algorithm.dataset_keys
     return SampleBatch(tuple(ids), {key: _packed([each[key] for each in values]) for key in keys})
 

@@ -71,6 +71,17 @@ class Algorithm:
             self._refuse_missing(self.functions, [call.name for call in calls])
         return calls
 
+    def values(self, example: Any) -> dict[str, DatasetValue]:
+        """What an example is under each of `dataset_keys`. Raises ConfigError where `fetch` leaves one out."""
+        values = self.fetch(example)
+        missing = [key for key in self.dataset_keys if key not in values]
+        if missing:
+            raise ConfigError(
+                f"{_whose(self.name, self.package)} takes the key {missing[0]!r} from the data set, and its fetch "
+                "gives none. Mend or uninstall that package."
+            )
+        return {key: values[key] for key in self.dataset_keys}
+
     def _refuse_missing(self, module: str, calls: Sequence[str]) -> None:
         """Looked up in the source: the module may import torch."""
         try:

@@ -1,7 +1,7 @@
 """What run configurations have in common, made of the sections in config_parts.py. Torch-free.
 
 Every configuration is a `RunConfig`, and says by its other bases what its runs do: `TrainingConfig` trains, `Samples`
-generates, `Scores` judges what was generated. Code outside `algorithms/` asks for these, and for no algorithm.
+generates, `Scores` generates and scores. Code outside `algorithms/` asks for these, and for no algorithm.
 """
 
 from abc import abstractmethod
@@ -165,9 +165,15 @@ class Samples(RunConfig):
         """Whether samples carry what top-k and top-p kept, for calls that must leave out the same tokens again."""
         return False
 
+    @property
+    def scoring_role(self) -> str:
+        """The role whose mesh scores: the reward model, or where only functions score the reference, or the actor."""
+        roles = self.roles()
+        return next(role for role in ("reward", "ref", "actor") if role in roles)
 
-class Scores(RunConfig):
-    """What runs share whose responses are scored, by Python functions, a reward model, or both."""
+
+class Scores(Samples):
+    """What runs share that score what they have generated, by Python functions, a reward model, or both."""
 
     rewards: tuple[RewardFunction, ...] = Field(
         default=(), description="Python rewards, summed with weights."
@@ -187,11 +193,13 @@ class Scores(RunConfig):
         description="Memory of the Python rewards' process beside each rank, with all that it starts.",
     )
 
-    @property
-    def scoring_role(self) -> str:
-        """The role whose mesh scores: the reward model, or where only functions score the reference, or the actor."""
-        roles = self.roles()
-        return next(role for role in ("reward", "ref", "actor") if role in roles)
+    @model_validator(mode="after")
+    def _learns_from_scores(self) -> Self:
+        if isinstance(self, TrainingConfig) and not self.rewards and self.scoring_role != "reward":
+            raise ValueError(
+                "nothing scores the responses. Name a function under rewards or a models.reward."
+            )
+        return self
 
     @model_validator(mode="after")
     def _refuse_equal_names(self) -> Self:

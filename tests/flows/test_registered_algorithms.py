@@ -53,6 +53,16 @@ def test_a_faulty_one_is_refused_by_its_packages_name(call, tuned, files, senten
         refused(call, "of the package tuned-models", sentence, command=(*command, *option))
 
 
+def test_a_data_set_without_a_key_that_the_graph_takes_is_refused(call, tuned):
+    keyless = RECORD.replace("fetch=CompletionExample.values", "fetch=lambda example: {'input_ids': [1]}")
+    with installed(tuned(**{"tuned/__init__.py": keyless})):
+        refused(
+            call,
+            "of the package tuned-models takes the key 'response_mask' from the data set",
+            command=("config", "validate", "FILE"),
+        )
+
+
 def test_a_name_that_two_have_is_refused_whatever_runs(call, tuned, document):
     place = tuned()
     install(place, "other-models", TUNED, {})

@@ -20,11 +20,6 @@ class GRPOConfig(Samples, TrainingConfig):
         default=8, gt=1, le=MOST_SEQS, description="Samples per prompt, which form a group."
     )
 
-    @property
-    def scoring_role(self) -> str:
-        """The role whose mesh scores: the reward model, or the reference where only functions score."""
-        return "ref" if self.models.reward is None else "reward"
-
     def roles(self) -> dict[str, Role]:
         """Actor, ref, and reward where there is a reward model."""
         models = self.models

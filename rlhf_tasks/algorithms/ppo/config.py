@@ -4,11 +4,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Samples, Scores, TrainingConfig
+from rlhf_tasks.config.base import Scores, TrainingConfig
 from rlhf_tasks.config.sections import MOST_ITERATIONS, ModelsConfig, OptimizerConfig, Role
 
 
-class PPOConfig(Scores, Samples, TrainingConfig):
+class PPOConfig(Scores, TrainingConfig):
     """Proximal policy optimisation (arXiv:1707.06347) with a learned critic and a KL-shaped reward."""
 
     type: Literal["ppo"] = "ppo"
@@ -89,10 +89,6 @@ class PPOConfig(Scores, Samples, TrainingConfig):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        if not self.rewards and self.models.reward is None:
-            raise ValueError(
-                "nothing scores the responses. Name a function under rewards or a models.reward."
-            )
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature=0 is greedy, and PPO must explore. Choose 1.0, for example."

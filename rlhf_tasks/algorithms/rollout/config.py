@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Samples, Scores, refuse_split_groups
+from rlhf_tasks.config.base import Scores, refuse_split_groups
 from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.dataset import Rows
 
 
-class RolloutConfig(Scores, Samples):
+class RolloutConfig(Scores):
     """Samples from a model, scored and written as JSONL: all rows once, in file order."""
 
     type: Literal["rollout"] = "rollout"

@@ -1,0 +1,48 @@
+"""Where a module's source is, and which names it binds, without running it."""
+
+import ast
+import sys
+
+import pytest
+
+from rlhf_tasks.system.source import module_file, names_bound
+
+
+@pytest.mark.parametrize(
+    ("source", "bound"),
+    [
+        ("def f(): g = 1", {"f"}),
+        ("async def f(): ...\nclass C:\n    def m(self): ...", {"f", "C"}),
+        ("from a import b, c as d\nimport e", {"b", "d", "e"}),
+        ("if x:\n    def f(): ...\nelse:\n    f = g = None", {"f", "g"}),
+        ("try:\n    from a import b\nexcept ImportError:\n    b = 1", {"b"}),
+        ("from a import *", {"*"}),
+        ("x.f = 1\nprint(f)", set()),
+    ],
+)
+def test_names_are_those_of_the_top_level(source, bound):
+    assert set(names_bound(ast.parse(source).body)) == bound
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that fails when it is imported, on the path."""
+    inner = tmp_path / "outer_package" / "inner"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").write_text("raise RuntimeError('imported')")
+    (inner / "module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return inner.parent
+
+
+def test_a_module_is_found_without_importing_the_packages_around_it(package):
+    assert module_file("outer_package") == package / "__init__.py"
+    assert module_file("outer_package.inner.module") == package / "inner" / "module.py"
+    assert "outer_package" not in sys.modules
+
+
+def test_a_module_without_source_gives_none_and_one_that_is_not_there_is_refused(package):
+    assert module_file("math") is None
+    for missing in ("no_such_package.module", "outer_package.other", "outer_package.inner.module.more"):
+        with pytest.raises(ModuleNotFoundError, match=missing):
+            module_file(missing)
