@@ -21,6 +21,7 @@ from rlhf_tasks.parallel.state.transfer import StateTransfer
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import StateLayout
 from rlhf_tasks.protocol.messages import GenerationSpec
+from rlhf_tasks.system.invariants import require
 
 
 class KeptState(NamedTuple):
@@ -74,7 +75,7 @@ class KeptCommit:
         engine  this rank's; None outside that layout's placement
         Raises as `snapshots.restore` does.
         """
-        assert self.is_whole, "some rank lacks its part: read the commit"
+        require(self.is_whole, "some rank lacks its part: read the commit")
         record = stored_role(role, layout, self._manifest, self._folder)
         wanted = [] if engine is None or engine.optimizer is None else list(engine.optimizer.shard_state())
         transfer = StateTransfer(StateLayout(record.layout), StateLayout(layout))

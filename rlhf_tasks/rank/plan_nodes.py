@@ -41,6 +41,7 @@ from rlhf_tasks.spec import (
     TransferNode,
 )
 from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.system.invariants import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,10 @@ class RankRun:
         call = node.call
         engine = self._engines.get(call.role, node.placement)
         expected = request.versions[call.role]
-        assert engine.version == expected, f"{call.role}: version {engine.version}, the plan says {expected}"
+        require(
+            engine.version == expected,
+            f"call {call.name}: {call.role} has version {engine.version}, the plan says {expected}",
+        )
         batch = self._inputs(node, request) if engine.is_head else None
         batch = share_batch(batch, node.placement, self._groups, self._spec.rank)
         context = CallContext(

@@ -20,6 +20,7 @@ from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.spec import ExecutionPlan, ReallocateNode
 from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.system.invariants import require
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -57,12 +58,11 @@ class RoleEngines:
     def get(self, role: str, placement: Placement) -> Engine:
         """The engine of a role on a placement; its weights must be there, or on their way: then it waits for them."""
         key = (role, placement)
-        assert key in self._engines, f"role {role!r} has never been on {placement}"
-        assert key not in self._absent, f"the copy of role {role!r} on {placement} was released"
+        require(key in self._engines, f"role {role!r} has never been on {placement}")
+        require(key not in self._absent, f"the copy of role {role!r} on {placement} was released")
         if key in self._host_copies:
-            assert not self._host_copies[key].is_away, (
-                f"role {role!r} on {placement} is offloaded: onload it first"
-            )
+            away = self._host_copies[key].is_away
+            require(not away, f"role {role!r} on {placement} is offloaded: onload it first")
             self._host_copies[key].wait()
         return self._engines[key]
 
@@ -87,7 +87,8 @@ class RoleEngines:
         source, destination = self._layout(node.role, node.source), self._layout(node.role, node.destination)
         owner = self._engines.get((node.role, node.source))
         if owner is not None:
-            assert owner.version == version, f"{node.role}: version {owner.version}, the plan says {version}"
+            held = owner.version
+            require(held == version, f"{node.name}: the source has version {held}, the plan says {version}")
         moved = reallocate(
             source,
             destination,
@@ -98,7 +99,8 @@ class RoleEngines:
             version=owner.version if owner is not None else version,
             state=owner.state if owner is not None else None,
         )
-        assert moved.version == version, f"{node.role}: version {moved.version} came, the plan says {version}"
+        came = moved.version
+        require(came == version, f"{node.name}: version {came} came, the plan says {version}")
         if moved.slices is not None:
             self._install(node.role, node.destination, moved)
             reach(Point.REALLOCATED)
@@ -107,7 +109,7 @@ class RoleEngines:
     def release(self, role: str, placement: Placement) -> None:
         """Free the weights of a copy on this rank."""
         engine = self.get(role, placement)
-        assert engine.optimizer is None, f"{role} on {placement} is trained: it is not a copy"
+        require(engine.optimizer is None, f"role {role!r} on {placement} is trained: it is not a copy")
         _replace(engine.stage, {})
         self._absent.add((role, placement))
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from flows.demo import pipeline
+from flows import pipeline
 from flows.demo.stages import Demo, settle_seed
 from flows.pipeline import rlhf_pipeline
 from flows.ppo import rlhf_ppo

@@ -15,6 +15,7 @@ from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation
 from rlhf_tasks.parallel.state.digest import digest
 from rlhf_tasks.system.failpoints import Point, reach
+from rlhf_tasks.system.invariants import InvariantError
 
 ROUND_BYTES = 256 * 2**20
 """A message is sent in rounds of about this size, which bounds the buffers: at most one round per peer."""
@@ -141,7 +142,7 @@ def _verify(ours: _Holding, fresh: _Holding, groups: ProcessGroups) -> str:
     sent, *received = all_reduce(sums, groups[union_set(source, destination)]).tolist()
     wrong = [dp_rank for dp_rank, value in enumerate(received) if value != sent]
     if wrong:
-        raise RuntimeError(
+        raise InvariantError(
             f"reallocation {source} -> {destination}: dp ranks {wrong} hold other bits than the source "
             f"({[f'{received[dp_rank]:x}' for dp_rank in wrong]} instead of {sent:x})"
         )

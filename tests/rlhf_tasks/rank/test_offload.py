@@ -20,6 +20,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
+from rlhf_tasks.system.invariants import InvariantError
 from tests.tiny_runs import ppo_config
 
 MESH = {"devices": [0, 1], "dp": 2}
@@ -156,6 +157,6 @@ def test_a_model_is_refused_while_it_is_offloaded(tmp_path):
     by_name = {request.key.node: request for request in requests}
     for name in names[:scored]:
         executor.execute(by_name[name], plan.node(name))
-    with pytest.raises(AssertionError, match=r"role '\w+' on .* is offloaded: onload it first"):
+    with pytest.raises(InvariantError, match=r"role '\w+' on .* is offloaded: onload it first"):
         executor.execute(by_name[names[scored]], plan.node(names[scored]))
     executor.close(keep_state=False)

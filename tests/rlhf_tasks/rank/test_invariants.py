@@ -1,0 +1,92 @@
+"""What a rank refuses because the plan says otherwise: every check is red here when it is left out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flows.run.prepare import prepare
+from rlhf_tasks.parallel.comm.groups import ProcessGroups
+from rlhf_tasks.parallel.layout.topology import Placement
+from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.rank.plan_nodes import plan_device_sets
+from rlhf_tasks.rank.role_engines import RoleEngines
+from rlhf_tasks.spec import ReallocateNode
+from rlhf_tasks.system.invariants import InvariantError
+from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
+from tests.rlhf_tasks.rank.test_offload import generation
+from tests.tiny_runs import ppo_config
+
+
+def on_one_device(folder: Path):
+    """(configuration, plan) of PPO with all calls on device 0."""
+    places = {call: {"devices": [0]} for call in PPO_CALLS}
+    config = ppo_config(folder, plan=places, cluster={"devices_per_host": 1})
+    return config, prepare(config).plan
+
+
+@pytest.fixture
+def engines(tmp_path):
+    """The engines of PPO on one device, with the actor's placement."""
+    config, plan = on_one_device(tmp_path)
+    with world_of_one():
+        yield RoleEngines(plan, config, ProcessGroups(plan_device_sets(plan), 240.0, CPU)), plan
+
+
+def test_a_call_is_refused_where_the_engine_has_another_version(tmp_path):
+    """Between two train calls a request says one version more than the engine has."""
+    config, plan = on_one_device(tmp_path)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor = Executor(0, lambda part: None)
+    document = json.loads(config.model_dump_json())
+    executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "versions"))
+    fetch, generate = (
+        next(r for r in Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0] if r.key.node == name)
+        for name in ("fetch", "actor_generate")
+    )
+    executor.execute(fetch, plan.node("fetch"))
+    later = replace(generate, versions={**generate.versions, "actor": 1})
+    with pytest.raises(InvariantError, match="actor_generate: actor has version 0, the plan says 1"):
+        executor.execute(later, plan.node("actor_generate"))
+    executor.execute(generate, plan.node("actor_generate"))
+    executor.close(keep_state=False)
+
+
+def test_a_copy_is_made_of_the_version_that_the_plan_says(engines):
+    held, plan = engines
+    here = plan.roles["actor"].placements[0]
+    node = ReallocateNode(
+        name="reallocate_actor_to_here",
+        after=(),
+        after_previous=(),
+        role="actor",
+        source=here,
+        destination=here,
+    )
+    with pytest.raises(InvariantError, match="the source has version 0, the plan says 3"):
+        held.reallocate(node, 3)
+
+
+def test_a_role_is_found_only_where_the_plan_has_put_it(engines):
+    held, plan = engines
+    elsewhere = Placement(devices=(1,), strategy=plan.roles["actor"].placements[0].strategy)
+    with pytest.raises(InvariantError, match="role 'actor' has never been on"):
+        held.get("actor", elsewhere)
+
+
+def test_a_trained_role_is_never_released(engines):
+    held, plan = engines
+    with pytest.raises(InvariantError, match=r"role 'actor' on .* is trained: it is not a copy"):
+        held.release("actor", plan.roles["actor"].placements[0])
+
+
+def test_a_released_copy_is_gone(engines):
+    held, plan = engines
+    here = plan.roles["ref"].placements[0]
+    held.release("ref", here)
+    with pytest.raises(InvariantError, match=r"the copy of role 'ref' on .* was released"):
+        held.get("ref", here)
