@@ -9,6 +9,7 @@ needs only seconds and meshes: the longest model cycle and the fullest device.
 # (compiled code takes elements of arrays for the numbers they are)
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,9 @@ CHUNK = 500  # proposals between two looks at the clock: a part of a round
 ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
 DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
 SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
+
+METROPOLIS_STEPS = 5_000  # proposals of a round
+METROPOLIS_TEMPERATURE = 0.01  # as a share of the best time so far
 
 
 class Neighbours(NamedTuple):
@@ -177,6 +181,29 @@ def _parts(
 def better(a: State, b: State) -> State:
     """The state that lacks less memory; of two that lack the same, the faster; of two such, a."""
     return b if (b.excess_bytes, b.time_s) < (a.excess_bytes, a.time_s) else a
+
+
+def greedy_choice(tables: Tables) -> list[int]:
+    """Every call at its fastest option, alone."""
+    return [min(range(len(found)), key=lambda n, found=found: found[n].seconds) for found in tables.options]
+
+
+def metropolis(tables: Tables, near: Neighbours, cycles: Cycles, seed: int) -> Iterator[tuple[State, int]]:
+    """The search of earlier work, as a baseline: Metropolis over choices (ReaL, arXiv:2406.14088, section 5.2).
+
+    It starts greedily, each call at its fastest, changes one call per proposal to any of its options alike, and
+    accepts with probability min(1, exp(-(change of time) / temperature)). Gives after each part of a round, without
+    end: the best state so far, and the choices that the part priced.
+    """
+    best = state = start_state(tables, greedy_choice(tables))
+    for number in count():
+        heat = METROPOLIS_TEMPERATURE * best.time_s
+        draws = uniforms(seed, "mcmc", number, METROPOLIS_STEPS)
+        for step in range(0, METROPOLIS_STEPS, CHUNK):
+            part = draws[step : step + CHUNK]
+            found, state, n_priced = anneal(tables.arrays, near, cycles, state, part, heat, heat, False)
+            best = better(best, found)
+            yield best, n_priced
 
 
 @compiled

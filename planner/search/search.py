@@ -21,6 +21,8 @@ from planner.search.annealing import (
     annealing,
     better,
     descend,
+    greedy_choice,
+    metropolis,
     neighbours,
     nobody,
     polishing,
@@ -34,7 +36,6 @@ from planner.search.branch_and_bound import bounds_by_groups, branching, proofs
 from planner.search.choices import assignments_of, nearest_choice
 from planner.search.compiled.tables import Tables, uncollected
 from planner.search.disjoint import disjoint_choice, side_by_side
-from planner.search.mcmc import greedy_choice, metropolis
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
