@@ -14,7 +14,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, State
 
-from flows.cluster.cluster import Cluster, ClusterError, found_cluster, local_cluster
+from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.cluster.this_machine import gpus_here
@@ -265,7 +265,7 @@ def cluster_of(
     folder: Path,
     needs: Mapping[int, float] | None = None,
     again: bool = False,
-) -> Iterator[Cluster]:
+) -> Iterator[DaskCluster]:
     """The cluster that a configuration names, or one of our own on this machine.
 
     again  this process has lost it

@@ -7,7 +7,7 @@ whether their meshes can lie to each other as it says: which share a device, and
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.bounds.concurrency_bound import Parts, cover_s
+from planner.search.bounds.concurrency_bound import PartialChoice, cover_s
 from planner.search.bounds.relaxation import (
     ALONE,
     APART,
@@ -88,7 +88,7 @@ def covers(
     for k in range(len(moves)):
         if r.delay[k] == 1 and r.alone[k]:
             moved[k], moved_s[k] = moves[k, ALONE] > 0, moves[k, BOTH]
-    parts = Parts(seconds, load, sizes, meeting, r.trainer, r.reader, moved, moved_s)
+    parts = PartialChoice(seconds, load, sizes, meeting, r.trainer, r.reader, moved, moved_s)
     return cover_s(t.cover, parts, r.n_devices) <= threshold * SLACK
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size, stage_set, tied_set
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.train.state_layout import Piece, StateLayout
+from rlhf_tasks.parallel.train.state_layout import BufferRange, StateLayout
 from rlhf_tasks.system.failpoints import Point, reach
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has the old ones alone.
@@ -165,7 +165,7 @@ class Optimizer:
         self.step = step
         self._gather()
 
-    def _shares(self) -> Iterator[tuple[Piece, int, int]]:
+    def _shares(self) -> Iterator[tuple[BufferRange, int, int]]:
         """The pieces that reach into this rank's share, with the common range in flat coordinates."""
         for piece in self._pieces:
             start = max(piece.start, self._start)
