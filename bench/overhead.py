@@ -30,13 +30,13 @@ from distributed import Client
 from prefect import flow
 
 from bench.simulated_ranks import print_rows, scale_rows
-from flows.cluster.cluster import Cluster, Member, local_cluster
+from flows.cluster.cluster import DaskCluster, Member, local_cluster
 from flows.cluster.server import own_server
 from flows.run.training import RunControl, run_training
 from flows.view.clocks import Span, idle_while_ready_s, predecessors_of
 from planner.plan.build import build_plan
 from planner.plan.graph import DataflowGraph
-from planner.plan.mesh import Cluster as Devices
+from planner.plan.mesh import Cluster
 from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.protocol.messages import Committed
@@ -73,11 +73,11 @@ def demo_plan() -> ExecutionPlan:
     assert assignments is not None
     registered = algorithm("ppo")
     graph = DataflowGraph(registered.graph(config), registered.dataset_keys, name="ppo")
-    return build_plan(graph, assignments, Devices(1, RANKS))
+    return build_plan(graph, assignments, Cluster(1, RANKS))
 
 
 def run_once(
-    cluster: Cluster, plan: ExecutionPlan, iterations: int, iteration_s: float, ahead: bool
+    cluster: DaskCluster, plan: ExecutionPlan, iterations: int, iteration_s: float, ahead: bool
 ) -> tuple[Committed, ...]:
     """One run; its iterations with every node's results."""
     config = {"sleep_s": {name: share * iteration_s for name, share in SHARES.items()}}
@@ -136,7 +136,7 @@ def cpu_s(controller_pid: int) -> dict[str, float]:
     return seconds
 
 
-def pid_of(cluster: Cluster, member: Member) -> int:
+def pid_of(cluster: DaskCluster, member: Member) -> int:
     """The process of a worker."""
     with Client(cluster.scheduler_address, set_as_default=False) as client:
         return client.run(os.getpid, workers=[member.address])[member.address]  # pyright: ignore[reportIndexIssue]

@@ -30,7 +30,7 @@ from prefect.client.schemas.sorting import TaskRunSort
 from prefect.runtime import flow_run
 
 from bench.overhead import RANKS, SHARES, cpu_s, demo_plan, pid_of, write
-from flows.cluster.cluster import Cluster, local_cluster
+from flows.cluster.cluster import DaskCluster, local_cluster
 from flows.cluster.server import own_server
 from flows.run.training import RunControl, run_training
 from planner.report.text import short_names
@@ -76,7 +76,7 @@ class Watched:
 
 
 def run(
-    cluster: Cluster, plan: ExecutionPlan, iterations: int, iteration_s: float, watched: Watched
+    cluster: DaskCluster, plan: ExecutionPlan, iterations: int, iteration_s: float, watched: Watched
 ) -> float:
     """One run; seconds from the last commit to its end."""
     shares = SHARES if plan.n_devices == RANKS else {"generate": 0.4, "actor_train": 0.5, "critic_train": 0.5}

@@ -58,7 +58,7 @@ NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class DaskCluster:
     """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
 
     scheduler_address: str
@@ -79,7 +79,7 @@ def local_cluster(
     gpus: bool = False,
     folder: Path,
     deadline_s: float = START_DEADLINE_S,
-) -> Iterator[Cluster]:
+) -> Iterator[DaskCluster]:
     """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
 
     gpus        each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
@@ -242,7 +242,7 @@ def found_cluster(
     assumed: DeviceProfile | None = None,
     needs: Mapping[int, float] | None = None,
     again: bool = False,
-) -> Iterator[Cluster]:
+) -> Iterator[DaskCluster]:
     """A cluster that runs already, by its scheduler's address; it is left as it was found.
 
     folder            the run folder: every host must see it
@@ -281,7 +281,7 @@ def _connected(address: str, deadline_s: float) -> Client:
 
 def form_cluster(
     client: Client, n_ranks: int, devices_per_host: int = 1, deadline_s: float = START_DEADLINE_S
-) -> Cluster:
+) -> DaskCluster:
     """Choose ranks and controller among a cluster's workers, and make them what they are.
 
     Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks` of
@@ -302,7 +302,7 @@ def form_cluster(
     serving = (*ranks[:n_ranks], controllers[0])
     refuse_other_versions(client, serving)
     client.register_plugin(ProcessPlugin())
-    return Cluster(address_of(client), serving[:-1], serving[-1], client.security)
+    return DaskCluster(address_of(client), serving[:-1], serving[-1], client.security)
 
 
 def _too_few(

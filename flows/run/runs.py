@@ -14,7 +14,7 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, State
 
-from flows.cluster.cluster import Cluster, ClusterError, found_cluster, local_cluster
+from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
 from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.cluster.this_machine import gpus_here
@@ -27,7 +27,6 @@ from flows.run.planning import hardware_of
 from flows.run.prepare import Prepared, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
-from flows.run.restarts import Restarts
 from flows.run.run_folder import open_run, remember_folder, run_folder_of, taken
 from flows.run.run_identity import keep_identity, refuse_changes
 from flows.run.summary import read_jsonl, rows_by_plan, run_figures
@@ -41,9 +40,12 @@ from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.reading import read_json
+from rlhf_tasks.system.reading import read_json, reading
 
 SUMMARY = "summary.json"
+RESTARTS = "restarts.json"
+
+
 ENDS_S = 600.0  # what the process before may take to end where Prefect starts a flow run again
 
 
@@ -127,6 +129,52 @@ async def _end(
         )
     view.finished()
     return summary
+
+
+class Restarts:
+    """The count of attempts and rebuilds since the newest commit, which `runtime.max_restarts` bounds, also across
+    processes of one flow run that Prefect starts again: the run folder has it."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self._folder, self._most = folder, most
+
+    def begin(self, started_again: bool) -> int:
+        """A process takes the run up; gives the count. Raises RunFailed when it is one too many.
+
+        started_again  by Prefect: its process before was killed, or left
+        """
+        if not started_again:
+            self.forget()
+        count = self._so_far() + 1 if started_again else 0
+        self.count(count, "its process has ended")
+        return count
+
+    def count(self, count: int, why: str) -> None:
+        """Write down that an attempt begins. Raises RunFailed when it is one too many."""
+        if count > self._most:
+            self.forget()
+            raise RunFailed(
+                f"{why} (after runtime.max_restarts={self._most} restarts without a commit in between). Resume to go "
+                "on from the last commit."
+            )
+        record = {"step": newest_step(self._folder), "rebuilds": count}
+        replace_file(self._folder / RESTARTS, json.dumps(record) + "\n")
+
+    def forget(self) -> None:
+        """The run was left in order."""
+        (self._folder / RESTARTS).unlink(missing_ok=True)
+
+    def _so_far(self) -> int:
+        """-1 where the process before this one has left in order; a damaged record counts nothing."""
+        path = self._folder / RESTARTS
+        if not path.exists():
+            return -1
+        try:
+            with reading(path, "no count of restarts"):
+                record = read_json(path)
+                return int(record["rebuilds"]) if record["step"] == newest_step(self._folder) else 0
+        except ConfigError:
+            return 0
 
 
 class Attempts:
@@ -217,7 +265,7 @@ def cluster_of(
     folder: Path,
     needs: Mapping[int, float] | None = None,
     again: bool = False,
-) -> Iterator[Cluster]:
+) -> Iterator[DaskCluster]:
     """The cluster that a configuration names, or one of our own on this machine.
 
     again  this process has lost it

@@ -19,7 +19,7 @@ from distributed.comm import CommClosedError
 from distributed.core import connect, rpc
 from prefect.exceptions import Abort
 
-from flows.cluster.cluster import Cluster
+from flows.cluster.cluster import DaskCluster
 from flows.run.orders import Order, Orders
 from flows.run.run_folder import ATTEMPTS
 from flows.view.iterations import IterationView
@@ -108,7 +108,7 @@ HookNews = Committed | PlanChanged | PlanKept
 async def run_training(
     plan: ExecutionPlan,
     config: dict[str, Any],
-    cluster: Cluster,
+    cluster: DaskCluster,
     *,
     run: str,
     run_folder: Path,
@@ -190,7 +190,7 @@ class Training:
     def __init__(
         self,
         spec: RunSpec,
-        cluster: Cluster,
+        cluster: DaskCluster,
         hooks: Hooks,
         api: PrefectApi,
         dispatch_ahead: bool,

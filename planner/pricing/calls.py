@@ -16,7 +16,7 @@ from planner.pricing.calibrate import with_transfer_links
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import Sizes, sizes, stage_kinds
 from planner.pricing.devices import DeviceProfile
-from planner.pricing.measured import MeasuredProfile, ProfileError, Tables
+from planner.pricing.measured import MeasuredProfile, ProfileError, ProfileTables
 from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, factor_of
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -199,7 +199,7 @@ class CostModel:
             timings: list[Timing] = [
                 roofline
                 if profile is None or tp not in profile.tp_degrees
-                else Tables(profile, model.head, tp, crosses)
+                else ProfileTables(profile, model.head, tp, crosses)
                 for roofline, profile in zip(analytic, profiles, strict=True)
             ]
             self._timings[key] = timings[0] if len(timings) == 1 else Slowest(timings, analytic)

@@ -228,7 +228,7 @@ def _between(grid: Sequence[float], value: float) -> tuple[int, float]:
     return i, (value - grid[i]) / (grid[i + 1] - grid[i])
 
 
-class Tables:
+class ProfileTables:
     """Timing (planner/pricing/rooflines.py) from a measured profile.
 
     crosses  whether a tp group spans hosts: operations are measured on neighbours of one host where they fit on one

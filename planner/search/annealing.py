@@ -9,6 +9,7 @@ needs only seconds and meshes: the longest model cycle and the fullest device.
 # (compiled code takes elements of arrays for the numbers they are)
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,9 @@ ALIKE = 0.3  # share of the proposals on another call's mesh that take its strat
 DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
 SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
 
+METROPOLIS_STEPS = 5_000  # proposals of a round
+METROPOLIS_TEMPERATURE = 0.01  # as a share of the best time so far
+
 
 class Neighbours(NamedTuple):
     """Where proposals go.
@@ -58,7 +62,7 @@ class Neighbours(NamedTuple):
     by_speed: Ints
 
 
-class State(NamedTuple):
+class PricedChoice(NamedTuple):
     """A choice (option number per call), its seconds per iteration and its missing bytes."""
 
     choice: Ints
@@ -100,10 +104,10 @@ def uniforms(seed: int, purpose: str, round_number: int, steps: int) -> Floats:
     return ((bits >> 11) & ((1 << 53) - 1)).reshape(steps, DRAWS) / float(1 << 53)
 
 
-def start_state(tables: Tables, choice: Sequence[int]) -> State:
+def start_state(tables: Tables, choice: Sequence[int]) -> PricedChoice:
     """The state of a choice."""
     found = tables.evaluate(choice)
-    return State(np.asarray(choice, np.int64), found.time_s, found.excess_bytes)
+    return PricedChoice(np.asarray(choice, np.int64), found.time_s, found.excess_bytes)
 
 
 def annealing(
@@ -113,7 +117,7 @@ def annealing(
     starts: Sequence[Sequence[int]],
     seed: int,
     purpose: str = "annealing",
-) -> Iterator[tuple[State, int]]:
+) -> Iterator[tuple[PricedChoice, int]]:
     """After each part of a round: the best state so far, and the number of choices that the part priced.
 
     starts   choices to begin with, which the rounds take in turn: a round settles early on how large the meshes are,
@@ -134,14 +138,14 @@ def annealing(
             return
 
 
-def _beats(a: State, b: State) -> bool:
+def _beats(a: PricedChoice, b: PricedChoice) -> bool:
     """Whether a state is better than another by more than rounding."""
     return (a.excess_bytes, a.time_s * (1 + SAME)) < (b.excess_bytes, b.time_s)
 
 
 def polishing(
-    tables: Tables, near: Neighbours, cycles: Cycles, state: State, seed: int, number: int
-) -> Iterator[tuple[State, int]]:
+    tables: Tables, near: Neighbours, cycles: Cycles, state: PricedChoice, seed: int, number: int
+) -> Iterator[tuple[PricedChoice, int]]:
     """After each part of a round: the best state met near a state, and the number of choices that the part priced.
     number: of the polishing, from 0."""
     draws = uniforms(seed, "polishing", number, STEPS[0])
@@ -149,8 +153,8 @@ def polishing(
 
 
 def _parts(
-    tables: Tables, near: Neighbours, cycles: Cycles, start: State, draws: Floats, hot: float
-) -> Iterator[tuple[State, int]]:
+    tables: Tables, near: Neighbours, cycles: Cycles, start: PricedChoice, draws: Floats, hot: float
+) -> Iterator[tuple[PricedChoice, int]]:
     """After each CHUNK of a round's proposals and each call of the descent: the best state met, and the number of
     choices that the part priced.
 
@@ -174,9 +178,34 @@ def _parts(
         yield best, n_priced
 
 
-def better(a: State, b: State) -> State:
+def better(a: PricedChoice, b: PricedChoice) -> PricedChoice:
     """The state that lacks less memory; of two that lack the same, the faster; of two such, a."""
     return b if (b.excess_bytes, b.time_s) < (a.excess_bytes, a.time_s) else a
+
+
+def greedy_choice(tables: Tables) -> list[int]:
+    """Every call at its fastest option, alone."""
+    return [min(range(len(found)), key=lambda n, found=found: found[n].seconds) for found in tables.options]
+
+
+def metropolis(
+    tables: Tables, near: Neighbours, cycles: Cycles, seed: int
+) -> Iterator[tuple[PricedChoice, int]]:
+    """The search of earlier work, as a baseline: Metropolis over choices (ReaL, arXiv:2406.14088, section 5.2).
+
+    It starts greedily, each call at its fastest, changes one call per proposal to any of its options alike, and
+    accepts with probability min(1, exp(-(change of time) / temperature)). Gives after each part of a round, without
+    end: the best state so far, and the choices that the part priced.
+    """
+    best = state = start_state(tables, greedy_choice(tables))
+    for number in count():
+        heat = METROPOLIS_TEMPERATURE * best.time_s
+        draws = uniforms(seed, "mcmc", number, METROPOLIS_STEPS)
+        for step in range(0, METROPOLIS_STEPS, CHUNK):
+            part = draws[step : step + CHUNK]
+            found, state, n_priced = anneal(tables.arrays, near, cycles, state, part, heat, heat, False)
+            best = better(best, found)
+            yield best, n_priced
 
 
 @compiled
@@ -184,12 +213,12 @@ def anneal(
     arrays: Arrays,
     near: Neighbours,
     cycles: Cycles,
-    start: State,
+    start: PricedChoice,
     draws: Floats,
     hot: float,
     cold: float,
     local: bool,
-) -> tuple[State, State, int]:
+) -> tuple[PricedChoice, PricedChoice, int]:
     """One round of proposals from a start; each changes one call, or two if they are local.
 
     draws      [steps, DRAWS] random numbers
@@ -215,7 +244,7 @@ def anneal(
             continue
         time_s, excess_bytes, _ = value(arrays, choice, limit)
         n_priced += 1
-        proposed = State(choice, time_s, excess_bytes)
+        proposed = PricedChoice(choice, time_s, excess_bytes)
         if _energy(arrays, proposed) > limit:
             continue
         state = proposed
@@ -225,7 +254,9 @@ def anneal(
 
 
 @compiled
-def descend(arrays: Arrays, near: Neighbours, cycles: Cycles, start: State, call: int) -> tuple[State, int]:
+def descend(
+    arrays: Arrays, near: Neighbours, cycles: Cycles, start: PricedChoice, call: int
+) -> tuple[PricedChoice, int]:
     """The best state that differs from a start, which fits memory, in at most one call's option; and the number of
     choices priced."""
     best, n_priced = start, 0
@@ -239,12 +270,12 @@ def descend(arrays: Arrays, near: Neighbours, cycles: Cycles, start: State, call
         time_s, excess_bytes, _ = value(arrays, choice, best.time_s)
         n_priced += 1
         if excess_bytes <= 0 and time_s < best.time_s:
-            best = State(choice, time_s, excess_bytes)
+            best = PricedChoice(choice, time_s, excess_bytes)
     return best, n_priced
 
 
 @inner
-def _energy(arrays: Arrays, state: State) -> float:
+def _energy(arrays: Arrays, state: PricedChoice) -> float:
     if state.excess_bytes <= 0:
         return state.time_s
     return state.time_s * (1 + SHORT_OF_MEMORY + 2 * state.excess_bytes / arrays.memory_bytes)

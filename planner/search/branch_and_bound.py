@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.deadline import Deadline
-from planner.search.annealing import Neighbours, State, annealing, better, polishing
+from planner.search.annealing import Neighbours, PricedChoice, annealing, better, polishing
 from planner.search.bounds.relaxation import Relaxation, relaxation
 from planner.search.bounds.root_bound import Cycles
 from planner.search.bounds.tree_order import Tree, tree
@@ -76,11 +76,11 @@ def branching(
     near: Neighbours,
     cycles: Cycles,
     p: Proofs,
-    state: State,
+    state: PricedChoice,
     lower_bound_s: float,
     seed: int,
     deadline: Deadline,
-) -> Iterator[tuple[State, float, int]]:
+) -> Iterator[tuple[PricedChoice, float, int]]:
     """After each proof and each better plan: the best state, the lower bound, and the choices priced since.
 
     state          the plan to beat; lower_bound_s: no plan takes less
@@ -107,7 +107,7 @@ def branching(
         if code == DONE:
             lower_bound_s, walk = threshold, None
         elif code == FOUND:
-            state = better(state, State(walk.found - tables.arrays.start[:-1], time_s, 0.0))
+            state = better(state, PricedChoice(walk.found - tables.arrays.start[:-1], time_s, 0.0))
             near_it = polishing(tables, near, cycles, state, seed, polishings)
             state, more = _until(deadline, state, near_it)
             n_priced, polishings = n_priced + more, polishings + 1
@@ -120,7 +120,9 @@ def branching(
         yield state, lower_bound_s, n_priced
 
 
-def _until(deadline: Deadline, state: State, parts: Iterator[tuple[State, int]]) -> tuple[State, int]:
+def _until(
+    deadline: Deadline, state: PricedChoice, parts: Iterator[tuple[PricedChoice, int]]
+) -> tuple[PricedChoice, int]:
     """The better of a state and the best of an annealing that ends with the part in which the deadline passes; and
     the choices priced."""
     n_priced = 0

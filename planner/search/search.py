@@ -16,11 +16,13 @@ from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
 from planner.pricing.plans import PlanPrice, price_plan, shortfall
 from planner.pricing.problem import Problem
 from planner.search.annealing import (
-    State,
+    PricedChoice,
     anneal,
     annealing,
     better,
     descend,
+    greedy_choice,
+    metropolis,
     neighbours,
     nobody,
     polishing,
@@ -34,7 +36,6 @@ from planner.search.branch_and_bound import bounds_by_groups, branching, proofs
 from planner.search.choices import assignments_of, nearest_choice
 from planner.search.compiled.tables import Tables, uncollected
 from planner.search.disjoint import disjoint_choice, side_by_side
-from planner.search.mcmc import greedy_choice, metropolis
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 ROUNDING = 1e-9  # relative; a gap below it is none
@@ -133,14 +134,14 @@ class Progress:
         limit_s = self._request.time_limit_s - RESERVE * self._pricing_s
         return Deadline(self._request.started + share * limit_s, self._request.called_off)
 
-    def note(self, state: State, n_priced: int, lower_bound_s: float = 0.0) -> None:
+    def note(self, state: PricedChoice, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
         self._evaluations += n_priced
         self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
         self.state = state
         self._trace_up_to(state.time_s if state.excess_bytes <= 0 else float("inf"))
 
-    def follow(self, parts: Iterable[tuple[State, int]]) -> None:
+    def follow(self, parts: Iterable[tuple[PricedChoice, int]]) -> None:
         """Notes the parts of an annealing, while there is time for it."""
         for state, n_priced in parts:
             self.note(better(self.state, state), n_priced)

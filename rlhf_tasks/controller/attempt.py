@@ -6,6 +6,7 @@ disk and clock report, and tells the flow.
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,11 @@ from typing import Any
 from uuid import uuid4
 
 from distributed import Worker
+from torch.distributed import TCPStore
 
 from rlhf_tasks.checkpoint.journals import MetricsLines
 from rlhf_tasks.checkpoint.plan_log import log_change
 from rlhf_tasks.controller.rank_link import RankLink
-from rlhf_tasks.controller.rendezvous import Rendezvous
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
@@ -432,3 +433,26 @@ def group_timeout_s(plan: ExecutionPlan, deadlines: Deadlines) -> float:
     most what is left of the iterations in flight.
     """
     return GROUP_TIMEOUT_FLOOR_S + OVERLAPPING * sum(deadlines.of(node.name) for node in plan.nodes)
+
+
+class Rendezvous:
+    """Where the ranks of every generation find each other: one TCPStore, held by the controller.
+
+    It is on one interface (a plain TCPStore listens on all). Each generation uses its own PrefixStore on it.
+
+    host, port  what ranks connect to
+    """
+
+    def __init__(self, host: str) -> None:
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.bind((host, 0))
+        listener.listen()
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
+            host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def close(self) -> None:
+        """End the store; ranks that still wait on it get an error."""
+        self._store = None

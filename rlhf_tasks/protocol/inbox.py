@@ -6,6 +6,7 @@ docs/protocol.md has the table.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from rlhf_tasks.protocol.instructions import (
@@ -25,7 +26,6 @@ from rlhf_tasks.protocol.instructions import (
     RestoreDone,
     Run,
 )
-from rlhf_tasks.protocol.lease import Lease, refusal
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 
@@ -52,6 +52,33 @@ TRANSITIONS: dict[InboxPhase, frozenset[InboxPhase]] = {
     InboxPhase.READY: frozenset({InboxPhase.BROKEN, InboxPhase.CLEARING, InboxPhase.DRAINING}),
     InboxPhase.BROKEN: frozenset({InboxPhase.CLEARING}),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who may give a rank work: one attempt of one run at a time.
+
+    client  names the controller's connection; the lease ends with it
+    """
+
+    run: str
+    attempt: int
+    client: str
+
+    def __str__(self) -> str:
+        return f"run {self.run!r}, attempt {self.attempt} (client {self.client})"
+
+
+def refusal(holder: Lease | None, wanted: Lease) -> str | None:
+    """Why `wanted` may not have a rank that `holder` has; None when it may.
+
+    A later attempt of the same run takes over: the earlier one is known to have ended.
+    """
+    if holder is None or holder == wanted or (holder.run == wanted.run and holder.attempt < wanted.attempt):
+        return None
+    return (
+        f"this rank is held by {holder}; {wanted} must wait until that run has ended, or use other workers."
+    )
 
 
 class Inbox:

@@ -95,7 +95,7 @@ Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallForm:
     """One way in which rewards are called.
 
     arguments   (answers, state) -> the arguments of each call
@@ -157,12 +157,12 @@ def _openrlhf(answers: Answers, state: TrainerState) -> list[Arguments]:
     ]
 
 
-TRL = Form(_trl)
+TRL = CallForm(_trl)
 SIGNS = (
     ({"completions", "completion_ids", "completions_ids"}, TRL),  # first: its other parameters are columns
-    ({"solution_str"}, Form(_verl, per_answer=True)),
-    ({"solution_strs"}, Form(_verl_batch)),
-    ({"queries"}, Form(_openrlhf)),
+    ({"solution_str"}, CallForm(_verl, per_answer=True)),
+    ({"solution_strs"}, CallForm(_verl_batch)),
+    ({"queries"}, CallForm(_openrlhf)),
     ({"prompts"}, TRL),
 )
 """Parameters any of which shows a form, the surest first."""
@@ -197,7 +197,7 @@ class Parameters:
             any(p.kind is p.VAR_KEYWORD for p in found),
         )
 
-    def form(self, location: str, kwargs: Collection[str]) -> Form:
+    def form(self, location: str, kwargs: Collection[str]) -> CallForm:
         """The form that they show. Raises RewardError where they show none, or `kwargs` has others."""
         form = next(
             (form for signs, form in SIGNS if signs & set(self.names)), TRL if self.takes_any else None
@@ -216,7 +216,7 @@ class Parameters:
         return form
 
     def refuse_missing(
-        self, location: str, form: Form, kwargs: Collection[str], columns: Sequence[str]
+        self, location: str, form: CallForm, kwargs: Collection[str], columns: Sequence[str]
     ) -> None:
         """Raises RewardError for a required parameter that nothing gives: form, columns of the rows, kwargs."""
         one = Answers([""], [""], [[]], {name: [None] for name in columns}, [""])
@@ -242,7 +242,7 @@ class Reward:
     location: str
     function: Callable[..., Any]
     parameters: Parameters
-    form: Form
+    form: CallForm
     kwargs: Mapping[str, Any]
     file: str
 

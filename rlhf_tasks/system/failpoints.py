@@ -77,7 +77,7 @@ class Point(Enum):
         self.label, self.process, self.when = label, process, when
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where a thread is; None where that is not said."""
 
     rank: int | None = None
@@ -92,14 +92,14 @@ class Failpoint(NamedTuple):
     point: Point
     action: str
     seconds: float
-    place: Place
+    place: Whereabouts
 
 
 _FAILPOINT = re.compile(
     r"(\w+):(kill|stop|raise|full|delay)(?:=([0-9.]+))?((?:@(?:rank|iter|gen|attempt)-?\d+)*)"
 )
-_NOWHERE = Place()
-_here: ContextVar[Place] = ContextVar("failpoints", default=_NOWHERE)
+_NOWHERE = Whereabouts()
+_here: ContextVar[Whereabouts] = ContextVar("failpoints", default=_NOWHERE)
 _armed: tuple[Failpoint, ...] = ()
 
 
@@ -119,7 +119,7 @@ def _parse_one(text: str) -> Failpoint:
     if match[1] not in names:
         raise ValueError(f"{VARIABLE}: there is no place {match[1]!r}. There are: {', '.join(names)}.")
     where = {kind: int(number) for kind, number in re.findall(r"@([a-z]+)(-?\d+)", match[4])}
-    return Failpoint(names[match[1]], match[2], float(match[3] or 0), Place(**where))
+    return Failpoint(names[match[1]], match[2], float(match[3] or 0), Whereabouts(**where))
 
 
 def arm(text: str) -> None:
@@ -136,7 +136,7 @@ def at(
     attempt: int | None = None,
 ) -> Iterator[None]:
     """Inside, what this thread (or asyncio task) reaches is of this rank, iteration, generation and attempt."""
-    token = _here.set(Place(rank, iteration, generation, attempt))
+    token = _here.set(Whereabouts(rank, iteration, generation, attempt))
     try:
         yield
     finally:

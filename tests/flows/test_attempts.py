@@ -16,8 +16,7 @@ from prefect import flow
 from flows.run import runs
 from flows.run.orders import Order, Orders
 from flows.run.prepare import Prepared
-from flows.run.restarts import Restarts
-from flows.run.runs import Attempts, carry_out
+from flows.run.runs import Attempts, Restarts, carry_out
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
 from flows.view.prefect_api import PrefectApi
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan

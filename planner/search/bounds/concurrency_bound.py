@@ -90,7 +90,7 @@ def _undominated(weights: Floats, broken: Bools) -> list[int]:
     return kept
 
 
-class Parts(NamedTuple):
+class PartialChoice(NamedTuple):
     """A partial choice as the bound sees it.
 
     seconds     [calls] at least; least_load [calls] seconds times devices, at least
@@ -111,7 +111,7 @@ class Parts(NamedTuple):
 
 
 @compiled
-def cover_s(c: Cover, p: Parts, n_devices: int) -> float:
+def cover_s(c: Cover, p: PartialChoice, n_devices: int) -> float:
     """Seconds that the period is at least, by the weighting that says most."""
     possible = _possible_sets(c, p, n_devices)
     most = _lifted_s(c, p, possible, n_devices)
@@ -125,7 +125,7 @@ def cover_s(c: Cover, p: Parts, n_devices: int) -> float:
 
 
 @inner
-def _possible_sets(c: Cover, p: Parts, n_devices: int) -> int:
+def _possible_sets(c: Cover, p: PartialChoice, n_devices: int) -> int:
     """Bits of the sets that may run at once."""
     ahead = c.ahead.copy()
     n = len(ahead)
@@ -156,7 +156,7 @@ def _possible_sets(c: Cover, p: Parts, n_devices: int) -> int:
 
 
 @inner
-def _carried_s(c: Cover, p: Parts, w: int) -> float:
+def _carried_s(c: Cover, p: PartialChoice, w: int) -> float:
     """Seconds of the reallocations that weigh 1 beside a weighting: next to nothing that could run meanwhile.
 
     Not meanwhile run calls that share its devices, and those between its reader and its trainer or a call that
@@ -188,7 +188,7 @@ def _carried_s(c: Cover, p: Parts, w: int) -> float:
 
 
 @inner
-def _lifted_s(c: Cover, p: Parts, possible: int, n_devices: int) -> float:
+def _lifted_s(c: Cover, p: PartialChoice, possible: int, n_devices: int) -> float:
     """The load of the cluster, with the weights of calls lifted as far as the sets allow, the longest call first."""
     n, total = len(p.seconds), 0.0
     weight = np.empty(n)

@@ -4,7 +4,7 @@ First come the groups of all calls (the sizes of their meshes), then of each two
 then a strategy and a place for one call after another, then micro-batches (planner/search/bounds/relaxation.py). So
 a mesh is placed only where sizes, strategies and what is shared leave hope, not once for each of the many places
 that come to the same. A branch is cut as soon as its meshes cannot lie as they should
-(mesh_packing.py), or its completions provably exceed the threshold (concurrency_bound.py, period_bound.py) or lack
+(feasibility.py), or its completions provably exceed the threshold (concurrency_bound.py, period_bound.py) or lack
 memory. Complete choices that are left are priced exactly, with every set of their offloaded twins
 (planner/search/compiled/arrays.py).
 
@@ -20,8 +20,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.bounds.feasibility import SLACK, covers, groups_fit, least_load
-from planner.search.bounds.mesh_packing import can_be_arranged, lies_as_said
+from planner.search.bounds.feasibility import (
+    SLACK,
+    can_be_arranged,
+    covers,
+    groups_fit,
+    least_load,
+    lies_as_said,
+)
 from planner.search.bounds.period_bound import exceeds
 from planner.search.bounds.relaxation import (
     ALONE,

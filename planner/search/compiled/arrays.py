@@ -109,7 +109,7 @@ class Skeletons(NamedTuple):
 
 
 class Models(NamedTuple):
-    """planner.search.compiled.resharding_seconds.Parts of all roles, one after another: so the type is the same for
+    """planner.search.compiled.resharding_pieces.Parts of all roles, one after another: so the type is the same for
     any number of roles.
 
     entries, kinds  of all roles; role r has rows start[r, 0] .. start[r + 1, 0] - 1 of entries and start[r, 1] ..

@@ -16,15 +16,9 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 LINKED = (
     "plan.steady_state",  # whose IN_FLIGHT is a constant there
     "search.annealing",
-    *(
-        f"search.bounds.{name}"
-        for name in ("concurrency_bound", "feasibility", "mesh_packing", "period_bound")
-    ),
+    *(f"search.bounds.{name}" for name in ("concurrency_bound", "feasibility", "period_bound")),
     *(f"search.bounds.{name}" for name in ("relaxation", "root_bound", "tree_order", "tree_search")),
-    *(
-        f"search.compiled.{name}"
-        for name in ("arrays", "compile", "evaluator", "memory_peaks", "steady_period")
-    ),
+    *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks")),
     *(f"search.compiled.resharding_{name}" for name in ("memo", "pieces", "seconds")),
 )
 """The planner's modules whose functions and constants go into compiled code."""

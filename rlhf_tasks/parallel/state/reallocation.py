@@ -1,5 +1,6 @@
 """Brings a role's parameters from one layout to another, slice by slice, without a whole model anywhere."""
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from rlhf_tasks.parallel.comm.messages import Blank, broadcast_json, exchange
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import SliceTransfer, plan_reallocation
-from rlhf_tasks.parallel.state.digest import digest
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import InvariantError
 
 ROUND_BYTES = 256 * 2**20
 """A message is sent in rounds of about this size, which bounds the buffers: at most one round per peer."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Item size -> what its bits are read as."""
 
 
 class Reallocated(NamedTuple):
@@ -147,3 +150,24 @@ def _verify(ours: _Holding, fresh: _Holding, groups: ProcessGroups) -> str:
             f"({[f'{received[dp_rank]:x}' for dp_rank in wrong]} instead of {sent:x})"
         )
     return f"{sent % 2**64:016x}"
+
+
+def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
+    """This device's summand of the digest of its dp rank's model: one int64 on the tensors' device.
+
+    A digest is a checksum of a model's parameters that does not depend on how they are laid out.
+    The bit patterns of each row are summed, then weighted by the row's number and the parameter's name, so
+    that exchanged rows or parameters show. Sums wrap around at 2**64. The sum over a replica's devices is the
+    digest: each row counts on one device only (`Layout.primary`).
+    """
+    held, summands = layout.held(device), []
+    for name, rows in layout.primary(device).items():
+        if rows.size:
+            spec, tensor = layout.specs[name], slices[name].detach()
+            mine = tensor.narrow(spec.dim, rows.start - held[name].start, rows.size)
+            bits = mine.view(_BITS[tensor.dtype.itemsize]).movedim(spec.dim, 0)
+            sums = bits.flatten(1).sum(1, dtype=torch.int64) if bits.ndim > 1 else bits.to(torch.int64)
+            numbers = torch.arange(rows.start, rows.stop, device=tensor.device)
+            summands.append((sums * (2 * numbers + 1)).sum() * (2 * zlib.crc32(name.encode()) + 1))
+    tensors_on = next(iter(slices.values())).device
+    return torch.stack(summands).sum() if summands else torch.zeros((), dtype=torch.int64, device=tensors_on)

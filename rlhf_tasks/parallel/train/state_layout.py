@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 
 
-class Piece(NamedTuple):
+class BufferRange(NamedTuple):
     """Where a parameter's local slice lies in the flat buffer."""
 
     name: str
@@ -89,7 +89,7 @@ class StateLayout:
         self._by_name = cache(lambda pp, tp: {piece.name: piece for piece in self._pieces(pp, tp)})
         self._shares = cache(self._share_out)
 
-    def pieces(self, device: int) -> tuple[Piece, ...]:
+    def pieces(self, device: int) -> tuple[BufferRange, ...]:
         """A device's slices in its flat buffer: norms and biases (one dim) come last."""
         at = self._at[device]
         return self._pieces(at.pp, at.tp)
@@ -119,12 +119,12 @@ class StateLayout:
         """What of the whole parameter a device keeps the state of."""
         return self.columns(name, device).rectangles(*self.range(name, device))
 
-    def _lay_out(self, pp: int, tp: int) -> tuple[Piece, ...]:
-        layout, pieces, stop = self.layout, list[Piece](), 0
+    def _lay_out(self, pp: int, tp: int) -> tuple[BufferRange, ...]:
+        layout, pieces, stop = self.layout, list[BufferRange](), 0
         held = layout.held(layout.placement.device(0, tp, pp))
         for name in sorted(held, key=lambda name: len(layout.specs[name].shape) < 2):  # stable
             start, stop = stop, stop + held[name].size * layout.specs[name].row_size
-            pieces.append(Piece(name, start, stop))
+            pieces.append(BufferRange(name, start, stop))
         return tuple(pieces)
 
     def _share_out(self, pp: int, tp: int) -> dict[int, Interval]:

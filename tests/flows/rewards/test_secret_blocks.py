@@ -12,8 +12,7 @@ from flows.rewards import trial as try_rewards
 from flows.rewards.secret_blocks import secret_blocks
 from flows.run import runs
 from flows.run.orders import Orders
-from flows.run.restarts import Restarts
-from flows.run.runs import Attempts
+from flows.run.runs import Attempts, Restarts
 from flows.run.training import ControllerLost, TrainingResult
 from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan

@@ -15,7 +15,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
 
-from flows.cluster.cluster import Cluster, Member
+from flows.cluster.cluster import DaskCluster, Member
 from flows.run import training
 from flows.run.training import ControllerLost, RunFailed, Training, run_training
 from rlhf_tasks.checkpoint.plan_log import logged_changes
@@ -311,7 +311,7 @@ def test_a_controller_that_hangs_ends_the_attempt_and_says_so(tmp_path, monkeypa
             await run_training(
                 small_plan(),
                 {},
-                Cluster("", (rank, rank), member, Security()),
+                DaskCluster("", (rank, rank), member, Security()),
                 run="fake",
                 run_folder=tmp_path,
                 iterations=1,

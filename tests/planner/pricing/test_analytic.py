@@ -14,7 +14,7 @@ from planner.pricing.calibrate import recalibrated
 from planner.pricing.calls import CostModel
 from planner.pricing.device_share import sizes
 from planner.pricing.devices import PRESETS, Link, preset
-from planner.pricing.measured import Tables
+from planner.pricing.measured import ProfileTables
 from planner.pricing.plans import price_plan
 from planner.pricing.profile_cache import read_profiles, write_profiles
 from planner.pricing.rooflines import Roofline
@@ -40,9 +40,11 @@ SHAPE = ModelShape.from_config(
 PROFILE = tabulated(DEVICE, CLUSTER, SHAPE, GRID, 2)
 
 
-def both(head="lm", tp=1) -> tuple[Tables, Roofline]:
+def both(head="lm", tp=1) -> tuple[ProfileTables, Roofline]:
     """The table and what it is of."""
-    return Tables(PROFILE, head, tp, False), Roofline(DEVICE, sizes(SHAPE, head, tp), head, tp, False, 2)
+    return ProfileTables(PROFILE, head, tp, False), Roofline(
+        DEVICE, sizes(SHAPE, head, tp), head, tp, False, 2
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -101,7 +103,7 @@ def test_between_points_a_table_says_as_much_or_little_more(tokens, rows, contex
 def test_a_prompt_alone_of_a_length_between_points_is_priced_too(tiny):
     """It has fewer tokens than one of the next longer point, and a small head is quicker than the embedding."""
     slot, local = preset("cpu-slot"), sizes(tiny, "lm", 2)
-    table = Tables(tabulated(slot, Cluster(1, 2), tiny, GRID, 4), "lm", 2, False)
+    table = ProfileTables(tabulated(slot, Cluster(1, 2), tiny, GRID, 4), "lm", 2, False)
     roofline = Roofline(slot, local, "lm", 2, False, 4)
     for tokens in (129, 150, 200, 700):
         head_s = roofline.head_s("prefill", tokens, tokens)
@@ -131,7 +133,7 @@ def test_a_tp_degree_that_would_leave_a_rank_without_heads_is_left_out(tiny):
 
 def test_links_without_latency_are_no_fault(tiny):
     free = DEVICE.model_copy(update={"inside_host": Link(bytes_per_s=1e9, latency_s=0)})
-    table = Tables(tabulated(free, Cluster(1, 2), tiny, GRID, 2), "lm", 2, False)
+    table = ProfileTables(tabulated(free, Cluster(1, 2), tiny, GRID, 2), "lm", 2, False)
     assert table.exchange_s("objects", 2, 0, False) == 0
     assert table.exchange_s("send", 2, 800, False) == pytest.approx(1e-6)
 

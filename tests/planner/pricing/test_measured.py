@@ -10,7 +10,7 @@ from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
-from planner.pricing.measured import MeasuredProfile, ProfileError, Table, Tables, rising
+from planner.pricing.measured import MeasuredProfile, ProfileError, ProfileTables, Table, rising
 from planner.pricing.plans import price_plan
 from rlhf_tasks.profiling.measurements import Grid, Measurements, Timed, TimedExchange
 
@@ -121,9 +121,9 @@ def test_a_profile_of_other_precision_is_refused(cost_of, sampled):
 
 def test_degrees_and_ranks_that_were_not_measured_are_refused(sampled):
     with pytest.raises(ProfileError, match=r"no figures for tp=8 \(it has tp=1, 2, 4\)"):
-        Tables(sampled(), "lm", 8, False)
+        ProfileTables(sampled(), "lm", 8, False)
     with pytest.raises(ProfileError, match=r"all_reduce among 8 ranks \(it has up to 4\)"):
-        Tables(sampled(), "lm", 4, False).exchange_s("all_reduce", 8, 1000, False)
+        ProfileTables(sampled(), "lm", 4, False).exchange_s("all_reduce", 8, 1000, False)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
@@ -143,9 +143,9 @@ def test_layers_whose_tp_groups_span_hosts_are_dearer(sampled):
     )
     both = profile.model_copy(update={"exchanges": profile.exchanges + across})
     inside, outside = (
-        Tables(both, "lm", 2, crosses).layer_s("forward", 512, 32) for crosses in (False, True)
+        ProfileTables(both, "lm", 2, crosses).layer_s("forward", 512, 32) for crosses in (False, True)
     )
-    reduce_s = Tables(both, "lm", 2, False).exchange_s("all_reduce", 2, 512 * 128 * 4, False)
+    reduce_s = ProfileTables(both, "lm", 2, False).exchange_s("all_reduce", 2, 512 * 128 * 4, False)
     assert outside - inside == pytest.approx(2 * 9 * reduce_s)
 
 

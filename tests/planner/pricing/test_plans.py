@@ -8,7 +8,7 @@ from planner.plan.replay import replay
 from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
 from planner.pricing.plans import plan_memory, price_plan, reallocation_messages, shortfall
-from planner.search.heuristic import symmetric
+from planner.search.baselines import symmetric
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from rlhf_tasks.spec import ReallocateNode, TransferNode

@@ -8,7 +8,7 @@ from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.analytic import tabulated
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset
-from planner.pricing.measured import Tables
+from planner.pricing.measured import ProfileTables
 from planner.pricing.provenance import STRETCH, asked_of, extrapolation, figures_source
 from planner.pricing.run_history import RanCall
 from rlhf_tasks.profiling.measurements import Grid
@@ -76,14 +76,14 @@ def test_computed_figures_are_never_called_measured(cost_of, sampled, tiny, llam
 def test_what_a_call_is_said_to_ask_is_what_its_price_asks(cost_of, sampled, demo_plan, monkeypatch):
     """The tables are watched while calls are priced."""
     model, seen = cost_of(sampled()), {}
-    at = Tables._at
+    at = ProfileTables._at
 
     def watched(self, operation, tokens, context):
         old = seen.get(operation, (0, 0))
         seen[operation] = (max(old[0], tokens), max(old[1], context))
         return at(self, operation, tokens, context)
 
-    monkeypatch.setattr(Tables, "_at", watched)
+    monkeypatch.setattr(ProfileTables, "_at", watched)
     for node in demo_plan.nodes:
         if isinstance(node, CallNode):
             seen.clear()

@@ -1,3 +1,5 @@
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,8 @@ from planner.search.annealing import (
     annealing,
     better,
     descend,
+    greedy_choice,
+    metropolis,
     neighbours,
     polishing,
     start_state,
@@ -19,7 +23,6 @@ from planner.search.annealing import (
 )
 from planner.search.bounds.root_bound import call_cycles
 from planner.search.compiled.tables import Tables
-from planner.search.mcmc import greedy_choice
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -124,3 +127,21 @@ def test_missing_memory_ranks_before_time(small_problem):
     assert better(state._replace(excess_bytes=1.0), state) is state
     slow = state._replace(time_s=9 * state.time_s)
     assert better(slow, state) is state
+
+
+def test_it_starts_greedily(small_problem):
+    tables = Tables(small_problem(Cluster(2, 2)))
+    for options, number in zip(tables.options, greedy_choice(tables), strict=True):
+        assert options[number].seconds == min(option.seconds for option in options)
+
+
+def test_chains_are_repeatable_and_never_lose_their_best(small_problem):
+    tables = Tables(small_problem(Cluster(2, 2)))
+    near, cycles = neighbours(tables), call_cycles(tables.problem.graph)
+    chains = [list(islice(metropolis(tables, near, cycles, seed), 3)) for seed in (0, 0, 1)]
+    times, counts = ([[step[i] for step in chain] for chain in chains] for i in (0, 1))
+    times = [[state.time_s for state in chain] for chain in times]
+    assert (times[0], counts[0]) == (times[1], counts[1])
+    assert counts[0] != counts[2]
+    assert times[0] == sorted(times[0], reverse=True)
+    assert times[0][-1] < start_state(tables, greedy_choice(tables)).time_s

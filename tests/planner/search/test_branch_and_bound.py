@@ -11,13 +11,12 @@ from planner import deadline
 from planner.deadline import Deadline
 from planner.plan.mesh import Cluster
 from planner.search import branch_and_bound as branch
-from planner.search.annealing import neighbours, start_state
+from planner.search.annealing import greedy_choice, neighbours, start_state
 from planner.search.bounds.root_bound import call_cycles
 from planner.search.bounds.tree_search import PAUSED
 from planner.search.branch_and_bound import LOOK_S, NODES, bounds_by_groups, branching, proofs
 from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
-from planner.search.mcmc import greedy_choice
 from planner.search.search import bound_of
 from rlhf_tasks.spec import OnloadNode
 

@@ -14,7 +14,7 @@ from planner.pricing.plans import price_plan
 from planner.pricing.problem import Problem
 from planner.search import annealing as anneal
 from planner.search import branch_and_bound as branch
-from planner.search import mcmc, search
+from planner.search import search
 from planner.search.bounds.tree_search import FOUND, PAUSED
 from planner.search.choices import assignments_of, nearest_choice
 from planner.search.compiled.tables import Tables
@@ -257,8 +257,7 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
         return code, threshold * (1 - 1e-6)
 
     slow_anneal = taking(anneal.anneal, lambda *arguments: 5e-4 * len(arguments[4]))
-    for module in (anneal, mcmc):
-        monkeypatch.setattr(module, "anneal", slow_anneal)
+    monkeypatch.setattr(anneal, "anneal", slow_anneal)
     monkeypatch.setattr(branch, "walk_on", taking(walk_on, lambda *arguments: 5e-4 * arguments[4]))
     monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 4.0))
     for module in (branch, deadline, search.time):

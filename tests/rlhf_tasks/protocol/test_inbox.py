@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlhf_tasks.protocol.inbox import TRANSITIONS, Inbox, InboxPhase
+from rlhf_tasks.protocol.inbox import TRANSITIONS, Inbox, InboxPhase, Lease, refusal
 from rlhf_tasks.protocol.instructions import (
     RESET,
     RESTORE,
@@ -298,3 +298,22 @@ def _end(inbox: Inbox, job: Clear | Load | Run, now: float, well: bool) -> list:
     if isinstance(job, Load):
         return inbox.loaded(of, now)
     return inbox.finished(NodeResult(key=of, rank=0, started_s=0, ended_s=1), now)
+
+
+@pytest.mark.parametrize(
+    ("holder", "wanted", "granted"),
+    [
+        (None, Lease("a", 0, "x"), True),
+        (Lease("a", 0, "x"), Lease("a", 0, "x"), True),  # a repeat
+        (Lease("a", 0, "x"), Lease("a", 1, "y"), True),  # the next attempt takes over
+        (Lease("a", 1, "y"), Lease("a", 0, "x"), False),  # an earlier attempt is over
+        (Lease("a", 0, "x"), Lease("a", 0, "y"), False),  # the same attempt twice
+        (Lease("a", 0, "x"), Lease("b", 9, "z"), False),  # another run
+    ],
+)
+def test_who_may_take_a_rank_from_whom(holder, wanted, granted):
+    assert (refusal(holder, wanted) is None) == granted
+
+
+def test_a_refusal_names_the_holder():
+    assert "run 'a', attempt 0 (client x)" in refusal(Lease("a", 0, "x"), Lease("b", 0, "y"))

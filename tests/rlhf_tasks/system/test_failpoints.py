@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.system import failpoints
-from rlhf_tasks.system.failpoints import VARIABLE, Failpoint, Place, Point, arm, at, parse, reach
+from rlhf_tasks.system.failpoints import VARIABLE, Failpoint, Point, Whereabouts, arm, at, parse, reach
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,10 +23,10 @@ def disarmed():
 
 def test_a_text_says_place_action_and_when():
     assert parse("backward:kill@rank1@iter3, shard_synced:delay=0.5@gen0@attempt2") == (
-        Failpoint(Point.BACKWARD, "kill", 0.0, Place(rank=1, iter=3)),
-        Failpoint(Point.SHARD_SYNCED, "delay", 0.5, Place(gen=0, attempt=2)),
+        Failpoint(Point.BACKWARD, "kill", 0.0, Whereabouts(rank=1, iter=3)),
+        Failpoint(Point.SHARD_SYNCED, "delay", 0.5, Whereabouts(gen=0, attempt=2)),
     )
-    assert parse("save:stop@iter-1")[0].place == Place(iter=-1), "step 0 is of no iteration"
+    assert parse("save:stop@iter-1")[0].place == Whereabouts(iter=-1), "step 0 is of no iteration"
     assert parse("") == ()
 
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from planner.plan.mesh import Cluster
-from planner.search.bounds.concurrency_bound import Parts, cover, cover_s
+from planner.search.bounds.concurrency_bound import PartialChoice, cover, cover_s
 from planner.search.bounds.relaxation import Relaxation, move_s, relaxation
 from planner.search.compiled.tables import Tables
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
 
-def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bool) -> Parts:
+def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bool) -> PartialChoice:
     """A complete choice, or of the same only how large its meshes are and what its reallocations take at least."""
     o = r.arrays.options
     size, first = o["size"][rows], o.first[rows]
@@ -22,7 +22,7 @@ def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bo
     moved_s = (
         np.array([move_s(r, k, a, b, places) for k, (a, b) in enumerate(ends)]) * (r.delay == 1) * r.alone
     )
-    return Parts(
+    return PartialChoice(
         seconds,
         seconds * size,
         size.astype(np.int64),
@@ -71,7 +71,7 @@ def test_idle_devices_count_where_nothing_can_run(small_problem):
     tables = Tables(small_problem(Cluster(1, 4), ("actor_generate", "actor_train")))
     none = np.zeros(0, np.int64)
     seconds, sizes = np.array([2.0, 3.0]), np.array([2, 2])
-    parts = Parts(
+    parts = PartialChoice(
         seconds, seconds * sizes, sizes, np.zeros((2, 2), bool), none, none, np.zeros(0, bool), np.zeros(0)
     )
     assert cover_s(cover(tables.problem.graph), parts, 4) == 5.0

@@ -9,8 +9,7 @@ from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
-from rlhf_tasks.parallel.state.digest import digest
-from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
+from rlhf_tasks.parallel.state.reallocation import digest, reallocate, union_set
 
 UNEVEN = {"query_heads": 9, "kv_heads": 3}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from planner.pricing.cluster_file import RANGES, implausible
 from planner.pricing.devices import PRESETS, Link, preset
-from planner.pricing.unit_checks import RANGES, implausible
 
 
 def with_figure(name: str, value: float):

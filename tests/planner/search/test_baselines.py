@@ -2,7 +2,7 @@ import pytest
 
 from planner.plan.build import PlanError, build_plan
 from planner.plan.mesh import Cluster
-from planner.search.heuristic import Limits, heuristic, symmetric
+from planner.search.baselines import Limits, heuristic, symmetric
 
 
 def strategies(assignments) -> dict[str, str]:
