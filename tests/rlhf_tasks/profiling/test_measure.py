@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.pricing.measured import MeasuredProfile, Tables
+from planner.pricing.measured import MeasuredProfile, ProfileTables
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
 from rlhf_tasks.profiling.executor import ProfileExecutor
@@ -69,7 +69,7 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
     assert profile.process_bytes > 50e6
     for head in ("lm", "scalar"):
         for tp in (1, 2):
-            tables = Tables(profile, head, tp, crosses=False)
+            tables = ProfileTables(profile, head, tp, crosses=False)
             for kind in ("forward", "backward"):
                 assert tables.layer_s(kind, 20, 8) >= 0
                 assert tables.embedding_s(kind, 20) >= 0
@@ -78,7 +78,7 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
             assert tables.exchange_s("send", 2, 1000, False) == 0.5  # there and back in a tick
             for kind in ("all_reduce", "all_gather", "reduce_scatter", "share", "objects", "redistribute"):
                 assert tables.exchange_s(kind, 2, 1000, False) == 1.0
-    lm = Tables(profile, "lm", 2, crosses=False)
+    lm = ProfileTables(profile, "lm", 2, crosses=False)
     assert all(lm.layer_s(kind, 2, 4) >= 0 and lm.head_s(kind, 2, 4) >= 0 for kind in ("prefill", "decode"))
 
 
