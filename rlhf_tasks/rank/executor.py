@@ -12,7 +12,7 @@ from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.plan_nodes import RankRun
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.failpoints import Point, reach
-from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak
+from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak, told_when_out
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "Executor":
@@ -40,14 +40,16 @@ class Executor:
         reach(Point.JOIN)
         join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
         self._run = RankRun(spec, device, self._on_saved)
-        self._run.start(kept)
+        with told_when_out("loading the models", device):
+            self._run.start(kept)
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
         """Run one node and describe what it did. Whatever a node raises is the run's fault."""
         assert self._run is not None, "a node arrived before its generation was loaded"
         reset_peak(self._run.device)
         started_s = time.time()
-        outcome = self._run.perform(node, request)
+        with told_when_out(f"{request.key.node} of iteration {request.key.iteration}", self._run.device):
+            outcome = self._run.perform(node, request)
         return NodeResult(
             key=request.key,
             rank=self._rank,

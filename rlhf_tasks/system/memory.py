@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,6 +11,32 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see proc(5)
+
+
+class OutOfMemory(RuntimeError):
+    """A device, or the host, has no memory left for what a rank was told to do."""
+
+
+@contextlib.contextmanager
+def told_when_out(what: str, device: torch.device) -> Iterator[None]:
+    """Where memory runs out inside, say what needed it and what makes it less.
+
+    Raises:
+        OutOfMemory: from torch's error, or Python's
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch has a class for devices alone; its allocator on the CPU raises a RuntimeError.
+        if not isinstance(
+            error, (MemoryError, torch.OutOfMemoryError)
+        ) and "can't allocate memory" not in str(error):
+            raise
+        held = process_bytes(device) / 2**30
+        raise OutOfMemory(
+            f"{what} has no memory left on {device} (this rank holds {held:.1f} GiB): give it more micro_batches, "
+            f"more devices (tp, pp) or shorter sequences, or say plan: auto ({str(error).partition(chr(10))[0]})"
+        ) from error
 
 
 def process_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.rank.plan_nodes import Outcome
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import NodeKey, NodeRequest
+from rlhf_tasks.system.memory import OutOfMemory
 from tests.tiny_runs import ppo_config
 
 
@@ -52,18 +53,40 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     return max(len(message.model_dump_json()) for message in [*results, *parts]), tokens
 
 
+def performs(perform):
+    """An executor whose nodes all do this, and a request."""
+    executor = Executor(0, lambda part: None)
+    executor._run = SimpleNamespace(device=torch.device("cpu"), perform=perform, versions=dict)  # type: ignore[assignment]
+    key = NodeKey(run="test", attempt=1, generation=0, iteration=0, node="call")
+    return executor, NodeRequest(key=key, number=0, first_sample=0, versions={}, deadline_s=60.0)
+
+
 def test_a_nodes_peak_of_memory_is_its_own():
     def perform(node, request):
         if node is not None:
             torch.ones(256 * 2**20, dtype=torch.uint8)
         return Outcome()
 
-    executor = Executor(0, lambda part: None)
-    executor._run = SimpleNamespace(device=torch.device("cpu"), perform=perform, versions=dict)  # type: ignore[assignment]
-    key = NodeKey(run="test", attempt=1, generation=0, iteration=0, node="call")
-    request = NodeRequest(key=key, number=0, first_sample=0, versions={}, deadline_s=60.0)
+    executor, request = performs(perform)
     large, small = (executor.execute(request, node).peak_bytes for node in (object(), None))
     assert large > small + 200e6
+
+
+@pytest.mark.parametrize(
+    "nothing_left", [lambda: torch.empty(2**60), lambda: bytearray(2**62)], ids=["torch", "python"]
+)
+def test_a_call_that_runs_out_of_memory_says_what_makes_it_less(nothing_left):
+    executor, request = performs(lambda node, request: nothing_left())
+    with pytest.raises(
+        OutOfMemory, match=r"call of iteration 0 has no memory left on cpu .* more micro_batches"
+    ):
+        executor.execute(request, None)
+
+
+def test_another_error_of_a_call_stays_what_it_is():
+    executor, request = performs(lambda node, request: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        executor.execute(request, None)
 
 
 @pytest.mark.timeout(600)
