@@ -1,4 +1,4 @@
-"""Entry points of the deployments, one module a flow, and the command line.
+"""Entry points of the deployments, one module for each flow, and the command line.
 
 What they share is in flows/run.
 """

@@ -15,7 +15,7 @@ app = App(
     help="RLHF training of large language models as Prefect flows.",
     version_flags=["--version"],
 )
-config_app = App(name="config", help="Look at run configurations.")
+config_app = App(name="config", help="Show and check run configurations.")
 COMMANDS = {
     "run": "training",
     "demo": "training",
@@ -34,7 +34,7 @@ CONFIG_COMMANDS = {"schema": "configs", "show": "configs", "validate": "configs"
 
 
 def _about(name: str, module: str) -> str:
-    """What a command's docstring says above its parameters, read from the source: `--help` loads no module."""
+    """A command's docstring without its parameters, read from the source so that `--help` loads no module."""
     tree = ast.parse(Path(__file__).with_name("commands").joinpath(f"{module}.py").read_bytes())
     [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     return (ast.get_docstring(function) or "").partition("\nParameters\n")[0].strip()
@@ -45,9 +45,9 @@ for group, commands in ((app, COMMANDS), (config_app, CONFIG_COMMANDS)):
         group.command(f"flows.commands.{module}:{name}", name=name, help=_about(name, module))
 app.command(config_app)
 
-USER_ERROR = 2  # exit status of a command that the user must mend
+USER_ERROR = 2  # exit status after a mistake of the user
 OUR_PACKAGES = ("flows", "rlhf_tasks", "planner", "blocks", "deployments")
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
 
 def main() -> None:
@@ -60,16 +60,16 @@ def main() -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command; gives its exit status. A user's mistake is told in one sentence.
+    """Run one command and return its exit status. A user's mistake is printed as one sentence.
 
-    Only `ConfigError` and its kin are mistakes of the user. Any other error, ValueErrors of a library among
-    them, is ours and keeps its traceback.
+    Only `ConfigError` and its subclasses are mistakes of the user. Any other error, such as a library's ValueError,
+    is ours and keeps its traceback.
     """
     from rlhf_tasks.algorithms.configurations import ConfigError
 
     try:
         app(arguments, exit_on_error=False, result_action="return_value")
-    except CycloptsError:  # its sentence is printed already
+    except CycloptsError:  # its message is already printed
         return USER_ERROR
     except ConfigError as error:
         message = escape(str(error)).replace("\n", " ")
@@ -81,13 +81,13 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _refuse_shadowing() -> None:
-    """Our import names are flat: a user's package of such a name that comes first would be imported instead."""
+    """Exit if a user's package hides one of ours: our import names are top-level, and the first on the path wins."""
     ours = Path(__file__).parents[1]
     for package in OUR_PACKAGES:
         found = find_spec(package)
         if found is None or found.origin is None or Path(found.origin).parents[1] != ours:
             theirs = "nowhere" if found is None or found.origin is None else Path(found.origin).parent
-            message = f"{package} is to be imported from {theirs}, which hides prefect-rlhf's own package in {ours}."
+            message = f"{package} would be imported from {theirs}, which hides prefect-rlhf's own package in {ours}."
             print(f"error: {message} Rename that folder, or take it off PYTHONPATH.", file=sys.stderr)
             sys.exit(USER_ERROR)
 

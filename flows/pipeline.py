@@ -20,11 +20,11 @@ def _run_name() -> str:
 
 @flow(name="rlhf-pipeline", flow_run_name=_run_name, persist_result=False)
 async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, Any]:
-    """Supervised fine-tuning on sloppy demonstrations, a reward model, then PPO; accuracy before and after. Returns
-    the summary that is also written to FOLDER/summary.json.
+    """Supervised fine-tuning on sloppy demonstrations, a reward model, then PPO. Measures accuracy before and after
+    PPO. Returns the summary, which is also written to FOLDER/summary.json.
 
     Args:
-        folder: Where everything goes; a pipeline that was interrupted there goes on, a finished one is not run again.
+        folder: Folder of all results. An interrupted pipeline in it is resumed; a finished one is not run again.
         seed: Seed of data, weights and sampling.
     """
     place, started_s = Path(folder).resolve(), time.time()

@@ -1,4 +1,4 @@
-"""Flow `plan`: an execution plan with its proof, as artifacts and as a block; nothing is run."""
+"""Flow `plan`: searches an execution plan and shows it, with its proof, as artifacts and a block. Runs nothing."""
 
 import asyncio
 from pathlib import Path
@@ -40,13 +40,13 @@ async def plan(
 
     Args:
         config: The run's configuration; models may be inline Hugging Face configurations.
-        cluster: A YAML file with n_hosts, devices_per_host and device; default: what the configuration says.
+        cluster: A YAML file with n_hosts, devices_per_host and device; default: as in the configuration.
         profile: A file of `prefect-rlhf profile --out` with profiles of a cluster like this one, measured or
             computed; default: the measured ones in <output_dir>/profiles/.
         mode: search, mcmc, heuristic, symmetric or disjoint.
         time_limit_s: Seconds that a search may take; default: planning.time_limit_s.
-        block: Name of the block that keeps the plan; default: the configuration's name, or its type.
-        comparison: Whether to find the plans of the other modes too, and why each call is not elsewhere.
+        block: Name of the block in which the plan is saved; default: the configuration's name, or its type.
+        comparison: Whether to also find the plans of the other modes, and why each call is not placed elsewhere.
         seed: Seed of the search; default: the configuration's.
     """
     settings = resolve_paths(config, Path.cwd())

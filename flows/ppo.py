@@ -21,12 +21,12 @@ async def rlhf_ppo(
 ) -> dict[str, Any] | State[Any]:
     """Proximal policy optimisation: six model function calls per iteration.
 
-    Returns the run's summary; of a run that is cancelled, that state.
+    Returns the run's summary, or the Cancelled state of a run that was cancelled.
 
     Args:
-        config: The run's configuration, as in a YAML file. Without one the demo runs, on the models of runs/demo,
-            which are trained first where they are not there yet.
-        run_folder: An existing run folder to go on in; its configuration counts then, apart from its cluster.
+        config: The run's configuration, as in a YAML file. Default: the demo's PPO with the models in runs/demo,
+            which are trained first where they are missing.
+        run_folder: An existing run folder to resume; its configuration is then used, except for the cluster.
     """
     if config is not None or run_folder is not None:
         return await carry_out("ppo", config, run_folder)

@@ -1,6 +1,6 @@
-"""The words that all layers share: model function calls, plan nodes, the plan, requests and results.
+"""The types that all layers share: model function calls, plan nodes, the plan, requests and results.
 
-Torch-free, Prefect-free, Dask-free. A plan is data: whoever reads it needs no planner.
+Imports no torch, Prefect or Dask. A plan is plain data: reading it does not need the planner.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ CallKind = Literal["generate", "inference", "train_step"]
 
 
 STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-"""An unknown field is an error. In JSON a number that is not finite stands as NaN or Infinity: the metrics of a
-skipped step have some, and pydantic's null could not be read back."""
+"""An unknown field is an error. JSON has NaN or Infinity for non-finite numbers, as in the metrics of a skipped step:
+pydantic would write null, which cannot be read back as a float."""
 
 
 class Frozen(BaseModel):
@@ -28,9 +28,9 @@ class Frozen(BaseModel):
 class ModelFunctionCall(Frozen):
     """One node of the dataflow graph: what a role's model computes once per iteration.
 
-    n_seqs is the number of sequences the call processes per iteration. remap renames keys between the sample
-    store and the call's function: {name in the store: name in the function}. runs_model is False where only
-    Python rewards run, on the heads of the role's mesh.
+    n_seqs      sequences that the call processes per iteration
+    remap       {key in the sample store: its name in the call's function}, where the two differ
+    runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
     """
 
     name: str
@@ -45,17 +45,18 @@ class ModelFunctionCall(Frozen):
 
     @property
     def token_key(self) -> str:
-        """The key whose lengths `balance="tokens"` deals samples by: the sequences that the call reads."""
+        """The input whose sequence lengths `balance="tokens"` balances: the first one named `..._ids`."""
         return next(key for key in self.inputs if key.endswith("_ids"))
 
 
 class CallAssignment(Frozen):
     """Where, how and when one call runs: the planner's decision for it.
 
-    micro_batches is the number of micro-batches that a dp rank's share of one (mini-)batch is cut into,
-    balanced by tokens; balance says how samples are dealt to dp ranks; offload, for frozen roles, that the
-    parameters lie in host memory from the role's last call on this placement to its next first one; order is the
-    call's place among those of an iteration, None where the planner may choose it.
+    micro_batches  micro-batches, balanced by tokens, into which a dp rank's share of one (mini-)batch is split
+    balance        what dp ranks get equal shares of: samples ("count") or tokens
+    offload        frozen roles only: the parameters stay in host memory from the role's last call on this placement
+                   to its first one in the next iteration
+    order          the call's position in an iteration; None where the planner may choose it
     """
 
     placement: Placement
@@ -80,7 +81,8 @@ class _Node(Frozen):
 class FetchNode(_Node):
     """The heads of the source call read their shard of the iteration's rows and store the dataset keys.
 
-    Rows are dealt by count: no head knows the lengths of rows that it has not read.
+    Every head gets the same number of rows; they cannot be balanced by tokens, because no head knows the lengths of
+    rows that it has not read.
     """
 
     kind: Literal["fetch"] = "fetch"
@@ -95,12 +97,12 @@ class FetchNode(_Node):
 
     @property
     def side(self) -> "DataSide":
-        """How the rows lie."""
+        """How the rows are distributed over the heads."""
         return DataSide(placement=self.placement, mini_batches=self.mini_batches)
 
 
 class CallNode(_Node):
-    """A model function call on its placement. `trains` is True when it advances the role's version."""
+    """A model function call on its placement. `trains` is True when the call increments the role's version."""
 
     kind: Literal["call"] = "call"
     call: ModelFunctionCall
@@ -120,7 +122,7 @@ class CallNode(_Node):
 
 
 class DataSide(Frozen):
-    """One side of a redistribution: how samples lie on the heads of a placement."""
+    """One side of a redistribution: how samples are distributed over the heads of a placement."""
 
     placement: Placement
     balance: Literal["count", "tokens"] = "count"
@@ -142,7 +144,7 @@ class TransferNode(_Node):
 
 
 class ReallocateNode(_Node):
-    """A read-only copy of a role's parameters is built on `destination` from the training placement."""
+    """Builds a read-only copy of a role's parameters on `destination`, from the training placement."""
 
     kind: Literal["reallocate"] = "reallocate"
     role: str
@@ -155,7 +157,7 @@ class ReallocateNode(_Node):
 
 
 class ReleaseNode(_Node):
-    """The read-only copy of a role on a placement is freed."""
+    """Frees the read-only copy of a role on a placement."""
 
     kind: Literal["release"] = "release"
     role: str
@@ -167,10 +169,10 @@ class ReleaseNode(_Node):
 
 
 class OnloadNode(_Node):
-    """The copy of an offloaded role's parameters from host memory to the devices of a placement is started.
+    """Starts copying an offloaded role's parameters from host memory to the devices of a placement.
 
-    The node ends at once; whoever reads the parameters waits for the copy. On each device copies follow one another,
-    in the order of their nodes.
+    The node ends at once; the first reader of the parameters waits for the copy. The copies on one device run one
+    after another, in the order of their nodes.
     """
 
     kind: Literal["onload"] = "onload"
@@ -183,7 +185,7 @@ class OnloadNode(_Node):
 
 
 class OffloadNode(_Node):
-    """The parameters of a frozen role are freed on the devices of a placement: host memory has them too."""
+    """Frees a frozen role's parameters on the devices of a placement. Host memory keeps them."""
 
     kind: Literal["offload"] = "offload"
     role: str
@@ -195,7 +197,7 @@ class OffloadNode(_Node):
 
 
 class SaveNode(_Node):
-    """The role's slices, optimizer and state are copied aside and written in the background."""
+    """Copies the role's parameter slices, optimizer and state, and writes the copy in the background."""
 
     kind: Literal["save"] = "save"
     role: str
@@ -213,9 +215,12 @@ PlanNode = Annotated[
 
 
 class RolePlacements(Frozen):
-    """Where a role's parameters live. The first placement of a trained role is its training placement and
-    owns parameters, gradients and optimizer; a frozen role is resident on every placement listed, but for those
-    in `offloaded`, where its parameters are from an onload to the next offload only."""
+    """Where a role's parameters live.
+
+    The first placement of a trained role is its training placement, which owns parameters, gradients and optimizer.
+    A frozen role is resident on every placement. On those that are also in `offloaded`, the devices hold its
+    parameters only between an onload and the next offload.
+    """
 
     trained: bool
     placements: tuple[Placement, ...]
@@ -223,11 +228,13 @@ class RolePlacements(Frozen):
 
 
 class ExecutionPlan(Frozen):
-    """The augmented graph as one serialisable object. `nodes` stands in the total order of docs/protocol.md.
+    """The dataflow graph with placements and inserted nodes, as one serialisable object.
 
-    algorithm  the graph's name, e.g. "ppo"
-    n_devices  devices 0 .. n_devices - 1 take part; devices_per_host says how they fall on hosts
-    n_seqs     sequences fetched per iteration
+    algorithm         the graph's name, e.g. "ppo"
+    n_devices         devices 0 .. n_devices - 1 take part
+    devices_per_host  each host has this many consecutive devices
+    n_seqs            sequences fetched per iteration
+    nodes             in the total order that docs/protocol.md defines
     """
 
     algorithm: str
@@ -245,12 +252,12 @@ class ExecutionPlan(Frozen):
         raise KeyError(name)
 
     def on(self, device: int) -> tuple[PlanNode, ...]:
-        """The subsequence of nodes whose meshes hold a device: that rank's work, in its order."""
+        """The nodes that involve a device, in plan order: that rank's work."""
         return tuple(node for node in self.nodes if device in node.devices)
 
 
 class NodeKey(NamedTuple):
-    """Names one execution of one plan node: every mutating request carries it (docs/protocol.md)."""
+    """Identifies one execution of one plan node. Every request that changes state carries it (docs/protocol.md)."""
 
     run: str
     attempt: int
@@ -261,16 +268,16 @@ class NodeKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequest:
-    """What one rank is asked to run: a plan node of one iteration, at a dense place in the rank's order.
+    """A request to one rank: run this plan node of this iteration.
 
-    number        0, 1, 2, ... on each rank in each generation
+    number        position in the rank's order: 0, 1, 2, ... without gaps, per rank and generation
     first_sample  global id of the iteration's first sample (the data cursor before this iteration's fetch)
-    versions      role -> parameter version that must be found, asserted by the engine
-    deadline_s    seconds from the moment the node's last rank has entered it
-    in_snapshot   the iteration ends in a snapshot: its save nodes save
+    versions      role -> parameter version that the engine asserts
+    deadline_s    seconds, counted from when the node's last rank has entered it
+    in_snapshot   the iteration ends in a snapshot, so its save nodes save
 
-    Like a result it is no pydantic model, but a dataclass: there is one for each rank and node of an iteration, and
-    a model is three objects for the garbage collector to visit.
+    A dataclass, like `NodeResult`, and not a pydantic model: there is one for each rank and node of an iteration, and
+    a pydantic model costs the garbage collector three objects.
     """
 
     __pydantic_config__ = STRICT
@@ -285,13 +292,13 @@ class NodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class NodeResult:
-    """What a rank answers: metadata only.
+    """A rank's answer to a request: metadata only.
 
     started_s, ended_s  time.time() of the rank
     metrics             global values, equal on all ranks of the mesh
-    bytes_sent          bytes this rank sent to others for a transfer or reallocation
-    flops               work of the model that this rank's replica did for a call; on its head, else 0
-    peak_bytes          the most memory that this rank held while the node ran
+    bytes_sent          bytes that this rank sent to others for a transfer or reallocation
+    flops               model FLOPs of this rank's replica for a call; reported by the replica's head, 0 elsewhere
+    peak_bytes          this rank's peak memory while the node ran
     """
 
     key: NodeKey
@@ -310,7 +317,7 @@ class NodeResult:
 class NodeFailure(Frozen):
     """An error on one rank: what happened, where, and the traceback for the log.
 
-    lasting  the rank is sound, and repeating would fail again: a `UserCodeError` was raised, or the disk is full
+    lasting  a retry would fail again, and the rank itself is sound: a `UserCodeError` was raised, or the disk is full
     """
 
     key: NodeKey

@@ -1,4 +1,4 @@
-"""Where a run lives: its Dask cluster, its Prefect server, this machine, and the clean end of all of them.
+"""Where a run's processes live: its Dask cluster, its Prefect server, this machine, and how they all end.
 
-What is computed there is in rlhf_tasks.
+What the workers compute is in rlhf_tasks.
 """

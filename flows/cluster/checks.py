@@ -1,5 +1,7 @@
-"""What is refused, by name, of a cluster that others have started: unsafe settings, open doors, other versions, other
-devices than were planned for."""
+"""Checks of a cluster that others have started.
+
+Refused are unsafe settings, listening on a network without TLS, other versions, and other devices than planned for.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,13 +18,12 @@ from flows.cluster.this_machine import device_here
 from flows.cluster.workers import ClusterError, Member
 from planner.pricing.devices import DeviceProfile
 
-MIN_WORKER_TTL_S = 120.0  # shorter: a long call that holds the GIL would count as a dead worker
+MIN_WORKER_TTL_S = 120.0  # with less, a worker whose call holds the GIL for long would count as dead
 SAME_VERSIONS = ("distributed", "prefect", "torch", "transformers")
 
 
 def refuse_unsafe(client: Client) -> None:
-    """Raises ClusterError for a scheduler whose settings make a run unsafe, naming the setting and the safe
-    value."""
+    """Raises ClusterError, naming the setting and a safe value, where a scheduler's settings make a run unsafe."""
     address = address_of(client)
     settings = cast(dict[str, Any], client.run_on_scheduler(_scheduler_settings))
     _refuse_reachable(f"the scheduler {address}", settings["listens_on"])
@@ -41,7 +42,7 @@ def refuse_unsafe(client: Client) -> None:
 
 
 def _refuse_reachable(who: str, listens_on: Sequence[str]) -> None:
-    """Raises ClusterError for a process that others than this host reach without TLS."""
+    """Raises ClusterError for a process that other hosts can reach without TLS."""
     for address in listens_on:
         host = address.split("://")[-1].rsplit(":", 1)[0].strip("[]")
         if not address.startswith("tls://") and host != "localhost" and not ip_address(host).is_loopback:
@@ -53,7 +54,7 @@ def _refuse_reachable(who: str, listens_on: Sequence[str]) -> None:
 
 
 def refuse_exposed(client: Client, members: Sequence[Member]) -> None:
-    """What holds for the scheduler holds for the workers: they run what they are sent."""
+    """Raises ClusterError for a worker that other hosts can reach without TLS: workers run any code they are sent."""
     found = cast(
         dict[str, list[str]], client.run(_worker_listeners, workers=[member.address for member in members])
     )
@@ -62,7 +63,7 @@ def refuse_exposed(client: Client, members: Sequence[Member]) -> None:
 
 
 def refuse_private_folder(client: Client, members: Sequence[Member], folder: Path) -> None:
-    """Every member must find a token file in the run folder. Raises ClusterError naming a host that does not."""
+    """Raises ClusterError for a host that does not see the run folder, tested with a token file."""
     token = folder / f"token-{uuid4().hex}"
     token.touch()
     try:
@@ -100,11 +101,10 @@ def refuse_other_devices(
     devices_per_host: int,
     needs: Mapping[int, float],
 ) -> None:
-    """Raises ClusterError for a rank whose device is of another kind than the plan was made for, or has less memory
-    than the plan needs there.
+    """Raises ClusterError for a rank whose device is not the planned one or has too little memory for the plan.
 
-    assumed  what planning took all devices for: this machine's
-    needs    rank -> most bytes of tensors on its device, by the plan
+    assumed  the device that planning assumed for all ranks: this machine's
+    needs    rank -> peak bytes of tensors on its device, by the plan
     """
     workers = [rank.address for rank in ranks]
     found = cast(dict[str, DeviceProfile], client.run(device_here, devices_per_host, workers=workers))
@@ -113,19 +113,19 @@ def refuse_other_devices(
         where = f"worker {rank.name} on host {rank.host}"
         if there.name != assumed.name:
             raise ClusterError(
-                f"{where} has a {there.name}; the plan was made for {assumed.name}, which this machine has. Set "
+                f"{where} has a {there.name}, but the plan was made for {assumed.name}, this machine's device. Set "
                 f"planning.device={there.name}."
             )
         if needed_bytes > there.memory_bytes:
             raise ClusterError(
-                f"{where} has {there.memory_bytes} bytes for tensors, and the plan, made for the memory of this "
+                f"{where} has {there.memory_bytes} bytes for tensors, but the plan, made for the memory of this "
                 f"machine, needs {needed_bytes:.0f} there. Set planning.device to a YAML file with "
                 f"{{like: {there.name}, memory_bytes: {there.memory_bytes}}}."
             )
 
 
 def _versions() -> dict[str, str]:
-    """Package -> installed version, "none" where it is not installed; Python too, without its patch level."""
+    """Package -> installed version, or "none"; also Python's version without its patch level."""
     found = {"python": python_version().rsplit(".", 1)[0]}
     for package in SAME_VERSIONS:
         try:
@@ -136,7 +136,7 @@ def _versions() -> dict[str, str]:
 
 
 def address_of(client: Client) -> str:
-    """Of the scheduler that a client is connected to."""
+    """The address of the scheduler that a client is connected to."""
     assert client.scheduler is not None, "the client is connected"
     return str(client.scheduler.address)
 

@@ -1,7 +1,7 @@
-"""The Dask cluster of a run: ranks and a controller, made here or found by address.
+"""The Dask cluster of a run: ranks and a controller, started here or found by address.
 
-One made here has its scheduler and nannies inside this process, so it dies with it, and speaks TLS with keys that
-are made for it: no other account of this host gets in. One found by address is checked first
+A cluster started here has its scheduler and nannies inside this process, so it ends with the process. It uses TLS
+with keys made for it, so no other account of this host can connect. A cluster found by address is checked first
 (flows/cluster/checks.py).
 """
 
@@ -36,30 +36,30 @@ from planner.pricing.devices import DeviceProfile
 from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
 
 SETTINGS = {
-    "distributed.scheduler.allowed-failures": 0,  # a task whose worker died is not run again behind our back
+    "distributed.scheduler.allowed-failures": 0,  # Dask must not rerun a task whose worker died
     "distributed.scheduler.worker-ttl": "10 minutes",  # a rank may hold the GIL for long
-    "distributed.deploy.lost-worker-timeout": "600s",  # nannies bring workers back; nobody else removes them
+    "distributed.deploy.lost-worker-timeout": "600s",  # nannies restart workers; Dask must not remove them
     "distributed.worker.daemon": False,  # ranks may start child processes
     "distributed.worker.memory.terminate": False,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.spill": False,
     "distributed.comm.timeouts.connect": "30s",
-    # The HTTP servers of scheduler and workers ask for no login: they show nothing.
+    # The HTTP servers of scheduler and workers have no login, so they serve nothing.
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
 }
-UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect where its parent's main module does
+UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
 START_DEADLINE_S = 180.0
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
-CLOSE_S = 8.0  # workers end in half a second
-# An HTTP server starts all the same: not on port 8787 of every interface, its default.
+CLOSE_S = 8.0  # workers usually end in half a second
+# An HTTP server starts anyway; without this it would be on port 8787 of every interface.
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
 @dataclass(frozen=True, slots=True)
 class DaskCluster:
-    """Ranks (position = global rank = device id) and the controller of a cluster that was found fit."""
+    """The ranks (position = global rank = device id) and the controller of a cluster that passed the checks."""
 
     scheduler_address: str
     ranks: tuple[Member, ...]
@@ -68,7 +68,7 @@ class DaskCluster:
 
     @property
     def connection_args(self) -> dict[str, Any]:
-        """What a connection to a worker needs: certificates, where TLS is used."""
+        """The arguments of a connection to a worker: certificates, where TLS is used."""
         return self.security.get_connection_args("client")
 
 
@@ -80,15 +80,14 @@ def local_cluster(
     folder: Path,
     deadline_s: float = START_DEADLINE_S,
 ) -> Iterator[DaskCluster]:
-    """A cluster of our own on this host: `n_ranks` workers rank-0 .. and the worker `controller`, on loopback.
+    """A cluster of our own on this host: workers rank-0, rank-1, ... and the worker `controller`, on loopback.
 
     gpus        each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
                 offers `slot`
-    folder      where workers keep scratch files, and the cluster its keys
-    deadline_s  how long to wait for the workers
-    Inside the context, clients of this process reach the cluster by its address alone: its keys stand in Dask's
-    configuration. All processes are gone when the context ends. Raises ClusterError when the workers are not up in
-    time.
+    folder      for the workers' scratch files and the cluster's keys
+    deadline_s  seconds to wait for the workers
+    Inside the context, clients of this process need only the cluster's address: its keys are in Dask's configuration.
+    All processes are gone when the context ends. Raises ClusterError when the workers are not up in time.
     """
     nannies: list[Nanny] = []
 
@@ -100,7 +99,7 @@ def local_cluster(
         security = Security(require_encryption=True)
         encrypted = {"protocol": "tls", "security": security}
         options = {"host": "127.0.0.1", "port": 0, **encrypted, **NO_DASHBOARD}
-        with deaf_to_ctrl_c():  # its event loop, which starts the workers
+        with deaf_to_ctrl_c():  # for the cluster's event loop thread, which starts the workers
             cluster = SpecCluster(
                 {},
                 {"cls": Scheduler, "options": options},
@@ -119,10 +118,9 @@ def local_cluster(
 
 @contextmanager
 def _own_keys(folder: Path) -> Iterator[dict[str, str]]:
-    """A key and a certificate for one cluster, by the names of Dask's configuration.
+    """A key and a certificate for one cluster, as settings of Dask's configuration.
 
-    Their files lie in a folder of their own below `folder`; only this account reads them, and they go with the
-    context.
+    Their files are in a private folder below `folder`. Only this account can read it, and the context removes it.
     """
     made = Security.temporary()
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +132,7 @@ def _own_keys(folder: Path) -> Iterator[dict[str, str]]:
         tls = "distributed.comm.tls"
         members = ("client", "scheduler", "worker")
         yield {
-            f"{tls}.ca-file": str(certificate),  # signed by itself: whoever has its key is one of us
+            f"{tls}.ca-file": str(certificate),  # self-signed: who has its key belongs to the cluster
             **{f"{tls}.{member}.cert": str(certificate) for member in members},
             **{f"{tls}.{member}.key": str(key) for member in members},
         }
@@ -143,7 +141,7 @@ def _own_keys(folder: Path) -> Iterator[dict[str, str]]:
 def _worker_spec(
     n_ranks: int, gpus: bool, folder: Path, encrypted: Mapping[str, Any], nanny: Callable[..., Nanny]
 ) -> dict[str, dict[str, Any]]:
-    """What `SpecCluster` starts: `n_ranks` ranks, each with its device, and the controller without one."""
+    """The workers for `SpecCluster`: `n_ranks` ranks with a device each, and the controller without one."""
     common = {
         "host": "127.0.0.1",
         "memory_limit": 0,
@@ -190,13 +188,15 @@ def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
         came = len(cast(Scheduler, cluster.scheduler).workers)
         raise ClusterError(
             f"{came} of {n_ranks + 1} workers ({n_ranks} ranks and a controller) came up within "
-            f"runtime.startup_timeout_s={deadline_s:g}. Raise it, or end what else keeps this machine busy."
+            f"runtime.startup_timeout_s={deadline_s:g}. Raise it, or end other work that keeps this machine busy."
         ) from None
 
 
 def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
-    """End scheduler and workers. A nanny lets a worker that only just starts finish that first: those that are not
-    gone in time are killed."""
+    """End scheduler and workers; kill workers that are not gone within CLOSE_S.
+
+    A nanny waits until a worker that is still starting is up, before it ends it.
+    """
 
     def kill_workers() -> None:
         for nanny in nannies:
@@ -214,10 +214,10 @@ def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables that worker processes inherit from this one, now and when a nanny replaces one.
+    """Sets variables that worker processes inherit from this one, now and when a nanny restarts one.
 
-    A nanny's own `env` comes too late: a spawned process first imports the main module of its parent, and if
-    that imports Prefect, Prefect has read its settings.
+    A nanny's own `env` is applied too late: a spawned process first imports its parent's main module, and if that
+    imports Prefect, Prefect has already read its settings.
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -243,13 +243,14 @@ def found_cluster(
     needs: Mapping[int, float] | None = None,
     again: bool = False,
 ) -> Iterator[DaskCluster]:
-    """A cluster that runs already, by its scheduler's address; it is left as it was found.
+    """A running cluster, found by its scheduler's address. It is left running.
 
-    folder            the run folder: every host must see it
+    folder            the run folder, which every host must see
     devices_per_host  ranks of the plan that must share a host
-    deadline_s        how long to wait for enough workers
-    again             the cluster was there and has lost its scheduler or controller: both are waited for
-    assumed, needs    what the devices were taken for by a plan that nobody told, and its bytes of tensors by rank
+    deadline_s        seconds to wait for enough workers
+    assumed           the device that the plan assumed because planning.device was not set; None where it was
+    needs             rank -> bytes of tensors that the plan needs there
+    again             the cluster has been used before and lost its scheduler or controller: waits for both
     Certificates for a tls:// address are those of Dask's own configuration, `distributed.comm.tls`. Raises
     ClusterError naming the address, the setting, the version or the number of workers to change.
     """
@@ -265,14 +266,14 @@ def found_cluster(
 
 
 def _connected(address: str, deadline_s: float) -> Client:
-    """A client of a scheduler. Raises ClusterError when there is none, or it does not trust us."""
+    """A client of a scheduler. Raises ClusterError when none answers, or it refuses our certificates."""
     try:
         return Client(address, set_as_default=False, timeout=deadline_s)
     except (
         OSError,
         ValueError,
         TypeError,
-    ) as error:  # nobody there, no such address, no certificates for tls://
+    ) as error:  # no scheduler, no such address, no certificates for tls://
         raise ClusterError(
             f"no Dask scheduler answers at cluster.address={address}: {str(error) or type(error).__name__}. Start "
             "it, or correct the address; for tls:// set distributed.comm.tls.* of Dask's configuration."
@@ -282,11 +283,11 @@ def _connected(address: str, deadline_s: float) -> Client:
 def form_cluster(
     client: Client, n_ranks: int, devices_per_host: int = 1, deadline_s: float = START_DEADLINE_S
 ) -> DaskCluster:
-    """Choose ranks and controller among a cluster's workers, and make them what they are.
+    """Choose ranks and controller among a cluster's workers, and register the plugin that sets them up.
 
-    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name; the first `n_ranks` of
-    those that form whole hosts of the plan serve. The controller is the worker that offers `controller`.
-    Raises ClusterError when they are not there within the deadline.
+    Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name. Of those that fill whole hosts
+    of the plan, the first `n_ranks` are used. The controller is the worker that offers `controller`.
+    Raises ClusterError when they are not there within `deadline_s` seconds.
     """
     deadline = time.monotonic() + deadline_s
     while True:
@@ -296,7 +297,7 @@ def form_cluster(
             break
         if time.monotonic() > deadline:
             lack = _too_few(address_of(client), n_ranks, devices_per_host, offered, ranks, controllers)
-            raise ClusterError(f"{lack} (runtime.startup_timeout_s={deadline_s:g} have passed)")
+            raise ClusterError(f"{lack} (waited for runtime.startup_timeout_s={deadline_s:g})")
         leave_if_cancelled()
         time.sleep(LOOK_EVERY_S)
     serving = (*ranks[:n_ranks], controllers[0])
@@ -322,7 +323,9 @@ def _too_few(
         )
     found = f"{len(offered)} (workers with a GPU or slot resource)"
     if len(ranks) < len(offered):
-        found += f", {len(ranks)} of them {devices_per_host} to a host as cluster.devices_per_host wants it"
+        found += (
+            f", of which {len(ranks)} are on hosts with cluster.devices_per_host={devices_per_host} of them"
+        )
     return (
         f"the plan needs {n_ranks} ranks; the cluster at {address} offers {found}. "
         f"Start {n_ranks - len(ranks)} more: dask worker {address}{here} --nthreads 1 --resources slot=1"

@@ -1,8 +1,8 @@
-"""The Prefect server of a run: the one that the settings name, else our own for the run's folder.
+"""The Prefect server of a run: the configured one (PREFECT_API_URL), else our own for the run's folder.
 
-Our own is a child process on a free loopback port, with SQLite in `RUN/prefect`, a random login, CSRF
-protection and an exact CORS origin; it ends when the context does, and also when this process is killed
-(flows/cluster/server_process.py). When it dies before that, it is started again: same address, login and data base.
+Our own is a child process on a free loopback port, with SQLite in `RUN/prefect`, a random login, CSRF protection and
+an exact CORS origin (flows/cluster/server_process.py). It ends when the context does, and also when this process is
+killed. If it dies before that, it is restarted with the same address, login and database.
 """
 
 import logging
@@ -42,24 +42,24 @@ from rlhf_tasks.algorithms.configurations import ConfigError
 
 START_DEADLINE_S = 300.0  # 10-17 s on two quiet cores the first time; shared machines are slower
 STOP_DEADLINE_S = 10.0
-FOREIGN_ANSWER_S = 30.0  # of a server that takes the connection: a busy one may need some
-RESTARTS = 5  # of one that dies again and again
-LIVED_S = 600.0  # after which it is none of these: the count begins anew
+FOREIGN_ANSWER_S = 30.0  # to wait for a configured server's answer: a busy one may be slow
+RESTARTS = 5  # of a server that keeps dying
+LIVED_S = 600.0  # if it lived longer than this, the restarts are counted from 0 again
 
 logger = logging.getLogger(__name__)
 
 
 class ServerError(RuntimeError):
-    """Our own server does not come up; the message names its log."""
+    """Our own server does not start; the message names its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefectServer:
-    """Where flows report to, and how to log in.
+    """The server that flows report to, and its login.
 
     api_url  http://HOST:PORT/api
-    auth     `user:password`, or empty when the server asks for none
-    own      True when we started it: it ends with our context
+    auth     `user:password`; "" when the server needs no login
+    own      True when we started it; it then ends with the context
     """
 
     api_url: str
@@ -73,7 +73,7 @@ class PrefectServer:
 
     @property
     def ui_line(self) -> str:
-        """What a terminal says of it: the address, and the login in the one piece that the login form asks for."""
+        """The line for the terminal: the address, and the login in one piece, as the login form asks for it."""
         return f"Prefect UI: {self.ui_url}" + (f"   login: {self.auth}" if self.auth else "")
 
     @property
@@ -85,10 +85,9 @@ class PrefectServer:
 
 @contextmanager
 def prefect_server(folder: Path) -> Iterator[PrefectServer]:
-    """The server that this process' settings name (PREFECT_API_URL); without one, our own in
-    `folder`/prefect.
+    """The server in this process's settings (PREFECT_API_URL); without one, our own in `folder`/prefect.
 
-    Inside the context this process' Prefect settings point to it. Raises ServerError when our own does not come up.
+    Inside the context this process's Prefect settings point to it. Raises ServerError when our own does not start.
     """
     configured = PREFECT_API_URL.value()
     if configured:
@@ -100,8 +99,10 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
 
 
 def refuse_dead_server() -> None:
-    """Raises ConfigError when the settings name a server and none answers there, or it refuses their login. Any other
-    answer will do: some have no such route."""
+    """Raises ConfigError when the configured server does not answer or refuses the login.
+
+    Any other answer is accepted, because some servers do not have the route that is asked for.
+    """
     api_url = PREFECT_API_URL.value()
     if not api_url:
         return
@@ -129,14 +130,13 @@ def refuse_dead_server() -> None:
 
 @contextmanager
 def own_server(folder: Path) -> Iterator[PrefectServer]:
-    """Our own server over `folder`/prefect, which holds its data base, login and log; a finished run's
-    reopens.
+    """Our own server on `folder`/prefect, which has its database, login and log. Also reopens that of a finished run.
 
     Raises ServerError when it ends at once, or is not healthy in time.
     """
     home = (folder / "prefect").resolve()
     home.parent.mkdir(parents=True, exist_ok=True)
-    home.mkdir(mode=0o700, exist_ok=True)  # the data base has prompts and answers
+    home.mkdir(mode=0o700, exist_ok=True)  # the database has prompts and answers
     auth = _login(home)
     served = OwnServer(home)
     with ExitStack() as stack:
@@ -150,7 +150,7 @@ def own_server(folder: Path) -> Iterator[PrefectServer]:
 
 
 class OwnServer:
-    """The process of our own server, and a thread that starts it again when it dies.
+    """The process of our own server, and a thread that restarts it when it dies.
 
     home  its PREFECT_HOME
     """
@@ -159,11 +159,11 @@ class OwnServer:
         self._home = home
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
-        self._turn = threading.Lock()  # it is started, or stopped
+        self._turn = threading.Lock()  # held while the server is started or stopped
         self._watching = threading.Thread(target=self._watch, name="prefect-server", daemon=True)
 
     def start(self) -> str:
-        """Its address, as soon as it answers. Raises ServerError."""
+        """Start the server. Returns its address as soon as it answers. Raises ServerError."""
         self._process = self._spawn(0)
         self._api_url = self._address(self._process)
         self._wait_healthy(self._process)
@@ -171,7 +171,7 @@ class OwnServer:
         return self._api_url
 
     def stop(self) -> None:
-        """Closing its input asks the server to leave; past the deadline it is killed."""
+        """Ask the server to end, by closing its standard input; kill it after STOP_DEADLINE_S."""
         with self._turn:
             self._stopping.set()
             process = self._process
@@ -188,7 +188,7 @@ class OwnServer:
             _close_pipes(process)
 
     def _watch(self) -> None:
-        """Start a server that has died again, a few times. One that left in order left its home to another one."""
+        """Restart a server that has died, up to RESTARTS times. Status 0 means that another server has its home."""
         again = 0
         while True:
             assert self._process is not None
@@ -197,7 +197,7 @@ class OwnServer:
             _close_pipes(self._process)
             if time.monotonic() - began_s >= LIVED_S:
                 again = 0
-            self._stopping.wait(2.0 * again)  # what killed it so soon may pass
+            self._stopping.wait(2.0 * again)  # seconds: the reason why it died so soon may be temporary
             with self._turn:
                 if self._stopping.is_set() or status == 0:
                     return
@@ -225,7 +225,7 @@ class OwnServer:
             )
 
     def _address(self, process: subprocess.Popen[bytes]) -> str:
-        """What the child prints first: its address, and what it has put aside."""
+        """Read the address from the child's first line; log what the line says about a damaged database."""
         assert process.stdout is not None
         address, _, said = process.stdout.readline().decode().strip().partition(" ")
         if not address:
@@ -235,8 +235,7 @@ class OwnServer:
         return address
 
     def _wait_healthy(self, process: subprocess.Popen[bytes]) -> None:
-        """Poll the health route. A child that left because another server holds this home leaves that one to
-        answer."""
+        """Poll the health route. If the child exited because another server has this home, that one answers."""
         log = self._home / "server.log"
         deadline = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < deadline:
@@ -257,9 +256,9 @@ class OwnServer:
 
 
 def _login(home: Path) -> str:
-    """The login of this home: made once, readable by its owner only.
+    """The login of this home, made once and readable only by its owner.
 
-    It appears whole: a server that finds an empty one would ask for none.
+    The file is created with its content, because a server that reads an empty file would require no login.
     """
     path = home / "auth"
     if not path.exists():
@@ -279,7 +278,7 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def _flush_logs() -> None:
-    """Prefect sends logs in the background: the last ones must reach the server before it ends."""
+    """Send the last logs before the server ends: Prefect sends them in the background."""
     flushed = APILogWorker.drain_all(timeout=STOP_DEADLINE_S)
     if isawaitable(flushed):
         run_coro_as_sync(flushed)

@@ -2,10 +2,10 @@
 
 Usage: python -P server_process.py HOME [PORT]
 
-HOME is the server's own PREFECT_HOME; its file `auth` holds the login. The process takes PORT, by default a free
-one, on loopback, writes its address to HOME/api-url, prints it as one line, and serves until its standard input
-closes: the kernel closes that pipe however the parent dies. One server per HOME (flock): a second one prints
-the address of the first, and exits. A data base that cannot be used is put aside; the line then says so after the
+HOME is the server's own PREFECT_HOME; its file `auth` holds the login. The process listens on loopback, on PORT or by
+default on a free port. It writes its address to HOME/api-url, prints it as one line, and serves until its standard
+input closes: the kernel closes that pipe however the parent dies. There is one server per HOME (flock): a second one
+prints the address of the first, and exits. A database that cannot be used is renamed; the line then says so after the
 address.
 """
 
@@ -19,11 +19,11 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-LOCKED_S = 10.0  # nobody else writes to the data base: who holds its lock for so long will not let go
+LOCKED_S = 10.0  # to wait for the database's lock: only this server writes to it, so a longer lock is a fault
 
 
 def settings(home: Path, port: int, auth: str) -> dict[str, str]:
-    """The server's environment: nothing of the user's own Prefect profile, locked down, no telemetry."""
+    """The server's environment: nothing from the user's own Prefect profile, login required, no telemetry."""
     origin = f"http://127.0.0.1:{port}"
     return {
         "PREFECT_HOME": str(home),
@@ -42,7 +42,7 @@ def settings(home: Path, port: int, auth: str) -> dict[str, str]:
 
 
 def damage(database: Path) -> str:
-    """Why a data base cannot be used; empty when it can, or is not there."""
+    """Why a database cannot be used; "" when it can, or does not exist."""
     if not database.exists():
         return ""
     try:
@@ -56,7 +56,7 @@ def damage(database: Path) -> str:
 
 
 def put_aside(database: Path) -> str:
-    """Rename a data base that cannot be used, with its log; one sentence about it, or nothing."""
+    """Rename a database that cannot be used, with its log. Returns a sentence about it; "" when it can be used."""
     reason = damage(database)
     if not reason:
         return ""
@@ -71,7 +71,7 @@ def put_aside(database: Path) -> str:
 
 
 def stop_with_parent(server) -> None:
-    """Let the server finish as soon as standard input closes; leave for good 5 s later."""
+    """Ask the server to finish as soon as standard input closes; exit 5 s later in any case."""
     sys.stdin.buffer.read()
     server.should_exit = True
     threading.Event().wait(5)
@@ -89,7 +89,7 @@ def main(home: Path, port: int) -> None:
         return
     said = put_aside(home / "prefect.db")
     listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a server that was killed
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # to take over the port of a killed server
     listener.bind(("127.0.0.1", port))
     environment = settings(home, listener.getsockname()[1], (home / "auth").read_text())
     for name in [name for name in os.environ if name.startswith("PREFECT_")]:

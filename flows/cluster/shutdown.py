@@ -1,9 +1,9 @@
-"""The end of a run by Ctrl-C or SIGTERM: within `END_S`, whatever the run is doing, and with no process left.
+"""Ends a run on Ctrl-C or SIGTERM: within `END_S`, whatever the run is doing, and with no process left.
 
-Prefect's SIGTERM handler raises its exception wherever the main thread happens to be. A callback of the event loop,
-a task of Prefect's own or a serializer swallow it there, and the run goes on. So signals are read from Python's
-wake-up descriptor, to which the interpreter writes them whichever handler is installed, by a thread that does nothing
-else: it cancels the run, and kills what has not ended in time.
+Prefect's SIGTERM handler raises its exception wherever the main thread happens to be. There a callback of the event
+loop, one of Prefect's own tasks or a serializer may swallow it, and the run goes on. So a separate thread reads
+signals from Python's wake-up descriptor, to which the interpreter writes them whichever handler is installed. It
+cancels the run, and kills what has not ended in time.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ import psutil
 T = TypeVar("T")
 
 END_S = 12.0  # from the signal until what is left is killed
-SOON_S = 2.0  # for work that is called off; what takes longer, such as compiling, ends with the process
-TWICE_S = 1.0  # a signal that comes again within this is the same one: sent to the process, and to its group
+SOON_S = 2.0  # to wait for called-off work; what takes longer, such as compiling, ends with the process
+TWICE_S = 1.0  # a repeat within this is the same signal, sent to the process and also to its group
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CALLED_OFF = 0  # no signal has this number
-TERMINATED = 128 + signal.SIGTERM  # exit status, as shells have it
+TERMINATED = 128 + signal.SIGTERM  # exit status, by the shells' convention
 
 
 class Terminated(SystemExit):
-    """SIGTERM, as KeyboardInterrupt is Ctrl-C."""
+    """Raised on SIGTERM, as KeyboardInterrupt is on Ctrl-C."""
 
 
 @contextmanager
 def ending_in_time(run: "asyncio.Task[Any] | None" = None, end_s: float = END_S) -> Iterator["Watch"]:
-    """Inside, SIGINT and SIGTERM cancel `run`, and kill this process and its children `end_s` seconds later, or as
-    soon as the signal comes again.
+    """Inside, SIGINT and SIGTERM cancel `run`. This process and its children are killed `end_s` seconds later, or
+    when the signal comes again.
 
-    Leaving calls that off, unless the watch was told to go on `to_exit`. Signals are left alone outside the main
-    thread, and inside another `ending_in_time`, whose task is the run.
+    Leaving the context calls that off, unless the watch's `to_exit` is set. Does nothing outside the main thread, or
+    inside another `ending_in_time`, which already watches.
     """
     watch = Watch(run, end_s)
     watching = threading.current_thread() is threading.main_thread() and watch.begin()
@@ -53,9 +53,9 @@ def ending_in_time(run: "asyncio.Task[Any] | None" = None, end_s: float = END_S)
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated: a process that is told to end before its flow has begun cleans up too.
+    """Inside, SIGTERM raises Terminated, so that a process that is told to end before its flow begins cleans up too.
 
-    While a flow runs, Prefect's handler stands in this one's place, and hands the signal on to it when it is done.
+    While a flow runs, Prefect's handler replaces this one, and passes the signal on to it at the end.
     """
 
     def terminate(*_: object) -> None:
@@ -69,11 +69,11 @@ def terminable() -> Iterator[None]:
 
 
 class Watch:
-    """Waits for a signal that asks this process to end, and sees to it that it ends.
+    """Waits for a signal that asks this process to end, and makes sure that it ends.
 
-    run         what a signal cancels
-    last_words  for standard error, when it comes to killing
-    to_exit     once a signal has come, the deadline holds to the end of the process: it does nothing but this run
+    run         the task that a signal cancels
+    last_words  written to standard error before the process is killed
+    to_exit     after a signal, the deadline holds until the process exits, because it does nothing but this run
     """
 
     def __init__(self, run: "asyncio.Task[Any] | None", end_s: float) -> None:
@@ -85,7 +85,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="ending", daemon=True)
 
     def begin(self) -> bool:
-        """Watch from now on; False where somebody does already."""
+        """Start to watch. Returns False where another watch is active."""
         self._received, self._sent = socket.socketpair()
         self._sent.setblocking(False)
         outer = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
@@ -97,7 +97,7 @@ class Watch:
         return True
 
     def call_off(self) -> None:
-        """The run has ended."""
+        """Stop watching: the run has ended."""
         if self._asked and self.to_exit:
             return
         signal.set_wakeup_fd(-1)
@@ -138,10 +138,10 @@ class Watch:
     def _cancel(self) -> None:
         run = self.run
         if run is None:
-            return  # nothing runs yet, or any more: the signal's own handler does what is to be done
+            return  # nothing runs yet, or any more: the signal's own handler is enough
 
         def cancel() -> None:
-            if not run.cancelling():  # asyncio's handler, or its end after Prefect's, may have come first
+            if not run.cancelling():  # asyncio's handler may have cancelled it already
                 run.cancel()
 
         with suppress(RuntimeError):  # the loop is closed
@@ -149,21 +149,21 @@ class Watch:
 
 
 def beside(work: Callable[[Callable[[], bool]], T], ending: Callable[[], None] | None = None) -> T:
-    """Does work of compiled code (numba) in a thread of its own, and gives its result.
+    """Run compiled code (numba) in a thread of its own, and return its result.
 
-    Handlers of signals raise in the main thread wherever it is; in a compiled function that is about to return, that
-    ends the process with a segmentation fault.
+    Signal handlers raise in the main thread wherever it is. In a compiled function that is about to return, that ends
+    the process with a segmentation fault.
 
-    work    is given a function that says whether to end early, with what there is by then
-    ending  called at the first Ctrl-C, after which the result is waited for; a second one leaves without. None: the
-            first leaves, as SIGTERM does
+    work    gets a function that says whether to end early and return what has been found by then
+    ending  called at the first Ctrl-C, after which `beside` waits for the result; a second Ctrl-C does not wait.
+            None: the first does not wait either, like SIGTERM
     """
     called_off, done = threading.Event(), Future[T]()
 
     def do() -> None:
         try:
             done.set_result(work(called_off.is_set))
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001  `done.result()` raises it
             done.set_exception(error)
 
     threading.Thread(target=do, name="beside", daemon=True).start()
@@ -181,8 +181,10 @@ def beside(work: Callable[[Callable[[], bool]], T], ending: Callable[[], None] |
 
 
 def leave_if_cancelled() -> None:
-    """For code that blocks the event loop while it waits: raises CancelledError when the task that it is part of has
-    been told to end. Does nothing outside of a task."""
+    """For code that blocks the event loop while it waits: raises CancelledError when the current task was cancelled.
+
+    Does nothing outside a task.
+    """
     with suppress(RuntimeError):  # no event loop here
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -191,11 +193,11 @@ def leave_if_cancelled() -> None:
 
 @contextmanager
 def deaf_to_ctrl_c() -> Iterator[None]:
-    """Threads that are started inside, and all processes that these start, do not hear SIGINT.
+    """Blocks SIGINT for threads started inside, and for all processes that these start.
 
-    In a terminal it reaches every process of the foreground group; ours are ended by the flow.
+    In a terminal Ctrl-C reaches every process of the foreground group. Ours are ended by the flow instead.
     """
-    resource_tracker.ensure_running()  # a thread that starts multiprocessing's tracker hears SIGINT again
+    resource_tracker.ensure_running()  # starting multiprocessing's tracker unblocks SIGINT in the thread
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -204,7 +206,7 @@ def deaf_to_ctrl_c() -> Iterator[None]:
 
 
 def kill_children() -> None:
-    """Kill every process below this one."""
+    """Kill all descendants of this process."""
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()

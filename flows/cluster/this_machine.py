@@ -1,4 +1,4 @@
-"""What this machine has: the kind of its devices and the memory of a CPU slot. Loads no torch."""
+"""This machine: the kind of its devices and the memory of a CPU slot. Loads no torch."""
 
 import os
 from contextlib import suppress
@@ -6,14 +6,14 @@ from pathlib import Path
 
 from planner.pricing.devices import DeviceProfile, preset, preset_of_gpu
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # where the driver describes them, for processes without torch
+GPUS = Path("/proc/driver/nvidia/gpus")  # the driver's descriptions, which need no torch
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of a container: version 2, version 1
 CPU_SLOT = "cpu-slot"
 
 
 def device_here(slots: int) -> DeviceProfile:
-    """The preset of this machine's devices: its GPU's where there is one that we know, else a CPU slot's.
+    """The preset of this machine's devices: that of its GPU, if there is a known one, else that of a CPU slot.
 
     slots  number of CPU slots that share this machine's memory
     """
@@ -32,7 +32,7 @@ def gpus_here() -> int:
 
 
 def memory_bytes() -> int:
-    """The memory that this machine has, or that its container may use."""
+    """Bytes of memory that this machine has, or that its container may use."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in LIMITS:
         with suppress(OSError, ValueError):  # no such control group, or no limit ("max")

@@ -1,6 +1,6 @@
-"""Members: a cluster's workers as ranks and controller, chosen among what a scheduler describes.
+"""Members: a cluster's workers as ranks and controller, chosen from the scheduler's list of workers.
 
-A member keeps its name when its process is replaced, and changes its address.
+When a member's process is replaced, its name stays and its address changes.
 """
 
 import re
@@ -21,8 +21,8 @@ class ClusterError(ConfigError):
 class Member:
     """A worker as rank or controller.
 
-    name     stable over restarts: its own name, or its nanny's address where nobody gave it one
-    address  of the worker process now
+    name     the same after a restart: its given name, or else its nanny's address
+    address  of the current worker process
     host     as the scheduler sees it; ranks are grouped by it
     """
 
@@ -32,7 +32,7 @@ class Member:
 
 
 def members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], list[Member]]:
-    """(ranks, controllers) among the workers that a scheduler describes, each by host, then name."""
+    """(ranks, controllers) among the workers that a scheduler lists, each sorted by host, then by name."""
     ranks, controllers = [], []
     for address, worker in workers.items():
         resources = worker["resources"]
@@ -53,8 +53,7 @@ def members(workers: Mapping[str, Mapping[str, Any]]) -> tuple[list[Member], lis
 
 
 def whole_hosts(ranks: Sequence[Member], devices_per_host: int) -> list[Member]:
-    """The ranks, sorted by host, that fill hosts of the plan: each run of `devices_per_host` is on one host. What
-    is left over on a host does not serve."""
+    """The ranks, sorted by host, in groups of `devices_per_host` that share a host. Those left over are not used."""
     whole: list[Member] = []
     for _, group in groupby(ranks, key=lambda rank: rank.host):
         there = list(group)
@@ -63,6 +62,6 @@ def whole_hosts(ranks: Sequence[Member], devices_per_host: int) -> list[Member]:
 
 
 def _order(member: Member) -> tuple[str, list[str | int]]:
-    """By host, then by name with its numbers compared as numbers: rank-10 follows rank-9."""
+    """Sort key: host, then name, with numbers in it compared as numbers: rank-10 follows rank-9."""
     parts = re.split(r"(\d+)", member.name)  # text and numbers alternate
     return member.host, [int(part) if i % 2 else part for i, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""The commands of `prefect-rlhf`, a module for each group of them.
+"""The commands of `prefect-rlhf`, one module for each group.
 
-They check and print; what they start is in flows/run.
+They check and print. The runs that they start are in flows/run.
 """

@@ -18,7 +18,7 @@ from rlhf_tasks.config.base import RunConfig, Scores
 
 
 def schema(type_: str = "ppo", /) -> None:
-    """Print the JSON schema of a configuration: every field with its bounds and meaning.
+    """Print the JSON schema of a configuration: every field with its bounds and description.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def show(config: Path, *overrides: str) -> None:
 def validate(
     config: Path, *overrides: str, rewards: Annotated[bool, Parameter("--rewards", negative="")] = False
 ) -> None:
-    """Check a configuration with its models, data and plan, and print the plan; nothing is started.
+    """Check a configuration with its models, data and plan, and print the plan. Starts nothing.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def validate(
     overrides
         `key.sub=value`, the value being YAML.
     rewards
-        Call each Python reward once too, on the first row of the data, in a process of its own.
+        Also call each Python reward once, on the first row of the data, in a separate process.
     """
     folder, settings = open_run(load_config(config, overrides))
     prepared = prepare(settings, folder)
@@ -66,11 +66,11 @@ def validate(
     print(plan_table(prepared.plan))
     if rewards:
         _try_rewards(settings)
-    print(f"{config}: sound. {prepared.n_rows} rows, {prepared.iterations} iterations.")
+    print(f"{config}: valid. {prepared.n_rows} rows, {prepared.iterations} iterations.")
 
 
 def _try_rewards(settings: RunConfig) -> None:
-    """Print what each reward gave. Raises ConfigError with a sentence for each that failed."""
+    """Print each reward's value. Raises ConfigError with a sentence for each that failed."""
     if not isinstance(settings, Scores):
         raise ConfigError(f"--rewards: a run of type {settings.type!r} has no rewards. Leave it out.")
     faults = []
@@ -78,7 +78,7 @@ def _try_rewards(settings: RunConfig) -> None:
         if tried.fault:
             faults.append(tried.fault)
             continue
-        gave = "no opinion" if tried.value is None else f"{tried.value:g}"
+        gave = "no verdict" if tried.value is None else f"{tried.value:g}"
         print(f"reward {tried.name}: {gave} for {tried.where} ({tried.seconds:.2f} s)")
     if faults:
         raise ConfigError(" ".join(faults))

@@ -1,4 +1,4 @@
-"""`prefect-rlhf ui` and `prefect-rlhf export`: what to do with a run's folder afterwards."""
+"""`prefect-rlhf ui` and `prefect-rlhf export`: commands for the folder of a run that has ended."""
 
 import time
 from pathlib import Path
@@ -24,7 +24,7 @@ def ui(run: Path, /) -> None:
         The run's folder.
     """
     if not (run / "prefect").is_dir() and not (run / CONFIG).is_file():
-        raise ConfigError(f"{run} holds no run. Name the folder of a run or of a demo.")
+        raise ConfigError(f"{run} is not the folder of a run. Name the folder of a run or of a demo.")
     if not (run / "prefect").is_dir():
         raise ConfigError(f"{run} has no Prefect server of its own: the run reported to PREFECT_API_URL.")
     with own_server(run) as server:
@@ -47,7 +47,7 @@ def export(
     run
         The run's folder.
     folder
-        Where to write; must not exist yet.
+        The folder to write; it must not exist yet.
     role
         A trained role; default: the only one, or the actor.
     """
@@ -61,6 +61,6 @@ def export(
 
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
     if folder.exists():
-        raise ConfigError(f"{folder} is there already. Remove it or name another folder.")
+        raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
     export_commit(commit.folder, config, chosen, folder)
     console.print(f"{chosen} after {commit.step} iterations: {folder}")

@@ -17,7 +17,7 @@ def graph(
     algorithm
         ppo, grpo, sft, reward_model, rollout, or another registered algorithm.
     form
-        A table for the terminal, or Mermaid for documents.
+        `table` for the terminal, `mermaid` for documents.
     """
     drawn = algorithm_graph(algorithm.replace("-", "_"))
     print(dataflow_table(drawn) if form == "table" else dataflow_mermaid(drawn))

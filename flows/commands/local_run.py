@@ -1,4 +1,4 @@
-"""A flow run from the command line: with its Prefect server, its address on the screen, and a clean end."""
+"""Runs a flow from the command line: with its Prefect server, its address in the terminal, and a clean end."""
 
 import asyncio
 import json
@@ -29,11 +29,11 @@ from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 
 TRACEBACK = "error.log"  # in the run folder
 OWN_FLOWS: dict[str, Flow[..., Any]] = {"ppo": rlhf_ppo}
-"""Of algorithms whose flows can do more than run a configuration."""
+"""Algorithm -> its flow, for algorithms whose flows do more than run a configuration."""
 
 
 def run_here(algorithm: str, config: RunConfig, folder: Path) -> None:
-    """Run an algorithm's flow in this process; ends with status 1 and the way to go on when the run fails."""
+    """Run an algorithm's flow in this process. If the run fails, exit with status 1 after saying how to resume."""
     again = f"prefect-rlhf run {algorithm.replace('_', '-')} --resume {folder}"
     run_flow = OWN_FLOWS.get(algorithm) or flow_of(algorithm)
     summary = _watched(folder, again, lambda: run_flow(config, str(folder)))
@@ -44,7 +44,7 @@ def run_here(algorithm: str, config: RunConfig, folder: Path) -> None:
 
 
 def demo_here(folder: Path, seed: int) -> None:
-    """Run the demo in this process and tell what it reached."""
+    """Run the demo in this process and print its accuracy."""
     refuse_dead_server()
     again = f"prefect-rlhf demo --folder {folder} --seed {seed}"
     summary = _watched(folder, again, lambda: rlhf_pipeline(str(folder), seed))
@@ -59,7 +59,10 @@ def demo_here(folder: Path, seed: int) -> None:
 
 
 def profile_here(config: RunConfig, out: Path | None) -> None:
-    """Measure a configuration's models in this process; out: a file for all profiles besides the cache."""
+    """Measure profiles of a configuration's models in this process.
+
+    out  a file for all profiles, in addition to the cache
+    """
     refuse_dead_server()
     folder = profile_folder(config)
     files = _watched(folder, "prefect-rlhf profile with the same configuration", lambda: rlhf_profile(config))
@@ -99,8 +102,8 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
         raise SystemExit(1) from None
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  whatever it is, its cause comes first and the way to go on
-        if is_prefects(error):  # Prefect's engine gives up a flow run whose state it cannot report
+    except Exception as error:  # noqa: BLE001  whatever it is, print its cause first, then how to resume
+        if is_prefects(error):  # Prefect's engine aborts a flow run whose state it cannot report
             return _without_prefect(error, folder, again, began_s)
         _tell_end(full_disk(error, folder) or f"{type(error).__name__}: {error}", again)
         _keep_traceback(error, folder)
@@ -109,10 +112,11 @@ def _watched(folder: Path, again: str, run: Callable[[], Awaitable[Any]]) -> Any
 
 
 def _without_prefect(error: Exception, folder: Path, again: str, began_s: float) -> Any:
-    """The summary of a run that is complete though Prefect's server is away, or has a new data base; ends with
-    status 1 where it is not.
+    """The summary of a run that is complete although Prefect's server is away or has a new database.
 
-    began_s  when the command began: an older summary is another attempt's
+    Exits with status 1 where the run is not complete.
+
+    began_s  time.time() when the command began; an older summary belongs to an earlier attempt
     """
     path = folder / SUMMARY
     if not path.exists() or path.stat().st_mtime < began_s:
@@ -123,12 +127,12 @@ def _without_prefect(error: Exception, folder: Path, again: str, began_s: float)
 
 
 def _tell_end(cause: str, again: str) -> None:
-    """Why a run has ended, before anything else is said, and how to go on."""
+    """Print why a run has ended, as the first line, and how to resume it."""
     console.print(f"[bold red]failed:[/] {escape(cause)}\nTo go on: {again}", highlight=False, soft_wrap=True)
 
 
 def _keep_traceback(error: Exception, folder: Path) -> None:
-    """An error that nobody has foreseen goes whole to a file; where none can be written, to the terminal."""
+    """Write an unexpected error with its traceback to a file; if that fails, to the terminal."""
     text = "".join(traceback.format_exception(error))
     try:
         (folder / TRACEBACK).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Whole numbers on the command line. Commands take their text: cyclopts makes 2 of 1.5."""
+"""Whole numbers on the command line. Commands take them as text, because cyclopts would round 1.5 to 2."""
 
 from rlhf_tasks.algorithms.configurations import ConfigError
 
@@ -6,9 +6,9 @@ LARGEST_SEED = 2**63 - 1  # as in the configuration
 
 
 def whole(option: str, text: str, least: int, what: str, most: float = float("inf")) -> int:
-    """The number that a text has. Raises ConfigError for one that is not whole, or out of its bounds.
+    """The whole number in a text. Raises ConfigError for one that is not whole, or not from `least` to `most`.
 
-    what  ends the sentence: what the number is
+    what  the end of the error's sentence: which numbers are allowed
     """
     try:
         given = int(text)
@@ -20,6 +20,6 @@ def whole(option: str, text: str, least: int, what: str, most: float = float("in
 
 
 def whole_seed(text: str) -> int:
-    """The seed that a text has. Raises ConfigError for what is none."""
+    """The seed in a text. Raises ConfigError for a text that is not a seed."""
     what = f"a seed is a whole number from 0 to {LARGEST_SEED}"
     return whole("--seed", text, 0, what, most=LARGEST_SEED)

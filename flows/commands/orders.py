@@ -1,4 +1,4 @@
-"""`prefect-rlhf pause`, `resume`, `stop` and `cancel`: orders to a run that goes on in a folder."""
+"""`prefect-rlhf pause`, `resume`, `stop` and `cancel`: orders to a run in progress."""
 
 import time
 from pathlib import Path
@@ -24,18 +24,19 @@ def pause(run: Path, /, *, release: Annotated[bool, Parameter("--release", negat
     run
         The run's folder.
     release
-        Give the devices back: to go on, ranks are started and load the commit anew. Otherwise they stay as they are.
+        Also release the devices: the ranks end, and new ones load the commit on resume. Default: the ranks keep them.
     """
     devices = "released" if release else "kept"
     _order(
         run,
         "release" if release else "pause",
-        f"pauses when what is under way is committed; its devices are {devices}. To go on: prefect-rlhf resume {run}",
+        f"pauses when the iterations in flight are committed; its devices are {devices}. "
+        f"To go on: prefect-rlhf resume {run}",
     )
 
 
 def resume(run: Path, /) -> None:
-    """Go on with a run that is paused.
+    """Resume a run that is paused.
 
     Parameters
     ----------
@@ -46,29 +47,29 @@ def resume(run: Path, /) -> None:
 
 
 def stop(run: Path, /) -> None:
-    """End a run well at its next commit, with its model and summary.
+    """End a run at its next commit as if that were its last iteration, with model and summary.
 
     Parameters
     ----------
     run
         The run's folder.
     """
-    _order(run, "stop", "ends when what is under way is committed, with its model and summary")
+    _order(run, "stop", "ends when the iterations in flight are committed, with its model and summary")
 
 
 def cancel(run: Path, /) -> None:
-    """End a run at its next commit, without model and summary.
+    """End a run at its next commit, without model or summary.
 
     Parameters
     ----------
     run
         The run's folder.
     """
-    _order(run, "cancel", "ends when what is under way is committed")
+    _order(run, "cancel", "ends when the iterations in flight are committed")
 
 
 def _order(run: Path, command: str, what: str) -> None:
-    """Have an order taken by the run's process, and tell what it does. Raises ConfigError when it takes none."""
+    """Give an order to the run's process, and print what it does. Raises ConfigError when it is not taken."""
     folder, _ = existing_run_folder(run)
     order = leave_order(folder, command)
     deadline = time.monotonic() + TAKEN_S
@@ -76,8 +77,8 @@ def _order(run: Path, command: str, what: str) -> None:
         if time.monotonic() > deadline:
             order.unlink(missing_ok=True)
             raise ConfigError(
-                f"the process of the run in {run} has not taken the order within {TAKEN_S:g} s: it ends, or hangs. "
-                "End it with Ctrl-C."
+                f"the process of the run in {run} has not taken the order within {TAKEN_S:g} s: it is ending, or it "
+                "hangs. End it with Ctrl-C."
             )
         time.sleep(LOOK_EVERY_S)
     console.print(f"{folder.name} {what}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`prefect-rlhf plan`: where each call of an algorithm should run, how certain that is, and what it costs."""
+"""`prefect-rlhf plan`: where each call of an algorithm should run, what that costs, and how far it is proven best."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from planner.report.report import plan_document, result_document, told_limits
 from planner.search.search import SearchResult
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config, read_assignments
 
-COMPILING = "the first time compiling adds about a minute"
+COMPILING = "the first time, compilation adds about a minute"
 
 console = Console()
 warnings = Console(stderr=True, highlight=False)
@@ -62,29 +62,29 @@ def plan(
     config
         The run's configuration, a YAML file.
     cluster
-        A YAML file with n_hosts, devices_per_host and device; default: what the configuration says.
+        A YAML file with n_hosts, devices_per_host and device; default: as in the configuration.
     profile
-        Profiles that were measured elsewhere, on a cluster like this one, or computed (a file of prefect-rlhf
-        profile --out FILE); default: the measured ones in <output_dir>/profiles/.
+        A file of `prefect-rlhf profile --out FILE`: profiles that were computed, or measured on another cluster like
+        this one; default: the measured ones in <output_dir>/profiles/.
     mode
         How to find the plan.
     evaluate
-        A plan as YAML to price instead: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
+        A YAML file with a plan to price instead of a search: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
-        Seconds that a search may take; default: planning.time_limit_s. Plans by rule and the tables that a search
-        needs are made in any case: a second or two on 128 GPUs, about 20 s on 16,384.
+        Seconds that a search may take; default: planning.time_limit_s. The plans by rule and the tables that a search
+        needs take extra time: a second or two on 128 GPUs, about 20 s on 16,384.
     seed
-        Of the search, a whole number from 0; default: the configuration's.
+        Seed of the search, a whole number from 0; default: the configuration's.
     iterations
-        For the hours that so many take; default: the configuration's.
+        Number of iterations for which to print the hours; default: the configuration's.
     json_file
-        Where to write all figures.
+        File to write all figures to.
     out
-        Where to write the plan as YAML, which `plan:` in a run's configuration accepts.
+        File to write the plan to, as YAML that `plan:` in a run's configuration accepts.
     comparison
-        Whether to find the plans of the other modes too, and why each call is not elsewhere.
+        Whether to also find the plans of the other modes, and why each call is not placed elsewhere.
     """
-    hours = "the hours are of a whole number of iterations, at least one"
+    hours = "the number of iterations is a whole number, at least one"
     counted = None if iterations is None else whole("--iterations", iterations, 1, hours)
     stated_seed = None if seed is None else whole_seed(seed)
     check_writable(json_file, out)
@@ -102,13 +102,13 @@ def plan(
 
 
 def show_warnings(found: Iterable[str]) -> None:
-    """Say on standard error what is hardly as it should be, a line each."""
+    """Print warnings to standard error, one a line."""
     for warning in found:
         warnings.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
 
 
 def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, seed: int) -> SearchResult:
-    """The plan in the file to evaluate, else the one that a mode finds. Ctrl-C ends its search with what it has."""
+    """The plan in the file to evaluate, else the one that a mode finds. Ctrl-C ends the search with the best plan."""
     if evaluate is not None:
         return _evaluated(problem, evaluate, limit_s, seed)
     searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
@@ -116,13 +116,13 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
         return beside(
             lambda off: plan_for(problem, mode, limit_s, seed, called_off=off),
             ending=lambda: warnings.print(
-                "ending with the plan found by now; Ctrl-C again leaves without it"
+                "ending with the best plan found so far; Ctrl-C again ends without a plan"
             ),
         )
 
 
 def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> SearchResult:
-    """A plan in a file, with its price. Raises ConfigError when it does not fit, having shown what it needs."""
+    """The plan in a file, with its price. If it does not fit, shows what it needs and raises ConfigError."""
     manual = read_assignments(path, problem.cluster.devices_per_host)
     priced = price_manual(problem, manual)
     missing = shortfall(priced.price, problem.model)
@@ -133,7 +133,7 @@ def _evaluated(problem: Problem, path: Path, limit_s: float, seed: int) -> Searc
 
 
 def _show(result: SearchResult, problem: Problem) -> None:
-    """A plan, where its figures come from, its timeline and its proof."""
+    """Print a plan, where its figures come from, its timeline and its proof."""
     stretched = extrapolation(result.plan, problem.model)
     if stretched is not None:
         show_warnings([stretched])
@@ -145,7 +145,7 @@ def _show(result: SearchResult, problem: Problem) -> None:
 
 
 def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, iterations: int) -> None:
-    """Why each call of a plan is not elsewhere, and what the other modes find."""
+    """Print why each call of a plan is not placed elsewhere, and what the other modes find."""
     with console.status(f"alternatives; {COMPILING} ..."):
         rejected = beside(lambda _: rejected_alternatives(result))
     show_alternatives(console, rejected)
@@ -156,8 +156,10 @@ def _compare(result: SearchResult, problem: Problem, limit_s: float, seed: int, 
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises ConfigError for a file that surely cannot be written, and for one that another output would overwrite:
-    minutes of work would be lost."""
+    """Raises ConfigError for a file that cannot be written, and for two that are the same file.
+
+    This is checked before minutes of work.
+    """
     files: dict[Path, Path] = {}
     for path in paths:
         if path is not None and path.resolve() in files:
@@ -170,11 +172,11 @@ def check_writable(*paths: Path | None) -> None:
         if path is not None and (
             path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)
         ):
-            raise ConfigError(f"{path} cannot be written. Name a file that can, in a folder that is there.")
+            raise ConfigError(f"{path} cannot be written. Name a writable file in an existing folder.")
 
 
 def _write(result: SearchResult, json_file: Path | None, out: Path | None) -> None:
-    """Write the figures and the plan where they are wanted. Raises ConfigError naming the file."""
+    """Write the figures and the plan to their files, if given. Raises ConfigError naming the file."""
     texts = {
         json_file: lambda: json.dumps(result_document(result), indent=2) + "\n",
         out: lambda: yaml.safe_dump(plan_document(result.plan), sort_keys=False, default_flow_style=None),

@@ -1,4 +1,4 @@
-"""`prefect-rlhf profile`: a profile of a configuration's models, measured on its cluster or computed."""
+"""`prefect-rlhf profile`: profiles of a configuration's models, measured on its cluster or computed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from flows.run.planning import computed_profiles, hardware_of, measured_folders,
 from planner.pricing.profile_cache import write_profiles
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
 
-COMPUTED = "computed-profiles.json"  # in the output folder, where no plan looks for measured ones
+COMPUTED = "computed-profiles.json"  # in the output folder, outside its folder of measured profiles
 
 console = Console()
 
@@ -24,12 +24,12 @@ def profile(
 ) -> None:
     """Time layers and collectives on the run's cluster: prefect-rlhf profile --config FILE [key.sub=value ...].
 
-    Takes minutes. The profiles go to <output_dir>/profiles/; plans of runs with the same models, devices and cluster
-    use them from there.
+    Takes minutes. Writes the profiles to <output_dir>/profiles/, from where plans for the same models, devices and
+    cluster use them.
 
-    With --analytic nothing is measured: what the device's figures say of the same layers and collectives is written
-    in the same format, in a second, without cluster, GPU and weights, of inline models too. A plan goes by it only
-    where plan --profile FILE names it, and says so.
+    With --analytic nothing is measured: times of the same layers and collectives are computed from the device's
+    figures and written in the same format. That takes a second, needs no cluster, GPU or weights, and works for
+    inline models too. A plan uses computed profiles only where plan --profile FILE names them, and says so.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def profile(
     analytic
         Compute the profiles from the figures of planning.device, a preset or a file.
     out
-        A JSON file to write the profiles to besides; computed ones go there alone, or to
+        A JSON file to which the profiles are also written. Computed ones are written only there; default:
         <output_dir>/computed-profiles.json.
     """
     if out is not None:
@@ -53,14 +53,14 @@ def profile(
     only_device(hardware)
     show_warnings(problem_of(settings, hardware).warnings)
     measured_folders(settings)
-    # Prefect takes seconds to import: a faulty configuration was refused before that.
+    # Prefect takes seconds to import, so a faulty configuration is refused before that.
     from flows.commands.local_run import profile_here
 
     profile_here(settings, out)
 
 
 def _compute(settings: RunConfig, out: Path | None) -> None:
-    """Write what the device's figures say, and what to do with it."""
+    """Write computed profiles, and print how to use them."""
     show_warnings(hardware_of(settings).warnings)
     profiles = computed_profiles(settings)
     file = out or Path(settings.output_dir) / COMPUTED

@@ -37,19 +37,19 @@ def run(
     config
         The run's configuration, a YAML file.
     resume
-        A run folder: go on with that run from its last commit.
+        A run folder: resume that run from its last commit.
     accept_changes
-        With --resume: go on although configuration, data, models or journals are not as the last commit left them;
-        what differs is written to accepted.jsonl in the run folder.
+        With --resume: resume although configuration, data, models or journals have changed since the last commit;
+        the differences are written to accepted.jsonl in the run folder.
     """
     if (config is None) == (resume is None):
-        raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to go on with one.")
+        raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to resume one.")
     if resume is not None:
         folder, settings = existing_run_folder(resume)
         foreign = [change for change in overrides if not change.startswith(("cluster.", "runtime."))]
         if foreign and not accept_changes:
             raise ConfigError(
-                f"--resume goes on with {resume} as it began, and {' '.join(foreign)} would change it. Leave that "
+                f"--resume keeps the configuration of {resume}, but {' '.join(foreign)} would change it. Leave that "
                 "out (only cluster.* and runtime.* may be given), add --accept-changes, or start a new run."
             )
         settings = override(settings, overrides)
@@ -64,13 +64,13 @@ def run(
         prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
     if folder is None and accept_changes:
-        raise ConfigError("--accept-changes is for a run that goes on: give --resume FOLDER, too.")
+        raise ConfigError("--accept-changes is only for a run that is resumed: give --resume FOLDER, too.")
     if folder is not None and accept_changes:
         show_warnings([f"accepted: {change}" for change in run_identity.accept_changes(folder, prepared)])
     elif folder is not None:
         run_identity.refuse_changes(folder, prepared)
-    # Prefect takes seconds to import: a faulty configuration was refused before that, and a run folder is made when
-    # Ctrl-C names the way to go on in it.
+    # Prefect takes seconds to import, so a faulty configuration is refused before that. The run folder is made after
+    # it, when Ctrl-C already says how to resume.
     with phase("Prefect"):
         from flows.cluster.server import refuse_dead_server
         from flows.commands.local_run import run_here
@@ -79,7 +79,7 @@ def run(
     refuse_blocks_without_server(settings)
     refuse_dead_server()
     with run_folder_of(settings, folder) as folder:
-        if settings.plan == "auto":  # the flow takes up what was planned here
+        if settings.plan == "auto":  # the flow reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
         run_here(settings.type, settings, folder)
 
@@ -89,14 +89,14 @@ def demo(
     folder: Path = Path("runs/demo"),
     seed: str = "0",
 ) -> None:
-    """Train a tiny model on 4 CPU ranks by SFT, reward modelling and PPO, watched in the Prefect UI.
+    """Train a tiny model on 4 CPU ranks by SFT, reward modelling and PPO, shown in the Prefect UI.
 
     Parameters
     ----------
     folder
-        Where everything goes; a demo that was interrupted there goes on.
+        Folder of all results; an interrupted demo in it is resumed.
     seed
-        Of data, weights and sampling; another seed needs another folder.
+        Seed of data, weights and sampling; another seed needs another folder.
     """
     number = whole_seed(seed)
     refuse_without_task(folder / DATA)

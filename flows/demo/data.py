@@ -1,8 +1,8 @@
 """The demo's task: reasoning-gym's `spell_backward`, its data sets, its byte tokenizer and its tiny Llama.
 
-All sets of words are disjoint. The demonstrations are sloppy on purpose, as human demonstrators
-are: in some, the answer's last two letters are swapped. The verifier (deployments/demo/reward.py) is always
-right: that gap is what reinforcement learning closes here.
+All sets of words are disjoint. The demonstrations are sloppy on purpose, like human ones: in some, the answer's last
+two letters are swapped. The verifier (deployments/demo/reward.py) is always right. Reinforcement learning closes that
+gap.
 """
 
 import json
@@ -24,10 +24,10 @@ SIZES = {"test": 500, "dev": 200, "demonstrations": 1500, "preferences": 1200, "
 """Words in each set."""
 
 CALIBRATION = 512
-"""Of the prompts, so many are answered by the SFT model to find the reward model's mean and std."""
+"""Number of prompts that the SFT model answers to find the mean and std of the reward model's scores."""
 
 PAIRS = 400
-"""Preference pairs, at most."""
+"""Maximum number of preference pairs."""
 
 SLOPPINESS = 0.6
 """Probability that a demonstration's last two letters are swapped."""
@@ -61,12 +61,12 @@ MODEL: Mapping[str, Any] = {
 
 
 def data_is_there(folder: Path) -> bool:
-    """Whether `write_demo_data` has ended: it writes the model folder last."""
+    """Whether `write_demo_data` has completed. It writes config.json of the model folder last."""
     return (folder / "base" / "config.json").exists()
 
 
 def refuse_without_task(folder: Path) -> None:
-    """Raises ConfigError when a demo's data have still to be made, and what they come from is not installed."""
+    """Raises ConfigError when a demo's data are still to be made and reasoning-gym is not installed."""
     if not data_is_there(folder) and find_spec("reasoning_gym") is None:
         raise ConfigError("the demo's task comes from reasoning-gym. Run: pip install 'prefect-rlhf[demo]'")
 
@@ -74,8 +74,8 @@ def refuse_without_task(folder: Path) -> None:
 def write_demo_data(folder: Path, seed: int) -> None:
     """Write `<set>.jsonl` for each set, and the model folder `base` (configuration, tokenizer, no weights).
 
-    test, dev, preferences, prompts and calibration (the first of the prompts): {prompt, answer};
-    demonstrations: {prompt, completion}. The same seed gives the same bytes.
+    Rows are {prompt, answer}; of demonstrations {prompt, completion}. The set `calibration` has the first CALIBRATION
+    of the prompts. The same seed gives the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw = Random(f"demo/{seed}")
@@ -91,7 +91,7 @@ def write_demo_data(folder: Path, seed: int) -> None:
 
 
 def write_model_folder(folder: Path) -> None:
-    """The demo's model without weights: whoever loads it draws them from the run's seed."""
+    """Write the demo's model folder without weights. A run that loads it draws them from its seed."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     pad, bos, eos, unk = SPECIAL_TOKENS
@@ -105,14 +105,14 @@ def write_model_folder(folder: Path) -> None:
             "unk_token": unk,
             "model_max_length": MODEL["max_position_embeddings"],
         },
-        "config.json": MODEL,  # the last of a demo's data: see data_is_there
+        "config.json": MODEL,  # must be written last: see data_is_there
     }
     for name, document in documents.items():
         (folder / name).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """260 entries: four special tokens, then one for each byte."""
+    """A tokenizer of 260 tokens: four special tokens, then one for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -133,7 +133,7 @@ def preference_pairs(samples: Iterable[Mapping[str, Any]], n_pairs: int, seed: i
     """Pairs of a right and a wrong answer to one prompt, from scored samples of a rollout.
 
     samples  {prompt, completion, score, columns: {answer}}, several per prompt; a score of 1 is right
-    n_pairs  at most so many, of up to a quarter near misses (one letter wrong, as many letters)
+    n_pairs  maximum number of pairs; at most a quarter of it are near misses (see `near_miss`)
     """
     by_prompt: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
@@ -153,25 +153,25 @@ def preference_pairs(samples: Iterable[Mapping[str, Any]], n_pairs: int, seed: i
 
 
 def accuracy(samples: Sequence[Mapping[str, Any]]) -> float:
-    """Share of samples that the verifier calls right."""
+    """Share of samples that the verifier scores as right, from 0 to 1."""
     return fmean(sample["rewards"]["exact"] for sample in samples)
 
 
 def score_statistics(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Mean and standard deviation of the reward model's raw scores, which PPO normalises them by."""
+    """(mean, standard deviation) of the reward model's raw scores, by which PPO normalises them."""
     scores = [sample["reward_model"] for sample in samples]
     return fmean(scores), stdev(scores)
 
 
 def near_miss(right: str, wrong: str) -> bool:
-    """Whether two answers have the same letters or differ in one place only."""
+    """Whether two answers have the same letters in any order, or differ in only one position."""
     return sorted(right) == sorted(wrong) or (
         len(right) == len(wrong) and sum(a != b for a, b in zip(right, wrong, strict=True)) == 1
     )
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object per line; the file appears whole."""
+    """Write one JSON object per line. The file is renamed into place when it is complete."""
     partial = path.with_suffix(".tmp")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     partial.replace(path)
@@ -179,7 +179,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _entries(count: int, seed: int) -> list[dict[str, str]]:
     """{prompt, answer} of `count` different words of 3 to 7 letters, in random order."""
-    import reasoning_gym  # an extra, and five seconds to import: only who makes the data pays
+    import reasoning_gym  # here, because it is an optional dependency and takes five seconds to import
 
     size = 2 * count  # the data set draws words with repetition
     items = reasoning_gym.create_dataset(

@@ -1,4 +1,4 @@
-"""The demo's stages: what comes before PPO, from random weights on, and the measurement of a model."""
+"""The demo's stages from random weights to PPO's configuration, and the measurement of a model."""
 
 import asyncio
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ RANKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """One demo: its folder (absolute), its seed, and the cluster that all stages share."""
+    """One demo: its folder (absolute), its seed, and the scheduler address of the cluster that all stages share."""
 
     folder: Path
     seed: int
@@ -55,7 +55,7 @@ class Demo:
         return resolve_paths(make_config(document), self.folder)
 
     async def run(self, stage_flow: Flow[..., Any], config: RunConfig) -> dict[str, Any]:
-        """Run a stage, go on with it, or take the summary that it left; so a pipeline may be run again."""
+        """The summary of a stage: run it, resume it, or read its summary if it is finished."""
         assert config.name is not None
         folder = self.folder / "stages" / config.name
         summary = folder / "summary.json"
@@ -67,11 +67,11 @@ class Demo:
 
 @contextmanager
 def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
-    """For a flow: the demo in a folder, with a Prefect server and a cluster of `RANKS` for all of its stages.
+    """For a flow: the demo in a folder, with a Prefect server and a cluster of `RANKS` for all its stages.
 
-    seed  None: that of the demo which is there, else 0
-    Raises ConfigError when the demo that is there has another seed (its results would be taken for this one's), and
-    when its data can not be made here.
+    seed  None: that of an existing demo in the folder, else 0
+    Raises ConfigError when an existing demo in the folder has another seed, since its results would be reused, and
+    when its data cannot be made here.
     """
     place = folder.resolve()
     refuse_without_task(place / DATA)
@@ -86,9 +86,9 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
 
 
 def settle_seed(place: Path, seed: int | None) -> int:
-    """The seed of the demo in a folder, written down by whoever begins it. Raises ConfigError for another one."""
+    """The seed of the demo in a folder; a new demo records it there. Raises ConfigError for another seed."""
     record = place / "seed"
-    with reading(record, "no seed of a demo", remedy="Remove it, and name the demo's seed."):
+    with reading(record, "not the seed of a demo", remedy="Remove it, and name the demo's seed."):
         begun = int(record.read_text(encoding="utf-8")) if record.exists() else None
     if begun is not None and seed not in (None, begun):
         raise ConfigError(f"{place} holds the demo of seed {begun}. For seed {seed} name another folder.")
@@ -98,7 +98,7 @@ def settle_seed(place: Path, seed: int | None) -> int:
 
 
 async def make_models(demo: Demo) -> RunConfig:
-    """All that comes before PPO, as far as it is not there yet; gives PPO's configuration."""
+    """Run the stages before PPO that are not finished yet. Returns PPO's configuration."""
     if not data_is_there(demo.folder / DATA):
         await asyncio.to_thread(write_demo_data, demo.folder / DATA, demo.seed)
     supervised = await demo.run(flow_of("sft"), demo.config("sft", "sft"))
@@ -122,7 +122,7 @@ async def make_models(demo: Demo) -> RunConfig:
 
 
 async def measure(demo: Demo, model: str, when: str) -> float:
-    """Exact-match accuracy of a model's greedy answers on held-out words."""
+    """Exact-match accuracy, from 0 to 1, of a model's greedy answers on held-out words."""
     name = f"accuracy-{when}"
     await demo.run(flow_of("rollout"), demo.config("evaluation", name, models={"actor": model}))
     return accuracy(_samples(demo, name, SIZES["test"]))

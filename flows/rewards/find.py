@@ -1,7 +1,7 @@
-"""Is a configured reward there, and does it take what it would be given? Looked up in the source, without running it:
-a reward, and the packages around it, may do anything when they are imported.
+"""Checks that a configured reward exists and that its parameters fit, from its source and without importing it.
 
-What this cannot see, such as an import that fails, `config validate --rewards` shows, and the reward's own process.
+A reward, and the packages around it, may do anything when they are imported. What the source does not show, such as
+an import that fails, is found by `config validate --rewards` or by the rewards' process in the run.
 """
 
 import ast
@@ -19,10 +19,10 @@ _SECRETS = ("key", "token", "password", "secret")
 
 
 def check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], is_here: bool) -> list[str]:
-    """Raises ConfigError for the first reward that cannot be found, or lacks what it takes; gives warnings.
+    """Warnings about the rewards. Raises ConfigError for the first one that cannot be found or called.
 
-    columns  of the rows, the prompt apart
-    is_here  whether rewards run on this machine, with this process' environment
+    columns  the rows' columns, without the prompt
+    is_here  whether rewards run on this machine, with this process's environment
     """
     for reward in rewards:
         function = _find(reward)
@@ -40,7 +40,7 @@ def blocks_named(rewards: Sequence[RewardFunction]) -> list[str]:
 
 
 def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The function's source; None where it cannot be seen, being imported there for example."""
+    """The function's definition; None where the source does not show it, for example because it is imported."""
     place, _, name = reward.function.rpartition(":")
     try:
         path = Path(place) if place.endswith(".py") else module_file(place)
@@ -58,7 +58,7 @@ def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | No
             f"reward {reward.function}: {path} cannot be read ({error.strerror}). Name an existing file."
         ) from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"reward {reward.function}: {path} is no Python source ({error}).") from None
+        raise ConfigError(f"reward {reward.function}: {path} is not valid Python ({error}).") from None
     names = set(names_bound(tree.body))
     if name not in names and "*" not in names:
         functions = ", ".join(node.name for node in tree.body if isinstance(node, FUNCTIONS)) or "none"
@@ -72,7 +72,7 @@ def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | No
 def _check_parameters(
     reward: RewardFunction, function: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str]
 ) -> None:
-    """Raises ConfigError when a function's parameters show no form, or one is given by nothing."""
+    """Raises ConfigError when a function's parameters match no form, or nothing supplies a required one."""
     found = function.args
     positional = [argument.arg for argument in (*found.posonlyargs, *found.args)]
     named = [argument.arg for argument in found.kwonlyargs]
@@ -97,10 +97,10 @@ def _refuse_unset(reward: RewardFunction) -> None:
 
 
 def _literals(number: int, kwargs: Mapping[str, object]) -> Iterator[str]:
-    """A sentence for each argument that may be a secret and stands in the configuration."""
+    """A warning for each argument whose name suggests a secret and whose value is in the configuration."""
     for argument, value in kwargs.items():
         if argument.lower().endswith(_SECRETS) and isinstance(value, str):
             yield (
-                f"rewards.{number}.kwargs.{argument} stands in the configuration, which runs write down. If it is a "
-                f"secret, name it instead: {argument}: {{env: VARIABLE}} or {argument}: {{block: PREFECT_SECRET}}."
+                f"rewards.{number}.kwargs.{argument} is given in the configuration, which runs write to disk. "
+                f"If it is a secret, name it: {argument}: {{env: VARIABLE}} or {argument}: {{block: PREFECT_SECRET}}."
             )

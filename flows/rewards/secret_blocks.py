@@ -1,4 +1,4 @@
-"""The values of the Prefect Secret blocks that rewards' arguments name: they go to the rewards' processes alone."""
+"""Reads the Prefect Secret blocks that rewards' arguments name. Only the rewards' processes get the values."""
 
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL
@@ -11,8 +11,10 @@ INSTEAD = "or name an environment variable: {env: VARIABLE}"
 
 
 def refuse_blocks_without_server(config: RunConfig) -> list[str]:
-    """The blocks that a configuration names. Raises ConfigError where there are some and the settings name no
-    server: a run's own begins empty."""
+    """The names of the blocks in a configuration.
+
+    Raises ConfigError when there are some and no server is configured: a run's own server has no blocks at first.
+    """
     names = blocks_named(config.rewards) if isinstance(config, Scores) else []
     if names and not PREFECT_API_URL.value():
         raise ConfigError(
@@ -23,15 +25,15 @@ def refuse_blocks_without_server(config: RunConfig) -> list[str]:
 
 
 async def secret_blocks(config: RunConfig) -> dict[str, str]:
-    """Block -> its value, from the server that the settings name. Raises ConfigError where one is not there."""
+    """Block -> its value, from the configured server. Raises ConfigError for a block that does not exist."""
     values = {}
     for name in refuse_blocks_without_server(config):
         try:
             block = await Secret.aload(name)
         except ValueError:
             raise ConfigError(
-                f"a reward's kwargs name the Prefect Secret block {name!r}, which is not there "
-                f"({PREFECT_API_URL.value()}). Make it, {INSTEAD}."
+                f"a reward's kwargs name the Prefect Secret block {name!r}, which does not exist on the server "
+                f"{PREFECT_API_URL.value()}. Make it, {INSTEAD}."
             ) from None
         values[name] = str(block.get())
     return values

@@ -1,4 +1,4 @@
-"""Calls each reward of a configuration once, on a row of its data, in the process that it would run in."""
+"""Calls each reward of a configuration once, on a row of its data, in a process like that of a run."""
 
 import asyncio
 import time
@@ -18,7 +18,12 @@ COMPLETION_TOKENS = 16
 
 
 class Tried(NamedTuple):
-    """What came of one reward. fault: empty where it gave a value, or None for no opinion."""
+    """The result of one reward.
+
+    value  None where the reward gave no verdict or failed
+    where  the row that it judged
+    fault  "" where it did not fail
+    """
 
     name: str
     value: float | None
@@ -28,9 +33,9 @@ class Tried(NamedTuple):
 
 
 def try_rewards(config: Scores) -> Iterator[Tried]:
-    """One after the other. The completion that they judge is the end of the row's own prompt.
+    """Call the rewards one after another. The completion that they judge is the end of the row's own prompt.
 
-    Raises ConfigError for a Prefect block that is not there, or has no server to be on.
+    Raises ConfigError for a Prefect block that does not exist, or where no server is configured.
     """
     blocks = {}
     if blocks_named(config.rewards):  # only then: Prefect takes seconds to import

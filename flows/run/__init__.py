@@ -1,4 +1,4 @@
 """One run, from its configuration to its summary: preparation, planning, the loop, orders, the run folder.
 
-How a run is shown is in flows/view; where it runs is in flows/cluster.
+How a run is shown is in flows/view. Its processes are in flows/cluster.
 """

@@ -13,20 +13,20 @@ from rlhf_tasks.algorithms.registry import algorithm
 
 _DOCUMENTATION = """{}
 
-Returns the run's summary; of a run that is cancelled, that state.
+Returns the run's summary, or the Cancelled state of a run that was cancelled.
 
 Args:
     config: The run's configuration, as in a YAML file.
-    run_folder: An existing run folder to go on in; its configuration counts then, apart from its cluster.
+    run_folder: An existing run folder to resume; its configuration is then used, except for the cluster.
 """
 
 
 @cache
 def flow_of(name: str) -> Flow[..., Any]:
-    """The flow that carries out an algorithm; it is called as the algorithm is, with hyphens.
+    """The flow that runs an algorithm. Its name is the algorithm's, with hyphens.
 
-    A module that binds it is an entry point of a deployment: `sft = flow_of("sft")`. Raises ConfigError where there
-    is no such algorithm.
+    A module that binds it is an entry point of a deployment: `sft = flow_of("sft")`.
+    Raises ConfigError for an unknown algorithm.
     """
     record = algorithm(name)
 

@@ -1,5 +1,5 @@
-"""Room on the disk: whether there is enough for a run's commits and its exported model, asked before it starts; and
-whether the lack of it has ended one."""
+"""Disk space: whether there is enough for a run's commits and exported model, checked before it starts; and whether
+an error was caused by a full disk."""
 
 import errno
 import math
@@ -15,12 +15,12 @@ from rlhf_tasks.system.durable import existing
 
 FULL_BYTES = (
     1 << 20
-)  # free, below which a disk is as good as full: SQLite and others say so in words of their own
-STATE_FLOATS = 3  # of a parameter in a commit: master weight and two moments (optimizer.py)
+)  # free; with less, the disk counts as full: SQLite and others report that in their own words
+STATE_FLOATS = 3  # numbers per parameter in a commit: master weight and two moments (optimizer.py)
 
 
 class DiskNeed(NamedTuple):
-    """Bytes of a commit, how many there are at most at once, and bytes of the exported model."""
+    """Bytes of one commit, the maximum number of commits at once, and bytes of the exported model."""
 
     commit_bytes: int
     commits: int
@@ -37,7 +37,7 @@ NO_DISK = DiskNeed(0, 0, 0)
 def disk_need(
     config: RunConfig, shapes: Mapping[str, ModelShape], iterations: int, itemsize: int
 ) -> DiskNeed:
-    """What a run writes besides its journals and samples.
+    """The disk space that a run needs, without its journals and samples.
 
     shapes    role -> its model's shape
     itemsize  bytes of a parameter of the exported model
@@ -60,8 +60,10 @@ def disk_need(
 
 
 def refuse_full_disk(need: DiskNeed, place: Path) -> None:
-    """Raises ConfigError when the disk of a run folder, or of the folder where it will be made, has no room for what
-    the run will write; commits that are there already are counted in."""
+    """Raises ConfigError when the disk of `place` has too little space for what the run will write.
+
+    place  the run folder, whose existing commits count as space, or the folder in which it will be made
+    """
     there_bytes = sum(path.stat().st_size for folder in step_folders(place) for path in folder.iterdir())
     needed_bytes = need.total_bytes - min(there_bytes, need.commit_bytes * need.commits)
     free_bytes = shutil.disk_usage(existing(place)).free
@@ -69,15 +71,15 @@ def refuse_full_disk(need: DiskNeed, place: Path) -> None:
         raise ConfigError(
             f"{place} needs {needed_bytes} bytes and its disk has {free_bytes} free: {need.commits} commits of "
             f"{need.commit_bytes} bytes (keep_last and the one being written) and {need.export_bytes} for "
-            "the exported model. Free some, lower keep_last, or name another disk by output_dir."
+            "the exported model. Free some space, lower keep_last, or set output_dir to another disk."
         )
 
 
 def full_disk(error: BaseException, folder: Path, needed_bytes: int | None = None) -> str | None:
-    """A sentence with path and free bytes where an error comes of a full disk; None where it does not.
+    """A sentence with path and free bytes, if an error was caused by a full disk; else None.
 
-    folder        where the run writes
-    needed_bytes  of what was being written, where that is known
+    folder        the folder that the run writes to
+    needed_bytes  bytes of what was being written; None where that is unknown
     """
     path, full = folder, False
     cause: BaseException | None = error
@@ -91,4 +93,4 @@ def full_disk(error: BaseException, folder: Path, needed_bytes: int | None = Non
     if not full and free_bytes > FULL_BYTES:
         return None
     needs = "" if needed_bytes is None else f" needs {needed_bytes} bytes,"
-    return f"No space left on device: {path}{needs} {free_bytes} are free. Free some."
+    return f"No space left on device: {path}{needs} {free_bytes} are free. Free some space."

@@ -1,4 +1,4 @@
-"""The model card, `README.md`, of the Hugging Face folder that a run leaves: where the weights come from."""
+"""The model card, `README.md`, of the Hugging Face folder that a run writes: where the weights come from."""
 
 import json
 import platform
@@ -16,10 +16,10 @@ SECRET_WORDS = ("secret", "token", "password", "api_key", "apikey", "credential"
 
 
 def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, Any]) -> str:
-    """Markdown with Hugging Face's header: the run, its last metrics, data, plan, versions and configuration.
+    """The card as Markdown with Hugging Face's header: run, last metrics, data, plan, versions, configuration.
 
-    run, role  the run's name, and which of its models this is
-    metrics    the last line of its metrics; empty where there is none
+    run, role  the run's name, and the role of the exported model
+    metrics    the metrics of the last iteration; may be empty
     """
     config = prepared.config
     header = {"library_name": "transformers", "tags": ["prefect-rlhf", config.type.replace("_", "-")]}
@@ -43,7 +43,7 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
 
 
 def without_secrets(value: Any) -> Any:
-    """The same document with what a key calls a secret, and passwords in addresses, blotted out."""
+    """The same document with `***` for values whose key suggests a secret, and for passwords in addresses."""
     if isinstance(value, Mapping):
         return {
             key: "***" if item is not None and _is_secret(str(key), item) else without_secrets(item)
@@ -58,7 +58,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Numbers are none: max_prompt_tokens has the word, too."""
+    """Only texts are secrets: the number max_prompt_tokens also has the word `token` in its key."""
     return isinstance(value, str) and any(word in key.lower() for word in SECRET_WORDS)
 
 

@@ -1,23 +1,23 @@
-"""Run folders: one per run, which only its owner reads, taken by a lock while the run lives.
+"""Run folders: one per run, readable only by its owner, and locked while the run is in progress.
 
 runs/NAME/config.json      the configuration of the run, for --resume
-          data.sha256      digest of its rows: a resumed run must find the same
+          data.sha256      digest of its rows, which must be the same when the run is resumed
           models.json      digests of its model folders, likewise
-          accepted.jsonl   changes of such things between two attempts, said to be wanted by --accept-changes
-          plan.json        the execution plan that the run began by
-          plan-2.json      the one that it changed to, if it did (replan: auto), and so on
-          plans.jsonl      at which iteration each of these begins
-          flow-runs/       one empty file for each Prefect flow run that has carried the run on, by its id
-          attempts/        one file per attempt, by number; empty until the attempt has trained
+          accepted.jsonl   changes of these between two attempts that --accept-changes has accepted
+          plan.json        the first execution plan of the run
+          plan-2.json      the plan after the first change, and so on (replan: auto)
+          plans.jsonl      the iteration at which each of these begins
+          flow-runs/       one empty file for each Prefect flow run that has run or resumed the run, named by its id
+          attempts/        one file per attempt, named by its number; empty until the attempt has trained
           step-00000042/   commits
           metrics.jsonl    one row per committed iteration
-          lineage.jsonl    one row per node of it: versions, and what each rank did when, by its own clock
-          samples/         what PPO and rollouts sampled, one file per iteration
+          lineage.jsonl    one row per node of a committed iteration: versions, and times by each rank's own clock
+          samples/         the samples of PPO and rollouts, one file per iteration and dp rank
           model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run
-          prefect/         data base, login and log of the run's own Prefect server
-          order            what `prefect-rlhf pause` and its kin have left for the run's process, which takes it away
-          restarts.json    restarts without a commit in between
+          prefect/         database, login and log of the run's own Prefect server
+          order            an order of `prefect-rlhf pause`, resume, stop or cancel; the run's process removes it
+          restarts.json    count of restarts since the last commit
 """
 
 import shutil
@@ -38,16 +38,14 @@ from rlhf_tasks.system.reading import read_json
 CONFIG = "config.json"
 LOCK = ".lock"
 ORDER = "order"
-BEGUN = (
-    "flow-runs"  # in a run folder: an empty file for each flow run that has carried it on, named by its id
-)
+BEGUN = "flow-runs"  # folder in a run folder: an empty file for each flow run of the run, named by its id
 
 
 def new_run_folder(config: RunConfig, now: datetime | None = None) -> Path:
-    """Make the folder of a new run and write its configuration; gives its path.
+    """Make the folder of a new run and write its configuration. Returns its path.
 
-    A configuration without a name gets a fresh one from its type and the time (UTC). Raises ConfigError when
-    the name is in use.
+    A configuration without a name gets a new one from its type and the time (UTC).
+    Raises ConfigError when the name is in use.
     """
     base = Path(config.output_dir)
     if config.name is None:
@@ -59,17 +57,19 @@ def new_run_folder(config: RunConfig, now: datetime | None = None) -> Path:
     if folder is not None:
         return folder.resolve()
     if config.name is None:
-        raise ConfigError(f"{base} holds a thousand runs of this second. Choose a name.")
+        raise ConfigError(f"{base} has a thousand runs that began in this second. Choose a name.")
     folder = base / config.name
     raise ConfigError(
-        f"name={config.name!r} is in use: {folder} exists. Choose another name, or go on with that run "
-        f"by --resume {folder}."
+        f"name={config.name!r} is in use: {folder} exists. Choose another name, or resume that run with "
+        f"--resume {folder}."
     )
 
 
 def _make(folder: Path, config: RunConfig) -> bool:
-    """Make a run folder; False where there is one. It appears with its configuration in it: whenever this process
-    ends, the run can be gone on with."""
+    """Make a run folder; False where it exists.
+
+    It is renamed into place with its configuration inside, so the run can be resumed even if this process is killed.
+    """
     if folder.exists():
         return False
     fresh = folder.with_name(f".{folder.name}.{uuid4().hex}")
@@ -81,32 +81,34 @@ def _make(folder: Path, config: RunConfig) -> bool:
     except OSError:
         if not folder.exists():
             raise
-        return False  # another run's, of this moment
+        return False  # another run has made it just now
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return True
 
 
 def existing_run_folder(path: str | Path) -> tuple[Path, RunConfig]:
-    """A run folder to go on with, and its configuration. Raises ConfigError when it is none."""
+    """A run folder to resume, and its configuration. Raises ConfigError when it is not a run folder."""
     folder = Path(path)
     if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}. Name one that a run has written.")
+        raise ConfigError(
+            f"{folder} is not a run folder: it has no {CONFIG}. Name one that a run has written."
+        )
     return folder.resolve(), make_config(read_json(folder / CONFIG))
 
 
 def open_run(
     config: RunConfig | None, run_folder: str | None = None, flow_run_id: str | None = None
 ) -> tuple[Path | None, RunConfig]:
-    """The folder of a run to go on with and its configuration; for a new run None, and its configuration.
+    """(run folder, configuration) of a run to resume; (None, configuration) for a new run.
 
-    run_folder   of a run to go on with; without it the configuration's `resume` says whether there is one
-    flow_run_id  of the flow run that carries it out: one that Prefect starts again goes on in its run folder
-    A run goes on as it began, but where its ranks are and how long they are waited for is said anew. Raises
-    ConfigError when the folder to go on with is none, or no new one can be made.
+    run_folder   the folder of a run to resume; default: as the configuration's `resume` says
+    flow_run_id  the flow run; if it has already begun a run, as one that Prefect restarts has, that run is resumed
+    A resumed run keeps its configuration, except for `cluster` and `runtime`. Raises ConfigError when the folder is
+    not a run folder, or no new one can be made.
     """
     if config is None:
-        assert run_folder is not None, "a run has a configuration or a folder to go on in"
+        assert run_folder is not None, "a run has a configuration or a folder to resume"
         return existing_run_folder(run_folder)
     config = resolve_paths(config, Path.cwd())
     begun_in = run_folder or _begun_by(flow_run_id, config) or _begun_in(config)
@@ -118,8 +120,10 @@ def open_run(
 
 
 def refuse_unwritable(folder: Path, name: str) -> None:
-    """Raises ConfigError, with the name of what says so, when a folder is not there and cannot be made, or holds
-    nothing new."""
+    """Raises ConfigError when a folder cannot be written to, or does not exist and cannot be made.
+
+    name  the option or key that gives the folder
+    """
     try:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         with TemporaryDirectory(dir=there):
@@ -141,14 +145,14 @@ def _begun_in(config: RunConfig) -> str | Path | None:
 
 
 def remember_folder(folder: Path, flow_run_id: str) -> None:
-    """Write down that a flow run has begun the run in a folder."""
+    """Record in a run folder that a flow run has run or resumed it."""
     place = folder / BEGUN
     place.mkdir(exist_ok=True)
     (place / flow_run_id).touch()
 
 
 def _begun_by(flow_run_id: str | None, config: RunConfig) -> Path | None:
-    """The run folder that a flow run has begun, if it is still there."""
+    """The run folder that a flow run has recorded itself in, if it still exists."""
     if flow_run_id is None:
         return None
     found = Path(config.output_dir).glob(f"*/{BEGUN}/{flow_run_id}")
@@ -157,9 +161,9 @@ def _begun_by(flow_run_id: str | None, config: RunConfig) -> Path | None:
 
 @contextmanager
 def run_folder_of(config: RunConfig, folder: Path | None) -> Iterator[Path]:
-    """The folder of a run to go on with, or a new run's (see `new_run_folder`).
+    """The given folder of a run to resume, or a new run's (see `new_run_folder`).
 
-    A new run that is refused before its first attempt, for its cluster say, leaves none behind: its name is free.
+    The folder of a new run that is refused before its first attempt, for example for its cluster, is removed.
     """
     if folder is not None:
         yield folder
@@ -174,48 +178,48 @@ def run_folder_of(config: RunConfig, folder: Path | None) -> Iterator[Path]:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raises ConfigError when a run goes on in a folder: asked before minutes are spent on another one's start."""
+    """Raises ConfigError when a run in a folder is in progress. Checked before minutes are spent on starting."""
     with taken(folder):
         pass
 
 
 @contextmanager
 def taken(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold a run folder while a run writes to it. Raises ConfigError when another process does.
+    """Lock a run folder while a run writes to it. Raises ConfigError when another process has it.
 
-    patience_s  how long to wait for that process to end
+    patience_s  seconds to wait for that process to end
     """
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=patience_s)
     except Timeout:
         raise ConfigError(
-            f"{folder} is in use by a run that goes on. Wait for it or choose another name."
+            f"{folder} is in use by a run in progress. Wait for its end or choose another name."
         ) from None
     try:
-        take_order(folder)  # it was left for a process that has ended
+        take_order(folder)  # drop an order that was for a process that has ended
         yield
     finally:
         lock.release()
 
 
 def leave_order(folder: Path, command: str) -> Path:
-    """Leave an order for the run that goes on in a folder; gives the file, which the run's process takes away.
+    """Leave an order for the run in progress in a folder. Returns the file, which the run's process removes.
 
-    Raises ConfigError when no run goes on there.
+    Raises ConfigError when no run is in progress there.
     """
     lock = FileLock(folder / LOCK)
     with suppress(Timeout):
         lock.acquire(timeout=0)
         lock.release()
-        raise ConfigError(f"no run goes on in {folder}: there is nothing to {command}.")
+        raise ConfigError(f"no run is in progress in {folder}: there is nothing to {command}.")
     order = folder / ORDER
     replace_file(order, f"{command}\n")
     return order
 
 
 def take_order(folder: Path) -> str | None:
-    """The order that was left in a run folder, if any; it is taken away."""
+    """Remove and return the order in a run folder; None where there is none."""
     order = folder / ORDER
     try:
         command = order.read_text(encoding="utf-8").strip()

@@ -1,8 +1,8 @@
-"""What a run must find again when it goes on: commits, journals, configuration, data and models.
+"""What must be unchanged when a run is resumed: commits, journals, configuration, data and models.
 
-Where something has changed since the last commit, the run is refused with the difference, until its user says that
-the change is wanted: `prefect-rlhf run TYPE --resume FOLDER --accept-changes`. Where the ranks are and how long they
-are waited for may differ; the model that trains may not.
+If something has changed since the last commit, the run is refused and the difference named, until the user accepts
+the change: `prefect-rlhf run TYPE --resume FOLDER --accept-changes`. The cluster and the timeouts may always change;
+the shape of a trained model may never.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
 
 DATA, MODELS = "data.sha256", "models.json"
 FREE = ("cluster", "keep_last", "name", "output_dir", "resume", "runtime")
-"""Keys of a configuration that no result depends on."""
+"""Keys of a configuration on which no result depends."""
 
 _DIGESTS = TypeAdapter(dict[str, dict[str, str]])
 _READ_OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model")
@@ -46,13 +46,13 @@ _WHOLE_BYTES = 64 << 20  # a file up to this size is hashed as a whole
 _SAMPLES, _SAMPLE_BYTES = (
     1024,
     4096,
-)  # of a larger one, besides its first MiB, where safetensors have their header
+)  # of a larger file, with its first MiB, where safetensors have their header
 _HEAD_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 60
 
 
 def refuse_changes(folder: Path, prepared: Prepared) -> None:
-    """Raises ConfigError when a run cannot go on as its last commit left it, with what differs and what to do."""
+    """Raises ConfigError, with the differences, when something has changed since a run's last commit."""
     lost = lost_commits(folder)
     if lost is not None:
         raise ConfigError(lost)
@@ -62,16 +62,15 @@ def refuse_changes(folder: Path, prepared: Prepared) -> None:
             f"prefect-rlhf run {prepared.config.type.replace('_', '-')} --resume {folder} --accept-changes"
         )
         raise ConfigError(
-            f"{folder} would not go on as its last commit left it: {'; '.join(changes)}. Put that back, or say that "
-            f"it is wanted: {command}"
+            f"{folder}: changed since the last commit: {'; '.join(changes)}. Undo that, or accept it: {command}"
         )
 
 
 def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
-    """Let a run go on with what there is now, and write that down in its folder. Gives a sentence for each change.
+    """Accept what has changed since a run's last commit, and record it in its folder. Returns a sentence for each.
 
-    Damaged journals lose the lines that cannot be read; what was there is put aside. Raises ConfigError for what
-    cannot be accepted: commits that are gone, another model in the place of one that trains.
+    Damaged journals lose the lines that cannot be read; the damaged file is kept under another name. Raises
+    ConfigError for what cannot be accepted: lost commits, and another shape of a trained model.
     """
     with taken(folder):
         lost = lost_commits(folder)
@@ -90,16 +89,16 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 
 
 def keep_identity(folder: Path, prepared: Prepared) -> None:
-    """Write down what the next attempt must find again: plan, data, models. Raises OSError."""
+    """Record the plan and the digests of data and models, with which the next attempt compares. Raises OSError."""
     replace_file(folder / DATA, prepared.data_digest)
     replace_file(folder / MODELS, json.dumps(model_digests(prepared.config), indent=1))
     replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
 
 
 def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
-    """What is not as the last commit left it, a sentence for each; nothing where there is no commit yet.
+    """A sentence for each thing that has changed since the last commit; none where there is no commit yet.
 
-    Raises ConfigError when the model that trains is another one: the commit fits none but its own.
+    Raises ConfigError when a trained model has another shape, since the commit does not fit it.
     """
     manifest = _newest_manifest(folder)
     if manifest is None:
@@ -122,7 +121,7 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 
 
 def _newest_manifest(folder: Path) -> Manifest | None:
-    """Of the highest commit whose manifest can be read; the controller will look at the files, too."""
+    """The manifest of the newest commit whose manifest can be read. The controller verifies the files later."""
     for step in sorted(steps_of(folder), reverse=True):
         try:
             return read_manifest(step_folder(folder, step))
@@ -152,8 +151,8 @@ def _refuse_another_model(folder: Path, manifest: Manifest, config: RunConfig) -
             changes = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in difference.items())
             if changes:
                 raise ConfigError(
-                    f"{folder}: {role!r} was saved as another model than {parts.folder}: {changes}. Name that model "
-                    "folder, or start a new run."
+                    f"{folder}: the saved {role!r} has another shape than {parts.folder}: {changes}. Name the "
+                    "original model folder, or start a new run."
                 )
 
 
@@ -163,7 +162,7 @@ def _refuse_another_model(folder: Path, manifest: Manifest, config: RunConfig) -
 def _committed_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
     accepted = _accepted(folder, manifest.step)
     document = manifest.config if accepted is None else accepted.config
-    try:  # keys that came with a later version have their defaults
+    try:  # keys that a later version has added get their defaults
         return _compared(make_config(document))
     except ConfigError:
         return {key: value for key, value in document.items() if key not in FREE}
@@ -191,10 +190,10 @@ def _short(value: Any) -> str:
 
 
 def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Model folder -> file -> digest, of the files that a run reads of its models and its tokenizer.
+    """Model folder -> file -> digest, for the files of its models and its tokenizer that a run reads.
 
-    Of a file above 64 MiB its size, its first MiB and 1024 samples are hashed: enough for another or a newly trained
-    model, not for a few altered bytes. Copying a file changes nothing.
+    Of a file above 64 MiB its size, its first MiB and 1024 samples of 4096 bytes are hashed. That detects another or
+    retrained model, but not a few altered bytes. Copying a file does not change its digest.
     """
     folders = {parts.folder for parts in config.roles().values()} | {config.models.tokenizer}
     return {
@@ -220,10 +219,13 @@ def _digest(path: Path) -> str:
 
 
 def _changed_models(kept: Path, now: dict[str, dict[str, str]]) -> list[str]:
-    """A folder that the configuration names anew is a change of its key. Raises ConfigError for a damaged record."""
+    """A sentence for each folder, used before and now, whose files have changed.
+
+    Raises ConfigError for a damaged record.
+    """
     before: dict[str, dict[str, str]] = {}
     if kept.exists():
-        with reading(kept, "no digests of models"):
+        with reading(kept, "not a record of model digests"):
             before = _DIGESTS.validate_json(read_bytes(kept, MOST_JSON_BYTES))
     return [
         f"model folder {folder} has changed: {', '.join(files)}"
@@ -240,7 +242,7 @@ def _changed_models(kept: Path, now: dict[str, dict[str, str]]) -> list[str]:
 
 
 def _mended(path: Path, mark: JournalMark, step: int) -> JournalMark:
-    """What of a journal is to count as committed from here on: what can be read of it, where it has changed."""
+    """The part of a journal that counts as committed from now on. A changed journal keeps its readable rows."""
     try:
         Journal(path, mark)
     except JournalError:
@@ -251,14 +253,14 @@ def _mended(path: Path, mark: JournalMark, step: int) -> JournalMark:
         mended = path.with_name(f".{path.name}.mended")
         write_file(mended, rows)
         _put_aside(path, f"{path.name}.damaged-{step}")
-        mended.rename(path)  # whenever this process ends, the journal is the damaged one or the mended one
+        mended.rename(path)  # atomic: a kill here leaves either the damaged or the mended journal
         sync(path.parent)
         return JournalMark(size_bytes=len(rows), sha256=hashlib.sha256(rows).hexdigest())
     return mark
 
 
 def _put_aside(path: Path, name: str) -> None:
-    """Give a file a second name that no other has, `name` or one like it."""
+    """Give a file a second name: `name`, or with a number appended if that is in use."""
     for number in count(1):
         with suppress(FileExistsError):
             os.link(path, path.with_name(name if number == 1 else f"{name}-{number}"))

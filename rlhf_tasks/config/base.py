@@ -1,7 +1,7 @@
-"""What run configurations have in common, made of the sections in config_parts.py. Torch-free.
+"""The base classes of run configurations, built from the sections in sections.py. Torch-free.
 
-Every configuration is a `RunConfig`, and says by its other bases what its runs do: `TrainingConfig` trains, `Samples`
-generates, `Scores` generates and scores. Code outside `algorithms/` asks for these, and for no algorithm.
+Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` trains, `Samples`
+generates, `Scores` generates and scores. Code outside `algorithms/` checks for these bases, never for an algorithm.
 """
 
 from abc import abstractmethod
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class RunConfig(Settings):
-    """What all runs share.
+    """The configuration that all runs share.
 
-    type    the algorithm's name: a Literal in each class, with itself as default
-    models  where each role's weights are: `ActorOnly` or one of its kinds
+    type    the algorithm's name: each class declares a Literal of one value, which is also the default
+    models  where each role's weights are: `ActorOnly` or a subclass of it
     """
 
     if TYPE_CHECKING:  # each class declares its own
@@ -46,7 +46,7 @@ class RunConfig(Settings):
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         max_length=200,
-        description="The run folder's name; default: a fresh one.",
+        description="The run folder's name; default: a new name.",
     )
     output_dir: str = Field(default="runs", description="Folder of the run folders; all hosts must share it.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
@@ -64,7 +64,7 @@ class RunConfig(Settings):
         default=2,
         ge=2,
         le=MOST_ITERATIONS,
-        description="Snapshots that are kept: the last, and one to go back to if it is damaged.",
+        description="Snapshots that are kept; at least 2, so that one is left if the last is damaged.",
     )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
@@ -73,34 +73,36 @@ class RunConfig(Settings):
     )
     replan: Literal["never", "auto"] = Field(
         default="never",
-        description="auto: where planned and measured times drift apart, plan anew during the run (plan: auto only).",
+        description="auto: plan again during the run where measured times drift from planned ones (plan: auto only).",
     )
-    planning: PlanningConfig = Field(default=PlanningConfig(), description="What only the planner reads.")
+    planning: PlanningConfig = Field(
+        default=PlanningConfig(), description="Settings that only the planner reads."
+    )
     runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
 
     @abstractmethod
     def roles(self) -> dict[str, Role]:
-        """Every role of the run, by its name in the graph; `reward` where a reward model scores."""
+        """Every role of the run, by its name in the graph. `reward` is there only where a reward model scores."""
 
     @abstractmethod
     def iterations(self, n_rows: int) -> int:
-        """Iterations of the run, whose data set has so many rows."""
+        """The number of iterations of a run whose data set has `n_rows` rows."""
 
     def row_of(self, rows: "Rows", sample: int) -> int:
-        """The row that a sample is made of, by its global id: rows are drawn anew for each epoch."""
+        """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
         return rows.row_of(sample, self.seed)
 
     @property
     def passes(self) -> int:
-        """Passes of a train call over an iteration's batch."""
+        """How often a train call passes over an iteration's batch."""
         return 1
 
     @model_validator(mode="after")
     def _replans_what_was_searched(self) -> Self:
         if self.replan == "auto" and self.plan != "auto":
             raise ValueError(
-                "replan: auto goes on searching for a plan, and this run's is given by hand or by the heuristic. Say "
-                "plan: auto, or replan: never."
+                "replan: auto searches for a better plan during the run, but this run's plan is given by hand or by "
+                "the heuristic. Set plan: auto or replan: never."
             )
         return self
 
@@ -128,7 +130,7 @@ class RunConfig(Settings):
 
 
 class TrainingConfig(RunConfig):
-    """What training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
+    """The configuration that training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
 
     total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
     num_mini_batches: int = Field(
@@ -141,7 +143,7 @@ class TrainingConfig(RunConfig):
     )
 
     def iterations(self, n_rows: int) -> int:
-        """As configured."""
+        """`total_iterations`, whatever the number of rows."""
         return self.total_iterations
 
     @field_validator("num_mini_batches")
@@ -156,48 +158,48 @@ class TrainingConfig(RunConfig):
 
 
 class Samples(RunConfig):
-    """What runs share that generate."""
+    """The configuration of runs that generate."""
 
     sampling: SamplingConfig
 
     @property
     def records_kept(self) -> bool:
-        """Whether samples carry what top-k and top-p kept, for calls that must leave out the same tokens again."""
+        """Whether samples record which tokens top-k and top-p kept: later calls must leave out the same ones."""
         return False
 
     @property
     def scoring_role(self) -> str:
-        """The role whose mesh scores: the reward model, or where only functions score the reference, or the actor."""
+        """The role on whose mesh scores are computed: the reward model, else the reference, else the actor."""
         roles = self.roles()
         return next(role for role in ("reward", "ref", "actor") if role in roles)
 
 
 class Scores(Samples):
-    """What runs share that score what they have generated, by Python functions, a reward model, or both."""
+    """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
 
     rewards: tuple[RewardFunction, ...] = Field(
         default=(), description="Python rewards, summed with weights."
     )
     reward_model: RewardModelScore = Field(
-        default=RewardModelScore(), description="How the reward model's score enters."
+        default=RewardModelScore(), description="How the reward model's score enters the sum."
     )
     missing_eos_penalty: float = Field(
         default=0.0, ge=0, description="Subtracted where a response has no end token."
     )
     reward_timeout_s: float = Field(
-        default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards get per batch."
+        default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards may take per batch."
     )
     reward_memory_bytes: int = Field(
         default=4 * 2**30,
         gt=0,
-        description="Memory of the Python rewards' process beside each rank, with all that it starts.",
+        description="Bytes of memory for each rank's process of Python rewards, with all that it starts.",
     )
 
     @model_validator(mode="after")
     def _learns_from_scores(self) -> Self:
         if isinstance(self, TrainingConfig) and not self.rewards and self.scoring_role != "reward":
             raise ValueError(
-                "nothing scores the responses. Name a function under rewards or a models.reward."
+                "nothing scores the responses. Name a function under rewards, or a reward model in models.reward."
             )
         return self
 
@@ -210,7 +212,7 @@ class Scores(Samples):
 
 
 def refuse_split_groups(num_generations: int, batch_size: int) -> None:
-    """Raises ValueError where a batch does not hold all samples of each of its prompts."""
+    """Raises ValueError where a batch of `batch_size` sequences would split the `num_generations` of one prompt."""
     if batch_size % num_generations:
         raise ValueError(
             f"num_generations={num_generations} does not divide batch_size={batch_size}. "

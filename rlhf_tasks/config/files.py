@@ -1,4 +1,4 @@
-"""Files that a user wrote, YAML and JSON: every fault becomes one sentence."""
+"""Reads YAML and JSON files. Every fault in them becomes an error of one sentence."""
 
 import difflib
 import re
@@ -14,20 +14,22 @@ from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, 
 
 Value = TypeVar("Value")
 
-MAX_ALIASES = 24  # of YAML: at most 3 ** 8 copies of a value
-MAX_DEPTH = 64  # of YAML's lists and mappings in one another
-MAX_KEYS = 20_000  # of one mapping in YAML: a measured distribution of lengths has one for each length
-MOST_YAML_BYTES = 1 << 20  # about 10 s of parsing
-MOST_PLAN_BYTES = 8 << 20  # of a plan in YAML: one for 100,000 devices names each of them for each call
-MOST_KEPT_BYTES = 1 << 30  # of the JSON that we write and read again: plans of 100,000 devices have 50 MB
+MAX_ALIASES = 24  # in a YAML file: aliases of aliases then make at most 3 ** 8 copies of a value
+MAX_DEPTH = 64  # nesting of lists and mappings in a YAML file
+MAX_KEYS = 20_000  # of one YAML mapping: a measured distribution of lengths has a key for each length
+MOST_YAML_BYTES = 1 << 20  # takes about 10 s to parse
+MOST_PLAN_BYTES = 8 << 20  # of a plan in YAML: with 100,000 devices, each call lists them all
+MOST_KEPT_BYTES = 1 << 30  # of JSON files that we wrote: a plan of 100,000 devices takes 50 MB
 
 _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
-"""What YAML may hold: what JSON can, too. A date is text, as no setting is one."""
+"""The YAML types that are known: those of JSON. A date stays text, because no setting is a date."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which also refuses a key that stands twice in one mapping, values nested without end, and
-    aliases by the dozen: a few lines of aliases of aliases stand for more values than any memory holds."""
+    """YAML's safe loader with limits: it also refuses duplicate keys, deep nesting and many aliases.
+
+    A few lines of aliases of aliases can expand to more values than any memory holds.
+    """
 
     def __init__(self, text: str, place: Place) -> None:
         super().__init__(text)
@@ -46,13 +48,13 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if node is not None and node.end_mark is None:
-            raise yaml.YAMLError("an alias of what it stands in")
+            raise yaml.YAMLError("an alias refers to a value that contains it")
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         self._place.line = node.start_mark.line + 1
         if isinstance(node, yaml.ScalarNode):
-            node.value.encode()  # half a surrogate pair, written as an escape, is no text
+            node.value.encode()  # raises for an escaped lone surrogate
         return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -76,14 +78,14 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-# YAML 1.1 takes 80e9, without a point and a sign, for text
+# YAML 1.1 reads 80e9, which has no decimal point and no sign in the exponent, as text
 _Loader.add_implicit_resolver(
     _TAGS[3], re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 
 def parse_yaml(text: str, place: Place) -> Any:
-    """The value that a YAML text has; stands inside `reading`, whose place it moves."""
+    """The value of a YAML text. Call it inside `reading`; `place` is set to the line being parsed."""
     loader = _Loader(text, place)
     try:
         return loader.get_single_data()
@@ -92,7 +94,7 @@ def parse_yaml(text: str, place: Place) -> Any:
 
 
 def read_yaml(path: Path, most_bytes: int = MOST_YAML_BYTES) -> dict[str, Any]:
-    """A YAML file's mapping. Raises ConfigError naming file and line."""
+    """The mapping in a YAML file of at most `most_bytes` bytes. Raises ConfigError naming file and line."""
     with reading(path, "not valid YAML") as place:
         document = parse_yaml(read_bytes(path, most_bytes).decode("utf-8-sig"), place)
     if not isinstance(document, dict):
@@ -107,7 +109,7 @@ def read_document(
     error: type[ValueError] = ConfigError,
     remedy: str = "",
 ) -> Value:
-    """What one of our own JSON files holds. Raises `error` of one sentence, as `reading` does: file, field, fault."""
+    """The value in a JSON file that we wrote. Raises `error` with one sentence that names file, field and fault."""
     with reading(path, predicate, error, remedy):
         content = read_bytes(path, MOST_KEPT_BYTES)
         try:
@@ -119,7 +121,8 @@ def read_document(
 def first_fault(error: ValidationError, model: type[BaseModel] | None = None, kind: str = "") -> str:
     """One sentence for the first of pydantic's errors.
 
-    model  what was validated, to suggest keys; kind: its tag, where it is a member of a discriminated union
+    model  what was validated; its keys are suggested for an unknown one
+    kind   the model's tag, where it is a member of a discriminated union
     """
     fault = error.errors(include_url=False)[0]
     *above, last = ("", *fault["loc"])
@@ -127,7 +130,7 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, ki
     keyed = fault["type"] in (
         "extra_forbidden",
         "missing",
-    )  # then the last part is a key, whatever it is called
+    )  # the last part is then a key, even if it is named like a tag
     path = [str(part) for part in above[1:] if part not in tags]
     path += [str(last)] if keyed or last not in tags else []
     field = one_line(".".join(path))
@@ -143,7 +146,7 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, ki
 
 
 def _suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
-    """Ends the sentence about an unknown key: the key that is spelt alike, or else those there are."""
+    """The end of the sentence about an unknown key: the most similar known key, or else all known keys."""
     for key in path[:-1]:
         field = model.model_fields.get(key) if model else None
         model = _submodel(field.annotation) if field else model if key.isdecimal() else None
@@ -163,7 +166,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def how_to_download(path: str, kind: str = "model") -> str:
-    """A sentence for a path that is not there and looks like a name on the Hugging Face Hub; empty for others.
+    """How to download what a missing path names, if it looks like a name on the Hugging Face Hub; else "".
 
     kind  model or dataset
     """
@@ -174,6 +177,6 @@ def how_to_download(path: str, kind: str = "model") -> str:
         return ""
     what = "" if kind == "model" else f"--repo-type {kind} "
     return (
-        f" Nothing is downloaded by itself: where {given} is a {kind} on the Hugging Face Hub, get it by "
+        f" Nothing is downloaded automatically: if {given} is a {kind} on the Hugging Face Hub, download it with "
         f"`hf download {what}{given} --local-dir FOLDER` and name FOLDER."
     )

@@ -21,11 +21,11 @@ from rlhf_tasks.spec import CallAssignment, Frozen
 
 Head = Literal["lm", "scalar"]
 
-# What no run comes near: larger figures are slips of the hand, and some would fill memory with lists.
+# Upper bounds that no real run reaches. Larger numbers are typing errors, and some would fill the memory with lists.
 MOST_SEQS = 2**20  # of a batch
 MOST_TOKENS = 2**24  # of a sequence
 MOST_ITERATIONS = 10**9
-MOST_SECONDS = 1e9  # about thirty years; what waits takes no more
+MOST_SECONDS = 1e9  # about thirty years; functions that wait accept no larger timeout
 
 
 class Settings(Frozen):
@@ -36,7 +36,7 @@ class Settings(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _empty_section_is_the_default(cls, values: Any) -> Any:
-        """A section of which nothing is said is the default one: an empty key in YAML, or one closed in a form."""
+        """A section that is null, as an empty key in YAML or a closed one in a form is, takes its default."""
         if not isinstance(values, Mapping):
             return values
         return {
@@ -54,9 +54,9 @@ class Settings(Frozen):
 
 
 class InlineModel(Settings):
-    """A model that exists as a configuration only: enough to plan with, not to run."""
+    """A model that is given by its configuration only, without weights: enough to plan with, not to run."""
 
-    config: dict[str, Any] = Field(description="What a Hugging Face config.json says, as a mapping.")
+    config: dict[str, Any] = Field(description="The content of a Hugging Face config.json, as a mapping.")
 
 
 def _form(value: Any) -> str:
@@ -69,7 +69,7 @@ ModelSource = Annotated[
 
 
 class ActorOnly(Settings):
-    """Hugging Face folder of the one role of SFT and reward modelling; to plan, `{config: {...}}` is enough."""
+    """Hugging Face folder of the one role of SFT and reward modelling. Planning also accepts `{config: {...}}`."""
 
     actor: ModelSource = Field(
         description="Folder the training starts from; its tokenizer serves the whole run."
@@ -80,7 +80,7 @@ class ActorOnly(Settings):
         """The folder whose tokenizer serves the run. Raises ValueError where the actor has no folder."""
         if isinstance(self.actor, InlineModel):
             raise ValueError(
-                "models.actor is an inline config, which has no tokenizer. Name a model folder, or to plan "
+                "models.actor is an inline config, which has no tokenizer. Name a model folder; to plan without one, "
                 "give planning.prompt_tokens."
             )
         return self.actor
@@ -90,7 +90,7 @@ class RolloutModels(ActorOnly):
     """Hugging Face folders of a rollout."""
 
     reward: ModelSource | None = Field(
-        default=None, description="Folder of a reward model that scores too; default: none."
+        default=None, description="Folder of a reward model that also scores; default: none."
     )
 
 
@@ -116,7 +116,7 @@ class DataConfig(Settings):
 
     train: str = Field(min_length=1, description="JSONL (.gz) or Parquet: a file, a glob or a folder.")
     column_map: dict[str, str] = Field(
-        default_factory=dict, description="Renames columns: {name in the file: name that we expect}."
+        default_factory=dict, description="Renames columns: {name in the file: expected name}."
     )
     max_prompt_tokens: int = Field(
         default=1024,
@@ -135,12 +135,12 @@ class RewardFunction(Settings):
     weight: float = Field(default=1.0, description="Factor of its value in the score.")
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further keyword arguments; a secret by its name: {env: VARIABLE} or {block: PREFECT_SECRET}.",
+        description="Further keyword arguments; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
     )
 
     @property
     def name(self) -> str:
-        """Its name in metrics: `rewards/<name>/mean`."""
+        """The reward's name in metrics: `rewards/<name>/mean`."""
         return self.function.rpartition(":")[2]
 
 
@@ -159,7 +159,7 @@ class SamplingConfig(Settings):
     """How responses are sampled."""
 
     max_completion_length: int = Field(
-        gt=0, le=MOST_TOKENS, description="Most tokens of a response, the end token included."
+        gt=0, le=MOST_TOKENS, description="Maximum tokens of a response, including the end token."
     )
     temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that is kept; 1 keeps all.")
@@ -173,7 +173,7 @@ class OptimizerConfig(Settings):
 
     learning_rate: float = Field(default=3e-6, gt=0, description="Peak learning rate.")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Course after the warm-up: constant, or down to 0 at the last step."
+        default="constant", description="After the warm-up: constant, or decayed to 0 at the last step."
     )
     warmup_steps: int = Field(
         default=0, ge=0, le=MOST_ITERATIONS, description="Optimizer steps of linear warm-up from 0."
@@ -216,37 +216,37 @@ class RuntimeConfig(Settings):
         default=120.0,
         gt=0,
         le=MOST_SECONDS,
-        description="Least seconds for a call once its last rank entered it.",
+        description="Least deadline of a call, in seconds after its last rank entered it.",
     )
     deadline_factor: float = Field(
-        default=20.0, ge=1, le=MOST_SECONDS, description="Deadline over a call's predicted seconds."
+        default=20.0, ge=1, le=MOST_SECONDS, description="A call's deadline divided by its predicted time."
     )
     startup_timeout_s: float = Field(
-        default=180.0, gt=0, le=MOST_SECONDS, description="Seconds for the workers to come up."
+        default=180.0, gt=0, le=MOST_SECONDS, description="Seconds within which the workers must start."
     )
     max_restarts: int = Field(
-        default=3, ge=0, le=10**6, description="Restarts of the ranks without a commit in between."
+        default=3, ge=0, le=10**6, description="Restarts of the ranks that are allowed between two commits."
     )
 
 
 Number = Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
-"""Of a device or a host."""
+"""The number of a device or a host."""
 
 
 class ManualAssignment(Settings):
-    """One call's place, given by hand: devices or whole hosts by number, and (dp, tp, pp)."""
+    """The assignment of one call, given by hand: devices or whole hosts by number, and (dp, tp, pp)."""
 
     devices: tuple[Number, ...] | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_DEVICES,
-        description="Devices in rank order; or else hosts.",
+        description="Devices in rank order; give either devices or hosts.",
     )
     hosts: tuple[Number, ...] | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_DEVICES,
-        description="Hosts, all of whose devices are meant; or else devices.",
+        description="Hosts, of which all devices are used; give either hosts or devices.",
     )
     dp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Data-parallel degree.")
     tp: int = Field(default=1, gt=0, le=MAX_DEVICES, description="Tensor-parallel degree.")
@@ -255,16 +255,16 @@ class ManualAssignment(Settings):
         default=1, gt=0, le=MOST_SEQS, description="Micro-batches per dp rank and (mini-)batch."
     )
     balance: Literal["count", "tokens"] = Field(
-        default="count", description="How samples are dealt to dp ranks."
+        default="count", description="What dp ranks get equal shares of: samples (count) or tokens."
     )
     offload: bool = Field(
-        default=False, description="Whether a frozen model lies in host memory while it is not needed."
+        default=False, description="Whether a frozen model is kept in host memory while it is not needed."
     )
     order: int | None = Field(
         default=None,
         ge=0,
         le=1000,
-        description="Place among the calls of an iteration, of all calls or of none; default: by rule.",
+        description="Position among the calls of an iteration, given for all calls or for none; default: by rule.",
     )
 
     @model_validator(mode="after")
@@ -274,11 +274,11 @@ class ManualAssignment(Settings):
                 f"give either devices or hosts, found {'neither' if self.hosts is None else 'both'}"
             )
         if self.devices is not None:
-            self.assignment(len(self.devices))  # whatever the hosts, the strategy must fit
+            self.assignment(len(self.devices))  # checks the strategy against the number of devices
         return self
 
     def assignment(self, devices_per_host: int) -> CallAssignment:
-        """The same as the planner's type. Raises ValueError when dp*tp*pp is not the number of devices."""
+        """The same, as a `CallAssignment`. Raises ValueError when dp * tp * pp is not the number of devices."""
         if self.devices is None:
             check_count(len(self.hosts or ()), devices_per_host)
         devices = self.devices or tuple(
@@ -300,11 +300,12 @@ Assignments = dict[str, ManualAssignment]
 
 
 class Role(NamedTuple):
-    """What the engine must know of a role: where its weights start, its head, and whether it trains.
+    """What the engine must know of a role: its initial weights, its head, and whether it trains.
 
+    folder       Hugging Face folder of the initial weights; "" for an inline model
     optimizer    None for a frozen role
     random_init  the folder has only the model's configuration; its weights are drawn from the run's seed
-    config       of an inline model, which has no folder; None where there is one
+    config       the configuration of an inline model; None where there is a folder
     """
 
     folder: str
@@ -331,9 +332,9 @@ def _as_distribution(value: Any) -> Any:
 
 
 class HostDevices(Settings):
-    """Some consecutive hosts whose devices are alike."""
+    """Consecutive hosts that have the same device."""
 
-    n_hosts: int = Field(gt=0, le=MAX_DEVICES, description="Hosts of this class.")
+    n_hosts: int = Field(gt=0, le=MAX_DEVICES, description="Number of hosts of this class.")
     device: str = Field(description="Their device: a preset's name, or a YAML file with its figures.")
 
 
@@ -343,13 +344,13 @@ DeviceSource = Annotated[
 
 
 class PlanningConfig(Settings):
-    """What only the planner reads: sizes that a run shows by itself, and the devices."""
+    """Settings that only the planner reads: lengths and costs that a run would show by itself, and the devices."""
 
     prompt_tokens: int | None = Field(
         default=None,
         gt=0,
         le=MOST_TOKENS,
-        description="Tokens of a prompt (SFT, reward model: of a row); default: the data's.",
+        description="Tokens of a prompt (SFT, reward model: of a row); default: taken from the data.",
     )
     new_tokens: (
         Annotated[
@@ -359,7 +360,8 @@ class PlanningConfig(Settings):
         | None
     ) = Field(
         default=None,
-        description="Generated tokens: a number or {number: share}; default: sampling.max_completion_length.",
+        description="Generated tokens of a response: a number or {number: share}; "
+        "default: sampling.max_completion_length.",
     )
     device: DeviceSource | None = Field(
         default=None,
@@ -370,8 +372,8 @@ class PlanningConfig(Settings):
         default=0.0,
         ge=0,
         le=MOST_SECONDS,
-        description="Seconds of all Python rewards for one sequence, as measured on yours; "
-        "default: they cost nothing but their node.",
+        description="Seconds that all Python rewards together take for one sequence, as you measured them; "
+        "default: only their node costs time.",
     )
     time_limit_s: float = Field(
         default=10.0, gt=0, le=MOST_SECONDS, description="Seconds that a search may take."

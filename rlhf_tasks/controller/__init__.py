@@ -1,4 +1,4 @@
-"""The controller: carries out what the ledger decides, and holds a link to every rank.
+"""The controller: carries out the ledger's instructions, and holds a link to every rank.
 
 The decisions are in rlhf_tasks/protocol.
 """

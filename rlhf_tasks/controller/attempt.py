@@ -1,7 +1,7 @@
 """One attempt of a run on the controller: drives the ledger, on the worker's event loop.
 
-The ledger decides; this module carries out what it asks (sends, restarts, commits), tells it what ranks,
-disk and clock report, and tells the flow.
+The ledger decides. This module carries out its instructions (send, restart, commit), feeds it what ranks, disk and
+clock report, and tells the flow.
 """
 
 import asyncio
@@ -59,18 +59,18 @@ from rlhf_tasks.system.failpoints import Point, at, reach
 logger = logging.getLogger(__name__)
 TICK_S = 0.2
 GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
-CONNECT_DEADLINE_S = 300.0  # a rank imports torch and transformers first, as do the others on its cores
-RESET_S = 10.0  # longer than a rank with a stuck job needs to leave by itself
+CONNECT_DEADLINE_S = 300.0  # a rank first imports torch and transformers, and other ranks share its cores
+RESET_S = 10.0  # longer than a rank with a stuck job needs to exit by itself
 ALIVE_S = (
-    2.0  # a process that runs answers within this; killing one that does not wakes the peers that it blocks
+    2.0  # a running process answers within this; killing one that does not frees the peers that it blocks
 )
 
 
 class Attempt:
     """One attempt, from its lease to its end.
 
-    spec  what the flow asked for
-    tell  takes each `Event` for the flow
+    spec  the flow's description of the attempt
+    tell  called with each `Event` for the flow
     """
 
     def __init__(self, worker: Worker, spec: RunSpec, tell: Callable[[Any], None]) -> None:
@@ -87,7 +87,9 @@ class Attempt:
         self._ledger: Ledger | None = None
         self._metrics = MetricsLines(spec.peak_flops_per_s)
         self._enterable: tuple[int, int] | None = None
-        self._inside: set[tuple[int, str]] = set()  # iteration, node: a rank has entered, not all have left
+        self._inside: set[tuple[int, str]] = (
+            set()
+        )  # (iteration, node) that a rank has entered and not all have left
         self._tasks: set[asyncio.Task[None]] = set()
         self._act: dict[type, Callable[[Any], None]] = {
             do.ResetRank: self._reset_rank,
@@ -109,7 +111,7 @@ class Attempt:
             do.RefuseEntry: lambda i: tell(
                 NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
             ),
-            do.Ready: lambda i: None,  # `Enterable` follows from the ledger's own query
+            do.Ready: lambda i: None,  # `_apply` reads `Ledger.enterable` and tells `Enterable`
             do.NodeDone: self._node_done,
             do.IterationDone: self._ran,
         }
@@ -120,12 +122,12 @@ class Attempt:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """What this generation goes by."""
+        """The plan of the current generation."""
         return self.ledger.account.sequencer.plan
 
     @property
     def ledger(self) -> Ledger:
-        """The account of this attempt. Present after `start`."""
+        """The ledger of this attempt. It exists after `start`."""
         assert self._ledger is not None, "the attempt has not started"
         return self._ledger
 
@@ -134,7 +136,7 @@ class Attempt:
     async def start(self) -> None:
         """Find the last commit, connect to all ranks, and begin generation 0.
 
-        Raises RankMissing, and whatever the snapshots raise when no commit can be trusted.
+        Raises RankMissing, and what `Snapshots.latest` raises when no commit passes verification.
         """
         spec = self.spec
         self._reach(Point.LEASE)
@@ -169,7 +171,7 @@ class Attempt:
         self._background(self._tick())
 
     async def close(self) -> None:
-        """Let every rank go, and leave the run folder to the next attempt: a commit under way is completed first."""
+        """Release every rank and leave the run folder to the next attempt. Completes a commit in progress first."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -184,7 +186,7 @@ class Attempt:
         self._feed(self.ledger.enter, iteration, generation)
 
     def pause(self) -> None:
-        """Deliver no more; `Held` is told when all that is delivered is committed."""
+        """Deliver no more iterations. `Held` is told when all delivered ones are committed."""
         self._order(Ledger.pause)
 
     def resume(self) -> None:
@@ -196,20 +198,23 @@ class Attempt:
         self._order(Ledger.stop_after, iteration)
 
     def _order(self, order: Callable[..., list[Any]], *facts: Any) -> None:
-        """What the flow may ask at any time: what comes before the start is done first."""
+        """Pass on an order, which the flow may give at any time. Orders before the start are kept until then."""
         if self._ledger is None:
             self._ordered_early.append((order, facts))
         else:
             self._feed(order, self._ledger, *facts)
 
     def change_plan(self, plan: ExecutionPlan, predicted_s: Mapping[str, float]) -> None:
-        """Go by another plan from the first iteration on that is not yet delivered."""
+        """Propose another plan, from the first undelivered iteration that comes after a snapshot.
+
+        predicted_s  node name -> seconds that the planner predicts
+        """
         self._feed(self.ledger.change_plan, plan, predicted_s)
 
     # --- news of the ranks ------------------------------------------------------------------------------
 
     def _receive(self, news: Told | Done | Failed | SavedPart) -> None:
-        """What a rank reports."""
+        """Handle news from a rank."""
         if self._ledger is None:
             return
         if isinstance(news, Done):
@@ -235,7 +240,7 @@ class Attempt:
                 self._feed(ledger.rank_refused, rank, key, news.reason)
 
     def _node_begun(self, key: NodeKey) -> None:
-        """Tell the flow of a node's first rank; news of what was aborted or is done comes too late."""
+        """Tell the flow that the first rank has entered a node, unless that is already aborted or done."""
         iteration, generation, node = key.iteration, key.generation, key.node
         live = self.ledger.account.node_state(iteration, generation, node) in (State.WAITING, State.RUNNING)
         if live and (iteration, node) not in self._inside:
@@ -257,7 +262,7 @@ class Attempt:
 
     def _lost(self, rank: int, reason: str) -> None:
         if self._ledger is None:
-            self._lost_early[rank] = reason  # the others still connect
+            self._lost_early[rank] = reason  # `start` feeds it to the ledger when all ranks are connected
         else:
             self._feed(self._ledger.rank_lost, rank, reason)
 
@@ -265,11 +270,11 @@ class Attempt:
         self._feed(self.ledger.rank_started, rank)
 
     def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
-        """Tell the ledger something, and do what it asks. A mistake of ours ends the attempt, loudly."""
+        """Give the ledger a stimulus and carry out its instructions. An internal error ends the attempt."""
         try:
             self._apply(stimulus(*facts, time.monotonic()))
         except Exception as error:
-            logger.exception("run %s: the ledger or what it asked for has failed", self.spec.run)
+            logger.exception("run %s: the ledger or one of its instructions has failed", self.spec.run)
             reason = f"internal error: {type(error).__name__}: {error}"
             self._tell(GaveUp(reason=reason, committed_step=self.ledger.committed_step))
 
@@ -324,10 +329,10 @@ class Attempt:
             reach(point)
 
     async def _look_alive(self, rank: int, generation: int) -> None:
-        """A process that does not even answer will not reset: it is replaced at once.
+        """Replace, at once, a process that does not even answer: it will not reset.
 
-        Its peers in a collective wake when its connections break. Those that do not within their grace leave too,
-        and to start them all anew takes much longer.
+        Its peers in a collective fail as soon as its connections break. Otherwise they would exit after their own
+        grace period too, and restarting them all takes much longer.
         """
         link, ledger = self._links[rank], self.ledger
         process = link.process
@@ -409,7 +414,7 @@ class Attempt:
         try:
             await loop.run_in_executor(self._disk, log_change, folder, planned.iteration, planned.plan)
         except OSError as error:
-            logger.exception("the change of the plan at iteration %d is not written down", planned.iteration)
+            logger.exception("the change of plan at iteration %d could not be logged", planned.iteration)
             self._feed(self.ledger.plan_not_logged, f"{type(error).__name__}: {error}")
         else:
             self._reach(Point.PLAN_LOGGED, planned.iteration)
@@ -427,20 +432,20 @@ class Attempt:
 
 
 def group_timeout_s(plan: ExecutionPlan, deadlines: Deadlines) -> float:
-    """Timeout of a generation's process groups: no wait that the ledger allows may reach it.
+    """Timeout of a generation's process groups, in seconds: longer than any wait that the ledger allows.
 
-    A rank inside a collective waits out all that its peers do before it, each node within its own deadline: at
-    most what is left of the iterations in flight.
+    A rank inside a collective waits for everything that its peers run before it. Each node has its own deadline, so
+    that is at most the sum of the deadlines of the iterations in flight.
     """
     return GROUP_TIMEOUT_FLOOR_S + OVERLAPPING * sum(deadlines.of(node.name) for node in plan.nodes)
 
 
 class Rendezvous:
-    """Where the ranks of every generation find each other: one TCPStore, held by the controller.
+    """The controller's TCPStore, through which the ranks of each generation find each other.
 
-    It is on one interface (a plain TCPStore listens on all). Each generation uses its own PrefixStore on it.
+    It listens on one interface, whereas a plain TCPStore listens on all. Each generation uses its own PrefixStore.
 
-    host, port  what ranks connect to
+    host, port  the address that ranks connect to
     """
 
     def __init__(self, host: str) -> None:
@@ -454,5 +459,5 @@ class Rendezvous:
         )
 
     def close(self) -> None:
-        """End the store; ranks that still wait on it get an error."""
+        """Close the store. Ranks that still wait on it get an error."""
         self._store = None

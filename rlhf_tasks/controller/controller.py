@@ -1,7 +1,7 @@
-"""The controller: what the controller's Dask worker does for us. It serves one run at a time.
+"""The controller: the part of ours that runs in the controller's Dask worker. It serves one run at a time.
 
-The lease is the flow's connection: it is refused while another flow holds one, and ends when its flow does,
-however that comes about.
+The lease is the flow's connection. It is refused while another flow holds one, and ends when the flow's process ends,
+in whatever way.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from rlhf_tasks.protocol.messages import (
 from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
-LEAVING_S = 5.0  # what letting the ranks of a run go may take
+LEAVING_S = 5.0  # that releasing the ranks of a run may take
 
 
 class Controller:
@@ -43,12 +43,12 @@ class Controller:
         self._free = asyncio.Event()
 
     async def lease(self, comm: Comm, spec: bytes) -> Any:
-        """Serve one attempt for as long as the flow holds the connection; refused while another flow's runs."""
+        """Serve one attempt while the flow holds the connection. Refused while another flow's attempt runs."""
         wanted = RunSpec.model_validate_json(spec)
         if self._attempt is not None:
             with suppress(
                 TimeoutError
-            ):  # whose flow has left just now: the next stage of a pipeline comes at once
+            ):  # its flow may just have left: the next stage of a pipeline connects at once
                 await asyncio.wait_for(self._free.wait(), LEAVING_S)
         holder = self._attempt
         if holder is not None:
@@ -88,13 +88,13 @@ class Controller:
         return Status.dont_reply
 
     async def close(self) -> None:
-        """The worker ends."""
+        """Called when the worker ends."""
         if self._attempt is not None:
             await self._attempt.close()
 
 
 async def _start(attempt: Attempt, writer: Writer) -> None:
-    """What keeps an attempt from starting is told to the flow."""
+    """Start an attempt. If that fails, tell the flow why."""
     try:
         await attempt.start()
     except (RankMissing, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""The controller's end of one rank: finds its process, holds the link to it, has it restarted."""
+"""The controller's link to one rank: finds its process, holds the connection, has it restarted."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2  # how often to look for a restarted worker at the scheduler
-CONNECT_S = 5.0  # a worker that is up accepts a connection within this
-GREETING_S = 60.0  # and greets within this: it imports torch and transformers first, 8 s with four at once
-KILL_S = 1.5  # what a nanny leaves a worker to end by itself before it kills it
+CONNECT_S = 5.0  # within which a worker that is up accepts a connection
+GREETING_S = 60.0  # within which it greets: it first imports torch and transformers, 8 s with four at once
+KILL_S = 1.5  # that a nanny gives a worker to end by itself before it kills it
 
 
 class RankMissing(RuntimeError):
@@ -28,7 +28,11 @@ class RankMissing(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """One life of a rank's worker. boot names it; nanny is empty where nothing would restart it."""
+    """One process of a rank's worker.
+
+    nanny  address of its nanny; "" where nothing would restart it
+    boot   unique name of this process
+    """
 
     address: str
     nanny: str
@@ -40,7 +44,7 @@ class RankLink:
     """One rank of an attempt.
 
     executor    "module:function" that makes the rank's executor
-    client      names us to the rank: its lease lasts as long as our connection
+    client      our name to the rank; its lease lasts as long as our connection
     on_news     called with each `News` of the rank
     on_lost     called with the reason when the rank's process is gone
     on_started  called when another process has taken its place
@@ -71,16 +75,19 @@ class RankLink:
         self._restarting: asyncio.Task[None] | None = None
 
     async def open(self, deadline_s: float) -> None:
-        """Connect to the rank's process. Raises RankMissing when there is none within the deadline."""
+        """Connect to the rank's process. Raises RankMissing when there is none within `deadline_s` seconds."""
         await self._find("", deadline_s)
 
     def send(self, message: BaseModel) -> None:
-        """Send a message to the rank's process. Without one it is dropped: the next one starts anew."""
+        """Send a message to the rank's process. Without a process it is dropped: the next one starts from a reset."""
         if self._writer is not None:
             self._writer.put(message)
 
     async def answers(self, within_s: float) -> bool:
-        """Whether the rank's process answers at all, whatever its engine thread does. A stopped one does not."""
+        """Whether the rank's process answers within so many seconds, whatever its engine thread does.
+
+        A stopped process does not answer.
+        """
         assert self.process is not None
         try:
             await asyncio.wait_for(self._worker.rpc(self.process.address).rlhf_status(), within_s)
@@ -89,15 +96,16 @@ class RankLink:
         return True
 
     def restart(self, lost: bool, deadline_s: float) -> None:
-        """Have the rank's nanny start a new process, unless it does so already; then `on_started`.
+        """Make the rank's nanny start a new process, unless that is already in progress; then call `on_started`.
 
-        lost  True: the process is known to be gone; False: it is stuck, and killed first
+        lost        True: the process is known to be gone; False: it is stuck, and is killed first
+        deadline_s  seconds within which the new process must be there
         """
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._restart(lost, deadline_s))
 
     async def close(self) -> None:
-        """Let the rank go: its lease ends."""
+        """Release the rank: its lease ends."""
         tasks = [task for task in (self._watching, self._restarting) if task is not None]
         for task in tasks:
             task.cancel()
@@ -119,7 +127,7 @@ class RankLink:
         self._on_started(self.rank)
 
     async def _kill(self, process: RankProcess) -> None:
-        """Ask the nanny, which starts the next process by itself; without one there is nobody to ask."""
+        """Ask the nanny to kill the process; it then starts the next one by itself. Without a nanny, do nothing."""
         self._release()
         if not process.nanny:
             return
@@ -129,10 +137,9 @@ class RankLink:
             logger.warning("nanny %s of rank %d: %s", process.nanny, self.rank, error)
 
     async def _find(self, not_boot: str, deadline_s: float) -> None:
-        """Connect to the worker of our name, once it is another process than `not_boot`.
+        """Connect to the worker of the rank's name, once its process is another one than `not_boot`.
 
-        The same process found again has lost its lease with the connection: it is as good as gone, and
-        killed.
+        That process has lost its lease with the connection, so it is of no use: if it is found again, it is killed.
         """
         deadline = time.monotonic() + deadline_s
         reason = "no such worker at the scheduler"
@@ -154,8 +161,10 @@ class RankLink:
         )
 
     async def _connect(self) -> tuple[RankProcess, Comm]:
-        """One try. Raises RankMissing when it is of no use to go on trying, LookupError when the scheduler knows no
-        such worker yet, OSError when something does not answer.
+        """Try once to connect.
+
+        Raises RankMissing when further tries are useless, LookupError when the scheduler does not know the worker yet
+        or it is not a rank yet, OSError when something does not answer.
         """
         known = cast(dict[str, Any], await self._worker.scheduler.identity())
         workers = known["workers"].items()
@@ -179,7 +188,7 @@ class RankLink:
         return RankProcess(address, worker["nanny"] or "", hello["boot"], hello["pid"]), comm
 
     async def _watch(self, comm: Comm) -> None:
-        """Read news until the link breaks: the process is gone."""
+        """Read news until the link breaks, which means that the process is gone."""
         try:
             while True:
                 news = NEWS.validate_json(await comm.read())  # pyright: ignore[reportArgumentType]  declared as None
@@ -191,7 +200,7 @@ class RankLink:
         self._on_lost(self.rank, f"process {self.process.pid} of worker {self.name} is gone")
 
     def _release(self) -> None:
-        """Let the present process go; its end is no news any more."""
+        """Drop the link to the current process. Its end is not reported any more."""
         if self._watching is not None and self._watching is not asyncio.current_task():
             self._watching.cancel()
         if self._writer is not None:

@@ -1,6 +1,6 @@
 """The account: which iterations were delivered, what their ranks have answered, what is committed.
 
-The book-keeping half of the ledger; it knows no phases and no faults. Watchers read it.
+It is the book-keeping half of the ledger and does not know phases or faults. Watchers read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +25,16 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult
 
 REMEMBERED = 8
-"""Committed iterations whose summaries stay, for whoever asks late."""
+"""Number of committed iterations whose summaries are kept for watchers that ask late."""
 
 
 class Account:
     """All iterations of one attempt.
 
-    sequencer         writes the requests of the current generation
-    plans             which plan each iteration goes by
-    next_iteration    the one to be delivered next
-    newest_delivered  under any generation
+    sequencer         makes the requests of the current generation
+    plans             which plan each iteration follows
+    next_iteration    the iteration to deliver next
+    newest_delivered  the newest iteration that was delivered under any generation
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Account:
     # --- for watchers -----------------------------------------------------------------------------------
 
     def iteration_state(self, iteration: int, generation: int) -> State:
-        """Where an iteration stands that was, or is to be, entered under a generation."""
+        """The state of an iteration that was, or will be, entered under a generation."""
         progress = self._iterations.get(iteration)
         if progress is not None and progress.generation == generation:
             if progress.committed:
@@ -69,7 +69,7 @@ class Account:
         return State.COMMITTED if iteration < self.commits.first_uncommitted else State.WAITING
 
     def node_state(self, iteration: int, generation: int, node: str) -> State:
-        """Where a node stands: WAITING until its last rank has entered, RUNNING, DONE, or ABORTED."""
+        """The state of a node: WAITING until its last rank has entered, then RUNNING, DONE, or ABORTED."""
         whole = self.iteration_state(iteration, generation)
         if whole in (State.ABORTED, State.WAITING):
             return whole
@@ -79,13 +79,15 @@ class Account:
         return State.WAITING if progress.nodes[node].deadline is None else State.RUNNING
 
     def summary(self, iteration: int, node: str) -> NodeSummary | None:
-        """What a node that is done has cost; None once that is forgotten."""
+        """The summary of a node that is done; None once it is dropped."""
         progress = self._iterations.get(iteration)
         return None if progress is None else progress.nodes[node].summary
 
     def results(self, iteration: int) -> dict[str, dict[int, NodeResult]]:
-        """Node -> rank -> result, as far as they are in. Forgotten at the commit after the iteration's own: the
-        garbage collector would visit them all, again and again."""
+        """Node -> rank -> result, for the results that have arrived.
+
+        Dropped at the commit after the iteration's own, so that the garbage collector need not visit them repeatedly.
+        """
         progress = self._iterations[iteration]
         return {name: dict(node.results) for name, node in progress.nodes.items()}
 
@@ -95,25 +97,26 @@ class Account:
 
     @property
     def newest_live(self) -> int:
-        """The newest iteration that is in flight, complete or committed: no fault has taken it."""
+        """The newest iteration that is in flight, complete or committed, and not aborted."""
         return max((*self._iterations, self.commits.first_uncommitted - 1))
 
     @property
     def ends_in_commit(self) -> bool:
-        """Whether what this generation has delivered is committed, or will be without anything further."""
+        """Whether everything delivered by this generation is committed, or will be without another iteration."""
         newest = self.next_iteration - 1
         return newest < self.commits.first_uncommitted or self.commits.is_snapshot(newest)
 
     # --- delivery and news ------------------------------------------------------------------------------
 
     def changes_plan(self, iteration: int) -> bool:
-        """Whether an iteration goes by another plan than this generation."""
+        """Whether an iteration follows another plan than the current generation."""
         return plan_at(self.plans, iteration).plan is not self.sequencer.plan
 
     def crowded(self, iteration: int, limit: int) -> str | None:
-        """Why an iteration would be one too many in flight; None when it would not.
+        """Why an iteration may not enter while `limit` iterations are in flight; None when it may.
 
-        Counted from the first iteration that is not committed, or with fewer snapshots not complete.
+        They are counted from the first iteration that is not committed, or, where not every iteration ends in a
+        snapshot, from the first that is not complete.
         """
         each = self.commits.schedule.every == 1
         oldest = self.commits.first_uncommitted if each else self.commits.first_incomplete
@@ -140,7 +143,7 @@ class Account:
         return [Send(rank, mine) for rank, mine in requests.items()]
 
     def expect_setup_parts(self, until: float) -> None:
-        """The roles are being initialised: every save node's parts of step 0 are due."""
+        """The roles are being initialised: the parts of step 0 must be durable by `until`."""
         setup = IterationProgress(SETUP, self.sequencer.generation, {}, self.sequencer.saves)
         for node, ranks in self.sequencer.saves.items():
             for rank in ranks:
@@ -148,7 +151,7 @@ class Account:
         self._iterations[SETUP] = setup
 
     def entered(self, rank: int, key: NodeKey, now: float) -> None:
-        """A rank is inside a node."""
+        """A rank has entered a node."""
         progress = self._iterations.get(key.iteration)
         if progress is not None:
             progress.nodes[key.node].enter(rank, now)
@@ -175,7 +178,7 @@ class Account:
             progress.durable(rank, key.node, parts)
 
     def overdue(self, now: float) -> Cause | None:
-        """The first node or part of this generation that outlived its deadline."""
+        """The first node or part of this generation that is past its deadline."""
         for progress in self._iterations.values():
             late = progress.overdue(now) if progress.generation == self.sequencer.generation else None
             if late is not None:
@@ -185,7 +188,10 @@ class Account:
     # --- commits and generations ------------------------------------------------------------------------
 
     def next_commit(self, *, initialised: bool) -> WriteCommit | None:
-        """The commit to write now, if any. initialised: every rank has a state, as step 0 needs."""
+        """The commit to write now, if any.
+
+        initialised  every rank has initialised its roles; step 0 is committed only then
+        """
         for iteration, progress in self._iterations.items():
             if not progress.committed and progress.complete and (initialised or iteration != SETUP):
                 self.commits.complete(iteration)
@@ -202,8 +208,10 @@ class Account:
         )
 
     def committed(self, step: int) -> list[LedgerInstruction]:
-        """A commit is written. What is REMEMBERED iterations older than what it covers is forgotten, and of what was
-        committed before every rank's results."""
+        """A commit is written. Drops the results of iterations that were committed before it.
+
+        Also drops iterations that are more than REMEMBERED older than the ones it covers.
+        """
         for progress in self._iterations.values():
             if progress.committed:
                 progress.forget_results()
@@ -216,7 +224,7 @@ class Account:
         return [IterationCommitted(i) for i in covered if i != SETUP]
 
     def abort(self, cause: Cause) -> list[LedgerInstruction]:
-        """After a fault: give up every iteration that no commit can cover any more."""
+        """After a fault: abort every iteration that no commit can cover any more."""
         instructions: list[LedgerInstruction] = []
         for iteration in self.commits.lost(i for i, p in self._iterations.items() if not p.committed):
             generation = self._iterations.pop(iteration).generation
@@ -226,7 +234,7 @@ class Account:
         return instructions
 
     def begin_generation(self, generation: int) -> None:
-        """Number and name the requests anew, from the first uncommitted iteration on, by that one's plan."""
+        """Begin a generation at the first uncommitted iteration, with that one's plan and with new numbers."""
         self.next_iteration = max(0, self.commits.first_uncommitted)
         planned = plan_at(self.plans, self.next_iteration)
         self.sequencer = self.sequencer.starting_at(generation, self.next_iteration, planned)

@@ -1,8 +1,7 @@
-"""Which step may be committed when: the pure part of the commit, and what it asks of the part that writes. Step N is
-the state after N iterations.
+"""Which step may be committed when: the pure part of the commit, and the interface of the part that writes.
 
-Iterations become *complete* in any order (every node done, every part of their snapshot durable); commits are
-written in order, one at a time.
+Step N is the state after N iterations. Iterations become *complete* in any order: every node is done, and every part
+of their snapshot is durable. Commits are written in order, one at a time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,10 @@ from rlhf_tasks.spec import NodeResult
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSchedule:
-    """Which iterations end in a snapshot by themselves.
+    """Which iterations end in a snapshot by configuration.
 
-    every             1: each iteration
-    total_iterations  the last iteration always ends in one
+    every             every so many iterations; 1 means each
+    total_iterations  iterations of the run, of which the last always ends in a snapshot
     """
 
     every: int
@@ -29,23 +28,23 @@ class SnapshotSchedule:
             raise ValueError(f"snapshot_every={self.every} is not a positive whole number.")
 
     def is_snapshot(self, iteration: int) -> bool:
-        """True for each iteration whose state is saved; SETUP (step 0) always is."""
+        """True for each iteration that ends in a snapshot, and for SETUP (step 0)."""
         return (iteration + 1) % self.every == 0 or iteration == self.total_iterations - 1
 
 
 class Snapshots(Protocol):
-    """The commits in a run folder. Both methods may block; they run beside the event loop."""
+    """The commits in a run folder. Both methods may block, so they are called outside the event loop."""
 
     def latest(self) -> tuple[int, int] | None:
-        """(step, cursor) of the newest commit that verifies; None when there is none."""
+        """(step, cursor) of the newest commit that passes verification; None when there is none."""
         ...
 
     def commit(
         self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
     ) -> None:
-        """Write the manifest of a step and rename; append the metrics of `order.iterations`.
+        """Write the manifest of a step, rename its folder, and append the metrics of `order.iterations`.
 
-        results  iteration -> node -> rank -> result, of the iterations that this commit makes final
+        results  iteration -> node -> rank -> result, for the iterations that this commit makes final
         """
         ...
 
@@ -64,11 +63,11 @@ class CommitOrder:
         self._wanted: set[int] = set()
 
     def want_snapshot(self, iteration: int) -> None:
-        """An iteration that is not delivered yet is to end in a snapshot, whatever the schedule says."""
+        """An iteration that is not delivered yet must end in a snapshot, whatever the schedule says."""
         self._wanted.add(iteration)
 
     def is_snapshot(self, iteration: int) -> bool:
-        """True for each iteration whose state is saved; SETUP (step 0) always is."""
+        """True for each iteration that ends in a snapshot, and for SETUP (step 0)."""
         return iteration in self._wanted or self.schedule.is_snapshot(iteration)
 
     def next_snapshot(self, iteration: int) -> int:
@@ -79,7 +78,7 @@ class CommitOrder:
 
     @property
     def first_uncommitted(self) -> int:
-        """The iteration that the next commit begins with."""
+        """The first iteration that is not committed; SETUP before step 0 is."""
         return SETUP if self.committed is None else self.committed
 
     @property
@@ -96,7 +95,7 @@ class CommitOrder:
         self._complete.add(iteration)
 
     def start_next(self) -> int | None:
-        """The step whose commit is to be written now; None while one is being written or none is ready."""
+        """The step to commit now; None while a commit is being written or none is ready."""
         if self.writing is not None:
             return None
         for iteration in range(self.first_uncommitted, self.first_incomplete):
@@ -110,7 +109,7 @@ class CommitOrder:
         return range(self.first_uncommitted, step)
 
     def written(self, step: int) -> range:
-        """The commit is there. Returns the iterations that became final."""
+        """The commit is written. Returns the iterations that it makes final."""
         assert step == self.writing, f"step {step} written while {self.writing} was asked for"
         covered = self.covered(step)
         self.committed, self.writing = step, None
@@ -119,12 +118,12 @@ class CommitOrder:
         return covered
 
     def failed(self) -> None:
-        """The commit could not be written: what it covered, and all after it, must be done again."""
+        """The commit could not be written: the iterations it covers, and all after them, must be run again."""
         self.writing = None
         self._complete.clear()
 
     def lost(self, live: Iterable[int]) -> list[int]:
-        """After a fault: the live iterations that no commit can cover any more; they are forgotten here."""
+        """After a fault: drops the iterations that no commit can cover any more, and returns those among `live`."""
         reach = self.first_uncommitted
         for iteration in range(self.first_uncommitted, self.first_incomplete):
             if self.is_snapshot(iteration):
@@ -134,7 +133,7 @@ class CommitOrder:
 
     @property
     def pending(self) -> bool:
-        """True while a commit is being written or can be."""
+        """True while a commit is being written or is ready to be written."""
         return self.writing is not None or any(
             self.is_snapshot(i) for i in range(self.first_uncommitted, self.first_incomplete)
         )

@@ -1,8 +1,8 @@
 """The inbox: what one rank may do now. One per rank; pure: stimuli in, instructions out.
 
-It runs exactly the next number of its generation, one job at a time, holds what came early, answers repeats
-from the stored result, and refuses whatever carries another run, attempt or generation.
-docs/protocol.md has the table.
+It runs exactly the next number of its generation, one job at a time. It holds requests that came early, answers
+repeats from the stored result, and refuses requests of another run, attempt or generation. docs/protocol.md has the
+table of its phases.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 
 class InboxPhase(Enum):
-    """What an inbox waits for."""
+    """The state of an inbox. The value explains it in messages."""
 
     FREE = "nobody holds the rank"
     DRAINING = "reset, but the engine thread still runs an older job"
     CLEARING = "the engine thread drops everything of older generations"
-    CLEAN = "cleared; the restore is yet to come"
+    CLEAN = "cleared; waits for the restore"
     LOADING = "the engine thread joins the groups and loads a step"
     READY = "runs nodes"
     BROKEN = "a job failed; only a reset helps"
@@ -56,9 +56,9 @@ TRANSITIONS: dict[InboxPhase, frozenset[InboxPhase]] = {
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who may give a rank work: one attempt of one run at a time.
+    """Who may send work to a rank: one attempt of one run at a time.
 
-    client  names the controller's connection; the lease ends with it
+    client  name of the controller's connection; the lease ends with it
     """
 
     run: str
@@ -70,9 +70,9 @@ class Lease:
 
 
 def refusal(holder: Lease | None, wanted: Lease) -> str | None:
-    """Why `wanted` may not have a rank that `holder` has; None when it may.
+    """Why `wanted` may not take a rank that `holder` holds; None when it may.
 
-    A later attempt of the same run takes over: the earlier one is known to have ended.
+    A later attempt of the same run may take over, because the earlier one must have ended.
     """
     if holder is None or holder == wanted or (holder.run == wanted.run and holder.attempt < wanted.attempt):
         return None
@@ -85,8 +85,8 @@ class Inbox:
     """The queue of one rank.
 
     lease           who holds the rank
-    generation      of that lease
-    gap_deadline_s  how long a missing number may hold back later ones
+    generation      the current generation under that lease
+    gap_deadline_s  seconds for which a missing number may hold back later ones
     """
 
     def __init__(self, rank: int, gap_deadline_s: float = 30.0) -> None:
@@ -100,7 +100,7 @@ class Inbox:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop everything that belongs to the generation."""
+        """Drop all requests and answers of the generation."""
         self._next_number = 0
         self._held: dict[int, NodeRequest] = {}
         self._stored: dict[int, Answer] = {}  # by number, for repeats
@@ -123,9 +123,9 @@ class Inbox:
     def reset(
         self, run: str, attempt: int, generation: int, client: str, now: float, keep_state: bool = False
     ) -> list[RankInstruction]:
-        """Take the lease and go to a generation: what is queued is dropped, what runs is interrupted.
+        """Take the lease and move to a generation: queued requests are dropped, the running job is interrupted.
 
-        keep_state  the plan changes: what the rank has trained may be kept for the next generation
+        keep_state  the plan changes: the rank may keep the state of its trained roles for the next generation
         """
         wanted = Lease(run, attempt, client)
         reason = refusal(self.lease, wanted)
@@ -157,7 +157,7 @@ class Inbox:
         return [RestoreDone(key)] if self.phase is InboxPhase.READY else []
 
     def deliver(self, requests: Sequence[NodeRequest], now: float) -> list[RankInstruction]:
-        """Requests of one iteration, in order; may come again, or before those of an earlier iteration."""
+        """Requests of one iteration, in order. They may be repeats, or arrive before an earlier iteration's."""
         first = requests[0].key
         reason = self._stale(first)
         if reason is None and self.phase not in (InboxPhase.READY, InboxPhase.BROKEN):
@@ -173,7 +173,7 @@ class Inbox:
         return instructions + self._advance(now)
 
     def client_lost(self, client: str, now: float) -> list[RankInstruction]:
-        """A controller's connection is gone: its lease ends."""
+        """A controller's connection is closed: its lease ends."""
         if self.lease is None or self.lease.client != client:
             return []
         self.lease, self._keep_state = None, False
@@ -182,7 +182,7 @@ class Inbox:
     # --- stimuli from the engine thread --------------------------------------------------------------
 
     def cleared(self, key: NodeKey, now: float) -> list[RankInstruction]:
-        """The job of a `Clear` has ended well."""
+        """The job of a `Clear` has succeeded."""
         if key != self._job:
             return []
         self._job = None
@@ -195,7 +195,7 @@ class Inbox:
         return [ResetDone(key)]
 
     def loaded(self, key: NodeKey, now: float) -> list[RankInstruction]:
-        """The job of a `Load` has ended well."""
+        """The job of a `Load` has succeeded."""
         if key != self._job:
             return []
         self._job = None
@@ -205,7 +205,7 @@ class Inbox:
         return [RestoreDone(key)]
 
     def finished(self, result: NodeResult, now: float) -> list[RankInstruction]:
-        """The job of a `Run` has ended well."""
+        """The job of a `Run` has succeeded."""
         if result.key != self._job:
             return []
         self._job = None
@@ -216,7 +216,7 @@ class Inbox:
         return [answer, *self._advance(now)]
 
     def failed(self, failure: NodeFailure, now: float) -> list[RankInstruction]:
-        """A job has ended by an error; its key says which (`Clear` and `Load` have keys too)."""
+        """A job has failed. The failure's key says which job (`Clear` and `Load` have keys too)."""
         if failure.key != self._job:
             return []
         self._job = None
@@ -227,7 +227,7 @@ class Inbox:
         return self._repeat_failure()
 
     def tick(self, now: float) -> list[RankInstruction]:
-        """Time has passed: report a gap that outlived its deadline, once."""
+        """Time has passed: report, once, a gap that is past its deadline."""
         if self._gap_since is None or self._gap_told or now - self._gap_since <= self.gap_deadline_s:
             return []
         self._gap_told = True
@@ -241,7 +241,7 @@ class Inbox:
     # --- inside --------------------------------------------------------------------------------------
 
     def _stale(self, key: NodeKey) -> str | None:
-        """Why a request is not of the generation that holds this rank; None when it is."""
+        """Why a request does not belong to this rank's lease and generation; None when it does."""
         if self.lease is None:
             return (
                 "nobody holds this rank: it has not been reset since its process started or its client left."
@@ -253,7 +253,7 @@ class Inbox:
         return None
 
     def _start_clearing(self) -> list[RankInstruction]:
-        """Drop the queue, then clear as soon as the engine thread is free."""
+        """Drop the queue, and clear as soon as the engine thread is free."""
         self._forget()
         if self._job is not None:
             if self.phase is not InboxPhase.DRAINING:
@@ -264,7 +264,7 @@ class Inbox:
         return [Clear(self._job, self._keep_state)]
 
     def _repeat_reset(self) -> list[RankInstruction]:
-        """The same reset came again."""
+        """Answer a repeated reset."""
         if self.phase in (InboxPhase.DRAINING, InboxPhase.CLEARING):
             return []
         if self._failure is not None and self._failure.key.node == RESET:
@@ -275,14 +275,14 @@ class Inbox:
         return [] if self._failure is None or self.lease is None else [AnswerFailure(self._failure)]
 
     def _accept(self, request: NodeRequest) -> list[RankInstruction]:
-        """Hold a new request; answer an old one again."""
+        """Hold a new request; answer a repeated one."""
         if request.number >= self._next_number:
             held = self._held.setdefault(request.number, request)
             assert held == request, f"number {request.number} names {held.key} and {request.key}"
             return []
         if self._failure is not None and self._failure.key == request.key:
             return self._repeat_failure()
-        stored = self._stored.get(request.number)  # not there: it runs, or no one can need it any more
+        stored = self._stored.get(request.number)  # None: it is running, or too old to be asked for again
         return [] if stored is None else [stored]
 
     def _advance(self, now: float) -> list[RankInstruction]:

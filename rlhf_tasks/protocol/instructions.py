@@ -1,8 +1,8 @@
-"""What the protocol's state machines answer: frozen instructions, carried out by whoever feeds them stimuli.
+"""The outputs of the protocol's state machines: frozen instructions, carried out by the owner of the machine.
 
-Two families: what an `Inbox` asks of its rank (run this, tell the controller that), and what a `Ledger` asks
-of the controller (send this, write that commit). An instruction says what to do, never how. What tells or
-sends is repeated by its carrier until the other side has it: every receiver ignores repeats.
+There are two families: what an `Inbox` asks of its rank (run a node, tell the controller), and what a `Ledger` asks
+of the controller (send requests, write a commit). An instruction says what to do, never how. The owner repeats a
+message until the other side has it; every receiver ignores repeats.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ SETUP = -1
 class Cause:
     """Why iterations were aborted: which ranks, in which node of which iteration, and what happened.
 
-    lasting  no rank is at fault: repeating the iteration would fail again
+    lasting  no rank is at fault, and a repeated iteration would fail again
     """
 
     error: str
@@ -50,7 +50,7 @@ class Cause:
 class Clear:
     """On the engine thread: drop samples, copies, groups and queued writes. Then `Inbox.cleared(key)`.
 
-    keep_state  what trained roles hold may be kept for the next generation
+    keep_state  the state of trained roles may be kept for the next generation
     """
 
     key: NodeKey
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """End what the engine thread does (its peers are gone): abort the process groups. Best effort."""
+    """End the engine thread's job, whose peers are gone, by aborting the process groups. Best effort."""
 
     key: NodeKey
 
@@ -112,14 +112,14 @@ class ResetDone:
 
 @dataclass(frozen=True, slots=True)
 class RestoreDone:
-    """Tell the controller that this rank holds the step it was to load -> `Ledger.rank_restored`."""
+    """Tell the controller that this rank has loaded its step -> `Ledger.rank_restored`."""
 
     key: NodeKey
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell who asked that this rank will not, and why -> `Ledger.rank_refused`."""
+    """Tell the sender that this rank refuses its request, and why -> `Ledger.rank_refused`."""
 
     key: NodeKey
     reason: str
@@ -129,7 +129,7 @@ class Refuse:
 class Gap:
     """Tell the controller that a request is missing although later ones came -> `Ledger.rank_refused`.
 
-    key     the first request held back
+    key     of the first request that is held back
     number  the missing number
     """
 
@@ -143,9 +143,9 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class ResetRank:
-    """Send a rank to a new generation -> `Inbox.reset`.
+    """Move a rank to a new generation -> `Inbox.reset`.
 
-    keep_state  nothing has failed, the plan changes: the rank may keep its trained roles' state
+    keep_state  the plan changes and nothing has failed: the rank may keep its trained roles' state
     """
 
     rank: int
@@ -157,7 +157,7 @@ class ResetRank:
 class RestartRank:
     """Give the rank a new process; when it is up, `Ledger.rank_started`.
 
-    lost  True: its process is gone (a nanny may already be starting the next); False: it is stuck, kill it
+    lost  True: its process is gone, and a nanny may already be starting the next; False: it is stuck, so kill it
     """
 
     rank: int
@@ -175,7 +175,7 @@ class RestoreRank:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """All ranks hold the state before `iteration`: iterations may be entered under this generation."""
+    """All ranks hold the state before `iteration`. From there, iterations may be entered under this generation."""
 
     generation: int
     iteration: int
@@ -191,7 +191,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class RefuseEntry:
-    """The iteration was not entered, and why."""
+    """The iteration was not entered, for this reason."""
 
     iteration: int
     generation: int
@@ -200,7 +200,10 @@ class RefuseEntry:
 
 @dataclass(frozen=True, slots=True)
 class NodeDone:
-    """Every rank of a node has answered. results: rank -> result."""
+    """Every rank of a node has answered.
+
+    results  rank -> result
+    """
 
     iteration: int
     node: str
@@ -209,21 +212,21 @@ class NodeDone:
 
 @dataclass(frozen=True, slots=True)
 class IterationDone:
-    """Every node of an iteration is done (its snapshot may still be on its way to the disk)."""
+    """Every node of an iteration is done. Its snapshot may not be durable yet."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class WriteCommit:
-    """Write the manifest and rename; then `Ledger.commit_done(step)` or `Ledger.commit_failed(step, ...)`.
+    """Write the manifest and rename the folder; then `Ledger.commit_done(step)` or `Ledger.commit_failed(step, ...)`.
 
     step        number of committed iterations
     iterations  the iterations that this commit makes final: their metrics are appended now
-    parts       save node -> rank -> what that rank said about its files
+    parts       save node -> rank -> the details of its files that the rank reported
     cursor      global id of the first sample not yet fetched
     versions    trained role -> number of its train_step calls
-    plan        what the last of the iterations went by; of step 0, what the first one will
+    plan        the plan of the last of the iterations; for step 0, of the first iteration
     """
 
     step: int
@@ -236,21 +239,21 @@ class WriteCommit:
 
 @dataclass(frozen=True, slots=True)
 class LogPlan:
-    """Write down durably which plan begins at which iteration; then `Ledger.plan_logged` or `plan_not_logged`."""
+    """Log durably which plan begins at which iteration; then `Ledger.plan_logged` or `plan_not_logged`."""
 
     planned: ScheduledPlan
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChanges:
-    """The plan of an iteration and those after it is another one, and that is final."""
+    """From an iteration on, the run follows another plan. This is final."""
 
     planned: ScheduledPlan
 
 
 @dataclass(frozen=True, slots=True)
 class RefusePlan:
-    """The plan does not change, and why."""
+    """The plan does not change, for this reason."""
 
     reason: str
 
@@ -264,8 +267,10 @@ class IterationCommitted:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The generation has ended by an error. AbortIteration follows, and the rebuild's instructions; GiveUp where the
-    cause is a lasting one."""
+    """The generation has ended by an error.
+
+    AbortIteration follows for each lost iteration; then the rebuild's instructions, or GiveUp after a lasting cause.
+    """
 
     generation: int
     cause: Cause
@@ -273,7 +278,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class AbortIteration:
-    """The iteration will not be committed under this generation; its subflow ends Failed with the cause."""
+    """The iteration will not be committed under this generation. Its subflow ends Failed with the cause."""
 
     iteration: int
     generation: int
@@ -282,8 +287,7 @@ class AbortIteration:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The run is paused: every iteration that was delivered is committed, and the ranks are idle. They go on after
-    `Ledger.resume`."""
+    """The run is paused: every delivered iteration is committed, and the ranks are idle until `Ledger.resume`."""
 
     step: int
 
@@ -297,9 +301,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The attempt ends with an error; `committed_step` is where the next one starts.
+    """The attempt ends with an error. The next one starts at `committed_step`.
 
-    traceback  of the user's code, where that is the cause
+    traceback  of the user's code, if that is the cause
     """
 
     reason: str

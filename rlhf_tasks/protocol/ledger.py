@@ -1,7 +1,7 @@
-"""The ledger: what one attempt has done, and what is to be done next. One per controller.
+"""The ledger: what one attempt has done, and what it must do next. One per controller.
 
-Pure: stimuli in, instructions out. It delivers iterations, counts answers, orders commits, and leads all
-ranks through a rebuild after a fault. docs/protocol.md has the tables.
+Pure: stimuli in, instructions out. It delivers iterations, counts answers, orders commits, and rebuilds all ranks
+after a fault. docs/protocol.md has the tables.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -33,20 +33,20 @@ from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, NodeResult
 OVERLAPPING = 2
 """Iterations that may be in flight: one is delivered while the one before it runs."""
 ALONE = 1
-"""The same, from a fault to the next commit: what fails again in t + 1 must not take t with it for ever."""
+"""The same limit from a fault to the next commit. Otherwise an error that t + 1 repeats could abort t every time."""
 
 
 class Ledger:
     """One attempt.
 
-    plans               what the run began by, and every change of the plan since, in order
+    plans               the run's first plan and every change since, in order
     run, attempt        as in every key
     n_ranks             ranks 0 .. n_ranks - 1 are reset and restored; the plan's devices are among them
-    total_iterations    of the whole run, those before this attempt included
+    total_iterations    of the whole run, including those before this attempt
     committed_step      the commit to start from; None: initialise the roles and commit step 0 first
     cursor              global id of the first sample not fetched by that commit
-    max_rebuilds        rebuilds without a commit in between, after which a fault ends the attempt
-    rebuilds            how many of them, or of attempts before this one, have been since the last commit
+    max_rebuilds        after this many rebuilds without a commit in between, a fault ends the attempt
+    rebuilds            rebuilds and earlier attempts since the last commit, which count among them
 
     account             the iterations, for watchers
     fault               the cause of the last fault; None after a change of the plan
@@ -90,9 +90,7 @@ class Ledger:
             committed_step,
             self.timeouts,
         )
-        for (
-            planned
-        ) in plans:  # logged behind a snapshot that a pause or another `snapshot_every` may have set
+        for planned in plans:  # a change follows a snapshot, which this attempt's schedule alone may not have
             self.account.commits.want_snapshot(planned.iteration - 1)
         self._unlogged: ScheduledPlan | None = None
         self._paused = False
@@ -115,20 +113,20 @@ class Ledger:
 
     @property
     def enterable(self) -> int | None:
-        """The iteration that may be entered now, if any."""
+        """The iteration that may be entered now; None where there is none."""
         iteration = self.account.next_iteration
         return iteration if self._entry_refusal(iteration, self.generation) is None else None
 
     # --- stimuli from the flow --------------------------------------------------------------------------
 
     def start(self, now: float) -> list[LedgerInstruction]:
-        """Begin the attempt: generation 0 is built, then comes Ready."""
+        """Begin the attempt: build generation 0; Ready follows."""
         if self._is_finished:
             return self._finish()
         return self._start_rebuild(0, (), now)
 
     def enter(self, iteration: int, generation: int, now: float) -> list[LedgerInstruction]:
-        """Deliver an iteration. Idempotent; refused with the reason when it is not this iteration's turn."""
+        """Deliver an iteration. Idempotent. Refused, with the reason, when the iteration may not be entered now."""
         state = self.account.iteration_state(iteration, generation)
         if state in (State.RUNNING, State.DONE, State.COMMITTED):
             return []
@@ -140,8 +138,11 @@ class Ledger:
         return self.account.deliver(iteration, now)
 
     def stop_after(self, iteration: int, now: float) -> list[LedgerInstruction]:
-        """Make an iteration the last: none before the newest that is in flight or committed, and one that ends in a
-        snapshot. This ends a pause."""
+        """Make an iteration the run's last one; it ends in a snapshot. This ends a pause.
+
+        If later iterations are already in flight or committed, the newest of them is the last, or, where that ends in
+        no snapshot, the one after it.
+        """
         account, commits = self.account, self.account.commits
         last = max(iteration, account.newest_live, 0)
         if commits.first_uncommitted <= last == account.newest_live and not commits.is_snapshot(last):
@@ -152,9 +153,9 @@ class Ledger:
         return self.resume(now)
 
     def pause(self, now: float) -> list[LedgerInstruction]:
-        """Deliver no more once a commit can cover all that is delivered, and tell by Held when it does.
+        """Stop delivering as soon as a commit can cover all delivered iterations. Held follows that commit.
 
-        Where the newest delivered iteration does not end in a snapshot, one more is entered, which does.
+        If the newest delivered iteration does not end in a snapshot, one more is entered, which does.
         """
         self._paused = True
         return self._advance(now)
@@ -167,10 +168,11 @@ class Ledger:
     def change_plan(
         self, plan: ExecutionPlan, predicted_s: Mapping[str, float], now: float
     ) -> list[LedgerInstruction]:
-        """Go by another plan from the first iteration on that is not delivered and follows a snapshot.
+        """Follow another plan from the first undelivered iteration that comes after a snapshot.
 
-        What is delivered is completed and committed under its own plan. Refused with the reason when the run ends
-        before, or while another change is under way.
+        predicted_s  node name -> seconds that the planner predicts
+        Delivered iterations are completed and committed under their own plan. Refused, with the reason, when the run
+        ends before that iteration, or while another change is pending.
         """
         if self._is_over:
             return []
@@ -180,7 +182,7 @@ class Ledger:
         latest = self._unlogged or account.plans[-1]
         if latest.iteration > account.newest_delivered:
             return [
-                RefusePlan(f"no iteration has gone by the plan that begins at {latest.iteration + 1} yet.")
+                RefusePlan(f"the plan that begins at iteration {latest.iteration + 1} has not been used yet.")
             ]
         if first > self.last_iteration:
             return [RefusePlan(f"the run ends with iteration {self.last_iteration + 1}.")]
@@ -188,7 +190,7 @@ class Ledger:
         return [LogPlan(self._unlogged)]
 
     def plan_logged(self, now: float) -> list[LedgerInstruction]:
-        """The change of the plan is written down: nothing can undo it."""
+        """The change of plan is logged durably: it is final."""
         planned, self._unlogged = self._unlogged, None
         if planned is None or self._is_over:
             return []
@@ -196,14 +198,14 @@ class Ledger:
         return [PlanChanges(planned), *self._advance(now)]
 
     def plan_not_logged(self, error: str, now: float) -> list[LedgerInstruction]:
-        """The change of the plan could not be written down: the run goes on as it was."""
+        """The change of plan could not be logged: the run keeps its plan."""
         self._unlogged = None
-        return [RefusePlan(f"it could not be written down: {error}")]
+        return [RefusePlan(f"it could not be written to the log of plans: {error}")]
 
     # --- stimuli from the ranks: news of other generations is ignored -----------------------------------
 
     def rank_entered(self, rank: int, key: NodeKey, now: float) -> list[LedgerInstruction]:
-        """A rank is inside a node; the node's deadline starts with its last rank."""
+        """A rank has entered a node. The node's deadline starts when its last rank has."""
         if self._is_current(key):
             self.account.entered(rank, key, now)
         return []
@@ -218,7 +220,7 @@ class Ledger:
         """A rank's part of a snapshot is on the disk.
 
         key    the save node's; iteration SETUP for the parts of step 0
-        parts  what the manifest must know of the files, JSON-able
+        parts  details of the files for the manifest, JSON-able
         """
         if not self._is_current(key):
             return []
@@ -226,7 +228,7 @@ class Ledger:
         return self._advance(now)
 
     def rank_failed(self, failure: NodeFailure, now: float) -> list[LedgerInstruction]:
-        """An error on a rank: in a node, in a background save (the save node's key), a reset or a restore."""
+        """An error on a rank: in a node, a background save (with the save node's key), a reset or a restore."""
         if not self._is_current(failure.key):
             return []
         if self.phase is Phase.RESETTING:
@@ -237,7 +239,7 @@ class Ledger:
         return self._suspect_error(cause, now)
 
     def rank_refused(self, rank: int, key: NodeKey, reason: str, now: float) -> list[LedgerInstruction]:
-        """A rank will not do what it was asked, or misses a request. A refused reset ends the attempt."""
+        """A rank refuses a request, or a request did not reach it. A refused reset ends the attempt."""
         if not self._is_current(key):
             return []
         cause = _cause(rank, key, reason)
@@ -251,7 +253,7 @@ class Ledger:
         return self._advance(now)
 
     def rank_restored(self, rank: int, generation: int, now: float) -> list[LedgerInstruction]:
-        """A rank has joined the groups and holds the step."""
+        """A rank has joined the groups and loaded the step."""
         if self.phase is not Phase.RESTORING or generation != self.generation:
             return []
         self._rebuild.restored(rank)
@@ -266,7 +268,7 @@ class Ledger:
         return self._declare(self._explain_loss(rank, f"lost: {reason}"), now, lost=(rank,))
 
     def rank_started(self, rank: int, now: float) -> list[LedgerInstruction]:
-        """A rank has a new process: to be told exactly once for each process but the first."""
+        """A rank has a new process. Call it exactly once for each process except the first."""
         if self.phase is Phase.NEW or self._is_over:
             return []
         if self.phase is Phase.RESETTING:
@@ -283,7 +285,7 @@ class Ledger:
         return self.account.committed(step) + self._advance(now)
 
     def commit_failed(self, step: int, error: str, lasting: bool, now: float) -> list[LedgerInstruction]:
-        """A commit could not be written: what it covered is done again, unless it would fail again (`lasting`)."""
+        """A commit could not be written. Its iterations are run again, unless that would fail again (`lasting`)."""
         if self.phase is Phase.STOPPED or step != self.account.commits.writing:
             return []
         self.account.commits.failed()
@@ -293,7 +295,7 @@ class Ledger:
         return self._end_by(cause, now) if lasting else self._declare(cause, now)
 
     def tick(self, now: float) -> list[LedgerInstruction]:
-        """Time has passed: every wait ends here if nothing else ends it. Call it about twice a second."""
+        """Time has passed: a wait that is past its deadline ends here. Call it about twice a second."""
         if self.phase in (Phase.NEW, Phase.STOPPED):
             return []
         writing = self.account.commits.writing
@@ -315,14 +317,14 @@ class Ledger:
         self.phase = phase
 
     def _is_current(self, key: NodeKey) -> bool:
-        """True for news of this run, attempt and generation, while the attempt lasts."""
+        """True for news of the current run, attempt and generation, until the attempt is over."""
         mine = self.account.sequencer
         names = (mine.run, mine.attempt, mine.generation)
         return not self._is_over and (key.run, key.attempt, key.generation) == names
 
     @property
     def _is_over(self) -> bool:
-        """Nothing is run any more; a commit may still be written."""
+        """Nothing runs any more. A commit may still be in progress."""
         return self.phase in (Phase.ENDING, Phase.STOPPED)
 
     @property
@@ -349,7 +351,7 @@ class Ledger:
         return self.account.crowded(iteration, ALONE if self._rebuilds else OVERLAPPING)
 
     def _advance(self, now: float) -> list[LedgerInstruction]:
-        """Take every step that has become possible: commit, finish, restore, run."""
+        """Do everything that has become possible: commit, finish, restore, run."""
         if self.phase in (Phase.NEW, Phase.STOPPED):
             return []
         instructions: list[LedgerInstruction] = []
@@ -376,7 +378,7 @@ class Ledger:
         return instructions + self._hold()
 
     def _hold(self) -> list[LedgerInstruction]:
-        """Held, once, when a pause has been reached."""
+        """Held, once for each pause, when the ranks are idle at a commit."""
         step = self.committed_step
         reached = self.phase is Phase.RUNNING and self._paused and step == self.account.next_iteration
         if not reached or step is None or step == self._held:
@@ -386,7 +388,7 @@ class Ledger:
 
     @property
     def _plan_is_due(self) -> bool:
-        """Whether all is committed up to an iteration that goes by another plan than this generation."""
+        """Whether the next iteration follows another plan, and all before it are committed."""
         reached = self.committed_step == self.account.next_iteration
         return reached and self.account.changes_plan(self.account.next_iteration)
 
@@ -412,13 +414,13 @@ class Ledger:
         return [GiveUp(reason, self.committed_step, traceback)]
 
     def _overdue(self, now: float) -> Cause | None:
-        """The first wait that outlived its deadline, the commit's apart."""
+        """The first wait, other than that for a commit, that is past its deadline."""
         if self.phase in (Phase.RESETTING, Phase.RESTORING):
             return self._rebuild.overdue(now) or self.account.overdue(now)
         return self.account.overdue(now) or self.account.occupancy.overdue(now)
 
     def _suspect_error(self, cause: Cause, now: float) -> list[LedgerInstruction]:
-        """An error may be the echo of a lost peer: leave a moment for that news. The first error counts."""
+        """An error may be caused by the loss of a peer: wait a moment for that news. Only the first error counts."""
         if self.phase is Phase.SUSPECTING:
             return []
         self._move(Phase.SUSPECTING)
@@ -426,25 +428,25 @@ class Ledger:
         return []
 
     def _explain_loss(self, rank: int, error: str) -> Cause:
-        """The cause to report for a lost rank: the error that it told itself, else where it was."""
+        """The cause to report for a lost rank: the error that it reported itself, else `error` and where it was."""
         if self._suspect is not None and self._suspect.ranks == (rank,):
             return self._suspect
         iteration, node = self.account.occupancy.position(rank)
         return Cause(error, (rank,), node, iteration)
 
     def _end_by(self, cause: Cause, now: float) -> list[LedgerInstruction]:
-        """It would fail again: what can be committed will be, the rest is aborted, and that is the end."""
+        """End the attempt after a failure that a retry would repeat: commit what can be, abort the rest."""
         instructions = self._abort(cause)
         self._move(Phase.ENDING)
         return instructions + self._advance(now)
 
     def _abort(self, cause: Cause) -> list[LedgerInstruction]:
-        """End the generation: what can be committed will be, the rest is aborted."""
+        """End the generation: abort every iteration that cannot be committed."""
         self.fault, self._suspect = cause, None
         return [Fault(self.generation, cause), *self.account.abort(cause)]
 
     def _declare(self, cause: Cause, now: float, lost: Collection[int] = ()) -> list[LedgerInstruction]:
-        """A fault of the ranks or the disk: the generation ends, and a new one is built."""
+        """A fault of the ranks or the disk: end the generation and build a new one."""
         instructions = self._abort(cause)
         self._rebuilds += 1
         if self._rebuilds > self.max_rebuilds and not self.account.commits.pending:

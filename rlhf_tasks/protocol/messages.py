@@ -5,9 +5,9 @@ A message is a pydantic model as JSON bytes. There are two kinds of connections,
     flow -> controller  the lease: opened with a `RunSpec`; `FlowMessage`s one way, `Event`s the other
     controller -> rank  the link: opened with the executor's name; `RankMessage`s one way, `News` the other
 
-A connection delivers in order, and what it lost it lost by breaking: either end then takes the other for
-dead. That is a fault, not a reason to send again; the machines in rlhf_tasks/protocol bear repeats and
-losses all the same. Torch-free.
+A connection delivers in order and loses messages only when it breaks. Each end then treats the other as dead: that
+is a fault, and nothing is sent again. The state machines in rlhf_tasks/protocol tolerate repeats and losses anyway.
+Torch-free.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
 
 HOST = "host"
-"""Node name in the key of a failure that is no node's."""
+"""Node name in the key of a failure that belongs to no node."""
 
 # --- a run ----------------------------------------------------------------------------------------------
 
@@ -29,15 +29,15 @@ class RunSpec(Frozen):
     ranks           names of the Dask workers that serve; position = global rank = device id
     run_folder      a folder that all hosts share
     config          the run's configuration, JSON-able; the executor and the snapshots parse it
-    iterations      of the whole run, those before this attempt included
+    iterations      of the whole run, including those before this attempt
     executor        "module:function" that makes a rank's executor
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
     deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) seconds
     predicted_s     node name -> seconds that the plan predicts
-    peak_flops_per_s  of all devices together, which `mfu` refers to; None where nobody knows it
-    rebuilds        earlier attempts and rebuilds since the last commit: they count among `max_rebuilds`
-    changes         plans that later iterations go by, as the run folder's log has them
-    blocks          Prefect Secret block that a reward's kwargs name -> its value; written nowhere
+    peak_flops_per_s  FLOP/s of all devices together, on which the metric `mfu` is based; None where it is unknown
+    rebuilds        earlier attempts and rebuilds since the last commit, which count among `max_rebuilds`
+    changes         changes of plan, from the log in the run folder
+    blocks          name of each Prefect Secret block in the kwargs of rewards -> its value; never written to disk
     """
 
     run: str
@@ -61,12 +61,12 @@ class RunSpec(Frozen):
 
     @property
     def plans(self) -> tuple[ScheduledPlan, ...]:
-        """Which plan each iteration goes by."""
+        """Which plan each iteration follows."""
         return (ScheduledPlan(iteration=0, plan=self.plan, predicted_s=self.predicted_s), *self.changes)
 
 
 class GenerationSpec(Frozen):
-    """One generation of process groups as one rank sees it: all that its executor needs to join and to load.
+    """One generation of process groups, for one rank: all that its executor needs to join them and to load.
 
     rank, n_ranks  this rank's global rank (= device id) and how many ranks join
     config         the run's configuration, JSON-able; the executor parses it
@@ -74,7 +74,7 @@ class GenerationSpec(Frozen):
     restore_step   the commit to restore from; None: initialise, and save every trained role as step 0
     iterations     of the whole run
     store_host, store_port, store_prefix   the controller's TCPStore and this generation's PrefixStore
-    timeout_s      timeout of every process group: longer than any wait that node deadlines allow
+    timeout_s      timeout of every process group, in seconds: longer than any wait that node deadlines allow
     blocks         as in the run's `RunSpec`
     """
 
@@ -99,9 +99,9 @@ class GenerationSpec(Frozen):
 
 
 class Reset(Frozen):
-    """Take the lease and go to a generation.
+    """Take the lease and move to a generation.
 
-    keep_state  the plan changes: what the rank has trained may be kept for the next generation
+    keep_state  the plan changes: the rank may keep the state of its trained roles for the next generation
     """
 
     kind: Literal["reset"] = "reset"
@@ -113,7 +113,7 @@ class Reset(Frozen):
 
 
 class Restore(Frozen):
-    """Join the groups and load."""
+    """Join the groups and load the commit."""
 
     kind: Literal["restore"] = "restore"
     spec: GenerationSpec
@@ -130,7 +130,7 @@ class Deliver(Frozen):
 
 
 class Told(Frozen):
-    """What a rank has to say about a node, its reset or its restore; `reason` belongs to a refusal."""
+    """News from a rank about a node, its reset or its restore. Only a refusal has a `reason`."""
 
     kind: Literal["entered", "reset", "restored", "refused"]
     rank: int
@@ -153,12 +153,12 @@ class Failed(Frozen):
 
 
 class SavedPart(Frozen):
-    """A role's slice of one rank is durable on disk (every file written and synced), or could not be written.
+    """One rank's part of a role is durable on disk (every file written and synced), or could not be written.
 
-    step     committed iterations that the snapshot stands for: a save node of iteration t makes step t + 1
-    details  what the manifest needs to know about the part (file names, sizes, digests), JSON-able
+    step     the step that the part belongs to: a save node of iteration t makes step t + 1
+    details  file names, sizes and digests for the manifest, JSON-able
     error    empty, or what went wrong (`no space left: PATH needs N bytes, M are free`)
-    lasting  it would go wrong again, whatever the ranks do: the disk is full, or read-only
+    lasting  a retry would fail again: the disk is full or read-only
     """
 
     kind: Literal["saved"] = "saved"
@@ -185,7 +185,7 @@ class Enter(Frozen):
 
 
 class Pause(Frozen):
-    """Deliver no more; `Held` follows when all that is delivered is committed."""
+    """Deliver no more iterations. `Held` follows when all delivered ones are committed."""
 
     kind: Literal["pause"] = "pause"
 
@@ -197,14 +197,14 @@ class Resume(Frozen):
 
 
 class StopAfter(Frozen):
-    """Make an iteration the last one; delivered ones are completed and committed all the same. This ends a pause."""
+    """Make an iteration the last one. Those already delivered are still completed and committed. Ends a pause."""
 
     kind: Literal["stop_after"] = "stop_after"
     iteration: int
 
 
 class ChangePlan(Frozen):
-    """Go by another plan from the first iteration on that is not yet delivered.
+    """Proposes another plan, from the first undelivered iteration that comes after a snapshot.
 
     predicted_s  node name -> seconds that the planner predicts
     """
@@ -215,14 +215,14 @@ class ChangePlan(Frozen):
 
 
 class PlanChanged(Frozen):
-    """The plan that was sent begins at this iteration, and that is written down."""
+    """The proposed plan was accepted and logged; `planned` has its first iteration."""
 
     kind: Literal["plan_changed"] = "plan_changed"
     planned: ScheduledPlan
 
 
 class PlanKept(Frozen):
-    """The plan that was sent will not be gone by."""
+    """The proposed plan was rejected."""
 
     kind: Literal["plan_kept"] = "plan_kept"
     reason: str
@@ -237,7 +237,7 @@ class Enterable(Frozen):
 
 
 class NotEntered(Frozen):
-    """The iteration was not entered after all: a fault, a change of the plan, or the end of the run came first."""
+    """The iteration was not entered: a fault, a change of plan or the end of the run came first."""
 
     kind: Literal["not_entered"] = "not_entered"
     iteration: int
@@ -246,7 +246,10 @@ class NotEntered(Frozen):
 
 
 class NodeBegun(Frozen):
-    """The first rank is inside a node. started_s: time.time() of the controller."""
+    """The first rank has entered a node.
+
+    started_s  time.time() of the controller
+    """
 
     kind: Literal["node_begun"] = "node_begun"
     iteration: int
@@ -256,7 +259,10 @@ class NodeBegun(Frozen):
 
 
 class NodeEnded(Frozen):
-    """The last rank has left a node. started_s, ended_s: time.time() of the ranks, first in and last out."""
+    """The last rank has left a node.
+
+    started_s, ended_s  time.time() of the ranks: when the first entered, when the last left
+    """
 
     kind: Literal["node_ended"] = "node_ended"
     iteration: int
@@ -267,7 +273,10 @@ class NodeEnded(Frozen):
 
 
 class IterationRan(Frozen):
-    """Every node of the iteration has ended on every rank; its commit is still to come. metrics: of the journal."""
+    """Every node of the iteration has ended on every rank. It is not committed yet.
+
+    metrics  as in the journal
+    """
 
     kind: Literal["iteration_ran"] = "iteration_ran"
     iteration: int
@@ -276,7 +285,10 @@ class IterationRan(Frozen):
 
 
 class Committed(Frozen):
-    """The iteration is part of a written commit. results: node -> one result per rank."""
+    """The iteration is part of a written commit.
+
+    results  node -> one result per rank
+    """
 
     kind: Literal["committed"] = "committed"
     iteration: int
@@ -294,7 +306,7 @@ class Aborted(Frozen):
 
 
 class Faulted(Frozen):
-    """A generation has ended by an error; the ranks are being rebuilt."""
+    """A generation has ended by an error. The ranks are being rebuilt."""
 
     kind: Literal["faulted"] = "faulted"
     generation: int
@@ -317,9 +329,9 @@ class Finished(Frozen):
 
 
 class GaveUp(Frozen):
-    """The attempt has ended, or was refused; committed_step is where the next one starts.
+    """The attempt has ended or was refused. The next one starts at `committed_step`.
 
-    traceback  of the user's code, where that is the cause
+    traceback  of the user's code, if that is the cause
     """
 
     kind: Literal["gave_up"] = "gave_up"

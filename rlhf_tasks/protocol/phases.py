@@ -1,18 +1,18 @@
-"""The phases of a ledger, their one table of transitions, its timeouts, and the states that watchers see."""
+"""The phases of a ledger with their table of transitions, its timeouts, and the states that watchers see."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Phase(Enum):
-    """What a ledger is about."""
+    """What a ledger is doing. The value explains it in messages."""
 
     NEW = "not started"
     RESETTING = "all ranks drop older generations; lost and stuck ones get new processes"
     RESTORING = "all ranks join the groups and load the last commit"
     RUNNING = "iterations may be entered"
-    SUSPECTING = "an error was reported; a moment is left for news of a lost rank that explains it"
-    ENDING = "what would fail again has failed: what is complete is committed, then the attempt ends"
+    SUSPECTING = "an error was reported; the loss of a rank that explains it may be reported within a moment"
+    ENDING = "a failure that a retry would repeat: complete iterations are committed, then the attempt ends"
     STOPPED = "finished or given up"
 
 
@@ -30,7 +30,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class State(Enum):
-    """Where a node or an iteration stands, for those who watch."""
+    """The state of a node or an iteration, for watchers."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -43,13 +43,13 @@ class State(Enum):
 class Timeouts:
     """Seconds after which a wait is a fault. Node deadlines come with the requests (`Deadlines`).
 
-    blame_s    how long an error waits for news of a lost rank that explains it
-    entry_s    a rank that is inside no node although it has work enters its next one within this
-    reset_s    a rank that has not reset within this is stuck, and restarted
-    restart_s  every rank is up and clean within this, counted from the end of the time to reset
-    restore_s  joining the groups and loading the commit; before it, the time to reset where ranks keep their state
+    blame_s    after an error, to wait for the loss of a rank that explains it
+    entry_s    for a rank that has work but is inside no node to enter its next one
+    reset_s    for a rank to reset; after that it is stuck, and is restarted
+    restart_s  after the time to reset, for every rank to be up and clean
+    restore_s  to join the groups and load the commit; also to reset, where ranks keep their state
     durable_s  from the answer of a save node until its part is on the disk
-    commit_s   manifest and rename
+    commit_s   to write the manifest and rename the folder
     """
 
     blame_s: float = 1.0

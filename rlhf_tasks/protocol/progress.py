@@ -1,4 +1,4 @@
-"""What is known of the iterations in flight: who entered, who answered, what is on the disk, what is late."""
+"""The progress of iterations in flight: which ranks entered and answered, which parts are durable, what is late."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from rlhf_tasks.spec import NodeRequest, NodeResult
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """What a node has cost, all ranks together.
+    """The times, bytes and metrics of a node, over all its ranks.
 
-    started_s, ended_s  time.time(), first rank in, last rank out
+    started_s, ended_s  time.time(): when the first rank entered, when the last one left
     bytes_sent          sum over ranks
     metrics             global values
     """
@@ -28,9 +28,9 @@ class NodeProgress:
     """One node of one iteration.
 
     unfinished  the ranks that have not answered
-    results     rank -> answer, until they are forgotten
-    summary     of all answers; None until the last one
-    deadline    when it is overdue; None until its last rank has entered
+    results     rank -> result, until they are dropped
+    summary     of all results; None until the last one has arrived
+    deadline    time, on the clock of `now`, after which the node is overdue; None until its last rank has entered
     """
 
     __slots__ = ("_outside", "deadline", "deadline_s", "results", "summary", "unfinished")
@@ -49,7 +49,7 @@ class NodeProgress:
         return not self.unfinished
 
     def enter(self, rank: int, now: float) -> None:
-        """A rank has entered; with the last one the deadline starts."""
+        """A rank has entered. The deadline starts when the last one has."""
         self._outside.discard(rank)
         if self.deadline is None and not self._outside:
             self.deadline = now + self.deadline_s
@@ -108,7 +108,10 @@ class IterationProgress:
         return progress.done
 
     def durable(self, rank: int, node: str, parts: Any) -> None:
-        """A rank's part of a snapshot is on the disk. parts: what the manifest must know of it."""
+        """A rank's part of a snapshot is on the disk.
+
+        parts  details of the files for the manifest
+        """
         assert rank in self.saves[node], (
             f"rank {rank} saved for {node}, which runs on {sorted(self.saves[node])}"
         )
@@ -118,7 +121,7 @@ class IterationProgress:
         self.part_deadlines.pop((node, rank), None)
 
     def expect_part(self, rank: int, node: str, deadline: float) -> None:
-        """The copy for a part has been taken; it must be durable by the deadline."""
+        """A part was copied; it must be durable by `deadline`, in seconds on the clock of `now`."""
         if node in self.saves and rank not in self.parts[node]:
             self.part_deadlines[node, rank] = deadline
 
@@ -133,12 +136,12 @@ class IterationProgress:
         return self._nodes_left == self._parts_left == 0
 
     def forget_results(self) -> None:
-        """Keep of every rank's answers the summaries alone."""
+        """Drop every rank's results. The summaries stay."""
         for node in self.nodes.values():
             node.results = {}
 
     def overdue(self, now: float) -> Cause | None:
-        """The first node or part that outlived its deadline, in plan order."""
+        """The first node or part, in plan order, that is past its deadline."""
         for name, node in self.nodes.items():
             if node.deadline is not None and not node.done and now > node.deadline:
                 error = (
@@ -155,19 +158,19 @@ class IterationProgress:
 class Occupancy:
     """Which rank is inside which node, over all iterations in flight: finds ranks that hang between nodes.
 
-    A rank that is inside no node although it has work enters its next one at once, as nothing waits but for
-    peers: if it does not within `grace_s`, it hangs.
+    A rank waits only inside nodes, for its peers. So a rank that has work but is inside no node should enter its next
+    one at once. If it does not within `grace_s` seconds, it hangs.
     """
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
         self._order: dict[
             int, dict[tuple[int, str], bool]
-        ] = {}  # rank -> (iteration, node) not done -> inside
+        ] = {}  # rank -> (iteration, node) that is not done -> whether the rank is inside
         self._moved: dict[int, float] = {}
 
     def delivered(self, rank: int, requests: Iterable[NodeRequest], now: float) -> None:
-        """A rank has more work, in this order."""
+        """A rank has been sent these requests, in this order."""
         order = self._order.setdefault(rank, {})
         if not order:
             self._moved[rank] = now
@@ -175,7 +178,7 @@ class Occupancy:
             order[request.key.iteration, request.key.node] = False
 
     def entered(self, rank: int, iteration: int, node: str, now: float) -> None:
-        """A rank is inside a node. Late news of a node that is done is ignored."""
+        """A rank has entered a node. Late news of a node that is done is ignored."""
         order = self._order[rank]
         if (iteration, node) in order:
             order[iteration, node] = True
@@ -187,13 +190,13 @@ class Occupancy:
         self._moved[rank] = now
 
     def position(self, rank: int) -> tuple[int | None, str | None]:
-        """(iteration, node) that a rank is inside of, else its next one; (None, None) when it has no work."""
+        """(iteration, node) that a rank is inside, else its next one; (None, None) when it has no work."""
         order = self._order.get(rank, {})
         inside = [place for place, is_inside in order.items() if is_inside]
         return (inside or list(order) or [(None, None)])[0]
 
     def overdue(self, now: float) -> Cause | None:
-        """The first rank that is inside no node for longer than the grace although it has work."""
+        """The first rank that has had work but been inside no node for more than `grace_s` seconds."""
         for rank, order in self._order.items():
             if now - self._moved[rank] > self.grace_s and order and not any(order.values()):
                 iteration, node = next(iter(order))

@@ -1,4 +1,4 @@
-"""Bringing all ranks to a new generation: reset each, restart those that do not answer, then restore all."""
+"""Brings all ranks to a new generation: reset each, restart those that do not answer, then restore all."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from rlhf_tasks.protocol.phases import Timeouts
 
 
 class RankState(Enum):
-    """Where a rank stands in a rebuild."""
+    """The state of a rank in a rebuild."""
 
     DOWN = "its process is gone or being replaced"
     RESETTING = "asked to reset"
@@ -19,11 +19,11 @@ class RankState(Enum):
 
 
 class Rebuild:
-    """One generation's way from nothing to restored.
+    """The rebuild of all ranks for one generation.
 
-    Nobody waits in a collective for a process that is not there: groups are joined when every rank is clean.
-    A rank that has not reset within `timeouts.reset_s` is stuck, and restarted. With `keep_state` it is to keep what
-    it has trained, and has `timeouts.restore_s`.
+    Groups are joined only when every rank is clean, so no rank waits in a collective for a process that is not there.
+    A rank that has not reset within `timeouts.reset_s` is stuck and is restarted. With `keep_state` it may keep the
+    state of its trained roles, and has `timeouts.restore_s` to reset.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Rebuild:
         self.timeouts = timeouts
         self.states = {r: RankState.DOWN if r in down else RankState.RESETTING for r in range(n_ranks)}
         self._count = Counter(self.states.values())
-        # What is kept is copied to host memory first, which takes as long as loading it may.
+        # State that is kept is first copied to host memory, which may take as long as loading it.
         reset_s = timeouts.restore_s if keep_state else timeouts.reset_s
         self._restarts_until = now + reset_s + timeouts.restart_s
         self._reset_until = dict.fromkeys(self.states, now + reset_s)
         self._restore_until: float | None = None
 
     def begin(self) -> list[LedgerInstruction]:
-        """Reset every rank that is there; have the others started."""
+        """Reset every rank that has a process; start the others."""
         return [
             RestartRank(rank, lost=True)
             if state is RankState.DOWN
@@ -71,7 +71,7 @@ class Rebuild:
         return self._count[RankState.RESTORED] == len(self.states)
 
     def lost(self, rank: int) -> list[LedgerInstruction]:
-        """A rank's process is gone while ranks reset."""
+        """A rank has lost its process while the ranks reset."""
         if self.states[rank] is RankState.DOWN:
             return []
         self._set(rank, RankState.DOWN)
@@ -94,7 +94,7 @@ class Rebuild:
             self._set(rank, RankState.CLEAN)
 
     def restore(self, step: int | None, now: float) -> list[LedgerInstruction]:
-        """Every rank is clean: have all join the groups and load the step."""
+        """Every rank is clean: make all join the groups and load the step."""
         assert self.all_clean, f"restore before every rank is clean: {self.states}"
         for rank in self.states:
             self._set(rank, RankState.RESTORING)
@@ -102,17 +102,17 @@ class Rebuild:
         return [RestoreRank(rank, self.generation, step) for rank in self.states]
 
     def restored(self, rank: int) -> None:
-        """A rank holds the step."""
+        """A rank has loaded the step."""
         if self.states[rank] is RankState.RESTORING:
             self._set(rank, RankState.RESTORED)
 
     def tick(self, now: float) -> list[LedgerInstruction]:
-        """Restart the ranks that have not reset within the grace."""
+        """Restart the ranks that have not reset in time."""
         late = [r for r, s in self.states.items() if s is RankState.RESETTING and now > self._reset_until[r]]
         return [instruction for rank in late for instruction in self.stuck(rank)]
 
     def overdue(self, now: float) -> Cause | None:
-        """The ranks that fail the rebuild by not coming back, or not restoring, in time."""
+        """The ranks that have not come back, or not restored, in time; None where there are none."""
         if self._restore_until is None:
             late = tuple(r for r, s in self.states.items() if s is not RankState.CLEAN)
             if late and now > self._restarts_until:

@@ -1,4 +1,4 @@
-"""Which plan each iteration goes by: a run may change its plan where one iteration ends and the next begins."""
+"""Which plan each iteration follows. A run may change its plan between two iterations."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from rlhf_tasks.spec import ExecutionPlan, Frozen
 
 
 class ScheduledPlan(Frozen):
-    """A plan and the first iteration that goes by it.
+    """A plan and the first iteration that follows it.
 
     predicted_s  node name -> seconds that the planner predicts
     """
@@ -19,5 +19,5 @@ class ScheduledPlan(Frozen):
 
 
 def plan_at(schedule: Sequence[ScheduledPlan], iteration: int) -> ScheduledPlan:
-    """The plan that an iteration goes by: the last one in the schedule that begins there or before."""
+    """The plan that an iteration follows: the last one in the schedule that begins at it or before."""
     return next(planned for planned in reversed(schedule) if planned.iteration <= iteration)

@@ -1,7 +1,7 @@
-"""The sequencer: writes an execution plan down as numbered requests, one dense sequence per rank.
+"""The sequencer: turns an execution plan into numbered requests, one sequence without gaps per rank.
 
-A pure function of the plan and of where a generation starts, so a repeated iteration gets the same requests
-again, but for its generation and its numbers.
+It is a pure function of the plan and of where a generation starts. So a repeated iteration gets the same requests,
+except for their generation and numbers.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ class Deadlines:
     """How long a node may take once its last rank has entered it.
 
     predicted_s  node name -> seconds that the plan predicts; nodes without one get the floor
-    factor       how much slower than predicted is still no fault
-    floor_s      seconds that every node gets
+    factor       a node may take this many times its predicted seconds
+    floor_s      seconds that every node gets at least
     """
 
     predicted_s: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -35,7 +35,7 @@ class Deadlines:
     floor_s: float = 60.0
 
     def of(self, node: str) -> float:
-        """Seconds for one node."""
+        """The deadline of one node, in seconds."""
         return max(self.floor_s, self.factor * self.predicted_s.get(node, 0.0))
 
 
@@ -59,7 +59,7 @@ class Sequencer:
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def starting_at(self, generation: int, iteration: int, planned: ScheduledPlan) -> "Sequencer":
-        """The same run's sequencer for a generation that starts before an iteration and goes by a plan."""
+        """The same run's sequencer for a generation that starts at an iteration and follows a plan."""
         return replace(
             self,
             plan=planned.plan,
@@ -75,14 +75,14 @@ class Sequencer:
         return self.first_sample + (iteration - self.first_iteration) * self.plan.n_seqs
 
     def versions(self, iteration: int) -> dict[str, int]:
-        """Version of each trained role before an iteration: the number of its train_step calls until then."""
+        """Version of each trained role before an iteration: the number of its train_step calls so far."""
         first = self.first_versions
         if first is None:
             first = {role: self.first_iteration * n for role, n in self.trains.items()}
         return {role: first[role] + (iteration - self.first_iteration) * n for role, n in self.trains.items()}
 
     def key(self, iteration: int, node: str) -> NodeKey:
-        """The name of one execution of a node in this generation."""
+        """The key of one execution of a node in this generation."""
         return NodeKey(self.run, self.attempt, self.generation, iteration, node)
 
     def requests(self, iteration: int, *, in_snapshot: bool = True) -> dict[int, tuple[NodeRequest, ...]]:
@@ -137,10 +137,10 @@ class Sequencer:
 
     @cached_property
     def advances(self) -> dict[str, dict[str, int]]:
-        """Node name -> {role it reads: train calls since the iteration began}.
+        """Node name -> {role it reads: train calls that its parameters have seen since the iteration began}.
 
-        A node on the training placement sees all train calls before it in plan order; a node on a read-only
-        copy sees what the copy's last reallocation brought.
+        A node on the training placement sees all train calls before it in plan order. A node on a read-only copy sees
+        those before the copy's last reallocation.
         """
         now: dict[str, int] = {}
         copies: dict[tuple[str, object], int] = {}

@@ -1,4 +1,4 @@
-"""The executor of the engine host: joins a generation of groups, runs plan nodes, leaves again."""
+"""The executor of the engine host: joins a generation's groups, runs plan nodes, and leaves the groups."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak, told_whe
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "Executor":
-    """The factory that the engine host is given; see docs/interfaces.md."""
+    """The `ExecutorFactory` of a run's ranks; see docs/interfaces.md."""
     return Executor(rank, on_saved)
 
 
@@ -44,7 +44,7 @@ class Executor:
             self._run.start(kept)
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
-        """Run one node and describe what it did. Whatever a node raises is the run's fault."""
+        """Run one node. Whatever it raises becomes a fault of the run."""
         assert self._run is not None, "a node arrived before its generation was loaded"
         reset_peak(self._run.device)
         started_s = time.time()
@@ -70,9 +70,9 @@ class Executor:
             self._run.abort()
 
     def close(self, keep_state: bool) -> None:
-        """End the generation: groups, engines, copies and samples go; what was kept of earlier ones, too.
+        """End the generation: free groups, engines, copies and samples, and any state kept from earlier ones.
 
-        keep_state  keep the trained roles' state in host memory for the `load` that follows
+        keep_state  keep the trained roles' state in host memory for the next `load`
         """
         run, self._run, self._kept = self._run, None, None
         try:
@@ -83,4 +83,4 @@ class Executor:
                 run.close(self._aborted)
             leave_world()
         del run
-        give_back()  # engines are cycles, by their hooks: nothing else frees them before the next ones are built
+        give_back()  # hooks make engines reference cycles, which must be collected before the next ones are built

@@ -1,4 +1,4 @@
-"""From a commit to Hugging Face folders, one parameter at a time, on one process."""
+"""Exports a trained role of a commit to a Hugging Face folder, one parameter at a time, in one process."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ def export_commit(commit: Path, config: RunConfig, role: str, folder: Path) -> N
     """Write a trained role of a commit as a Hugging Face folder, in the run's dtype.
 
     commit  a `step-NNNNNNNN` folder; it is verified first
-    config  of the run: it names the folder whose config, tokenizer and chat template are taken over
-    Raises CheckpointError when the commit is not whole or has no such role, FileExistsError when `folder` is there.
+    config  the run's; it names the model folder whose config, tokenizer and chat template are copied
+    Raises CheckpointError when the commit is incomplete or has no such role, FileExistsError when `folder` exists.
     """
     manifest = verify(commit)
     if role not in manifest.roles:

@@ -1,8 +1,7 @@
-"""The engine host: what a rank's Dask worker does for us.
+"""The engine host: the part of ours that runs in a rank's Dask worker.
 
-On the event loop: the inbox, which decides, and the connections. Beside it one engine thread, which runs
-one job at a time: clear, load, or a plan node. So the rank answers while it computes, and dies with its
-controller.
+The inbox, which decides, and the connections are on the event loop. One engine thread runs one job at a time: clear,
+load, or a plan node. So the rank answers while it computes, and notices when its controller is gone.
 """
 
 import asyncio
@@ -45,19 +44,18 @@ from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
-INTERRUPT_GRACE_S = 5.0  # an aborted job that still runs after this costs the process
+INTERRUPT_GRACE_S = 5.0  # if an aborted job still runs after this, the process exits
 
 
 class Executor(Protocol):
-    """Does the work of one rank. Everything but `abort` is called on the engine thread, one call at a
-    time."""
+    """Does the work of one rank. All methods except `abort` are called on the engine thread, one call at a time."""
 
     def load(self, spec: GenerationSpec) -> None:
         """Join the groups of a generation, build the engines, and restore or initialise."""
         ...
 
     def execute(self, request: NodeRequest, node: PlanNode) -> NodeResult:
-        """Run one node. Whatever it raises is the run's fault."""
+        """Run one node. Whatever it raises becomes a fault of the run."""
         ...
 
     def abort(self) -> None:
@@ -65,22 +63,21 @@ class Executor(Protocol):
         ...
 
     def close(self, keep_state: bool) -> None:
-        """End the generation, if there is one: groups, engines, samples, copies, writers. `load` may follow.
+        """End the generation, if there is one: free groups, engines, samples, copies, writers. `load` may follow.
 
-        keep_state  it does, for another plan: the trained roles' state may be kept for it
+        keep_state  a `load` for another plan follows, for which the trained roles' state may be kept
         """
         ...
 
 
 ExecutorFactory = Callable[[int, Callable[[SavedPart], None]], Executor]
-"""(rank, on_saved) -> executor; called once per process and rank number, on the event loop: it must be
-quick."""
+"""(rank, on_saved) -> executor. Called on the event loop, once per process and rank number, so it must be quick."""
 
 
 class EngineThread:
-    """One daemon thread that runs jobs in order; what a job gives or raises goes to a callback on the loop.
+    """One daemon thread that runs jobs in order. A callback on the event loop gets what a job returns or raises.
 
-    submitted, finished  numbers of jobs: a job runs or waits while they differ
+    submitted, finished  numbers of jobs; while they differ, a job runs or waits
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -109,7 +106,7 @@ class EngineThread:
 class EngineHost:
     """One rank. `handlers` are the operations that its Dask worker answers.
 
-    boot  names this process: a restarted worker has another one
+    boot  unique name of this process; a restarted worker has another
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -144,11 +141,11 @@ class EngineHost:
     # --- what the worker answers ------------------------------------------------------------------------
 
     async def link(self, comm: Comm, client: str, executor: str) -> Any:
-        """A controller's link: its requests are handed to the inbox, the answers go out as news.
+        """Serve a controller's link: its requests go to the inbox, the inbox's answers go back as news.
 
-        client    names the controller: a lease taken over this link ends when it closes
-        executor  "module:function", an `ExecutorFactory`. It is imported before the greeting, because that
-        takes seconds for which no peer should wait in a rendezvous.
+        client    name of the controller; a lease taken over this link ends when the link closes
+        executor  "module:function", an `ExecutorFactory`; it is imported before the greeting, because that takes
+                  seconds, for which peers would otherwise wait when they join the groups
         """
         make_executor = await asyncio.to_thread(resolve_name, executor)
         await comm.write({"boot": self.boot, "pid": os.getpid()})
@@ -165,7 +162,7 @@ class EngineHost:
         return Status.dont_reply
 
     async def status(self) -> dict[str, Any]:
-        """Answered at once, whatever the engine thread does."""
+        """What this rank does now. Answers at once, whatever the engine thread does."""
         inbox = self._inbox
         return {
             "boot": self.boot,
@@ -179,7 +176,7 @@ class EngineHost:
         }
 
     async def close(self) -> None:
-        """The worker ends."""
+        """Called when the worker ends."""
         self._ticking.cancel()
 
     # --- requests, and what the inbox makes of them -------------------------------------------------------
@@ -230,8 +227,10 @@ class EngineHost:
         self._submit(instruction.key, close, ended)
 
     def _renew_executor(self) -> None:
-        """A rank that is clean gets the executor of the number and factory of its last reset. They differ where
-        another run has taken it over, perhaps while the engine thread was still at a job of the run before."""
+        """Make the executor for the rank number and factory of the last reset, unless there is one already.
+
+        They change when another run takes the rank over, possibly while a job of the previous run still ends.
+        """
         if self._wanted is not None and self._wanted != self._made_for:
             rank, make_executor = self._made_for = self._wanted
             self._executor = make_executor(rank, self._on_saved)
@@ -264,7 +263,7 @@ class EngineHost:
         self._submit(request.key, run, self._inbox.finished)
 
     def _interrupt(self, instruction: do.Interrupt) -> None:
-        """Abort what the engine thread does."""
+        """Abort the engine thread's current job."""
         target = self._engine.finished + 1
         threading.Thread(target=self._abort, args=(target,), name="abort", daemon=True).start()
 
@@ -297,25 +296,26 @@ class EngineHost:
         def start() -> None:
             self._engine.submit(job_here, done)
 
-        # A job starts when the news before it (its entry, the last result) are on their way.
+        # A job starts only when the news before it (that it was entered, the last result) have been sent.
         if self._holder is not None and self._inbox.lease is not None:
             self._holder.put(start)
         else:
             start()
 
     def _on_saved(self, part: SavedPart) -> None:
-        """From any thread."""
+        """Report a saved part to the controller. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._tell, part)
 
     def _abort(self, target: int) -> None:
-        """Abort the groups; a job that does not end all the same costs this process, which is of no more
-        use."""
+        """Abort the groups. If the job does not end within INTERRUPT_GRACE_S, exit: the process is of no more use."""
         deadline = time.monotonic() + INTERRUPT_GRACE_S
         if self._executor is not None:
             self._executor.abort()
         while self._engine.finished < target:
             if time.monotonic() > deadline:
-                logger.error("%s does not end although its groups were aborted: leaving", self._job[0])
+                logger.error(
+                    "%s does not end although its groups were aborted: this process exits", self._job[0]
+                )
                 os._exit(1)
             time.sleep(0.05)
 
@@ -327,7 +327,7 @@ class EngineHost:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Tell the controller of a mistake of the host itself, which else only a deadline would show."""
+        """Report an error of the host itself to the controller, which otherwise only a deadline would reveal."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""One generation of a run on one rank: where plan nodes become engine calls."""
+"""One generation of a run on one rank: turns plan nodes into engine calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ from rlhf_tasks.system.invariants import require
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a node leaves besides its effects: metadata for the ledger."""
+    """What a node returns besides its effects: metadata for the ledger."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     bytes_sent: int = 0
@@ -76,14 +76,16 @@ class RankRun:
         self._samples = SampleStore()
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
-        self._at_step: dict[str, int] = {}  # role -> the step that it was saved as, until it is trained again
+        self._at_step: dict[
+            str, int
+        ] = {}  # role -> the step it was saved as; removed when it is trained again
         own = spec.plan.on(spec.rank)
         self._last_node = own[-1].name if own else ""
 
     def start(self, kept: KeptState | None) -> None:
-        """Restore the commit that the generation starts from; without one, save what stands as step 0.
+        """Restore the commit that the generation starts from; without one, save the initial state as step 0.
 
-        kept  what this rank has kept of an earlier generation
+        kept  the state that this rank has kept from an earlier generation
         """
         step, engines = self._spec.restore_step, dict(self._engines.trained())
         if step is None:
@@ -99,9 +101,10 @@ class RankRun:
                 restore(role, engine, Path(self._spec.run_folder), step)
 
     def keep(self) -> KeptState | None:
-        """What this rank's engines hold, if this generation saved it as a step; on CUDA it is copied to host memory.
+        """The state of this rank's trained roles, if this generation saved it as a step; else None.
 
-        What was restored and not saved since is not kept: the commit has it in another layout, maybe.
+        On CUDA it is copied to host memory. State that was restored and not saved since is not kept, because the
+        commit may have it in another layout.
         """
         engines = dict(self._engines.trained())
         steps = set(self._at_step.values())
@@ -124,8 +127,10 @@ class RankRun:
         self._groups.abort()
 
     def close(self, aborted: bool) -> None:
-        """End the reward process, the engines' copies, and the background writer, which after an abort leaves the
-        rest unwritten."""
+        """End the reward process, the engines' copies and the background writer.
+
+        aborted  the writer does not write what is still queued
+        """
         self._rewards.close()
         self._engines.close()
         self._writer.close(wait=not aborted)
@@ -241,7 +246,7 @@ class RankRun:
 
 
 def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
-    """Every set of devices that communicates under a plan; the same on all ranks."""
+    """Every set of device ids that communicates under a plan, in the same order on all ranks."""
     sets = [tuple(range(plan.n_devices))]
     for role in plan.roles.values():
         for placement in role.placements:

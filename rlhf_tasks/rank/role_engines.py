@@ -28,9 +28,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class RoleEngines:
     """(role, placement) -> Engine, for the placements that this rank is in.
 
-    A trained role is resident on its training placement, a frozen one on all of its placements but for those where it
-    is offloaded: there its weights come by `onload` and go by `offload`. Copies of trained roles come by
-    `reallocate` and go by `release`; after that their engine's shell is kept without weights.
+    A trained role is resident on its training placement; a frozen one on all its placements, except where it is
+    offloaded: there `onload` brings its weights and `offload` frees them. `reallocate` makes a copy of a trained role
+    and `release` frees it; the engine of a released copy is kept without weights.
     """
 
     def __init__(self, plan: ExecutionPlan, config: RunConfig, groups: ProcessGroups) -> None:
@@ -56,7 +56,7 @@ class RoleEngines:
                         self._host_copies[role, placement] = HostCopy(stage, self._copier)
 
     def get(self, role: str, placement: Placement) -> Engine:
-        """The engine of a role on a placement; its weights must be there, or on their way: then it waits for them."""
+        """The engine of a role on a placement, whose weights must be there. Waits for a copy that is in progress."""
         key = (role, placement)
         require(key in self._engines, f"role {role!r} has never been on {placement}")
         require(key not in self._absent, f"the copy of role {role!r} on {placement} was released")
@@ -73,17 +73,17 @@ class RoleEngines:
                 yield role, engine
 
     def trained_layouts(self) -> Iterator[tuple[str, Layout]]:
-        """The trained roles of the plan, here or not, and the layouts that they are trained in."""
+        """All trained roles of the plan, on this rank or not, with their training layouts."""
         for role, planned in self._plan.roles.items():
             if planned.trained:
                 yield role, self._layout(role, planned.placements[0])
 
     def versions(self) -> dict[str, int]:
-        """Role -> version of the weights that this rank trains."""
+        """Role -> version, for the trained roles that this rank owns a part of."""
         return {role: engine.version for role, engine in self.trained()}
 
     def reallocate(self, node: ReallocateNode, version: int) -> Reallocated:
-        """Make the copy that a node asks for; the source must have `version`. Collective over both placements."""
+        """Make a node's copy; the source must have `version`. Collective over both placements."""
         source, destination = self._layout(node.role, node.source), self._layout(node.role, node.destination)
         owner = self._engines.get((node.role, node.source))
         if owner is not None:
@@ -100,7 +100,7 @@ class RoleEngines:
             state=owner.state if owner is not None else None,
         )
         came = moved.version
-        require(came == version, f"{node.name}: version {came} came, the plan says {version}")
+        require(came == version, f"{node.name}: version {came} was received, the plan says {version}")
         if moved.slices is not None:
             self._install(node.role, node.destination, moved)
             reach(Point.REALLOCATED)
@@ -114,7 +114,7 @@ class RoleEngines:
         self._absent.add((role, placement))
 
     def onload(self, role: str, placement: Placement) -> None:
-        """Start to bring an offloaded role's weights to this rank's device."""
+        """Start copying an offloaded role's weights to this rank's device."""
         self._host_copies[role, placement].onload()
         reach(Point.ONLOAD)
 
@@ -124,7 +124,7 @@ class RoleEngines:
         reach(Point.OFFLOAD)
 
     def close(self) -> None:
-        """Leave no copy under way."""
+        """End the copies between host and device."""
         self._copier.close()
 
     def _install(self, role: str, placement: Placement, moved: Reallocated) -> None:
@@ -166,7 +166,7 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
 
 
 def _fill(stage: Stage, parts: Role, seed: int) -> None:
-    """Give a resident its weights. Raises ValueError when a frozen role would have a head drawn at random."""
+    """Give a resident its weights. Raises ValueError when a frozen role's head would be random."""
     if parts.random_init:
         initialise(stage, seed)
         return
@@ -179,6 +179,6 @@ def _fill(stage: Stage, parts: Role, seed: int) -> None:
 
 
 def _replace(stage: Stage, slices: dict[str, Tensor]) -> None:
-    """Let a copy's parameters be these tensors; without one, a parameter keeps no memory."""
+    """Set a copy's parameters to these tensors. A parameter without a tensor is emptied."""
     for name, parameter in stage.named_parameters():
         parameter.data = slices.get(name, parameter.data.new_empty(0))

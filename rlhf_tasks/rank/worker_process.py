@@ -1,11 +1,11 @@
-"""What a Dask worker process of ours is: a rank, or the controller.
+"""Makes a Dask worker process a rank or the controller.
 
-`process` is the one module attribute that is set at run time: the `EngineHost` of a rank, the `Controller` of
-the controller's worker, None elsewhere. The plugin sets it on every worker that offers one of the resources,
-also on a restarted one. The plugin carries nothing of a run: a host learns its rank, and who its controller
-is, by the controller's first request.
+`process` is the only module attribute that is set at run time: the `EngineHost` of a rank, the `Controller` of the
+controller's worker, None elsewhere. The plugin sets it on every worker that offers one of the resources, also after a
+restart. The plugin knows nothing of a run: a host learns its rank and its controller from the controller's first
+request.
 
-Torch-free: `tasks` and the flows import this module, a worker loads what it needs in `setup`.
+Torch-free: the flows import this module; a worker loads what it needs in `setup`.
 """
 
 import atexit
@@ -33,23 +33,22 @@ process: Any = None
 
 
 class ProcessPlugin(WorkerPlugin):
-    """Makes a worker that offers a resource of CLASSES what it is; registered once per cluster,
-    idempotently."""
+    """Makes a worker that offers a resource of CLASSES a rank or the controller. Registered once per cluster."""
 
     name = "prefect-rlhf"
     idempotent = True
 
     async def setup(self, worker: Worker) -> None:
-        global process  # the exception that this module is for
+        global process  # the only global that is set at run time; see the module's docstring
         kind = offered(worker.state.total_resources)
         if kind is not None:
             if worker.nanny:
                 end_with_nanny()
             if worker.nanny and threading.current_thread() is threading.main_thread():
-                # Ctrl-C in a terminal reaches every process; the flow decides, and ends us through the nanny.
+                # Ctrl-C in a terminal reaches every process. The flow decides, and ends this one through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                # Taking torch and Prefect apart, object by object, costs a core more than a second; the nanny kills
-                # a process that is not gone in four. At this point the worker is closed and its streams are flushed.
+                # Python's teardown of torch and Prefect takes a core more than a second, and the nanny kills a
+                # process that is not gone after four. By now the worker is closed and its streams are flushed.
                 atexit.register(os._exit, 0)
             process = resolve_name(CLASSES[kind])(worker)
             worker.handlers.update(process.handlers)
@@ -60,10 +59,10 @@ class ProcessPlugin(WorkerPlugin):
 
 
 def end_with_nanny() -> None:
-    """Have the kernel end this worker with its nanny: Dask's own thread for that cannot run in a stopped worker.
+    """Make the kernel end this worker with its nanny. Dask's own thread for that cannot run in a stopped worker.
 
-    The thread that the nanny started it by lives as long as it does (distributed.process.AsyncProcess). A child of a
-    fork server has another parent, and Dask's thread alone.
+    The kernel watches the nanny's thread that started this process, which lives as long as the process does
+    (distributed.process.AsyncProcess). A child of a fork server has another parent, and keeps only Dask's thread.
     """
     starter, parent = multiprocessing.parent_process(), os.getppid()
     if starter is not None and starter.pid == parent:

@@ -1,4 +1,4 @@
 """A user's rewards: their forms, and the process beside a rank that runs them. Torch-free.
 
-Reward models are models like others.
+Reward models are not here: they run on the engines, like other models.
 """

@@ -1,6 +1,6 @@
-"""Python rewards: the forms that are known by their parameters, how each is called, and what may come back.
+"""Python rewards: the forms, told apart by their parameters; how each is called; what each may return.
 
-Torch-free. Nothing here is called in a process of ours: reward_helper.py runs it, reward_process.py starts that.
+Torch-free. The user's code runs only in the helper process, which runs helper.py and which process.py starts.
 """
 
 import importlib
@@ -18,13 +18,13 @@ from typing import Any
 from rlhf_tasks.rewards.user_code import UserCodeError
 
 Values = list[float | None]
-"""One value per answer; None where a reward has no opinion, which counts as 0 and not in its mean."""
+"""One value per answer. None means no verdict: it adds 0 to the score and is left out of the mean."""
 
 
 class RewardError(UserCodeError):
-    """A Python reward that cannot be found, failed, was late or returned something else than values.
+    """A Python reward cannot be found, failed, was late or returned something other than values.
 
-    place  of the answer that it went wrong on, among those that were judged; None where nobody knows
+    place  index of the answer that it failed on, among those that were judged; None where that is unknown
     """
 
     def __init__(self, message: str, traceback: str = "", place: int | None = None) -> None:
@@ -34,13 +34,13 @@ class RewardError(UserCodeError):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What rewards judge: n answers.
+    """The n answers that rewards judge.
 
-    prompts         text, or messages where the rows are conversations
-    completions     text of the responses, without special tokens
+    prompts         n texts, or n lists of messages where the rows are conversations
+    completions     n texts of responses, without special tokens
     completion_ids  their token ids
     columns         the rows' further columns: name -> n values, None where a row lacks it
-    prompt_texts    the prompts as text, of a conversation what the model read
+    prompt_texts    the n prompts as text; for a conversation, the text that the model read
     """
 
     prompts: list[Any]
@@ -53,9 +53,10 @@ class Answers:
     def of_columns(
         rows: Sequence[str], completions: list[str], completion_ids: list[list[int]], read: Sequence[str]
     ) -> "Answers":
-        """From the key `columns`: one JSON object per sample, with `prompt` among its entries.
+        """Answers made from the sample key `columns`.
 
-        read  what the model read before each completion, as text
+        rows  one JSON object per sample, with `prompt` among its entries
+        read  the text that the model read before each completion
         """
         parsed = [json.loads(row) for row in rows]
         names = dict.fromkeys(name for row in parsed for name in row if name != "prompt")
@@ -67,7 +68,7 @@ class Answers:
         return Answers(prompts, completions, completion_ids, columns, texts)
 
     def select(self, places: Sequence[int]) -> "Answers":
-        """Some of them."""
+        """The answers at these indices."""
         lists = {
             f.name: [getattr(self, f.name)[i] for i in places] for f in fields(self) if f.name != "columns"
         }
@@ -80,9 +81,10 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What TRL's `trainer_state` says of a run, as far as rewards go by it.
+    """The part of TRL's `trainer_state` that rewards use.
 
-    global_step, max_steps  iterations that are over, of how many
+    global_step  iterations that are finished
+    max_steps    iterations of the whole run
     """
 
     global_step: int
@@ -96,10 +98,10 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """One way in which rewards are called.
+    """One way to call a reward.
 
-    arguments   (answers, state) -> the arguments of each call
-    per_answer  one call per answer gives one value; otherwise one call gives them all
+    arguments   (answers, state) -> the keyword arguments of each call
+    per_answer  each call judges one answer and returns one value; otherwise one call judges all answers
     """
 
     arguments: Callable[[Answers, TrainerState], list[Arguments]]
@@ -117,7 +119,7 @@ def _trl(answers: Answers, state: TrainerState) -> list[Arguments]:
             "prompts": answers.prompts,
             "completions": completions,
             "completion_ids": answers.completion_ids,
-            "completions_ids": answers.completion_ids,  # TRL's documents have both names
+            "completions_ids": answers.completion_ids,  # TRL's documentation uses both names
             "trainer_state": state,
         }
     ]
@@ -159,22 +161,26 @@ def _openrlhf(answers: Answers, state: TrainerState) -> list[Arguments]:
 
 TRL = CallForm(_trl)
 SIGNS = (
-    ({"completions", "completion_ids", "completions_ids"}, TRL),  # first: its other parameters are columns
+    (
+        {"completions", "completion_ids", "completions_ids"},
+        TRL,
+    ),  # first: a column may have another form's name
     ({"solution_str"}, CallForm(_verl, per_answer=True)),
     ({"solution_strs"}, CallForm(_verl_batch)),
     ({"queries"}, CallForm(_openrlhf)),
     ({"prompts"}, TRL),
 )
-"""Parameters any of which shows a form, the surest first."""
+"""(parameter names, form): a function with any of the names has the form. The first match counts."""
 LOGS = ("log_extra", "log_metric")
-"""What TRL's form is offered too: `log_extra(column, values)`, `log_metric(name, value)`."""
+"""Functions that TRL's form may also take: `log_extra(column, values)`, `log_metric(name, value)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a function takes.
+    """The parameters of a function.
 
-    names     that can be given by name; required: those without a default
+    names      those that can be given by name
+    required   those without a default
     takes_any  whether it has **kwargs
     """
 
@@ -184,7 +190,7 @@ class Parameters:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> "Parameters":
-        """Raises ValueError or TypeError where Python does not know them."""
+        """The parameters of a function. Raises ValueError or TypeError where Python cannot inspect it."""
         found = inspect.signature(function).parameters.values()
         named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return Parameters(
@@ -198,7 +204,7 @@ class Parameters:
         )
 
     def form(self, location: str, kwargs: Collection[str]) -> CallForm:
-        """The form that they show. Raises RewardError where they show none, or `kwargs` has others."""
+        """The form of a function with these parameters. Raises RewardError for no known form or an unknown kwarg."""
         form = next(
             (form for signs, form in SIGNS if signs & set(self.names)), TRL if self.takes_any else None
         )
@@ -218,7 +224,7 @@ class Parameters:
     def refuse_missing(
         self, location: str, form: CallForm, kwargs: Collection[str], columns: Sequence[str]
     ) -> None:
-        """Raises RewardError for a required parameter that nothing gives: form, columns of the rows, kwargs."""
+        """Raises RewardError for a required parameter that neither the form, a column nor `kwargs` supplies."""
         one = Answers([""], [""], [[]], {name: [None] for name in columns}, [""])
         given = form.arguments(one, TrainerState(0, 1))
         offered = {*given[0], *kwargs, *(LOGS if form is TRL else ())}
@@ -226,16 +232,16 @@ class Parameters:
         if missing:
             raise RewardError(
                 f"reward {location}: its parameter {missing[0]!r} is neither a column of the rows "
-                f"({', '.join(columns) or 'which have no further ones'}) nor among its kwargs. Rename a column by "
+                f"({', '.join(columns) or 'which have no further ones'}) nor among its kwargs. Rename a column with "
                 "data.column_map, or give it in kwargs."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward that was found.
+    """A reward function that was found.
 
-    file  that its function stands in, where Python knows it
+    file  the source file of its function; "" where Python does not know it
     """
 
     name: str
@@ -249,7 +255,7 @@ class Reward:
     def arguments(
         self, answers: Answers, state: TrainerState, logs: Mapping[str, Callable[[str, Any], None]]
     ) -> list[Arguments]:
-        """Of each call that judges the answers. Raises RewardError where a required one is missing."""
+        """The keyword arguments of each call. Raises RewardError where a required one is missing."""
         self.parameters.refuse_missing(self.location, self.form, self.kwargs, list(answers.columns))
         more = {**(logs if self.form is TRL else {}), **self.kwargs}
         calls = [{**given, **more} for given in self.form.arguments(answers, state)]
@@ -258,7 +264,7 @@ class Reward:
         return [{n: value for n, value in given.items() if n in self.parameters.names} for given in calls]
 
     def values(self, returned: Sequence[Any], n_answers: int) -> Values:
-        """One per answer, from what the calls gave. Raises RewardError naming the reward, the value and its place."""
+        """One value per answer, from what the calls returned. Raises RewardError that names a bad value."""
         listed = list(returned) if self.form.per_answer else self._listed(returned[0], n_answers)
         return [self._number(place, value) for place, value in enumerate(listed)]
 
@@ -313,10 +319,10 @@ def shortened(text: str, most: int) -> str:
 
 
 def load_reward(name: str, location: str, kwargs: Mapping[str, Any]) -> Reward:
-    """The reward at `module:function` or `file.py:function`. Of a class, made with `kwargs`, the object is called.
+    """The reward at `module:function` or `file.py:function`. From a class, an object is made with `kwargs`.
 
-    Raises RewardError when it is not there or its parameters show none of the forms; what the user's module raises
-    while it is imported is passed on.
+    Raises RewardError when it is not there or its parameters match no form. What the user's module raises while it is
+    imported is not caught.
     """
     place, _, attribute = location.rpartition(":")
     target = getattr(_module(place), attribute, None)
@@ -327,12 +333,12 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any]) -> Reward:
     if inspect.isclass(target):
         target, kwargs = target(**kwargs), {}
         if not callable(target):
-            raise RewardError(f"reward {location}: what the class {attribute!r} makes cannot be called.")
+            raise RewardError(f"reward {location}: objects of the class {attribute!r} cannot be called.")
     try:
         parameters = Parameters.of(target)
     except (TypeError, ValueError):
         raise RewardError(
-            f"reward {location}: Python does not know its parameters. Wrap it in a function."
+            f"reward {location}: Python cannot inspect its parameters. Wrap it in a function."
         ) from None
     code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
     file = code.co_filename if code is not None else ""

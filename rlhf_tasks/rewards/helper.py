@@ -1,10 +1,10 @@
-"""The life of the process that runs a user's Python rewards: read requests, call rewards, tell what came of it.
+"""The main loop of the process that runs a user's Python rewards: read requests, call rewards, reply.
 
-Requests come on standard input, replies leave on what was standard output: one line of JSON each. The first request
-has the rewards and the values of Prefect blocks that their kwargs name; its reply is `{"pid": ...}`. Each further
-one is answered by `{"at": [reward, place]}` before each call, then by `{"values": ..., "logged": ...}`, or by
-`{"fault": ..., "traceback": ..., "place": ..., "searching": ...}`, after which the process ends. Where it searches
-for the answer that a reward fails on, `{"place": ...}` is its last word.
+Requests come on standard input; replies leave on the original standard output. Each is one line of JSON. The first
+request has the rewards and the values of the Prefect blocks that their kwargs name; its reply is `{"pid": ...}`. The
+replies to a further request are `{"at": [reward, place]}` before each call, and then `{"values": ..., "logged": ...}`
+or `{"fault": ..., "traceback": ..., "place": ..., "searching": ...}`. After a fault the process ends. Where
+`searching` is true, it first searches for the answer that the reward fails on and replies `{"place": ...}`.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from typing import Any, NoReturn
 from rlhf_tasks.rewards.forms import Answers, Reward, RewardError, TrainerState, load_reward, shortened
 from rlhf_tasks.rewards.user_code import at_line, secret_named, traced, users_frames
 
-STACK_SIGNAL = signal.SIGRTMAX  # has this process write its stack down, whatever it is doing
-MARGIN_S = 0.5  # by which async rewards that are late are named before the whole process would be
+STACK_SIGNAL = signal.SIGRTMAX  # makes this process dump its stack, whatever it is doing
+MARGIN_S = 0.5  # async rewards time out this much before the process does, so that the late one can be named
 MOST_MESSAGE, MOST_TRACEBACK = 400, 8000  # characters
 
 
 def serve() -> None:
-    """Answer requests until a reward fails. sys.argv[2]: descriptor of the file that stacks are written to."""
+    """Answer requests until a reward fails. sys.argv[2] is the descriptor of the file to dump stacks to."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a reward may read its input
-    os.dup2(2, 1)  # and print: neither must mix with ours
+    os.dup2(2, 1)  # or print: neither may mix with requests and replies
     stacks = int(sys.argv[2])
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
@@ -48,7 +48,7 @@ def serve() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A reward, as the configuration names it."""
+    """A reward, as given in the configuration."""
 
     name: str
     function: str
@@ -57,7 +57,10 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a reward. place: of the answer that it judges, None where it judges all."""
+    """One call of a reward.
+
+    place  index of the answer that it judges; None where it judges all
+    """
 
     reward: Reward
     place: int | None
@@ -65,9 +68,9 @@ class _Call:
 
 
 class Helper:
-    """The rewards of one such process.
+    """The rewards of one helper process.
 
-    blocks  Prefect block -> its value
+    blocks  name of a Prefect Secret block -> its value
     """
 
     def __init__(self, replies: Any, settings: Sequence[_Entry], blocks: Mapping[str, str]) -> None:
@@ -83,12 +86,12 @@ class Helper:
             if value and secret_named(entry.kwargs[name])
         }
         self._rewards: list[Reward] = []
-        self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection
+        self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
         if self._secrets:
             sys.stdout, sys.stderr = (_Scrubbed(s, self.scrubbed) for s in (sys.stdout, sys.stderr))
 
     def scrubbed(self, text: str) -> str:
-        """A text without the secrets' values."""
+        """A text with `***` in place of the secrets' values."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
@@ -103,11 +106,11 @@ class Helper:
                 self._rewards.append(load_reward(entry.name, entry.function, kwargs))
             except RewardError:
                 raise
-            except BaseException as error:  # noqa: BLE001  the user's module, which may do anything
+            except BaseException as error:  # noqa: BLE001  the user's module may raise anything
                 raise _raised(f"reward {entry.function}: importing it", error, "") from None
 
     def answer(self, request: Mapping[str, Any]) -> None:
-        """Judge n answers. Raises RewardError, or ends the process where it has told the fault itself."""
+        """Judge the answers of a request and reply. Raises RewardError, or exits after it has reported a fault."""
         answers, state = Answers(**request["answers"]), TrainerState(*request["progress"])
         until_s = request["until_s"] - MARGIN_S
         logged: dict[str, dict[str, Any]] = {reward.name: {} for reward in self._rewards}
@@ -134,16 +137,16 @@ class Helper:
         self._tell({"values": values, "logged": logged})
 
     def tell_fault(self, error: RewardError, searching: bool = False) -> None:
-        """A reward has failed.
+        """Report that a reward has failed.
 
-        searching  a `place` follows
+        searching  a reply with the `place` follows
         """
         message = shortened(self.scrubbed(str(error)), MOST_MESSAGE + MOST_MESSAGE)
         trace = self.scrubbed(error.traceback)[-MOST_TRACEBACK:]
         self._tell({"fault": message, "traceback": trace, "place": error.place, "searching": searching})
 
     def _end_by(self, call: _Call, error: BaseException, answers: Answers, state: TrainerState) -> NoReturn:
-        """Tell what a call raised; of one that judges all answers, then which of them it fails on."""
+        """Report what a call raised, then, for a call that judges all answers, one on which it fails. Exits."""
         fault = _raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
         searching = call.place is None and len(answers) > 1
         self.tell_fault(fault, searching)
@@ -152,7 +155,7 @@ class Helper:
         sys.exit()
 
     def _guilty(self, reward: Reward, answers: Answers, state: TrainerState) -> int | None:
-        """The place of an answer that a reward fails on by itself; None where it does so on none."""
+        """The index, found by bisection, of an answer on which a reward fails alone; None where it finds none."""
 
         def fails(places: Sequence[int]) -> bool:
             some = answers.select(places)
@@ -175,7 +178,7 @@ class Helper:
         try:
             return reward.function(**arguments)
         finally:
-            if os.getpid() != self._pid:  # a fork of the reward's, which comes back as well
+            if os.getpid() != self._pid:  # the reward has forked, and its child returns here too
                 os._exit(0)
 
     def _tell(self, reply: Mapping[str, Any]) -> None:
@@ -185,11 +188,14 @@ class Helper:
 
 
 class _Late(Exception):
-    """An async reward has not ended in time; its traceback says where it waits."""
+    """An async reward has not ended in time; the traceback says where it waits."""
 
 
 async def _await(calls: Sequence[_Call], until_s: float) -> tuple[_Call, BaseException] | None:
-    """Await all of them together; the first that fails, with what it raised, or that is late."""
+    """Await all calls together until `until_s` (time.monotonic(), in seconds).
+
+    Returns the first call that fails, with what it raised, or the first late one, with _Late; else None.
+    """
     tasks = {asyncio.ensure_future(call.returned): call for call in calls}
     if not tasks:
         return None
@@ -205,13 +211,13 @@ async def _await(calls: Sequence[_Call], until_s: float) -> tuple[_Call, BaseExc
         await asyncio.wait([task], timeout=MARGIN_S / 2)
         try:
             task.result()
-        except BaseException as error:  # noqa: BLE001  the cancellation, raised where it waited
+        except BaseException as error:  # noqa: BLE001  the cancellation, raised where the task waited
             return tasks[task], _Late().with_traceback(error.__traceback__)
     return None
 
 
 def _logs(told: dict[str, Any]) -> dict[str, Any]:
-    """What TRL offers rewards to log by, writing to `told`."""
+    """The logging functions that TRL offers to rewards; they write to `told`."""
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
         told[column] = list(values)
@@ -227,9 +233,9 @@ def _is_awaitable(value: Any) -> bool:
 
 
 def _raised(what: str, error: BaseException, file: str, place: int | None = None) -> RewardError:
-    """What a user's code raised, with the frames of their code alone.
+    """A RewardError for what the user's code raised, with only the frames of that code.
 
-    file  the reward's: its last line that was reached is named
+    file  the reward's source file: the message names the last line of it in the traceback
     """
     told = traceback.TracebackException.from_exception(error)
     told.stack = traceback.StackSummary.from_list(users_frames(told.stack))
@@ -248,12 +254,12 @@ def _late(call: _Call, error: BaseException, timeout_s: float) -> RewardError:
 
 
 def late_message(who: str, timeout_s: float, where: str) -> str:
-    """What a reward did that has not ended in time."""
+    """The message about a reward that has not ended within `timeout_s` seconds."""
     return f"{who} gave no answer in {timeout_s:g} s{where}. Mend it or raise reward_timeout_s."
 
 
 def _resolved(value: Any, blocks: Mapping[str, str]) -> Any:
-    """The value of a kwarg; None where what it names is not there."""
+    """The value of a kwarg: itself, or the secret that it names; None where that is not set."""
     named = secret_named(value)
     if named is None:
         return value
@@ -271,7 +277,7 @@ def _refuse_unknown(entry: _Entry, argument: str, value: Any) -> None:
 
 
 class _Scrubbed:
-    """A text stream that leaves secrets out."""
+    """A text stream that replaces secrets by `***`."""
 
     def __init__(self, stream: Any, scrubbed: Any) -> None:
         self._stream, self._scrubbed = stream, scrubbed

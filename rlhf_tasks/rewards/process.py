@@ -1,9 +1,9 @@
 """The helper process beside a rank that runs the user's Python rewards, as the rank sees it.
 
-A reward may import anything, print, hang, fork or crash: none of that may reach the rank, whose threads belong to the
-engine. `subprocess`, not multiprocessing: Dask's workers are daemonic and may have no such children. Two keepers
-(kept_process.py) stand between rank and helper: whatever a reward is doing and whatever it has started ends when the
-rank does, or when somebody kills one of them.
+A reward may import anything, print, hang, fork or crash. None of that may affect the rank, whose threads belong to
+the engine. The helper is started by `subprocess`: Dask's workers are daemonic and may have no multiprocessing
+children. Two keeper processes (system/child_processes.py) stand between rank and helper. They end the helper and all
+that it has started when the rank ends or when one of them is killed.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ _START = (
     "from rlhf_tasks.system.child_processes import keep; keep('rlhf_tasks.rewards.helper:serve')"
 )
 OURS = "PREFECT_"
-"""Variables that begin so are not the rewards': the login of the run's Prefect server is among them."""
-SEARCH_S = 5.0  # for the answer that a reward fails on
-STACK_S = 1.0  # for a helper to write down where it is
-END_S = 10.0  # for a keeper to kill everything below it
+"""The helper does not get variables with this prefix: the login of the run's Prefect server is among them."""
+SEARCH_S = 5.0  # that the search for the answer that a reward fails on may take
+STACK_S = 1.0  # that a helper may take to dump its stack
+END_S = 10.0  # that a keeper may take to kill all its descendants
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the rewards say of n answers.
+    """The rewards' verdict on n answers.
 
     values  reward -> n values
     logged  reward -> what it logged by `log_extra` (column -> n values) and `log_metric` (name -> number)
@@ -54,10 +54,10 @@ class Judged:
 
 
 class RewardProcess:
-    """One rank's helper, started with the first request and again after it was lost.
+    """One rank's helper process. It is started with the first request, and again after it was lost.
 
-    iterations  of the whole run
-    blocks      Prefect Secret block that kwargs name -> its value
+    iterations  number of iterations of the whole run
+    blocks      name of a Prefect Secret block -> its value
     Requests are answered one at a time, in order.
     """
 
@@ -73,15 +73,15 @@ class RewardProcess:
     def submit(self, answers: Answers, iteration: int = 0) -> "Future[Judged]":
         """Start judging.
 
-        The future's exception is a RewardError when a reward raised, returned something but n finite numbers, took
-        longer than `reward_timeout_s`, more than `reward_memory_bytes`, or ended its process.
+        The future's exception is a RewardError when a reward raised, returned something other than n finite numbers,
+        took longer than `reward_timeout_s`, used more than `reward_memory_bytes`, or ended its process.
         """
         return self._thread.submit(self._judge, answers, iteration)
 
     def close(self) -> None:
-        """End the helper and all that it has started, whatever they are doing; a request under way fails."""
+        """End the helper and all that it has started, whatever they are doing. A request in progress fails."""
         self._closed = True
-        helper = self._helper  # read once: the judging thread may take it away meanwhile
+        helper = self._helper  # read once: the judging thread may set it to None meanwhile
         if helper is not None:
             helper.end()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -95,15 +95,13 @@ class RewardProcess:
         request = {
             "answers": asdict(answers),
             "progress": [iteration, self._iterations],
-            "until_s": until_s,  # by the machine's clock, which both go by
+            "until_s": until_s,  # time.monotonic(), which is the same in both processes
             "timeout_s": config.reward_timeout_s,
         }
         try:
             try:
                 return self._ask(config, request, until_s)
-            except (
-                _Killed
-            ):  # nothing that a reward does: somebody has killed the process, so it is started again
+            except _Killed:  # no reward did this: the process was killed from outside, so it is started again
                 self._end()
                 return self._ask(config, request, until_s)
         except _Killed:
@@ -140,7 +138,7 @@ class RewardProcess:
         raise self._ended(helper, config)
 
     def _ended(self, helper: "_Helper", config: Scores) -> Exception:
-        """Why there is no reply: a reward has ended the helper, or somebody else has."""
+        """The reason why the helper ended without a reply: a reward ended it, or it was killed from outside."""
         status = helper.status()
         if self._closed:
             return RewardError("the rank's reward process is closed.")
@@ -160,11 +158,11 @@ class RewardProcess:
 
 
 class _Killed(Exception):
-    """The helper was killed, and not by what a reward did."""
+    """The helper was killed from outside, not by what a reward did."""
 
 
 class _TooLarge(Exception):
-    """The helper and what it has started take more memory than they may."""
+    """The helper and the processes it has started use more memory than is allowed."""
 
     def __init__(self, used_bytes: int) -> None:
         super().__init__()
@@ -172,10 +170,10 @@ class _TooLarge(Exception):
 
 
 class _Helper:
-    """A helper that was started, with its keeper.
+    """A running helper process and its keeper.
 
-    started    whether it has been told its rewards
-    at, place  the reward that it is at, and which answer, where it judges them one by one
+    started    whether it has been sent its rewards
+    at, place  the reward that it is calling, and the index of the answer where that judges them one by one
     """
 
     def __init__(self) -> None:
@@ -195,14 +193,14 @@ class _Helper:
         self._looked_s = 0.0
 
     def start(self, stated: Mapping[str, Any], until_s: float) -> None:
-        """Tell it its rewards, which it imports then. Raises TimeoutError."""
+        """Send it its rewards, which it then imports. Raises TimeoutError at `until_s` (time.monotonic())."""
         self.lines.send(json.dumps(stated), until_s)
         reply = self.lines.read(until_s)
         self._pid = None if reply is None else reply["pid"]
         self.started = True
 
     def read_place(self) -> int | None:
-        """The answer that the reward fails on, where the helper finds it soon."""
+        """The index of the answer that the reward fails on; None where the helper does not find it in SEARCH_S."""
         with contextlib.suppress(TimeoutError):
             reply = self.lines.read(time.monotonic() + SEARCH_S)
             while reply is not None and "place" not in reply:
@@ -211,7 +209,7 @@ class _Helper:
         return None
 
     def stack(self) -> tuple[str, str]:
-        """` at FILE:LINE` that the helper is at, and the frames of the user's code."""
+        """Where the helper is now: (` at FILE:LINE`, the frames of the user's code)."""
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, STACK_SIGNAL)
@@ -222,7 +220,7 @@ class _Helper:
         return self.written_stack()
 
     def written_stack(self) -> tuple[str, str]:
-        """The same, of the stack that was written last."""
+        """The same for the stack that the helper dumped last."""
         found = [
             _FRAME.fullmatch(line)
             for line in self._written().rpartition("(most recent call first):")[2].split("\n")
@@ -232,7 +230,7 @@ class _Helper:
         return at_line(theirs), traced(theirs)
 
     def status(self) -> int:
-        """Of the keeper that has ended or is about to: the helper's, 128 + the number of a signal."""
+        """The exit status of the helper, as its keeper returns it when it ends: 128 + N after signal N."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._keeper.wait(END_S)
         return self._keeper.poll() or 0
@@ -242,10 +240,10 @@ class _Helper:
         self._keeper.terminate()
 
     def close(self) -> None:
-        """Kill everything, and take leave of the keeper."""
+        """Kill everything and reap the keeper."""
         assert self._keeper.stdin is not None
         assert self._keeper.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # what was not written is of no use any more
+        with contextlib.suppress(BrokenPipeError):  # what is still buffered is no longer needed
             self._keeper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._keeper.wait(END_S)
@@ -258,14 +256,14 @@ class _Helper:
         return os.pread(self._stacks, 1 << 20, 0).decode(errors="replace")
 
     def refuse_large(self, most_bytes: int) -> None:
-        """Look at the memory now and then: first roughly, then without counting shared pages twice.
+        """Raises _TooLarge when the helper and its children use more than `most_bytes` bytes.
 
-        Raises _TooLarge.
+        Looks at most every LOOK_EVERY_S seconds: first roughly (RSS), then without counting shared pages twice (PSS).
         """
         if time.monotonic() - self._looked_s < LOOK_EVERY_S:
             return
         self._looked_s = time.monotonic()
-        with contextlib.suppress(psutil.Error):  # one of them ends just now
+        with contextlib.suppress(psutil.Error):  # a process that is ending
             processes = psutil.Process(self._keeper.pid).children(recursive=True)
             if sum(process.memory_info().rss for process in processes) > most_bytes:
                 used_bytes = sum(process.memory_full_info().pss for process in processes)
@@ -275,7 +273,7 @@ class _Helper:
 
 @contextlib.contextmanager
 def _naming(helper: _Helper, config: Scores) -> Iterator[None]:
-    """A helper that is late or too large becomes a RewardError that says where in the user's code it is."""
+    """Turns a helper that is late or too large into a RewardError that says where in the user's code it is."""
     try:
         yield
     except TimeoutError:
@@ -287,7 +285,7 @@ def _naming(helper: _Helper, config: Scores) -> Iterator[None]:
         where, frames = helper.stack()
         raise RewardError(
             f"{helper.at or 'a reward'} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes "
-            f"allows {config.reward_memory_bytes / 1e9:.1f} GB. Mend it or raise that.",
+            f"allows {config.reward_memory_bytes / 1e9:.1f} GB. Mend the reward or raise reward_memory_bytes.",
             frames,
             helper.place,
         ) from None

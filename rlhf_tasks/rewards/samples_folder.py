@@ -1,4 +1,4 @@
-"""The samples that reward calls write into a run folder, as a flow reads them: without torch."""
+"""Reads the samples that reward calls write into a run folder. Flows use it, so it is torch-free."""
 
 import json
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ SAMPLES = "samples"
 def read_samples(run_folder: Path, n_samples: int) -> Iterator[dict[str, Any]]:
     """The samples of a finished rollout in the order of their ids.
 
-    n_samples  rows times num_generations; the last iteration may have begun the data again, which is left out
+    n_samples  rows times num_generations. The last iteration may restart the data; those samples are left out.
     """
     samples = [
         json.loads(line)
         for path in sorted((run_folder / SAMPLES).glob("*.jsonl"))
-        for line in path.read_text(encoding="utf-8").split("\n")  # texts may have other ends of lines within
+        for line in path.read_text(encoding="utf-8").split("\n")  # texts may contain other line separators
         if line
     ]
     return (sample for sample in sorted(samples, key=lambda s: s["id"]) if sample["id"] < n_samples)

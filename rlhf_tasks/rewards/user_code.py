@@ -1,6 +1,6 @@
-"""Code that the user brought: what it did wrong, which frames are theirs, which of its arguments are secrets.
+"""The user's own code: its errors, its frames in a traceback, its secret arguments.
 
-The standard library only: it is loaded beside that code.
+Imports only the standard library, because it is loaded in the process that runs that code.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ _ASYNCIO = str(Path(asyncio.__file__).parent)
 
 
 class UserCodeError(RuntimeError):
-    """What code that the user brought did wrong. It would go wrong again: a run ends by it, and no rank is at fault.
+    """An error in the user's own code. A retry would fail again, so it ends the run; no rank is at fault.
 
-    traceback  of their code alone, empty where there is none
+    traceback  frames of the user's code only; "" where there are none
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -30,7 +30,7 @@ class UserCodeError(RuntimeError):
 
 
 def users_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Without ours that call theirs, nor the event loop's and the importer's in between."""
+    """The frames of the user's code: without our frames that call it, the event loop's and the importer's."""
     listed = [f for f in frames if not f.filename.startswith(_IMPORTERS)]
     first = max((i + 1 for i, f in enumerate(listed) if f.filename in _CALLERS), default=0)
     while first < len(listed) and listed[first].filename.startswith(_ASYNCIO):
@@ -39,7 +39,7 @@ def users_frames(frames: Iterable[traceback.FrameSummary]) -> list[traceback.Fra
 
 
 def at_line(frames: Sequence[traceback.FrameSummary], file: str = "") -> str:
-    """` at FILE:LINE` of the last frame in a file, or else in the first frame's; empty where there is none."""
+    """` at FILE:LINE` of the last frame in `file`, or else in the first frame's file; "" without frames."""
     found = [f for f in frames if f.filename == file] or [
         f for f in frames if f.filename == frames[0].filename
     ]
@@ -47,7 +47,7 @@ def at_line(frames: Sequence[traceback.FrameSummary], file: str = "") -> str:
 
 
 def traced(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Frames, as a traceback shows them; empty where there are none."""
+    """The frames as the text of a traceback; "" where there are none."""
     return "".join(["Traceback (most recent call last):\n", *traceback.format_list(frames)]) if frames else ""
 
 

@@ -254,5 +254,5 @@ def test_a_package_that_hides_one_of_ours_is_refused(tmp_path: Path):
         cwd=tmp_path,
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"error: blocks is to be imported from {hiding}, which hides")
+    assert ended.stderr.startswith(f"error: blocks would be imported from {hiding}, which hides")
     assert "Traceback" not in ended.stderr

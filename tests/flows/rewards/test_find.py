@@ -135,6 +135,6 @@ def test_a_secret_that_stands_in_the_configuration_is_warned_of(call, document, 
     document["rewards"] = [{"function": f"{tmp_path / 'rewards.py'}:f", "kwargs": {"api_key": "abc-123"}}]
     status, _, err = call("config", "validate", "FILE")
     assert status == 0
-    assert "warning: rewards.0.kwargs.api_key stands in the configuration, which runs write down." in err
+    assert "warning: rewards.0.kwargs.api_key is given in the configuration, which runs write to disk." in err
     assert "api_key: {env: VARIABLE}" in err
     assert "abc-123" not in err

@@ -33,7 +33,7 @@ YAML = {
     "an empty number": ("seed: !!int ''", ":1: not valid YAML: string index out of range."),
     "a tag of no value": ("seed: !!bool maybe", ":1: not valid YAML: 'maybe' is not there."),
     "a set": ("seed: !!set {a, b}", ":1: not valid YAML: could not determine a constructor for"),
-    "itself": ("seed: &a [*a]", ":1: not valid YAML: an alias of what it stands in."),
+    "itself": ("seed: &a [*a]", ":1: not valid YAML: an alias refers to a value that contains it."),
     "half a character": ('seed: 1\nname: "\\ud800"', ":2: not valid YAML: half of a surrogate pair"),
     "a list as a key": ("? [a]\n: 1", ":1: not valid YAML: a key is a list or mapping."),
     "a merge key": ("a: &a {x: 1}\nb: {<<: *a, y: 2}", ":2: not valid YAML: no key may be '<<': write out"),

@@ -149,7 +149,7 @@ def test_no_change_after_the_last_iteration_nor_on_top_of_another():
     (refused,) = books.change_plan(single_plan(), {}, 0)
     assert refused.reason == "the run ends with iteration 2."
     (refused,) = changing().change_plan(pair_plan(), {}, 0)
-    assert refused.reason == "no iteration has gone by the plan that begins at 3 yet."
+    assert refused.reason == "the plan that begins at iteration 3 has not been used yet."
 
 
 def test_an_early_stop_comes_before_a_later_change():
