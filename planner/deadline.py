@@ -1,4 +1,4 @@
-"""When a search ends, or a step of it."""
+"""The time limit of a search or of one of its steps."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 
 def never() -> bool:
-    """Nobody calls the search off."""
+    """The default `called_off` of a Deadline: the search is never called off."""
     return False
 
 
 class Deadline(NamedTuple):
-    """A time, unless the search is called off before.
+    """A search ends at a given time, or earlier when it is called off.
 
-    at_s        of time.monotonic()
-    called_off  whether whoever wanted a plan will have the one that is found by now
+    at_s        the time, in seconds of time.monotonic()
+    called_off  returns True once the best plan found so far is to be used
     """
 
     at_s: float
     called_off: Callable[[], bool] = never
 
     def is_past(self) -> bool:
-        """Whether to end now."""
+        """Whether the search must end now."""
         return self.called_off() or monotonic() > self.at_s

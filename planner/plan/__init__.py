@@ -1,4 +1,4 @@
-"""Execution plans: graph, meshes, inserted nodes, total order, steady state. Nothing here knows seconds of calls.
+"""Execution plans: graph, meshes, inserted nodes, total order, steady state.
 
-Prices are in planner/pricing.
+Nothing here knows how long a call takes: prices are in planner/pricing.
 """

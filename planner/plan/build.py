@@ -1,5 +1,4 @@
-"""From assignments to an execution plan: checks, inserted nodes, one total order, and the edges that it
-implies."""
+"""From assignments to an execution plan: checks, inserted nodes, one total order, and the edges between nodes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -27,29 +26,28 @@ from rlhf_tasks.spec import (
 
 
 class PlanError(ValueError):
-    """Assignments that make no plan, with the values and what to change."""
+    """The assignments make no plan; the message names the values at fault and what to change."""
 
 
 _WORK_S = {"generate": 8.0, "inference": 1.0, "train_step": 3.0}
-"""Rough seconds of a call on one device, only to rank orders of nodes; ratios as in RLHF practice."""
+"""Rough seconds of a call on one device, used only to compare orders of nodes; ratios as in RLHF practice."""
 
 _MOVE_S = 0.02
 """Rough seconds of any other node, for the same purpose."""
-
 
 _COPY_S = 0.1
 """Rough seconds of the copy that an onload starts, for the same purpose."""
 
 
 def rough_duration_s(node: PlanNode) -> float:
-    """Seconds that a node takes, roughly: for ordering where no profile is at hand."""
+    """Rough seconds of a node, for ordering nodes where there is no profile."""
     if isinstance(node, CallNode):
         return _WORK_S[node.call.kind] / len(node.devices)
     return _MOVE_S
 
 
 def rough_copy_s(node: OnloadNode) -> float:
-    """Seconds of the copy that an onload starts, roughly."""
+    """Rough seconds of the copy that an onload starts."""
     return _COPY_S
 
 
@@ -64,14 +62,15 @@ def build_plan(
     """The execution plan of a graph under assignments (call -> placement, micro-batches, balance, order).
 
     duration_s  seconds of a node; decides only which of two nodes on a shared device comes first
-    call_order  all calls in a topological order of the graph: then this order decides, and the inserted nodes
-                stand where planner.plan.call_order puts them; None: the assignments' own order, and where they
-                have none, planner.plan.node_order finds an order for `duration_s`
-    copy_s      seconds of the copy that an onload starts; for that order
+    call_order  all calls in a topological order of the graph; planner.plan.call_order then places the inserted
+                nodes. None: the order that the assignments give, or, where they give none, the order that
+                planner.plan.node_order finds with `duration_s` and `copy_s`
+    copy_s      seconds of the copy that an onload starts
 
-    Raises PlanError when an assignment is missing, names an unknown call, uses devices that are no device
-    mesh of the cluster, has more dp ranks than a mini-batch has sequences or more micro-batches than a dp rank has of
-    these, offloads what cannot be, and for an order that is not of all calls or contradicts the graph.
+    Raises PlanError when an assignment is missing or names an unknown call; when its devices are not a device
+    mesh of the cluster; when it has more dp ranks than a mini-batch has sequences, or more micro-batches than a dp
+    rank has of these sequences; when it offloads a trained role; and when the order does not name every call once
+    or contradicts the graph.
     """
     _check(graph, assignments, cluster)
     if call_order is None:
@@ -128,8 +127,8 @@ def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], clus
 
 
 def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
-    """Raises PlanError unless every dp rank has a sequence of every mini-batch, and some dp rank one for every
-    micro-batch."""
+    """Raises PlanError unless every dp rank gets a sequence of every mini-batch, and the fullest dp rank gets one for
+    each of its micro-batches."""
     dp = given.placement.strategy.dp
     if call.n_seqs < dp * call.mini_batches:
         raise PlanError(
@@ -141,14 +140,14 @@ def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
     if given.micro_batches > most:
         batch = "batch" if call.mini_batches == 1 else "mini-batch"
         raise PlanError(
-            f"Call {call.name!r}: micro_batches={given.micro_batches}, but under dp={dp} a dp rank has {most} of a "
-            f"{batch}'s sequences where they are dealt evenly, and a micro-batch holds at least one. "
+            f"Call {call.name!r}: micro_batches={given.micro_batches}, but with dp={dp} a dp rank gets at most "
+            f"{most} of a {batch}'s sequences, and a micro-batch holds at least one. "
             f"Choose at most {most} micro-batches, a smaller dp or a larger batch."
         )
 
 
 def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> None:
-    """Raises PlanError unless offloaded roles are frozen and their calls on one placement agree."""
+    """Raises PlanError unless offloaded roles are frozen and a role's calls on one placement agree."""
     seen: dict[tuple[str, Placement], ModelFunctionCall] = {}
     for call in graph.calls:
         given, trainer = assignments[call.name], graph.trainer(call.role)
@@ -186,7 +185,7 @@ def _own_order(assignments: Mapping[str, CallAssignment]) -> list[str] | None:
 
 
 def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
-    """Raises PlanError when the order is not one of all calls, each after the calls that it waits for."""
+    """Raises PlanError unless the order names every call once, after the calls that it waits for."""
     names = [call.name for call in graph.calls]
     if sorted(call_order) != sorted(names):
         raise PlanError(
@@ -203,7 +202,7 @@ def _check_order(graph: DataflowGraph, call_order: Sequence[str]) -> None:
 def _order_problem(
     made: Draft, duration_s: Callable[[PlanNode], float], copy_s: Callable[[OnloadNode], float]
 ) -> OrderProblem:
-    """What planner.plan.node_order needs to know of the nodes that it orders."""
+    """The input of planner.plan.node_order: the nodes whose order is chosen, with rough durations."""
     moving = {name: made.nodes[name] for name in made.skeleton.moving}
     return OrderProblem(
         after={name: frozenset(made.after[name]) for name in moving},
@@ -220,7 +219,8 @@ def _order_problem(
 def _edges(made: Draft, order: list[str]) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     """Node -> (after, after_previous): data, version and memory edges without those that others imply.
 
-    A memory edge leads from a release or offload to the next call on its devices.
+    A memory edge leads from a release or offload to the next call on its devices. The reduction runs over two
+    consecutive iterations, because a path through the next iteration can imply an edge too.
     """
     graph = nx.DiGraph()
     for t in (0, 1):

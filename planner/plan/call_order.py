@@ -1,10 +1,12 @@
 """Orders of calls, and the place of every inserted node once the calls have an order.
 
-The search tries the orders of the calls; the inserted nodes follow by rule: fetch first; all transfers to
-calls of one level (depth in the dataflow graph) before the first call of that level or a deeper one, so that no
-call that runs meanwhile holds them up; the onloads for these calls before the transfers, so that they overlap with
-both; a reallocation directly before the first reader of its copy, so that the copy lives shortly. Where the rule
-contradicts what a node needs, the need wins.
+The search tries the orders of the calls. The inserted nodes follow by rule:
+- Fetch comes first.
+- The transfers to all calls of one level (depth in the dataflow graph) come before the first call of that level or
+  a deeper one, so that no running call holds them up.
+- The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls.
+- A reallocation comes directly before the first reader of its copy, so that the copy takes memory only briefly.
+Where this rule contradicts an edge between two nodes, the edge wins.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from planner.plan.template import Skeleton, Slot, SlotKind
 Ints = NDArray[np.int64]
 
 MOST_ORDERS = 120
-"""Of a graph with more orders of its calls than this (5 calls in any order) the first ones are tried."""
+"""At most this many orders of a graph's calls are tried, the first ones: 120 = 5! allows 5 calls in any order."""
 
 
 def call_orders(graph: DataflowGraph) -> tuple[tuple[str, ...], ...]:
@@ -66,7 +68,7 @@ class OrderRule:
     def __init__(self, level: Mapping[str, int], orders: Sequence[Sequence[str]]) -> None:
         self._level = level
         self._at = {name: np.array([order.index(name) for order in orders]) for name in level}
-        # level -> place of the first call of that level or a deeper one
+        # level -> [orders], the place of the first call of that level or a deeper one
         self._first = [
             np.min([at for name, at in self._at.items() if level[name] >= deep], axis=0)
             for deep in range(max(level.values()) + 1)
@@ -74,10 +76,14 @@ class OrderRule:
         self._wishes: dict[tuple[SlotKind, tuple[str, ...]], Ints] = {}
 
     def places(self, made: Skeleton) -> Ints:
-        """[orders, slots that move] int64: the less, the earlier; all different in an order."""
+        """The place of each slot of `made.moving` under each order: [orders, slots that move] int64.
+
+        A slot with a smaller number comes earlier; no two numbers of a row are equal.
+        """
         names = made.moving
         number = {name: i for i, name in enumerate(names)}
         wishes = [self._wish(made, made.slots[name]) for name in names]
+        # Equal wishes are told apart by the slot's number, so that all places of an order differ.
         places = np.stack(wishes, axis=1) * len(names) + np.arange(len(names))
         edges = [(number[before], i) for name, i in number.items() for before in made.after[name]]
         early, late = np.array(edges).T
@@ -86,7 +92,10 @@ class OrderRule:
         return places
 
     def _wish(self, made: Skeleton, slot: Slot) -> Ints:
-        """[orders] int64: where a slot would like to be, the least first; equal for those that do not mind."""
+        """Where the rule puts a slot under each order: [orders] int64, the smallest first.
+
+        Slots between which the rule does not decide have equal numbers.
+        """
         calls = (slot.call,)
         if slot.kind == "reallocate":
             calls = tuple(n for n in self._at if slot.name in made.after[n] and n != slot.source)
@@ -95,7 +104,12 @@ class OrderRule:
         return self._wishes[slot.kind, calls]
 
     def _wish_of(self, kind: SlotKind, calls: tuple[str, ...]) -> Ints:
-        """calls: whom a slot of this kind serves."""
+        """calls: the calls that a slot of this kind serves.
+
+        With n calls, the call at place p of an order has four bands of n numbers from 4 * n * p on: onloads before it
+        (ordered among each other by their call's place), transfers before it (likewise), reallocations before it, and
+        the call itself. Fetch is below all of them.
+        """
         at, first, n = self._at[calls[0]], self._first[self._level[calls[0]]], len(self._at)
         match kind:
             case "fetch":
@@ -111,7 +125,10 @@ class OrderRule:
 
 
 def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Places by wishes, of those whose predecessors have places always the least one. edges: (earlier, later)"""
+    """The topological order that always takes the smallest wish among the slots whose predecessors are placed.
+
+    wishes: of each slot; edges: (earlier slot, later slot). Returns the place of each slot.
+    """
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(wishes)))
     graph.add_edges_from(edges)
@@ -120,17 +137,21 @@ def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[in
 
 
 def with_trailing(made: Skeleton, places: Ints) -> Ints:
-    """[orders, slots] int64, all different in an order, from those of the slots that move ([orders, these]).
+    """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
-    A release or offload directly follows the last reader, a save its train_step: nothing comes between.
+    A release or offload directly follows the last reader, a save its train_step: nothing comes between. No two places
+    of an order are equal.
     """
     column = {name: i for i, name in enumerate(made.moving)}
     trailing = [name for name in made.slots if name not in column]
     leaders = [[column[before] for before in made.after[name]] for name in trailing]
     most = max(map(len, leaders), default=1)
+    # Rows are padded to one width by repeating the first leader, which does not change the maximum.
     table = np.array([each + each[:1] * (most - len(each)) for each in leaders], np.int64)
     last = places[:, table.reshape(len(trailing), most)].max(axis=2)
-    n = len(trailing) + 2  # one more: the copy that an onload starts finds a place behind it
+    # Places are spread by n, so that every trailing slot fits between its leader and the next slot, and so does
+    # one more: the copy that an onload starts, at the onload's place + 1.
+    n = len(trailing) + 2
     found = np.hstack([places * n, last * n + np.arange(1, n - 1)])
     number = {name: i for i, name in enumerate((*column, *trailing))}
     return found[:, [number[name] for name in made.slots]]

@@ -10,7 +10,7 @@ from rlhf_tasks.spec import ModelFunctionCall
 
 
 class GraphError(ValueError):
-    """A dataflow graph that cannot run, with the reason in one sentence."""
+    """The dataflow graph cannot run; the message gives the reason in one sentence."""
 
 
 class VersionEdge(NamedTuple):
@@ -22,21 +22,21 @@ class VersionEdge(NamedTuple):
 
 
 class DataflowGraph:
-    """The calls of one iteration and what orders them.
+    """The calls of one iteration, with the data and version edges that order them.
 
     name          the algorithm, e.g. "ppo"
-    calls         in a topological order that keeps the given order where it may
+    calls         in a topological order, as close to the given order as possible
     dataset_keys  keys that the data set provides
-    digraph       networkx.DiGraph of one iteration, nodes are call names (attribute `call`); an edge has
-                  `keys`, the data that flows along it, and `roles`, whose parameter versions order its ends
+    digraph       networkx.DiGraph of one iteration. Nodes are call names (attribute `call`). An edge has `keys`, the
+                  data that flows along it, and `roles`, the roles whose parameter versions order its two calls
     across        version edges from each iteration to the next
     n_seqs        sequences per iteration
 
     A reader of a trained role uses the version from before the iteration's train_step, unless its data depend
     on that train_step.
 
-    architectures  what each call's model looks like (call -> anything comparable, e.g. a ModelShape); calls
-                   of one role must agree
+    architectures  call -> its model's architecture (anything comparable, e.g. a ModelShape); calls of one role
+                   must agree
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
     different sizes, a cycle, and roles whose architectures differ.
     """
@@ -230,8 +230,9 @@ def _add_version_edges(
 ) -> tuple[VersionEdge, ...]:
     """Order readers against the train_step of their role; returns the edges to the next iteration.
 
-    Inside an iteration old-version readers come before the train_step and new-version readers (those that
-    depend on it) after; the next iteration's train_step and old-version readers follow it.
+    Within an iteration, readers of the old version come before the train_step, and readers of the new version
+    (those that depend on the train_step) come after it. The train_step and the old-version readers of the next
+    iteration follow this iteration's train_step.
     """
     across, within = [], []
     for role, trainer in trainers.items():

@@ -1,4 +1,4 @@
-"""Clusters and device meshes: which sets of devices a call may be given."""
+"""Clusters and device meshes: the sets of devices that a call may use."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from rlhf_tasks.parallel.layout.topology import check_count
 
 
 class MeshError(ValueError):
-    """Devices that do not form a device mesh of the cluster."""
+    """The devices do not form a device mesh of the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """n_hosts hosts of devices_per_host devices each. Devices are numbered host by host, from 0."""
+    """A cluster of n_hosts hosts with devices_per_host devices each. Devices are numbered from 0, host by host."""
 
     n_hosts: int
     devices_per_host: int
@@ -43,9 +43,9 @@ class Cluster:
 class DeviceMesh:
     """Devices first .. first + size - 1: whole consecutive hosts, or an aligned part of one host.
 
-    A part of a host has a size that divides the host's and starts at a multiple of that size. So two meshes
-    of one cluster are disjoint, equal, or one contains the other, unless both span hosts.
-    Raises MeshError otherwise.
+    The size of a part divides the host's size, and the part starts at a multiple of its size. So two meshes of one
+    cluster are equal, disjoint or nested, unless both span several hosts.
+    Raises MeshError for any other devices.
     """
 
     cluster: Cluster
@@ -72,7 +72,7 @@ class DeviceMesh:
 
     @staticmethod
     def of(cluster: Cluster, devices: Sequence[int]) -> "DeviceMesh":
-        """The mesh of some devices, in any order. Raises MeshError when they are not one."""
+        """The mesh of devices given in any order. Raises MeshError when they do not form one."""
         ordered = sorted(devices)
         outside = [device for device in ordered if not 0 <= device < cluster.n_devices]
         if outside:

@@ -1,7 +1,6 @@
-"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads and saves,
-with what they wait for.
+"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads and saves.
 
-Which ones there are is said by planner.plan.template; here they get their devices.
+planner.plan.template decides which nodes there are and what they wait for; here they get their devices.
 """
 
 from collections.abc import Mapping
@@ -67,7 +66,7 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
 def role_placements(
     graph: DataflowGraph, assignments: Mapping[str, CallAssignment]
 ) -> dict[str, RolePlacements]:
-    """Where each role lives: a trained one at its training placement, then wherever its copies are built."""
+    """The placements of each role; a trained role's training placement comes first, then those of its copies."""
     found = {}
     for role in graph.roles:
         trainer = graph.trainer(role)
@@ -83,7 +82,7 @@ def role_placements(
 
 
 def data_side(call: ModelFunctionCall, assignment: CallAssignment) -> DataSide:
-    """How a call wants its samples."""
+    """How a call's samples are dealt: placement, balance and mini-batches."""
     return DataSide(
         placement=assignment.placement, balance=assignment.balance, mini_batches=call.mini_batches
     )
@@ -91,7 +90,7 @@ def data_side(call: ModelFunctionCall, assignment: CallAssignment) -> DataSide:
 
 @dataclass(frozen=True)
 class Where:
-    """What decides whether two calls have every sample on the same rank."""
+    """Where a call's samples lie. Two calls have every sample on the same rank if and only if these are equal."""
 
     heads: tuple[int, ...]
     dealing: tuple[str, ...]
@@ -100,14 +99,15 @@ class Where:
 def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Where:
     """Where a call's samples lie (docs/interfaces.md, "who holds which sample").
 
-    With one dp rank all samples are on its head. Dealt by count, the mini-batches matter only if dp does not
-    divide them. Dealt by tokens, sides are alike if their mini-batches are and one key gives the lengths.
+    With one dp rank, all samples are on its head. If samples are dealt by count, the number of mini-batches matters
+    only where dp does not divide a mini-batch. If they are dealt by tokens, two calls agree when they have the same
+    number of mini-batches and the same key gives the lengths.
     """
     return Where(placement.heads, dealing(call, placement.strategy.dp, balance))
 
 
 def dealing(call: ModelFunctionCall, dp: int, balance: Balance) -> tuple[str, ...]:
-    """What beside the heads decides which dp rank has a sample: (), or ("count",), ("count", mini-batches), or
+    """What decides, apart from the heads, which dp rank has a sample: (), ("count",), ("count", mini-batches) or
     ("tokens", mini-batches, key)."""
     if dp == 1:
         return ()
@@ -119,7 +119,7 @@ def dealing(call: ModelFunctionCall, dp: int, balance: Balance) -> tuple[str, ..
 
 
 def _source_side(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> DataSide:
-    """How the samples of a transfer lie where they come from; rows that are fetched are dealt by count."""
+    """How a transfer's samples are dealt at their source; fetched rows are dealt by count."""
     if slot.source == FETCH:
         source = graph.source
         return DataSide(placement=assignments[source.name].placement, mini_batches=source.mini_batches)

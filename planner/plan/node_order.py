@@ -1,10 +1,10 @@
 """The total order of a plan's nodes: which node comes first where two share a device.
 
-Any topological order is legal (docs/protocol.md). This one is chosen with rough durations: a list schedule by
-critical path, then moves of nodes, alone or with what they wait for, as long as they shorten the steady-state
-iteration, on average over the given durations and over each long call taking twice its time. So neither the next
-iteration's generation nor a disjoint call waits for training that it does not need, also where durations are not as
-expected.
+Any topological order is legal (docs/protocol.md). This one is chosen with rough durations. It starts from a list
+schedule by critical path. Then nodes are moved, alone or together with what they wait for, as long as that shortens
+the steady-state iteration. The objective is a mean over several scenarios: the given durations, and each long node
+at twice its time. So the next iteration's generation and calls on other devices do not wait for training that they do
+not need, even where durations differ from the expected ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,13 @@ _Value = tuple[float, int]
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """What must be ordered.
+    """The nodes to order.
 
-    after, across   node -> predecessors in the same iteration, in the one before
-    devices         node -> the devices it occupies
-    duration_s      node -> its time, roughly
-    late            nodes whose result takes memory: as late as they cost no time
-    copy_s          onload -> the time of the copy that it starts, roughly
+    after, across   node -> its predecessors in the same iteration; in the iteration before
+    devices         node -> the devices that it occupies
+    duration_s      node -> its rough seconds
+    late            nodes whose result takes memory: they come as late as possible without costing time
+    copy_s          onload -> rough seconds of the copy that it starts
     """
 
     after: Mapping[str, frozenset[str]]
@@ -38,17 +38,17 @@ class OrderProblem:
 
     @cached_property
     def work(self) -> Work:
-        """Nodes and copies: what waits for what, and groups of devices."""
+        """What nodes and copies wait for, and which groups of devices they occupy."""
         return work_of(self.after, self.devices, self.copy_s)
 
     @cached_property
     def taken_s(self) -> dict[str, float]:
-        """The time of nodes and copies."""
+        """Node or copy -> its rough seconds."""
         return {**self.duration_s, **{copy_of(name): seconds for name, seconds in self.copy_s.items()}}
 
     @cached_property
     def long(self) -> tuple[str, ...]:
-        """The nodes and copies that take more than 1% of the time of all."""
+        """The nodes and copies that take more than 1% of the total time."""
         total = sum(self.taken_s.values())
         return tuple(name for name, seconds in self.taken_s.items() if seconds > total / 100)
 
@@ -56,7 +56,7 @@ class OrderProblem:
 def total_order(problem: OrderProblem) -> list[str]:
     """A topological order of the nodes with a short steady-state iteration. Deterministic."""
     scenarios = _scenarios(problem)
-    least_s = _least_s(problem, scenarios)
+    least_s = _least_s(problem, scenarios)  # no order can be faster
     order = _list_schedule(problem)
     best = _objective(problem, scenarios, order)
     improved = True
@@ -64,7 +64,7 @@ def total_order(problem: OrderProblem) -> list[str]:
         improved = False
         for candidate in _moves(problem, order):
             if (least_s, -_lateness(problem, candidate)) >= best:
-                continue  # where all share their devices, no order is faster than another
+                continue  # even at the least time no better: saves most of the work where all nodes share devices
             value = _objective(problem, scenarios, candidate)
             if value < best:
                 order, best, improved = candidate, value, True
@@ -73,7 +73,7 @@ def total_order(problem: OrderProblem) -> list[str]:
 
 
 def _list_schedule(problem: OrderProblem) -> list[str]:
-    """Of the nodes whose predecessors are placed, always the one with the longest path to the end."""
+    """Always takes, among the nodes whose predecessors are placed, the one with the longest path to the end."""
     graph = nx.DiGraph()
     graph.add_nodes_from(problem.devices)
     graph.add_edges_from((a, b) for b, before in problem.after.items() for a in before)
@@ -85,8 +85,8 @@ def _list_schedule(problem: OrderProblem) -> list[str]:
 
 
 def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
-    """Orders that differ by one node moved ahead of an earlier one, or one of `late` behind a later one; then those
-    with a long node moved ahead of another together with what it waits for on the way."""
+    """Neighbouring orders: one node moved ahead of an earlier one, or one of `late` moved behind a later one; then a
+    long node moved ahead of an earlier long one, together with those of its predecessors that stand between."""
     groups = problem.work.groups
     for i, node in enumerate(order):
         for j in range(i - 1, -1, -1):
@@ -106,7 +106,8 @@ def _moves(problem: OrderProblem, order: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _moves_together(problem: OrderProblem, order: Sequence[str], i: int) -> Iterator[list[str]]:
-    """Orders with the node at place i, and those that it waits for, directly or not, ahead of an earlier long one."""
+    """Orders with the node at place i moved ahead of an earlier long one, together with its direct and indirect
+    predecessors that stand between the two."""
     groups = problem.work.groups
     moved, left, needed, shared = [order[i]], list[str](), set(problem.after[order[i]]), groups[order[i]]
     for j in range(i - 1, -1, -1):
@@ -139,7 +140,7 @@ def _mean(seconds: Sequence[float]) -> float:
 
 
 def _least_s(problem: OrderProblem, scenarios: Sequence[Mapping[str, float]]) -> float:
-    """Mean seconds per iteration that no order falls below: those of the busiest device."""
+    """A lower bound on the mean seconds per iteration of any order: the busy seconds of the busiest device."""
     users: dict[int, list[str]] = {}
     for name, groups in problem.work.groups.items():
         for group in groups:

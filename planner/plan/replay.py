@@ -25,11 +25,13 @@ def replay(
     iterations: int,
     copy_s: Mapping[str, float] | None = None,
 ) -> list[Execution]:
-    """Run `iterations` iterations of a plan as the runtime does; executions in the order of their ends.
+    """Simulate `iterations` iterations of a plan as the runtime runs it; executions in the order of their ends.
 
-    Every device works off its nodes in the total order. A node starts when it is next on all its devices, all
-    its predecessors have ended, and the iteration but one before has ended. When an onload ends, a copy of copy_s
-    seconds queues up for its devices beside their work, and a node whose predecessor is an onload waits for that.
+    duration_s: seconds of every node by name; copy_s: seconds of every onload's copy.
+    Every device runs its nodes in the total order. A node of iteration t starts when it is next on all its devices,
+    all its predecessors have ended, and iteration t - 2 has ended. When an onload ends, its copy joins a queue
+    of its devices; copies run beside the devices' other work. A node whose predecessor is an onload also waits for
+    the onload's copy.
     """
     copy_s = copy_s or {}
     todo: dict[int, list[tuple[int, str]]] = {}
@@ -83,7 +85,7 @@ def replay(
 
 
 class _Copies:
-    """What copies from host memory to the devices, one copy at a time on each of them, in the order asked for.
+    """The copies from host memory to the devices: one at a time on each device, in the order of their requests.
 
     devices, seconds  of the copy that each onload starts
     running           heap of (end, iteration, onload)
@@ -101,7 +103,7 @@ class _Copies:
             self._queues[device].append((iteration, onload))
 
     def go_on(self, now: float) -> None:
-        """End the copies that have ended and start those that nothing is before on any of their devices."""
+        """End the copies whose time is over, and start those that are first in the queue of each of their devices."""
         while self.running and self.running[0][0] <= now:
             _, iteration, onload = heapq.heappop(self.running)
             self.done.add((iteration, onload))

@@ -2,10 +2,12 @@
 
 A node starts as soon as its predecessors have ended, its devices have finished the nodes that stand earlier
 in the total order (all of iteration t before any of t + 1), and iteration t - 2 has ended. The copy that an onload
-starts follows the node, and the copies of earlier onloads on its devices; it keeps no device from its work, and the
-onload's readers wait for it. That is a graph whose nodes, copies among them, take seconds and whose edges have a
-delay (how many iterations they reach ahead), and the steady state is its maximum cycle ratio: the largest sum of
-seconds over sum of delays along a cycle.
+starts waits for the onload and for the copies of earlier onloads on its devices. It runs beside the other work of
+the devices, and the onload's readers wait for it.
+
+So execution is a graph. Its nodes (copies included) take seconds; its edges have a delay, the number of iterations
+that they reach ahead. The time of a steady-state iteration is the maximum cycle ratio of this graph: the largest sum
+of seconds over sum of delays of any cycle.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +17,7 @@ from rlhf_tasks.spec import ExecutionPlan
 
 IN_FLIGHT = 2  # iteration t starts after t - 2 has ended (docs/protocol.md, delivery)
 
-_ROUNDING = 1e-12  # relative; a smaller gain of Howard's algorithm is noise of floating-point sums
+_ROUNDING = 1e-12  # relative: smaller gains in Howard's algorithm are rounding errors
 
 
 class Edge(NamedTuple):
@@ -27,10 +29,12 @@ class Edge(NamedTuple):
 
 
 class SteadyState(NamedTuple):
-    """iteration_time_s   seconds from one iteration to the next
-    cycle              nodes of a cycle that takes this long, in order: only shortening one of them helps
-    start_s            when each node starts, after the iteration's first one; t iterations later it starts
-                       t * iteration_time_s later
+    """What a plan does in the steady state.
+
+    iteration_time_s   seconds from one iteration to the next
+    cycle              nodes of a critical cycle, in order: the iteration gets shorter only if one of them does
+    start_s            node -> its start in seconds after the start of the iteration's first node; t iterations
+                       later it starts t * iteration_time_s later
     """
 
     iteration_time_s: float
@@ -68,9 +72,9 @@ def steady_state(
 class Work(NamedTuple):
     """What takes time: nodes, and the copies that onloads start.
 
-    after    name -> what must have ended in the same iteration
-    groups  name -> numbers of groups of devices (`device_groups`); a copy occupies not its devices but what copies
-             from their hosts' memory
+    after   name -> what must have ended in the same iteration
+    groups  name -> numbers of groups of devices (`device_groups`); a copy does not occupy its devices, but their
+            links to host memory
     """
 
     after: dict[str, set[str]]
@@ -83,26 +87,30 @@ def copy_of(onload: str) -> str:
 
 
 def with_copies(order: Iterable[str], onloads: Collection[str]) -> list[str]:
-    """An order of nodes with the copy of each onload directly behind it."""
+    """An order of nodes, with the copy of each onload inserted directly behind the onload."""
     return [each for name in order for each in ((name, copy_of(name)) if name in onloads else (name,))]
 
 
 def work_of(
     after: Mapping[str, Iterable[str]], devices: Mapping[str, Iterable[int]], onloads: Collection[str]
 ) -> Work:
-    """The work of nodes."""
+    """The work of nodes and of their onloads' copies."""
+    # A device's link to host memory is numbered ~device, which no device is.
     used = {**devices, **{copy_of(onload): [~device for device in devices[onload]] for onload in onloads}}
     return Work(waits(after, onloads), device_groups(used))
 
 
 def waits(after: Mapping[str, Iterable[str]], onloads: Collection[str]) -> dict[str, set[str]]:
-    """What must have ended before each node and copy: whoever waits for an onload waits for its copy."""
+    """What must have ended before each node and copy: a node that waits for an onload waits for its copy instead."""
     found = {name: {copy_of(b) if b in onloads else b for b in before} for name, before in after.items()}
     return {**found, **{copy_of(onload): {onload} for onload in onloads}}
 
 
 def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: float) -> list[float]:
-    """Earliest starts that repeat every `period_s` (Bellman-Ford on weights less period times delay)."""
+    """Earliest start of each node in a schedule that repeats every `period_s`, in seconds.
+
+    Bellman-Ford for longest paths; an edge weighs the seconds of its source less delay * period_s.
+    """
     start = [0.0] * len(seconds)
     slack = _ROUNDING * (period_s + sum(seconds))
     for _ in range(2 * len(seconds)):
@@ -117,7 +125,7 @@ def _start_times(seconds: Sequence[float], edges: Sequence[Edge], period_s: floa
 
 
 def device_groups(devices: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
-    """Node -> numbers of groups of devices: devices that the same nodes use count as one."""
+    """Node -> numbers of its groups of devices; all devices used by exactly the same nodes form one group."""
     users: dict[int, list[str]] = {}
     for node, mesh in devices.items():
         for device in mesh:
@@ -138,8 +146,8 @@ def execution_edges(
     across: Mapping[str, Iterable[str]],
     groups: Mapping[str, frozenset[int]],
 ) -> list[Edge]:
-    """Everything that orders execution. Nodes are numbered by their place in `order`; the last number is the
-    end of an iteration."""
+    """All edges that constrain execution. A node's number is its place in `order`; number len(order) is the end of
+    an iteration."""
     place = {name: i for i, name in enumerate(order)}
     edges = {Edge(place[a], place[b], 0) for b in order for a in after[b]}
     edges |= {Edge(place[a], place[b], 1) for b in order for a in across.get(b, ())}
@@ -161,9 +169,9 @@ def execution_edges(
 
 
 def max_cycle_ratio(seconds: Sequence[float], edges: Sequence[Edge]) -> tuple[float, tuple[int, ...]]:
-    """The largest sum of seconds over sum of delays of all cycles, and the nodes of such a cycle.
+    """The maximum cycle ratio (largest sum of seconds over sum of delays), and the nodes of a cycle that has it.
 
-    seconds  of each node. Every node must reach every other one, and every cycle must have a delay.
+    seconds  of each node, [n_nodes]. Every node must reach every other one, and every cycle must have a delay.
     Howard's policy iteration (Cochet-Terrasson et al. 1998; Dasdan 2004, "Experimental analysis of the
     fastest optimum cycle ratio and mean algorithms").
     """
@@ -187,7 +195,7 @@ def max_cycle_ratio(seconds: Sequence[float], edges: Sequence[Edge]) -> tuple[fl
 
 
 def _best_cycle(policy: Sequence[Edge], seconds: Sequence[float]) -> tuple[float, list[int]]:
-    """The cycle of the largest ratio among those that the policy's edges close."""
+    """The cycle with the largest ratio in the policy's graph, in which each node has one outgoing edge."""
     best, best_cycle = -1.0, []
     seen = [-1] * len(policy)
     for start in range(len(policy)):
@@ -211,7 +219,8 @@ def _best_cycle(policy: Sequence[Edge], seconds: Sequence[float]) -> tuple[float
 def _evaluate(
     policy: Sequence[Edge], seconds: Sequence[float], ratio: float, root: int, value: list[float]
 ) -> None:
-    """Values of the nodes from which the policy leads to `root`: seconds gained over `ratio` on the way."""
+    """Sets the value of each node from which the policy leads to `root`: the sum of seconds - ratio * delay on the
+    way to the root."""
     arriving: list[list[int]] = [[] for _ in policy]
     for edge in policy:
         arriving[edge.target].append(edge.source)

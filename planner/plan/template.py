@@ -1,8 +1,8 @@
-"""Which nodes a plan has and what they wait for, before anyone knows the devices.
+"""Which nodes a plan has and what they wait for, before the devices are known.
 
-That depends on two equalities alone: which calls have their samples on the same ranks, and which have the same
-placement. So a plan and a plan search share this one rule: a plan gives real placements as labels, the
-search numbers.
+This depends only on which calls have their samples on the same ranks and which have the same placement. So building
+a plan and searching for one share this code: calls are given labels to compare, real placements in a plan,
+numbers in the search.
 """
 
 from collections.abc import Collection, Hashable, Mapping
@@ -19,10 +19,10 @@ SlotKind = Literal["fetch", "call", "transfer", "reallocate", "release", "onload
 class Slot(NamedTuple):
     """A node without its devices.
 
-    call    whom it serves: itself, the source call of a fetch, the consumer of a transfer, the first reader of
-            a copy or of offloaded parameters, the train_step that a save follows
-    source  a transfer: the call on whose side the keys lie, or FETCH; a reallocation or release: the role's
-            train_step; else `call`
+    call    the call that it serves. Of a call: itself; of a fetch: the source call; of a transfer: the consumer; of
+            a reallocation, release, onload or offload: the first reader; of a save: the train_step that it follows
+    source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
+            role's train_step; otherwise `call`
     keys    what a fetch or transfer brings
     """
 
@@ -37,7 +37,7 @@ class Slot(NamedTuple):
 class Skeleton:
     """Slots by name, and their edges.
 
-    after, across  slot -> what must have finished in the same iteration, in the one before
+    after, across  slot -> the slots that must have finished in the same iteration; in the iteration before
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -52,8 +52,7 @@ class Skeleton:
 
     @property
     def moving(self) -> list[str]:
-        """The slots that an order is chosen for: all but releases, offloads and saves, which directly follow
-        others."""
+        """The slots whose order is chosen: all but releases, offloads and saves, which directly follow others."""
         return [name for name, slot in self.slots.items() if slot.kind not in ("release", "offload", "save")]
 
 
@@ -64,12 +63,12 @@ def skeleton(
     dealt_by: Mapping[str, str] | None = None,
     offloaded: Collection[str] = (),
 ) -> Skeleton:
-    """The slots of one iteration with their data and version edges. None is there where nothing moves.
+    """The slots of one iteration with their data and version edges. Where nothing moves, there is no slot.
 
-    where      call or FETCH -> label; equal labels: every sample lies on the same rank for both
-    placement  call -> label; equal labels: the same devices under the same strategy
-    dealt_by   call whose samples are dealt by tokens -> the key whose lengths deal them
-    offloaded  calls whose frozen role is offloaded on their placement; of one placement all or none
+    where      call or FETCH -> label; equal labels mean that every sample lies on the same rank for both
+    placement  call -> label; equal labels mean the same devices under the same strategy
+    dealt_by   call whose samples are dealt by tokens -> the key that gives the samples' lengths
+    offloaded  calls whose frozen role is offloaded; of a role's calls on one placement, all or none
     """
     made = Skeleton()
     source = graph.source.name
@@ -84,7 +83,7 @@ def skeleton(
 
 
 def _add_copies(made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Hashable]) -> None:
-    """Version edges of every trained role, and a reallocation and release around the readers of each copy."""
+    """The version edges of every trained role, and a reallocation before and a release after each copy's readers."""
     for role in graph.roles:
         trainer = graph.trainer(role)
         if trainer is None:
@@ -107,7 +106,7 @@ def _add_copies(made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Ha
 
 
 def _order_readers(made: Skeleton, trainer: str, readers: list[str], updated: bool) -> None:
-    """Readers of the training placement's parameters come between one train_step and the next."""
+    """Version edges that keep each reader of the trained parameters between one train_step and the next."""
     for reader in readers:
         if updated:
             made.after[reader].add(trainer)
@@ -119,7 +118,7 @@ def _order_readers(made: Skeleton, trainer: str, readers: list[str], updated: bo
 def _add_onloads(
     made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Hashable], offloaded: Collection[str]
 ) -> None:
-    """An onload and an offload around the readers of every offloaded role on a placement."""
+    """An onload before, and an offload after, the readers of every offloaded role on each placement."""
     readers: dict[tuple[str, Hashable], list[str]] = {}
     for call in graph.calls:
         if call.name in offloaded:
@@ -141,14 +140,14 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
 
 
 class _Holding(NamedTuple):
-    """A key on one side: the call (or FETCH) whose side it is, and the node that brought it there."""
+    """A key on one side (a `where` label): the call (or FETCH) of that side, and the node that brought it there."""
 
     call: str
     node: str
 
 
 class _Keys:
-    """Which keys lie where, while the calls are walked in data order."""
+    """Which side holds which key, while the calls are walked in data order."""
 
     def __init__(self, graph: DataflowGraph, where: Mapping[str, Hashable]) -> None:
         self._graph, self.where = graph, where
@@ -161,15 +160,15 @@ class _Keys:
         self.held.setdefault(key, {})[self.where[call]] = _Holding(call, node)
 
     def home(self, key: str) -> Hashable:
-        """The side where a key came into being."""
+        """The side where a key was produced or fetched."""
         return self.where[self._graph.producer(key) or FETCH]
 
     def sources(self, missing: list[str]) -> dict[Hashable, list[str]]:
         """Source side -> keys to take from it.
 
-        A key comes from its home; from another side only if the consumer must use that side anyway, for a key
-        that a call made there after reading this one. So no transfer makes a call wait for another call than
-        those whose outputs it uses, and there are few of them.
+        A key comes from its home. It comes from another side only if the consumer takes another key from that side
+        anyway, and the call that produced that other key reads this one. So a consumer never waits for a call whose
+        outputs it does not use, and there are few transfers.
         """
         chosen: dict[Hashable, list[str]] = {}
         movable = []
@@ -195,13 +194,13 @@ class _Keys:
 def _add_transfers(
     made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
 ) -> None:
-    """Walk the calls in data order and bring each its missing keys, one transfer per source."""
+    """Walk the calls in data order, and add one transfer per source side for the keys that a call lacks."""
     keys = _Keys(graph, where)
     for call in graph.calls:
         here, dealing = where[call.name], dealt_by.get(call.name)
         missing = [key for key in call.inputs if here not in keys.held[key]]
         made.after[call.name] |= {keys.held[key][here].node for key in call.inputs if key not in missing}
-        # The key whose lengths deal this call's samples comes first: the other transfers ask for them.
+        # The key whose lengths deal this call's samples comes first: the other transfers need the lengths.
         sources = sorted(keys.sources(missing).items(), key=lambda item: dealing not in item[1])
         for source, moved in sources:
             native = next(key for key in moved if keys.home(key) == source)

@@ -1,4 +1,4 @@
-"""What one iteration processes: sequence lengths, passes over the data, and number formats."""
+"""What one iteration processes: sequence lengths, passes over the data, bytes per number."""
 
 from functools import cached_property
 from typing import Self
@@ -16,7 +16,7 @@ class Lengths(Frozen):
 
     @staticmethod
     def fixed(tokens: int) -> "Lengths":
-        """Every sequence has the same length."""
+        """The distribution in which every sequence has `tokens` tokens."""
         return Lengths(points=((tokens, 1.0),))
 
     @model_validator(mode="after")
@@ -30,14 +30,17 @@ class Lengths(Frozen):
 
     @cached_property
     def mean(self) -> float:
+        """Mean length in tokens."""
         return sum(tokens * share for tokens, share in self.points)
 
     @property
     def longest(self) -> int:
+        """The largest length in tokens that has a share."""
         return max(tokens for tokens, share in self.points if share > 0)
 
     def spans(self) -> list[tuple[int, int, float]]:
-        """(first step, last step, share of the sequences that still run) with a constant share inside."""
+        """Spans of decoding steps in which no sequence ends: (first step, last step, share of sequences that still
+        run)."""
         spans, start, running = [], 1, 1.0
         for tokens, share in sorted(self.points):
             if share > 0:
@@ -47,15 +50,15 @@ class Lengths(Frozen):
 
 
 class Workload(Frozen):
-    """Sizes of an iteration beside those in the graph.
+    """Sizes of an iteration, in addition to those in the graph.
 
     prompt_tokens    tokens of a prompt
     new_tokens       distribution of the tokens that are generated
-    max_new_tokens   what the KV cache is laid out for; default: the longest of new_tokens
+    max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
     epochs           passes of a train_step over the batch
     itemsize         bytes of a parameter or activation
     recompute        activations are recomputed in the backward pass
-    reward_s         seconds of the Python rewards for a sequence
+    reward_s         seconds of the Python rewards per sequence
     """
 
     prompt_tokens: int = Field(gt=0)
@@ -68,7 +71,7 @@ class Workload(Frozen):
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a whole sequence on average."""
+        """Mean tokens of a sequence, prompt included."""
         return self.prompt_tokens + self.new_tokens.mean
 
     @property
@@ -78,8 +81,8 @@ class Workload(Frozen):
 
 
 def fullest_share(call: ModelFunctionCall, dp: int) -> int:
-    """Sequences of a call's (mini-)batch that a dp rank has at most, dealt by count. It cuts them into no more
-    micro-batches than there are."""
+    """The most sequences of a (mini-)batch that a dp rank gets, if dealt by count; so it can have at most this many
+    micro-batches."""
     fullest_batch = -(-call.n_seqs // call.mini_batches)
     return -(-fullest_batch // dp)
 
