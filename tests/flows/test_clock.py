@@ -44,5 +44,5 @@ def test_a_clock_that_jumps_a_day_ends_nothing(tmp_path, clock, jump):
         set_clock(seconds, jump)
         assert run.process.wait(900) == 0, run.output
         run.assert_gone()
-    assert generations_of(folder) == {i: (1, 0) for i in range(ITERATIONS)}, "an iteration was done twice"
+    assert generations_of(folder) == dict.fromkeys(range(ITERATIONS), (1, 0)), "an iteration was done twice"
     assert_same_run(folder, undisturbed)
