@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,11 +24,13 @@ from flows.view.plan_view import (
     show_source,
     show_timeline,
 )
+from planner.plan.build import PlanError
 from planner.pricing.plans import shortfall
 from planner.pricing.problem import Problem
 from planner.pricing.provenance import extrapolation
 from planner.report.alternatives import rejected_alternatives
 from planner.report.report import plan_document, result_document, told_limits
+from planner.search.baselines import heuristic_plan
 from planner.search.search import SearchResult
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config, read_assignments
 
@@ -111,6 +114,8 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
     """The plan in the file to evaluate, else the one that a mode finds. Ctrl-C ends the search with the best plan."""
     if evaluate is not None:
         return _evaluated(problem, evaluate, limit_s, seed)
+    if mode in limits_of(mode, limit_s):
+        _show_first_answer(problem)
     searching = f"{mode}, up to {limit_s:g} s; {COMPILING}"
     with console.status(f"{searching if mode in limits_of(mode, limit_s) else mode} ..."):
         return beside(
@@ -118,6 +123,16 @@ def _found(problem: Problem, mode: str, evaluate: Path | None, limit_s: float, s
             ending=lambda: warnings.print(
                 "ending with the best plan found so far; Ctrl-C again ends without a plan"
             ),
+        )
+
+
+def _show_first_answer(problem: Problem) -> None:
+    """Print what the heuristic's plan takes, which is known long before a search has ended."""
+    with suppress(PlanError):  # it does not fit: a search may find one that does
+        first = heuristic_plan(problem.graph, problem.model)
+        seconds = first.price.iteration_time_s
+        console.print(
+            f"first answer: the heuristic's plan takes {seconds:.4g} s per iteration", highlight=False
         )
 
 

@@ -30,6 +30,7 @@ def test_a_plan_is_shown_and_its_figures_are_written(run_plan, tmp_path, mode):
     )
     assert status == 0, err
     assert all(name in out for name in PPO_CALLS)
+    assert ("first answer: the heuristic's plan takes" in out.split("\n")[0]) == (mode == "search")
     found = json.loads(figures.read_text())
     assert set(found) == KEYS
     assert set(found["assignments"]) == set(PPO_CALLS)
