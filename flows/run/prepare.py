@@ -17,11 +17,12 @@ from planner.pricing.provenance import extrapolation
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
-from rlhf_tasks.algorithms.examples import load_and_check
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
+from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
@@ -33,8 +34,9 @@ class Prepared:
     """A configuration that was found fit, with its plan.
 
     plan         that the run begins by; changes: the later ones that are decided
+    problem      what the configuration asks of the planner
     data_digest  of the rows' content; a resumed run must find the same
-    n_rows       rows of the data set
+    rows         the token file of the data set; n_rows: its rows
     warnings     a sentence for each figure of planning.device that is hardly true, for each file of kept figures that
                  was put aside, for prices by extrapolation, and for ranks that crowd this machine
     disk         what the run writes
@@ -42,8 +44,10 @@ class Prepared:
 
     config: RunConfig
     plan: ExecutionPlan
+    problem: Problem
     iterations: int
     data_digest: str
+    rows: Path
     n_rows: int
     changes: tuple[ScheduledPlan, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -78,11 +82,11 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             weight_files(Path(role.folder), specs, needs_head)
-    rows, tokenizer = load_and_check(config)
+    rows, tokenizer = prepared_rows(config), Tokenizer.from_folder(config.models.tokenizer)
     of_rewards: list[str] = []
     if isinstance(config, Scores):
-        columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-        of_rewards = check_rewards(config.rewards, list(columns), config.cluster.address is None)
+        columns = [name for name in rows.columns if name != "prompt"]
+        of_rewards = check_rewards(config.rewards, columns, config.cluster.address is None)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:
         raise ConfigError(
@@ -99,8 +103,10 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     return Prepared(
         config=config,
         plan=plan,
+        problem=problem,
         iterations=iterations,
         data_digest=rows.digest,
+        rows=rows.path,
         n_rows=len(rows),
         changes=() if folder is None else logged_changes(folder),
         warnings=(*of_rewards, *filter(None, of_plan)),

@@ -134,7 +134,11 @@ class Replanning:
     async def changed(self, change: ScheduledPlan) -> None:
         """The run will go by another plan."""
         self.plans += (change,)
-        self.expected[change.iteration] = await asyncio.to_thread(planned, self._config, change.plan)
+        self.expected[change.iteration] = await asyncio.to_thread(self._expectation, change.plan)
+
+    def _expectation(self, plan: ExecutionPlan) -> Planned:
+        """By the figures that are kept by now."""
+        return planned(self._config, plan, problem_of(self._config, hardware_of(self._config)))
 
     async def on_commit(self, iteration: int, rows: Sequence[Mapping[str, Any]], control: RunControl) -> None:
         """An iteration is committed; rows: its lineage."""

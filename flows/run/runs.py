@@ -106,7 +106,7 @@ def _prepared(config: RunConfig, folder: Path | None) -> tuple[Prepared, dict[in
         refuse_changes(folder, prepared)
     for warning in prepared.warnings:
         get_run_logger().warning(warning)
-    return prepared, {p.iteration: planned(config, p.plan) for p in prepared.plans}
+    return prepared, {p.iteration: planned(config, p.plan, prepared.problem) for p in prepared.plans}
 
 
 async def _end(
@@ -238,6 +238,7 @@ class Attempts:
                 cluster,
                 run=self._folder.name,
                 run_folder=self._folder,
+                rows=str(prepared.rows),
                 iterations=prepared.iterations,
                 on_commit=view.on_commit,
                 on_plan=view.on_plan,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import rlhf_tasks.algorithms
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.config.sections import SamplingConfig
-from rlhf_tasks.data.rows import Reader
+from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
 from rlhf_tasks.system.reading import ConfigError, one_line, shown
 from rlhf_tasks.system.source import module_file, names_bound
@@ -24,9 +24,6 @@ GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"
 SHARED = "shared"  # the one folder beside this file that is no algorithm
 FIRST = ("ppo", "grpo", "sft")  # what lists and forms begin with
-
-DatasetValue = list[int] | list[bool] | str
-"""Of one key of one sample: token ids, a mask, or text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan
 from tests.ppo_calls import PPO_CALLS
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import ppo_config, rows_of
 
 ALONE = {"devices": [0]}
 PLANS = {
@@ -63,6 +63,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             n_ranks=world,
             plan=plan,
             config=config,
+            rows=rows_of(config),
             run_folder=folder,
             restore_step=None,
             iterations=3,

@@ -8,7 +8,7 @@ from rlhf_tasks.config.base import Scores, refuse_split_groups
 from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
 
 if TYPE_CHECKING:
-    from rlhf_tasks.data.dataset import Rows
+    from rlhf_tasks.data.token_file import TokenFile
 
 
 class RolloutConfig(Scores):
@@ -22,7 +22,7 @@ class RolloutConfig(Scores):
         """As many as pass once over the rows."""
         return -(-n_rows * self.num_generations // self.batch_size)
 
-    def row_of(self, rows: "Rows", sample: int) -> int:
+    def row_of(self, rows: "TokenFile", sample: int) -> int:
         """In file order, `num_generations` samples of each row."""
         return sample // self.num_generations % len(rows)
 

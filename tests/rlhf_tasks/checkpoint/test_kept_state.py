@@ -19,7 +19,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, SaveNode
 from tests.ppo_calls import PPO_CALLS
-from tests.tiny_runs import TWO_RANKS, ppo_config
+from tests.tiny_runs import TWO_RANKS, ppo_config, rows_of
 
 LATER = {call: {"devices": [1]} for call in PPO_CALLS} | {
     "actor_train": {"devices": [0, 1], "tp": 2},
@@ -51,6 +51,7 @@ class Rank:
                 n_ranks=n_ranks,
                 plan=self.plans[0 if step is None else plan],
                 config=self.run.config,
+                rows=self.run.rows,
                 run_folder=self.run.run_folder,
                 restore_step=step,
                 iterations=2,
@@ -188,6 +189,7 @@ def documents(tmp_path) -> dict:
         ranks=("a", "b"),
         plan=plans[0],
         config=json.loads(config.model_dump_json()),
+        rows=rows_of(config),
         run_folder=str(folder),
         iterations=2,
     )

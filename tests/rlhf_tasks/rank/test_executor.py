@@ -16,7 +16,7 @@ from rlhf_tasks.rank.plan_nodes import Outcome
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import NodeKey, NodeRequest
 from rlhf_tasks.system.memory import OutOfMemory
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import ppo_config, rows_of
 
 
 def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
@@ -36,6 +36,7 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
             n_ranks=1,
             plan=plan,
             config=json.loads(config.model_dump_json()),
+            rows=rows_of(config),
             run_folder=str(run_folder),
             restore_step=None,
             iterations=1,

@@ -21,7 +21,7 @@ from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import ppo_config, rows_of
 
 MESH = {"devices": [0, 1], "dp": 2}
 PLAN = {
@@ -63,6 +63,7 @@ def generation(
         n_ranks=n_ranks,
         plan=plan,
         config=config,
+        rows=rows_of(config),
         run_folder=folder,
         restore_step=None,
         iterations=2,
