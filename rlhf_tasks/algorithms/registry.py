@@ -94,7 +94,7 @@ class Algorithm:
             bound = set(names_bound(ast.parse(file.read_bytes(), str(file)).body))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as fault:
             raise ConfigError(
-                f"{_whose(self.name, self.package)} has its functions in {file}, which is no Python source "
+                f"{_whose(self.name, self.package)} has its functions in {file}, which is not valid Python "
                 f"({one_line(str(fault))}). Mend or uninstall that package."
             ) from None
         missing = [call for call in calls if call not in bound]

@@ -177,7 +177,7 @@ def test_another_model_in_the_place_of_one_that_trains_is_refused_with_the_diffe
     for more in ((), ("--accept-changes",)):
         status, said, begun = resume(*more)
         assert (status, begun) == (2, [])
-        assert "'actor' was saved as another model than" in said
+        assert "the saved 'actor' has another shape than" in said
         assert "layers 2 (now 3)" in said
 
 

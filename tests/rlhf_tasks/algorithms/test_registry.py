@@ -150,7 +150,7 @@ def test_a_name_that_no_command_could_say_is_refused(tuned):
             "import torch\ndef actor_trains(): ...",
             "the call 'actor_train' in its graph and no function of that name",
         ),
-        ("def f(:", "which is no Python source"),
+        ("def f(:", "which is not valid Python"),
         (None, "its functions in tuned.other, and there is no such module"),
     ],
 )
