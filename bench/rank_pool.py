@@ -118,8 +118,6 @@ def run_plan(
     """Run a plan's iterations as the runtime would deliver them: in plan order, at most two in flight."""
     import torch.distributed as dist
 
-    from rlhf_tasks.algorithms.configurations import make_config
-    from rlhf_tasks.algorithms.examples import prepared_rows
     from rlhf_tasks.protocol.sequencer import Sequencer
     from rlhf_tasks.rank.executor import Executor
     from rlhf_tasks.system.memory import give_back
@@ -128,8 +126,7 @@ def run_plan(
     plan = ExecutionPlan.model_validate_json(plan_json)
     executor = Executor(rank, lambda part: None)
     give_back()
-    rows = str(prepared_rows(make_config(dict(config))).path)
-    executor.load(generation_spec(rank, store, plan, config, folder, rows))
+    executor.load(generation_spec(rank, store, plan, config, folder))
     ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))
     sequencer, times, peak = Sequencer(plan, prefix, 0), [], 0
     for iteration in range(iterations):
@@ -168,12 +165,9 @@ def measure_pieces(
 
 
 def generation_spec(
-    rank: int, store: Store, plan: ExecutionPlan, config: Mapping[str, Any], folder: str, rows: str = ""
+    rank: int, store: Store, plan: ExecutionPlan, config: Mapping[str, Any], folder: str
 ) -> GenerationSpec:
-    """What the controller would tell a rank: a new run whose save nodes never write.
-
-    rows  the token file of the data set, where a plan fetches rows
-    """
+    """What the controller would tell a rank: a new run whose save nodes never write."""
     host, port, prefix = store
     return GenerationSpec(
         run=prefix,
@@ -183,7 +177,6 @@ def generation_spec(
         n_ranks=plan.n_devices,
         plan=plan,
         config=dict(config),
-        rows=rows,
         run_folder=folder,
         restore_step=None,
         iterations=NEVER,

@@ -44,6 +44,7 @@ from planner.plan.mesh import Cluster, meshes
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
 from planner.search.search import find_plan
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -133,7 +134,9 @@ class Reality:
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
         folder.mkdir()
-        document, plan = self.config(candidate.setting).model_dump(mode="json"), candidate.plan
+        config, plan = self.config(candidate.setting), candidate.plan
+        prepared_rows(config).keep(folder)
+        document = config.model_dump(mode="json")
         runs = pool.run(run_plan, plan.model_dump_json(), document, str(folder), WARM_UP + iterations)
         return PassTime(seconds_per_iteration(runs), node_seconds(runs), [run.peak_bytes for run in runs])
 

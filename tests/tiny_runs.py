@@ -9,7 +9,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 EOS = "<eos>"
@@ -95,8 +94,3 @@ def ppo_config(folder: Path, **changes: Any) -> PPOConfig:
     config = make_config({**document, **changes})
     assert isinstance(config, PPOConfig)
     return config
-
-
-def rows_of(config: PPOConfig | dict[str, Any]) -> str:
-    """The token file of a configuration's data set, as a rank is told."""
-    return str(prepared_rows(make_config(config) if isinstance(config, dict) else config).path)

@@ -88,6 +88,7 @@ async def carry_out(
         prepared, expected = made or _prepared(config, place)
         with prefect_server(place):
             keep_identity(place, prepared)
+            prepared.rows.keep(place)
             view = RunView(prepared, place, expected)
             try:
                 await view.begin()
@@ -238,7 +239,6 @@ class Attempts:
                 cluster,
                 run=self._folder.name,
                 run_folder=self._folder,
-                rows=str(prepared.rows),
                 iterations=prepared.iterations,
                 on_commit=view.on_commit,
                 on_plan=view.on_plan,

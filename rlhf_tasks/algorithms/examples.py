@@ -3,60 +3,57 @@
 import hashlib
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-
 from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
 from rlhf_tasks.data import chat_template, rows, tokenizer
 from rlhf_tasks.data.chat_template import Conversation
-from rlhf_tasks.data.dataset import DataError, DataSet, PlacedRow, data_set, step_between
+from rlhf_tasks.data.dataset import DataError, DataSet, PlacedRow, data_set
 from rlhf_tasks.data.rows import Reader, Reading
-from rlhf_tasks.data.token_file import TokenFile, TokenRow, write_token_file
+from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.parallel.layout.shape import ModelShape
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256
-ROWS = "rows"  # folder of tokenised data sets, in the output folder
-SAMPLED = 1000  # rows at most that a mean is taken over
 FORMAT = 1  # of token files
 
 
-def prepared_rows(config: RunConfig) -> TokenFile:
+def prepared_rows(config: RunConfig, folder: Path | None = None) -> TokenFile:
     """The tokenised data set of a run, every row checked: its columns and its length.
 
-    It is made once, in `output_dir`/rows, for all runs with the same data, tokenizer, chat template and algorithm.
+    folder  of a run that may have its token file already; else `TokenFile.keep` gives it one
     Raises DataError (naming file:line), TokenizerError, or ConfigError for an algorithm that lacks a key of the data.
     """
-    record, data = algorithm(config.type), data_set(config.data)
-    path = _token_file(config, record, data)
-    if not path.exists():
+    record, data, limit = algorithm(config.type), data_set(config.data), _Limit.of(config)
+    key, kept = _key(config, record, data), None
+    if folder is not None:
+        with suppress(DataError):  # none, or a damaged one: it is made anew
+            kept = TokenFile.open(folder / ROWS)
+    if kept is None or kept.key != key:
         files = [str(file.path) for file in data.files]
-        write_token_file(path, data.digest, files, _token_rows(record, data, config.models.tokenizer))
-    made = TokenFile.open(path)
-    _check_lengths(config, made)
-    return made
+        rows = _token_rows(config, record, data, limit)
+        return new_token_file(Path(config.output_dir), key, data.digest, files, rows)
+    longer = kept.first_longer(limit.most)
+    if longer is not None:
+        limit.check(longer[1], kept.where(longer[0]))
+    return kept
 
 
 def mean_prompt_tokens(config: RunConfig) -> float:
     """Mean tokens of a prompt (SFT: of a row; reward model: of both answers), over at most SAMPLED of the rows.
 
-    Raises DataError, TokenizerError, or ValueError where there is no tokenizer to count with.
+    Equals `TokenFile.mean_tokens`. Raises DataError, TokenizerError, or ValueError where there is no tokenizer.
     """
-    record, data = algorithm(config.type), data_set(config.data)
-    path = _token_file(config, record, data)
-    if path.exists():
-        made = TokenFile.open(path)
-        return float(np.mean(made.tokens[:: step_between(len(made), SAMPLED)]))
-    reader = Tokenizer.from_folder(config.models.tokenizer)
-    examples = read_examples(record.read_row, data.some(SAMPLED), reader)
-    return float(np.mean([sum(map(len, _ids(example))) for _, example in examples]))
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    sampled = data_set(config.data).some(SAMPLED)
+    examples = read_examples(algorithm(config.type).read_row, sampled, tokenizer)
+    return sum(len(ids) for _, example in examples for ids in _ids(example)) / len(sampled)
 
 
 def read_examples(
@@ -77,8 +74,8 @@ def read_examples(
             yield each, example
 
 
-def _token_file(config: RunConfig, record: Algorithm, data: DataSet) -> Path:
-    """Where a data set's tokens are kept. The name is a digest of all that they depend on."""
+def _key(config: RunConfig, record: Algorithm, data: DataSet) -> str:
+    """A digest of all that the tokens of a data set depend on."""
     digest = hashlib.sha256(f"{FORMAT} {record.name} {version('tokenizers')} {data.digest}".encode())
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
         digest.update(_content(Path(config.models.tokenizer, name)))
@@ -86,7 +83,7 @@ def _token_file(config: RunConfig, record: Algorithm, data: DataSet) -> Path:
     digest.update(repr([sorted(data.column_map.items()), [str(file.path) for file in data.files]]).encode())
     for code in (record.read_row, record.fetch, rows, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
-    return Path(config.output_dir, ROWS, f"{digest.hexdigest()[:32]}.arrow").resolve()
+    return digest.hexdigest()
 
 
 def _content(path: Path) -> bytes:
@@ -97,12 +94,13 @@ def _content(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def _token_rows(record: Algorithm, data: DataSet, folder: str) -> Iterator[TokenRow]:
-    for placed, example in read_examples(record.read_row, data, Tokenizer.from_folder(folder)):
-        lengths = [len(ids) for ids in _ids(example)]
+def _token_rows(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> Iterator[TokenRow]:
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
+    for placed, example in read_examples(record.read_row, data, tokenizer):
+        lengths = tuple(len(ids) for ids in _ids(example))
+        limit.check(max(lengths, default=0), placed.where)
         values = record.values(example)
-        columns = tuple(name for name in placed.row)
-        yield TokenRow(placed.file, placed.line, columns, max(lengths, default=0), sum(lengths), values)
+        yield TokenRow(placed.file, placed.line, tuple(placed.row), lengths, values)
 
 
 def _ids(example: tuple) -> list[list[int]]:
@@ -127,38 +125,44 @@ def _at(place: str) -> Iterator[None]:
         raise DataError(str(error) if str(error).startswith(place) else f"{place}: {error}") from None
 
 
-class Context(NamedTuple):
-    """The longest sequence that a role's model takes, in tokens."""
+class _Limit(NamedTuple):
+    """How long a row may be, in tokens.
 
+    allowed  by data.max_prompt_tokens
+    context  of the role whose model has the shortest one, its model in `folder`; every role reads whole sequences
+    answer   the most tokens that are generated behind a row
+    """
+
+    allowed: int
     role: str
     folder: str
-    tokens: int
+    context: int
+    answer: int
 
+    @staticmethod
+    def of(config: RunConfig) -> "_Limit":
+        found = [
+            (ModelShape.from_folder(parts.folder).context, role, parts.folder)
+            for role, parts in config.roles().items()
+        ]
+        context, role, folder = min(found, key=lambda each: each[0])
+        answer = config.sampling.max_completion_length if isinstance(config, Samples) else 0
+        return _Limit(config.data.max_prompt_tokens, role, folder, context, answer)
 
-def _check_lengths(config: RunConfig, made: TokenFile) -> None:
-    """Refuse a row that is longer than the user allows or than a model's context holds."""
-    context, allowed = _shortest_context(config), config.data.max_prompt_tokens
-    answer = config.sampling.max_completion_length if isinstance(config, Samples) else 0
-    too_long = np.flatnonzero(made.longest > min(allowed, context.tokens - answer))
-    if not len(too_long):
-        return
-    place, tokens = made.where(int(too_long[0])), int(made.longest[too_long[0]])
-    if tokens > allowed:
-        raise DataError(
-            f"{place}: has {tokens} tokens, but data.max_prompt_tokens is {allowed}. "
-            "Shorten or remove the row, or raise the limit."
-        )
-    both = f"{tokens} tokens and an answer up to {answer} more" if answer else f"{tokens} tokens"
-    raise DataError(
-        f"{place}: has {both}, but the context of role {context.role!r} ({context.folder}) holds "
-        f"{context.tokens}. Shorten the row{' or the answer' if answer else ''}."
-    )
+    @property
+    def most(self) -> int:
+        return min(self.allowed, self.context - self.answer)
 
-
-def _shortest_context(config: RunConfig) -> Context:
-    """Of the roles' models; every role reads whole sequences."""
-    found = (
-        Context(role, parts.folder, ModelShape.from_folder(parts.folder).context)
-        for role, parts in config.roles().items()
-    )
-    return min(found, key=lambda context: context.tokens)
+    def check(self, tokens: int, place: str) -> None:
+        """Refuse a row that is longer than the user allows or than a model's context holds."""
+        if tokens > self.allowed:
+            raise DataError(
+                f"{place}: has {tokens} tokens, but data.max_prompt_tokens is {self.allowed}. "
+                "Shorten or remove the row, or raise the limit."
+            )
+        if tokens > self.most:
+            answer = f" and an answer up to {self.answer} more" if self.answer else ""
+            raise DataError(
+                f"{place}: has {tokens} tokens{answer}, but the context of role {self.role!r} ({self.folder}) "
+                f"holds {self.context}. Shorten the row{' or the answer' if answer else ''}."
+            )

@@ -353,7 +353,6 @@ class Attempt:
             n_ranks=len(spec.ranks),
             plan=self.plan,
             config=spec.config,
-            rows=spec.rows,
             run_folder=spec.run_folder,
             restore_step=instruction.step,
             iterations=spec.iterations,

@@ -1,7 +1,7 @@
 """A data set as token ids: one Arrow file, mapped into memory, from which ranks read their samples. Torch-free.
 
 Every value of a row is a list of numbers: token ids are int32, masks and UTF-8 text are uint8. Batches of the file
-hold ROWS rows each and are checked when they are first read. The last batch has no rows; its metadata says what the
+hold BATCH rows each and are checked when they are first read. The last batch has no rows; its metadata says what the
 file holds.
 """
 
@@ -9,8 +9,8 @@ import json
 import os
 import tempfile
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,67 +19,93 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rlhf_tasks.data.dataset import step_between
 from rlhf_tasks.data.rows import DatasetValue
 from rlhf_tasks.system.counter_random import permutation
-from rlhf_tasks.system.reading import DataError, reading
+from rlhf_tasks.system.durable import sync
+from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Numbers = NDArray[Any]
 
-ROWS = 1024  # of a batch of the file
+ROWS = "rows.arrow"  # in a run folder
+BATCH = 1024  # rows of a batch of the file
+SAMPLED = 1000  # rows at most that a mean is taken over
 _FACTS = b"prefect_rlhf.rows"
-_OWN = ("#file", "#line", "#longest", "#tokens")  # columns beside the keys, int32
-_DAMAGED = "Remove it; the next run or validate makes it anew."
+_OWN = ("#file", "#line", "#longest")  # columns beside the keys, int32
+_DAMAGED = "Remove it; the next attempt makes it anew."
 
 
 class TokenRow(NamedTuple):
     """A row as it is stored.
 
-    file, line       its place; the file by its number
-    columns          the names of the row's columns
-    longest, tokens  tokens of its longest list of ids, and of all
-    values           by the keys of the data set
+    file, line  its place; the file by its number
+    columns     the names of the row's columns
+    lengths     tokens of each of its lists of ids
+    values      by the keys of the data set
     """
 
     file: int
     line: int
     columns: tuple[str, ...]
-    longest: int
-    tokens: int
+    lengths: tuple[int, ...]
     values: Mapping[str, DatasetValue]
 
 
 class TokenFile:
     """The rows of a token file.
 
-    columns  names of all columns of the data, in the order in which they first appear
-    digest   of the data: `DataSet.digest`
+    key          names all that the file's content depends on
+    digest       of the data: `DataSet.digest`
+    columns      names of all columns of the data, in the order in which they first appear
+    mean_tokens  of a row's lists of ids together, over at most SAMPLED rows at even distances
     """
 
-    def __init__(self, path: Path, reader: pa.RecordBatchFileReader, facts: Mapping[str, Any]) -> None:
-        self.path, self._reader = path, reader
-        self.columns: tuple[str, ...] = tuple(facts["columns"])
-        self.digest: str = facts["digest"]
-        self._rows: int = facts["rows"]
-        self._files: list[str] = facts["files"]
-        self._kinds: dict[str, str] = facts["kinds"]
-        self._checksums: list[int] = facts["checksums"]
+    def __init__(self, name: Path, source: pa.NativeFile) -> None:
+        """Raises DataError for a source that is no token file. name: of the file, or of its folder if it has none."""
+        self._name, self._source = name, source
+        with reading(name, "not a file of tokenised rows", DataError, _DAMAGED):
+            self._reader = pa.ipc.open_file(source)
+            last = self._reader.get_batch_with_custom_metadata(self._reader.num_record_batches - 1)
+            facts = json.loads(last.custom_metadata[_FACTS])
+            self.key: str = facts["key"]
+            self.digest: str = facts["digest"]
+            self.columns: tuple[str, ...] = tuple(facts["columns"])
+            self.mean_tokens: float = facts["mean_tokens"]
+            self._rows: int = facts["rows"]
+            self._files: list[str] = facts["files"]
+            self._kinds: dict[str, str] = facts["kinds"]
+            self._longest: list[int] = facts["longest"]
+            self._checksums: list[int] = facts["checksums"]
         self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._checked = set[int]()
 
     @staticmethod
     def open(path: Path) -> "TokenFile":
-        """Raises DataError for a file that is no token file."""
+        """The file of a run. Raises DataError where it is none."""
         with reading(path, "not a file of tokenised rows", DataError, _DAMAGED):
-            reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            last = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
-            return TokenFile(path, reader, json.loads(last.custom_metadata[_FACTS]))
+            source = pa.memory_map(str(path))
+        return TokenFile(path, source)
 
     def __len__(self) -> int:
         return self._rows
 
+    def keep(self, folder: Path) -> None:
+        """Copy the file into a run folder, unless it is there; it appears whole or not at all. Raises OSError."""
+        path, part = folder / ROWS, folder / f".{ROWS}.part"
+        if self._name == path:
+            return
+        self._source.seek(0)
+        with part.open("wb") as file:
+            while piece := self._source.read(1 << 20):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync(folder)
+
     def values(self, index: int) -> dict[str, Numbers | str]:
         """The values of a row by key: int32 token ids [tokens], a bool mask [tokens], or text."""
-        batch, place = self._batch(index // ROWS), index % ROWS
+        batch, place = self._batch(index // BATCH), index % BATCH
         found: dict[str, Numbers | str] = {}
         for key, kind in self._kinds.items():
             numbers = batch.column(key)[place].values.to_numpy()
@@ -94,18 +120,17 @@ class TokenFile:
 
     def where(self, index: int) -> str:
         """`file:line` of a row, for errors."""
-        batch, place = self._batch(index // ROWS), index % ROWS
+        batch, place = self._batch(index // BATCH), index % BATCH
         return f"{self._files[batch.column('#file')[place].as_py()]}:{batch.column('#line')[place].as_py()}"
 
-    @cached_property
-    def longest(self) -> NDArray[np.int32]:
-        """The tokens of each row's longest list of ids, [rows]."""
-        return self._own("#longest")
-
-    @cached_property
-    def tokens(self) -> NDArray[np.int32]:
-        """The tokens of all lists of ids of each row, [rows]."""
-        return self._own("#tokens")
+    def first_longer(self, tokens: int) -> tuple[int, int] | None:
+        """(index, tokens) of the first row with a longer list of ids; None where there is none."""
+        for number, longest in enumerate(self._longest):
+            if longest > tokens:
+                lengths = self._batch(number).column("#longest").to_numpy()
+                place = int(np.argmax(lengths > tokens))
+                return number * BATCH + place, int(lengths[place])
+        return None
 
     def row_of(self, sample_id: int, seed: int) -> int:
         """The row that a global sample id means: position in the epoch's own random order of all rows."""
@@ -117,59 +142,61 @@ class TokenFile:
             order = self._orders[seed, epoch] = permutation(len(self), seed, "rows", epoch)
         return int(order[position])
 
-    def _own(self, column: str) -> NDArray[np.int32]:
-        batches = range(len(self._checksums))
-        return np.concatenate([self._batch(number).column(column).to_numpy() for number in batches])
-
     def _batch(self, number: int) -> pa.RecordBatch:
-        with reading(self.path, "not a file of tokenised rows", DataError, _DAMAGED):
+        with reading(self._name, "not a file of tokenised rows", DataError, _DAMAGED):
             batch = self._reader.get_batch(number)
             if number not in self._checked and _checksum(batch) != self._checksums[number]:
-                raise DataError(f"{self.path}: is damaged. {_DAMAGED}")
+                raise DataError(f"{self._name}: is damaged. {_DAMAGED}")
         self._checked.add(number)
         return batch
 
 
-def write_token_file(path: Path, digest: str, files: Sequence[str], rows: Iterable[TokenRow]) -> None:
-    """Write rows to a token file; it appears whole or not at all. Memory for ROWS rows is needed, however many.
+def new_token_file(
+    place: Path, key: str, digest: str, files: Sequence[str], rows: Iterable[TokenRow]
+) -> TokenFile:
+    """A token file of rows that has no name: it goes with the process, unless a run keeps it.
 
-    digest, files  the data set's digest, and the names of its files
-    Raises DataError where the values of a key are of several kinds or no 32-bit integers, and where the file cannot
-    be written.
+    Memory for BATCH rows is needed, however many they are.
+
+    place          a folder, which need not exist: the file lies on its disk
+    key, digest    as in TokenFile
+    files          the names of the data set's files
+    Raises DataError where the values of a key are of several kinds or no 32-bit integers, and where the disk is full.
     """
     rows = iter(rows)
-    first = list(islice(rows, ROWS))  # before a folder is made: most of what may be wrong shows here
-    facts = _Facts(digest, files, first)
-    with reading(path, "cannot be written", DataError, "Name another output_dir, or free some space."):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    first = list(islice(rows, BATCH))
+    facts = _Facts(key, digest, files, first)
+    while not place.is_dir():
+        place = place.parent
     try:
-        with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, facts.schema) as writer:
-            for batch in facts.batches(chain(first, rows)):
-                with reading(path, "cannot be written", DataError, "Free some space."):
+        with tempfile.TemporaryFile(dir=place if os.access(place, os.W_OK) else None) as file:
+            with pa.ipc.new_file(pa.PythonFile(file, mode="w"), facts.schema) as writer:
+                for batch in facts.batches(chain(first, rows)):
                     writer.write_batch(batch)
-            last = pa.RecordBatch.from_pylist([], facts.schema)
-            writer.write_batch(last, custom_metadata=facts.metadata())
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+                last = pa.RecordBatch.from_pylist([], facts.schema)
+                writer.write_batch(last, custom_metadata=facts.metadata())
+            file.flush()
+            return TokenFile(place, pa.memory_map(f"/proc/self/fd/{file.fileno()}"))
+    except OSError as error:
+        why = one_line(error.strerror or str(error))
+        raise DataError(f"{place}: the tokenised rows cannot be written ({why}). Free some space.") from None
 
 
 class _Facts:
     """What a token file's last batch says, gathered while the others are made."""
 
-    def __init__(self, digest: str, files: Sequence[str], first: Sequence[TokenRow]) -> None:
-        self.digest, self.files = digest, list(files)
+    def __init__(self, key: str, digest: str, files: Sequence[str], first: Sequence[TokenRow]) -> None:
+        self.key, self.digest, self.files = key, digest, list(files)
         self.kinds = {key: _kind([row.values[key] for row in first]) or "ids" for key in first[0].values}
         self.columns: dict[str, None] = {}
-        self.checksums: list[int] = []
-        self.n_rows = 0
+        self.checksums, self.longest = list[int](), list[int]()
+        self.tokens = array("q")  # of each row
         types = {key: pa.int32() if kind == "ids" else pa.uint8() for key, kind in self.kinds.items()}
         keys = [pa.field(key, pa.list_(type_)) for key, type_ in types.items()]
         self.schema = pa.schema([*keys, *(pa.field(name, pa.int32()) for name in _OWN)])
 
     def batches(self, rows: Iterator[TokenRow]) -> Iterator[pa.RecordBatch]:
-        while taken := list(islice(rows, ROWS)):
+        while taken := list(islice(rows, BATCH)):
             arrays = []
             for field, (key, kind) in zip(self.schema, self.kinds.items(), strict=False):
                 values = [row.values[key] for row in taken]
@@ -177,23 +204,28 @@ class _Facts:
                     raise DataError(f"the rows' values of the key {key!r} are of several kinds.")
                 with reading(f"the rows' values of the key {key!r}", "not 32-bit integers", DataError):
                     arrays.append(_array(values, field.type))
-            places = [(row.file, row.line, row.longest, row.tokens) for row in taken]
+            places = [(row.file, row.line, max(row.lengths, default=0)) for row in taken]
             arrays += [pa.array(column, pa.int32()) for column in zip(*places, strict=True)]
             for row in taken:
                 self.columns.update(dict.fromkeys(row.columns))
-            self.n_rows += len(taken)
+            self.tokens.extend(sum(row.lengths) for row in taken)
+            self.longest.append(max(longest for *_, longest in places))
             batch = pa.record_batch(arrays, schema=self.schema)
             self.checksums.append(_checksum(batch))
             yield batch
 
     def metadata(self) -> dict[bytes, bytes]:
+        sampled = self.tokens[:: step_between(len(self.tokens), SAMPLED)]
         said = {
+            "key": self.key,
             "digest": self.digest,
             "files": self.files,
             "kinds": self.kinds,
             "columns": list(self.columns),
+            "longest": self.longest,
             "checksums": self.checksums,
-            "rows": self.n_rows,
+            "rows": len(self.tokens),
+            "mean_tokens": sum(sampled) / len(sampled),
         }
         return {_FACTS: json.dumps(said).encode()}
 

@@ -29,7 +29,6 @@ class RunSpec(Frozen):
     ranks           names of the Dask workers that serve; position = global rank = device id
     run_folder      a folder that all hosts share
     config          the run's configuration, JSON-able; the executor and the snapshots parse it
-    rows            the token file of its data set, which all hosts can read; "" where no node is a fetch
     iterations      of the whole run, including those before this attempt
     executor        "module:function" that makes a rank's executor
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
@@ -46,7 +45,6 @@ class RunSpec(Frozen):
     ranks: tuple[str, ...]
     plan: ExecutionPlan
     config: dict[str, Any]
-    rows: str = ""
     run_folder: str
     iterations: int = Field(gt=0)
     snapshot_every: int = Field(default=1, gt=0)
@@ -72,7 +70,6 @@ class GenerationSpec(Frozen):
 
     rank, n_ranks  this rank's global rank (= device id) and how many ranks join
     config         the run's configuration, JSON-able; the executor parses it
-    rows           the token file of its data set
     run_folder     a folder that all hosts share
     restore_step   the commit to restore from; None: initialise, and save every trained role as step 0
     iterations     of the whole run
@@ -88,7 +85,6 @@ class GenerationSpec(Frozen):
     n_ranks: int
     plan: ExecutionPlan
     config: dict[str, Any]
-    rows: str
     run_folder: str
     restore_step: int | None
     iterations: int

@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.data.token_file import TokenFile
+from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
@@ -83,7 +83,7 @@ class RankRun:
     @cached_property
     def _rows(self) -> TokenFile:
         """Opened by the ranks that read samples, and by no other."""
-        return TokenFile.open(Path(self._spec.rows))
+        return TokenFile.open(Path(self._spec.run_folder, ROWS))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

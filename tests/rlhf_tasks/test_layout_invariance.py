@@ -15,7 +15,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan
 from tests.ppo_calls import PPO_CALLS
-from tests.tiny_runs import ppo_config, rows_of
+from tests.tiny_runs import ppo_config
 
 ALONE = {"devices": [0]}
 PLANS = {
@@ -63,7 +63,6 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             n_ranks=world,
             plan=plan,
             config=config,
-            rows=rows_of(config),
             run_folder=folder,
             restore_step=None,
             iterations=3,
@@ -93,9 +92,11 @@ def trajectory(ranks, tmp_path: Path, name: str) -> list[dict[str, float]]:
         plan=assignments,
         cluster={"devices_per_host": n_ranks},
     )
-    plan = prepare(config).plan
+    prepared = prepare(config)
+    plan = prepared.plan
     folder = tmp_path / f"run-{n_ranks}-{len(name)}"
     folder.mkdir()
+    prepared.rows.keep(folder)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     per_rank = ranks.run(
         n_ranks,

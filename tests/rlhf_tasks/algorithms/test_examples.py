@@ -13,6 +13,7 @@ from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.examples import mean_prompt_tokens, prepared_rows, read_examples
 from rlhf_tasks.data.dataset import DataError, PlacedRow
 from rlhf_tasks.data.rows import Reader, completion_example, pair_example, prompt_example
+from rlhf_tasks.data.token_file import ROWS
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.system.child_lines import Lines
 
@@ -179,8 +180,7 @@ def config(folder: Path, data: Path, **changes: Any) -> Any:
 def test_a_whole_data_set_is_checked_before_training(plain_folder: Path, tmp_path: Path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "abc"}\n{"prompt": "abcdef"}\n')
-    rows = prepared_rows(config(plain_folder, data))
-    assert len(rows) == 2
+    assert len(prepared_rows(config(plain_folder, data))) == 2
     with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens, but data\.max_prompt_tokens is 5\."):
         prepared_rows(config(plain_folder, data, limit=5))
     long = {"max_completion_length": 124}
@@ -191,44 +191,46 @@ def test_a_whole_data_set_is_checked_before_training(plain_folder: Path, tmp_pat
         prepared_rows(config(plain_folder, data))
 
 
-def test_a_data_set_is_tokenised_once_until_something_that_it_depends_on_changes(
+def test_a_run_keeps_its_tokens_until_something_that_they_depend_on_changes(
     plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model, data, tokenised = tmp_path / "model", tmp_path / "rows.jsonl", list[str]()
     shutil.copytree(plain_folder, model)
     data.write_text('{"prompt": "abc"}\n{"prompt": "abcdef"}\n')
     encode = Tokenizer.encode
-    monkeypatch.setattr(
-        Tokenizer, "encode", lambda self, text, **k: tokenised.append(text) or encode(self, text, **k)
-    )
+
+    def counted(self: Tokenizer, text: str, special_tokens: bool = False) -> list[int]:
+        tokenised.append(text)
+        return encode(self, text, special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
 
     def prepare(**changes: Any) -> list[str]:
         tokenised.clear()
-        prepared_rows(config(model, data, **changes))
+        prepared_rows(config(model, data, **changes), tmp_path).keep(tmp_path)
         return list(tokenised)
 
     assert prepare() == ["abc", "abcdef"]
     assert prepare() == prepare(limit=6, seed=3, total_iterations=9) == []
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens, but data\.max_prompt_tokens is 5\."):
+        prepare(limit=5)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     assert prepare() == ["abc", "abcdef"]
     data.write_text('{"prompt": "abc"}\n{"prompt": "abd"}\n')
     assert prepare() == ["abc", "abd"]
-    for file in (tmp_path / "runs" / "rows").iterdir():
-        file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"not a file of tokenised rows: .* Remove it; the next run"):
-        prepare()
+    (tmp_path / ROWS).write_bytes((tmp_path / ROWS).read_bytes()[:100])
+    assert prepare() == ["abc", "abd"], "a damaged file is made anew"
 
 
 def test_the_mean_of_prompts_is_the_same_before_and_after_a_data_set_is_tokenised(
     plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("rlhf_tasks.algorithms.examples.SAMPLED", 3)
+    monkeypatch.setattr("rlhf_tasks.data.token_file.SAMPLED", 3)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": "a" * (1 + i * i)}) + "\n" for i in range(7)))
-    before = mean_prompt_tokens(config(plain_folder, data))
-    assert before == (1 + 10 + 37) / 3
-    prepared_rows(config(plain_folder, data))
-    assert mean_prompt_tokens(config(plain_folder, data)) == before
+    assert mean_prompt_tokens(config(plain_folder, data)) == (1 + 10 + 37) / 3
+    assert prepared_rows(config(plain_folder, data)).mean_tokens == (1 + 10 + 37) / 3
 
 
 def test_the_conversations_of_a_data_set_are_rendered_many_at_once(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flows.run.prepare import prepare
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder
 from rlhf_tasks.checkpoint.kept_state import KeptState
 from rlhf_tasks.protocol.instructions import WriteCommit
@@ -19,7 +20,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, SaveNode
 from tests.ppo_calls import PPO_CALLS
-from tests.tiny_runs import TWO_RANKS, ppo_config, rows_of
+from tests.tiny_runs import TWO_RANKS, ppo_config
 
 LATER = {call: {"devices": [1]} for call in PPO_CALLS} | {
     "actor_train": {"devices": [0, 1], "tp": 2},
@@ -51,7 +52,6 @@ class Rank:
                 n_ranks=n_ranks,
                 plan=self.plans[0 if step is None else plan],
                 config=self.run.config,
-                rows=self.run.rows,
                 run_folder=self.run.run_folder,
                 restore_step=step,
                 iterations=2,
@@ -183,13 +183,13 @@ def documents(tmp_path) -> dict:
         plans.append(prepare(config).plan)
     folder = tmp_path / "run"
     folder.mkdir()
+    prepared_rows(config).keep(folder)
     run = RunSpec(
         run="test",
         attempt=1,
         ranks=("a", "b"),
         plan=plans[0],
         config=json.loads(config.model_dump_json()),
-        rows=rows_of(config),
         run_folder=str(folder),
         iterations=2,
     )

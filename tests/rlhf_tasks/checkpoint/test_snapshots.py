@@ -2,12 +2,10 @@ import errno
 import hashlib
 import os
 import re
-import resource
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from tests.rlhf_tasks.roles_in_layouts import (
     precise,
     whole_state,
 )
+from tests.small_disk import DISK_BYTES, small_disk
 
 STATE = {"kl_coef": 0.1 + 0.2, "normaliser": [1e-17, 3.0]}
 
@@ -227,28 +226,6 @@ def test_a_failed_write_is_reported(tmp_path):
 
     assert "step-00000003.tmp-1" in told[0].error
     assert told[0].details == {}
-
-
-DISK_BYTES = 64 * 1024
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Inside, there is room for DISK_BYTES in a folder; where nobody may mount (False), for as much in each file."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode == 0:
-        try:
-            yield True
-        finally:
-            subprocess.run(["umount", str(folder)], check=True)
-        return
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, before[1]))
-    try:
-        yield False
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):

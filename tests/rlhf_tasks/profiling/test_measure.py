@@ -38,7 +38,6 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
             n_ranks=world,
             plan=plan,
             config=document,
-            rows="",
             run_folder="",
             restore_step=None,
             iterations=1,

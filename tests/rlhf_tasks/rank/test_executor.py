@@ -16,15 +16,17 @@ from rlhf_tasks.rank.plan_nodes import Outcome
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import NodeKey, NodeRequest
 from rlhf_tasks.system.memory import OutOfMemory
-from tests.tiny_runs import ppo_config, rows_of
+from tests.tiny_runs import ppo_config
 
 
 def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     """(bytes of the largest message of an iteration, tokens that it generated) of a PPO run on one rank."""
     config = ppo_config(folder, sampling={"max_completion_length": max_completion_length})
-    plan, parts = prepare(config).plan, list[SavedPart]()
+    prepared, parts = prepare(config), list[SavedPart]()
+    plan = prepared.plan
     run_folder = folder / f"run-{max_completion_length}"
     run_folder.mkdir()
+    prepared.rows.keep(run_folder)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor = Executor(0, parts.append)
     executor.load(
@@ -36,7 +38,6 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
             n_ranks=1,
             plan=plan,
             config=json.loads(config.model_dump_json()),
-            rows=rows_of(config),
             run_folder=str(run_folder),
             restore_step=None,
             iterations=1,

@@ -69,7 +69,6 @@ async def load(comms, plan, folder, store, config, generation=0):
             n_ranks=N_RANKS,
             plan=plan,
             config=config,
-            rows="",
             run_folder=str(folder),
             restore_step=None,
             iterations=1,

@@ -26,7 +26,9 @@ def on_one_device(folder: Path):
     """(configuration, plan) of PPO with all calls on device 0."""
     places = {call: {"devices": [0]} for call in PPO_CALLS}
     config = ppo_config(folder, plan=places, cluster={"devices_per_host": 1})
-    return config, prepare(config).plan
+    prepared = prepare(config)
+    prepared.rows.keep(folder)
+    return config, prepared.plan
 
 
 @pytest.fixture

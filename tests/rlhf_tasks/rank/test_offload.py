@@ -6,6 +6,7 @@ the parameters are not numbers.
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flows.run.prepare import prepare
+from rlhf_tasks.data.token_file import ROWS
 from rlhf_tasks.parallel.state.host_copies import ThreadCopier
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
@@ -21,7 +23,7 @@ from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
-from tests.tiny_runs import ppo_config, rows_of
+from tests.tiny_runs import ppo_config
 
 MESH = {"devices": [0, 1], "dp": 2}
 PLAN = {
@@ -63,7 +65,6 @@ def generation(
         n_ranks=n_ranks,
         plan=plan,
         config=config,
-        rows=rows_of(config),
         run_folder=folder,
         restore_step=None,
         iterations=2,
@@ -107,7 +108,9 @@ def planned(folder: Path, assignments: dict, n_ranks: int, offload: bool):
     frozen = ("ref_inference", "reward_inference")
     places = {call: {**given, "offload": offload and call in frozen} for call, given in assignments.items()}
     config = ppo_config(folder, plan=places, cluster={"devices_per_host": n_ranks})
-    return config, prepare(config).plan
+    prepared = prepare(config)
+    prepared.rows.keep(folder)
+    return config, prepared.plan
 
 
 @pytest.mark.dist
@@ -118,6 +121,7 @@ def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
         assert any(isinstance(node, OnloadNode) for node in plan.nodes) == offload
         folder = tmp_path / f"run-{offload}"
         folder.mkdir()
+        shutil.copy(tmp_path / ROWS, folder)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         arguments = plan.model_dump_json(), json.loads(config.model_dump_json()), str(folder), store.port
         metrics.append(ranks.run(2, run_iterations, *arguments))
