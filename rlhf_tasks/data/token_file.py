@@ -28,7 +28,7 @@ from rlhf_tasks.system.reading import DataError, one_line, reading
 Numbers = NDArray[Any]
 
 ROWS = "rows.arrow"  # in a run folder
-BATCH = 1024  # rows of a batch of the file
+BATCH = 128  # rows of a batch of the file: a random row costs the check of so many
 SAMPLED = 1000  # rows at most that a mean is taken over
 _FACTS = b"prefect_rlhf.rows"
 _OWN = ("#file", "#line", "#longest")  # columns beside the keys, int32
