@@ -114,7 +114,9 @@ def test_a_header_larger_than_its_file_is_not_read(tmp_path: Path, length: int):
         with path.open("r+b") as file:
             file.truncate(length + 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert f"its first bytes announce a header of {length:,} bytes" in said(weight_files, tmp_path, SPECS, True)
+    assert f"its first bytes announce a header of {length:,} bytes" in said(
+        weight_files, tmp_path, SPECS, True
+    )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 

@@ -1,5 +1,4 @@
-"""Finds the files of a Hugging Face folder that hold the weights, and checks them against the model. Loads no
-torch."""
+"""Finds the weight files of a Hugging Face folder and checks them against the model. Loads no torch."""
 
 import json
 import math
