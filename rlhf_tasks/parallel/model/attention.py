@@ -34,7 +34,7 @@ class Cache(Protocol):
         ...
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the micro-batch's keys and values, each [T, KV heads, head_dim], after rotary embedding.
+        """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim], after rotary embedding.
 
         KV heads are those of this rank.
         """

@@ -214,7 +214,7 @@ def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
         restore("actor", small_role(), tmp_path, 3)
     other = small_role()
     other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"torch\.float32, the run wants torch\.float64"):
+    with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
         restore("actor", other, tmp_path, 3)
 
 
