@@ -1,4 +1,4 @@
-"""A data set as its algorithm reads it: rows as examples, and the check of all of them. Torch-free."""
+"""Reads a data set's rows as examples of an algorithm, and checks all of them. Torch-free."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +18,10 @@ ROWS_AT_ONCE = 256
 
 
 def load_and_check(config: RunConfig) -> tuple[Rows, Tokenizer]:
-    """The data set and the tokenizer of a run, every row checked: its columns and its length.
+    """The data set and the tokenizer of a run. Checks the columns and the length of every row.
 
-    Raises DataError (naming file:line), TokenizerError, or ConfigError for an algorithm that lacks a key of the data.
+    Raises DataError (naming file:line), TokenizerError, or ConfigError for an algorithm whose `fetch` leaves out a
+    key.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)
@@ -35,9 +36,9 @@ def load_and_check(config: RunConfig) -> tuple[Rows, Tokenizer]:
 
 
 def mean_prompt_tokens(config: RunConfig, most: int = 1000) -> float:
-    """Mean tokens of a prompt (SFT: of a row; reward model: of both answers), over at most `most` of the rows.
+    """Mean tokens of a prompt (SFT: of a row; reward model: of both answers), over at most `most` evenly spaced rows.
 
-    Raises DataError, TokenizerError, or ValueError where there is no tokenizer to count with.
+    Raises DataError, TokenizerError, or ValueError where there is no tokenizer.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)
@@ -47,7 +48,7 @@ def mean_prompt_tokens(config: RunConfig, most: int = 1000) -> float:
 
 
 def read_examples(reader: Reader[T], rows: Rows, indexes: Sequence[int], tokenizer: Tokenizer) -> Iterator[T]:
-    """Rows as examples. Raises DataError that names the row's place."""
+    """The rows at `indexes` as examples. Raises DataError that names the row's place."""
     for start in range(0, len(indexes), ROWS_AT_ONCE):
         begun: list[tuple[int, Reading[T], list[Conversation]]] = []
         for index in indexes[start : start + ROWS_AT_ONCE]:
@@ -71,7 +72,7 @@ def _returned(reading: Reading[T], texts: list[str]) -> T:
 
 @contextmanager
 def _at(rows: Rows, index: int) -> Iterator[None]:
-    """What is refused inside is refused with its place."""
+    """Adds the row's place to a DataError or TokenizerError raised inside."""
     try:
         yield
     except (DataError, TokenizerError) as error:
@@ -80,7 +81,7 @@ def _at(rows: Rows, index: int) -> Iterator[None]:
 
 
 class Context(NamedTuple):
-    """The longest sequence that a role's model takes, in tokens."""
+    """A role, its model folder, and the length in tokens of the longest sequence that the model takes."""
 
     role: str
     folder: str
@@ -88,7 +89,7 @@ class Context(NamedTuple):
 
 
 def _check_length(config: RunConfig, tokens: int, context: Context, place: str) -> None:
-    """Refuse a row that is longer than the user allows or than a model's context holds."""
+    """Raises DataError for a row of more tokens than the user allows or than fit into a model's context."""
     if tokens > config.data.max_prompt_tokens:
         raise DataError(
             f"{place}: has {tokens} tokens, but data.max_prompt_tokens is {config.data.max_prompt_tokens}. "
@@ -104,7 +105,7 @@ def _check_length(config: RunConfig, tokens: int, context: Context, place: str) 
 
 
 def _shortest_context(config: RunConfig) -> Context:
-    """Of the roles' models; every role reads whole sequences."""
+    """The shortest context of all roles' models: every role reads whole sequences."""
     found = (
         Context(role, parts.folder, ModelShape.from_folder(parts.folder).context)
         for role, parts in config.roles().items()

@@ -34,9 +34,9 @@ class Cache(Protocol):
         ...
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim], after rotary embedding.
+        """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim].
 
-        KV heads are those of this rank.
+        They come after rotary embedding; KV heads are those of this rank.
         """
         ...
 
