@@ -152,7 +152,9 @@ def _checked(found: Any, name: str, package: str, value: str) -> Algorithm:
     """The record that another package has registered, with `package` set. Raises ConfigError if it is not valid."""
     whose, remedy = _whose(name, package), "Fix or uninstall that package."
     if not isinstance(found, Algorithm):
-        raise ConfigError(f"{whose} ({value}) is not an Algorithm but of type {type(found).__name__}. {remedy}")
+        raise ConfigError(
+            f"{whose} ({value}) is not an Algorithm but of type {type(found).__name__}. {remedy}"
+        )
     if not (isinstance(found.config, type) and issubclass(found.config, RunConfig)):
         raise ConfigError(
             f"{whose} has a configuration that is not a RunConfig: {shown(found.config)}. {remedy}"
