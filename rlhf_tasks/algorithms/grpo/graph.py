@@ -24,8 +24,8 @@ class GRPOSizes(RolloutSizes, Protocol):
 def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
     """actor generate; reward and ref inference; actor train_step.
 
-    A sequence's advantage is its score relative to its group (arXiv:2402.03300, section 4.1), so there is no critic. The
-    reward call is as in PPO.
+    A sequence's advantage is its score relative to its group (arXiv:2402.03300, section 4.1), so there is no critic.
+    The reward call is as in PPO.
     """
     return [
         *generate_and_score(config),

@@ -177,7 +177,7 @@ def test_another_model_in_the_place_of_one_that_trains_is_refused_with_the_diffe
     for more in ((), ("--accept-changes",)):
         status, said, begun = resume(*more)
         assert (status, begun) == (2, [])
-        assert "'actor' was saved as another model than" in said
+        assert "the saved 'actor' has another shape than" in said
         assert "layers 2 (now 3)" in said
 
 
@@ -190,7 +190,7 @@ def test_a_run_without_its_commits_is_refused_before_anything_starts(run, resume
         assert (
             "metrics.jsonl with rows, lineage.jsonl with rows, attempt 1, which has committed step 1" in said
         )
-        assert "but no commit to go on from" in said
+        assert "but no commit to resume from" in said
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
 
 

@@ -199,7 +199,7 @@ def commit_part(folder: Path, part: Part) -> None:
 def test_another_model_is_refused_with_the_difference(tmp_path):
     commit_part(tmp_path, written_part(tmp_path, small_role()))
 
-    with pytest.raises(CheckpointError, match=r"'actor' was saved as another model: kv_heads 3 \(now 9\)"):
+    with pytest.raises(CheckpointError, match=r"the saved 'actor' has another shape: kv_heads 3 \(now 9\)"):
         restore("actor", small_role(kv_heads=9), tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"has the roles \['actor'\], not 'critic'"):
         restore("critic", small_role(), tmp_path, 3)
@@ -213,8 +213,8 @@ def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"lacks 136 of 136 elements of master of lm_head\.weight"):
         restore("actor", small_role(), tmp_path, 3)
     other = small_role()
-    other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
+    other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type:
+    ignore[attr-defined] with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
         restore("actor", other, tmp_path, 3)
 
 
