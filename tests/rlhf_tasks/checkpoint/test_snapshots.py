@@ -213,8 +213,8 @@ def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"lacks 136 of 136 elements of master of lm_head\.weight"):
         restore("actor", small_role(), tmp_path, 3)
     other = small_role()
-    other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type:
-    ignore[attr-defined] with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
+    other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
         restore("actor", other, tmp_path, 3)
 
 
