@@ -263,7 +263,7 @@ def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
     part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
     needed = sum(shard.tensor.nbytes for shard in role.optimizer.state)  # type: ignore[attr-defined]
     assert f"no space left: {part} needs {needed} bytes, " in told[0].error
-    assert "are free. Free some and resume." in told[0].error
+    assert "are free. Free some space and resume." in told[0].error
     assert told[0].lasting
 
 
@@ -298,7 +298,7 @@ def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
         writer.save("actor", small_role(), 3)
         writer.close()
     part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
-    assert told[0].error == f"{part} cannot be written: Read-only file system. Mend that and resume."
+    assert told[0].error == f"{part} cannot be written: Read-only file system. Fix that and resume."
     assert told[0].lasting
 
 
