@@ -44,8 +44,7 @@ RECORDED_S = 60.0  # most lag of the server's recorder
 
 
 class Watched:
-    """Observations of a run, in arrays that are made before the run, so that measuring does not itself use more
-    memory.
+    """Observations of a run, in arrays made before the run: measuring must not itself use more memory.
 
     processes  name -> process id
     clocks     [iterations, nodes, 2], start and end by the ranks' clocks

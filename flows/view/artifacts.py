@@ -119,8 +119,7 @@ def plan_page(plan: ExecutionPlan) -> Page:
 
 
 async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[str] = ()) -> None:
-    """Show a plan's price: a table of its calls, its proof, the source of its figures, and the timeline of one
-    steady-state iteration.
+    """Show a plan's price: its calls, its proof, the source of its figures, and a timeline of the steady state.
 
     warnings  sentences about the figures
     """

@@ -96,8 +96,7 @@ def idle_while_ready_s(spans: Sequence[Span], predecessors: Mapping[Key, Sequenc
 
 
 def overlapping_s(spans: Sequence[Span], first: str, second: str, shift: int) -> float:
-    """Seconds in which `second` of iteration t + shift and `first` of iteration t ran at the same time, summed over
-    t.
+    """Seconds in which `second` of iteration t + shift and `first` of iteration t overlapped, summed over t.
 
     A node's time is from its first rank's start to its last rank's end.
     """

@@ -8,8 +8,7 @@ lag nor the memory grows with the number of iterations:
   from the first to the last of them, and its message says so. So an iteration is shown completely at most
   `VIEW_LAG_S` after its end, plus the time for writing two subflows, as long as the server answers.
 - While the server is away, all iterations wait and are merged. Subflows that it has not accepted `GIVE_UP_S` after
-the
-  run's end are reported by name, and so are those that it refuses, e.g. because somebody has deleted them.
+  the run's end are reported by name, and so are those that it refuses, e.g. because somebody has deleted them.
 """
 
 import asyncio

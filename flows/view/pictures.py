@@ -63,8 +63,8 @@ def drawn_metrics(names: Sequence[str]) -> list[str]:
 def curves(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     """Line charts over iterations, two to a row, one for each metric of `drawn_metrics`.
 
-    metrics  one mapping per committed iteration, in order, with `iteration` (from 0); a value that was not finite is
-             None, and is not drawn
+    metrics  one mapping per committed iteration, in order, with `iteration` (from 0); None for a value that
+             was not finite, which is not drawn
     Raises ValueError when nothing can be drawn.
     """
     known = dict.fromkeys(name for row in metrics for name, value in row.items() if value is not None)

@@ -97,8 +97,7 @@ class Subflow:
     def can_absorb(self, later: "Subflow") -> bool:
         """Whether `later` can be merged into this subflow.
 
-        It must be the next iteration, with the same plan and generation, and both must be committed and not yet
-        opened.
+        It must be the next iteration, of the same plan and generation; both must be committed and not yet opened.
         """
         committed = all(s.end is not None and s.end[0] is StateType.COMPLETED for s in (self, later))
         alike = later.plan is self.plan and later.generation == self.generation

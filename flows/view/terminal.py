@@ -38,8 +38,7 @@ def since_start_s() -> float:
 
 @contextmanager
 def phase(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Show a phase with its elapsed time while it lasts. If it ends without an exception, print a line with its
-    seconds.
+    """Show a phase with its elapsed time while it lasts. If it succeeds, print a line with its seconds.
 
     say  prints a line; None: to the terminal
     """
@@ -74,8 +73,7 @@ def tell(line: str) -> None:
 
 
 def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
-    """The names of the metrics that are shown of an iteration, in order: reward, the mean of each reward, KL,
-    accuracy, losses."""
+    """Names of the metrics that are shown, in order: reward, mean of each reward, KL, accuracy, losses."""
     own = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     losses = [name for name in metrics if name.startswith("loss/")]
     return [name for name in ("reward", *own, "kl", "accuracy", *losses) if metrics.get(name) is not None]

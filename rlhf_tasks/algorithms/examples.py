@@ -20,8 +20,7 @@ ROWS_AT_ONCE = 256
 def load_and_check(config: RunConfig) -> tuple[Rows, Tokenizer]:
     """The data set and the tokenizer of a run. Checks the columns and the length of every row.
 
-    Raises DataError (naming file:line), TokenizerError, or ConfigError for an algorithm whose `fetch` leaves out a
-    key.
+    Raises DataError (naming file:line), TokenizerError, or ConfigError if the algorithm's `fetch` leaves out a key.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     rows = load_rows(config.data)

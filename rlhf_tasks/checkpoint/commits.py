@@ -152,7 +152,7 @@ def newest_step(run_folder: Path) -> int | None:
 def lost_commits(run_folder: Path) -> str | None:
     """A sentence with the traces of lost commits in a run folder without commits; None if there are no traces.
 
-    A new start in such a folder would overwrite what is left of the run.
+    A new start in such a folder would remove what is left of the run.
     """
     if not run_folder.is_dir() or steps_of(run_folder):
         return None

@@ -14,8 +14,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def module_file(module: str) -> Path | None:
-    """The source file of an importable module; None if it has none (e.g. it is compiled) or cannot be found
-    unimported.
+    """The source file of an importable module; None if it has none, e.g. is compiled, or cannot be located.
 
     Raises ModuleNotFoundError.
     """

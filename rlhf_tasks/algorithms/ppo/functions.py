@@ -53,8 +53,7 @@ def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> C
 def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Compute `values`, in reward units: the value of the state before each response token.
 
-    If truncated responses are bootstrapped, also `final_values`: the value of the state after each sample's last
-    token.
+    If truncated responses are bootstrapped, also `final_values`: the value after each sample's last token.
     """
     norm = ValueNorm.of(engine.state)
 
@@ -79,9 +78,8 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
 
     Once a step's mean ratio over its global mini-batch exceeds `early_stop_ratio`, the iteration's remaining steps
     are skipped on all ranks. Metrics, besides those of `learning_targets`:
-        loss/policy, entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (estimator k3 of KL(old || new),
-        nats):
-            means over the response tokens of the applied steps
+        loss/policy, entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (nats; estimator k3): means over
+            the response tokens of the applied steps
         policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault
         policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
     """

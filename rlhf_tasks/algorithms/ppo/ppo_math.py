@@ -133,8 +133,7 @@ def policy_loss(
     logprobs, old_logprobs, advantages  [T]
     dual_clip  c > 1: where the advantage A is negative the loss is at most -c A (arXiv:1912.09729, eq. 5), so
                that a token which became much likelier by accident cannot dominate a step; None: no bound
-    Returns (loss, ratio, clipped), all [T]; clipped is True where a bound applies, so that the token gives no
-    gradient.
+    Returns (loss, ratio, clipped), all [T]; clipped is True where a bound applies: such tokens give no gradient.
     """
     ratio = log_ratio(logprobs, old_logprobs).exp()
     free = -advantages * ratio
@@ -152,7 +151,7 @@ def value_loss(
     """Clipped value loss per token (Engstrom et al., arXiv:2005.12729, section 3, item 1).
 
     values, old_values, returns  [T]
-    huber_delta  the loss of an error e is e^2 / 2 up to |e| = delta and delta (|e| - delta / 2) above (Huber, 1964);
+    huber_delta  an error e costs e^2 / 2 up to |e| = delta and delta (|e| - delta / 2) above (Huber, 1964);
                  None: e^2 / 2 everywhere
     Returns (loss, clipped), both [T]; clipped is True where the clipped value has the larger error.
     """

@@ -1,4 +1,4 @@
-"""The further argument of a call's function, beside its engine and its samples, and its result."""
+"""The third argument of a call's function, after its engine and its samples, and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

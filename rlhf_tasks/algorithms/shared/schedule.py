@@ -79,7 +79,7 @@ def optimizer_steps(
     epochs: int = 1,
     first_iteration: int = 0,
 ) -> Iterator[Step]:
-    """The steps of one train call. Every epoch visits the same mini-batches, each in a random order of its own.
+    """The steps of one train call. Every epoch takes the same mini-batches, in a new random order.
 
     first_iteration  the role's first training iteration, at which its learning-rate schedule begins
     """

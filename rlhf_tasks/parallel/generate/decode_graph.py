@@ -47,8 +47,7 @@ class DecodeGraphs:
         return self._output
 
     def _capture(self, x: Tensor, micro: MicroBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a step in a new memory pool. Returns the graph and the tensor that a replay writes its output
-        to."""
+        """Capture a step in a new memory pool. Returns the graph and the tensor for the output of a replay."""
         self._x, self._positions = x.clone(), micro.position_ids.clone()
         micro = replace(micro, position_ids=self._positions)
         # Run once before the capture: a capture does not allow loading kernels or allocating library workspaces.

@@ -63,12 +63,11 @@ def generate(
     groups_in_flight  groups into which the batch is cut; None: one per pipeline stage
     record_kept       also record which tokens top-k and top-p kept, for each token of a response
 
-    Returns, on the head, the samples with these keys, where L is the length of a sample in tokens, and None
-    elsewhere:
+    Returns None, except on the head: there the samples with these keys, L being the tokens of a sample:
         input_ids      [L] int64: prompt and response; the response includes the stop id that ended it
         response_mask  [L] bool: True on the response
         old_logprobs   [L] float32 (float64 in float64 runs): under the distribution drawn from; 0 on the prompt
-        truncated      [1] bool: the response reached max_new_tokens
+        truncated      [1] bool: the response reached max_new_tokens without a stop id
     with record_kept also
         kept_counts    [L] int32: how many tokens could be drawn; 0 on the prompt
         kept_tokens    [sum(kept_counts)] int32: their ids, position after position

@@ -33,7 +33,7 @@ class Interval(NamedTuple):
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def within(self, outer: "Interval") -> slice:
-        """Where these rows lie in a tensor that holds the rows `outer`."""
+        """The slice of these rows in a tensor that holds the rows `outer`."""
         assert outer.start <= self.start <= self.stop <= outer.stop, (self, outer)
         return slice(self.start - outer.start, self.stop - outer.start)
 

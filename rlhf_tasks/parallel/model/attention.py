@@ -106,8 +106,7 @@ def kv_index(kv_head_map: tuple[int, ...], device: torch.device) -> Tensor | Non
 def _per_sequence(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float, window: int | None
 ) -> Tensor:
-    """One scaled_dot_product_attention per sequence; works on any device and dtype. Shapes as in
-    `packed_attention`."""
+    """One scaled_dot_product_attention per sequence, on any device and dtype. Shapes as in `packed_attention`."""
     outputs = []
     for stop, length in zip(accumulate(lengths), lengths, strict=True):
         tokens = slice(stop - length, stop)

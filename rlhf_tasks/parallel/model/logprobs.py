@@ -45,8 +45,7 @@ class Kept:
 
     @staticmethod
     def of(micro: MicroBatch) -> "Kept | None":
-        """From the keys `kept_counts` and `kept_tokens` of a micro-batch, which `generate` records; None without
-        them."""
+        """From a micro-batch's keys `kept_counts` and `kept_tokens`; None if `generate` did not record them."""
         if "kept_counts" not in micro.data:
             return None
         # Shift counts from position p + 1 to row p. A sample's first token was not drawn, so no ids change place.
@@ -212,10 +211,9 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, kept: Kept | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Slices of rows of about CHUNK_ELEMENTS logits each, and a mask [rows, vocabulary / tp] of the logits to leave
-    out.
+    """Slices of rows of about CHUNK_ELEMENTS logits each, and masks [rows, vocabulary / tp] of those to leave out.
 
-    The mask is None without `kept`.
+    A mask is None without `kept`.
     """
     tokens, vocab = logits.shape
     step = max(1, CHUNK_ELEMENTS // max(1, vocab))

@@ -71,8 +71,7 @@ def check_model(config: PreTrainedConfig) -> None:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467) of every model family, computed in float32, or in float64 for float64
-    inputs.
+    """Root mean square norm (arXiv:1910.07467), computed in float32, or in float64 for float64 inputs.
 
     It replaces Hugging Face's norms, which always round to float32: in float64 runs, layouts would differ by 1e-7.
 
@@ -105,16 +104,15 @@ class _Decoder(nn.Module):
 
 
 class Stage(nn.Module):
-    """The decoder layers of one coordinate; on the first stage also the embedding, on the last the final norm and
-    head.
+    """The decoder layers of one coordinate; on the first stage also the embedding, on the last norm and head.
 
     config         the model's, from `AutoConfig`
     layout         of the same model; its head ("lm" or "scalar") is this stage's head
     coordinate     the coordinate whose slices this stage holds
     tp_group       the ranks of the same dp and pp rank; None where tp is 1
     device, dtype  of parameters and activations; the parameters' memory is allocated, not filled (weights.py)
-    recompute      activation checkpointing: keep only each layer's input, and repeat its forward pass in the backward
-                   pass
+    recompute      activation checkpointing: keep only each layer's input, and repeat its forward pass when
+                   the backward pass comes to it
 
     Parameters have their Hugging Face names; with tp > 1 they are slices. Dropout is never applied, so that a
     policy's log-probabilities are the same in every pass.
@@ -192,8 +190,7 @@ class Stage(nn.Module):
         return 1.0 - self._traits.norm_offset
 
     def named_slices(self) -> dict[str, Tensor]:
-        """Hugging Face name -> this rank's slice, the rows that `layout.held` says; shapes as
-        `layout.slice_shape`."""
+        """Hugging Face name -> this rank's slice (the rows in `layout.held`, of shape `layout.slice_shape`)."""
         return dict(self.named_parameters())
 
     def _head(self, hidden: Tensor) -> Tensor:

@@ -113,8 +113,7 @@ class Engine:
     ) -> dict[str, float]:
         """One optimizer step on the gradient of sum(totals) / denominator over all replicas' samples.
 
-        denominator    e.g. tokens or sequences of the global mini-batch, so that the loss is a mean; equal on all
-                       ranks
+        denominator    e.g. tokens of the global mini-batch, so that the loss is a mean; equal on all ranks
         micro_batches  most micro-batches for gradient accumulation
         Returns, equal on every rank of the placement: the sums of the loss's metrics, and
             loss       sum(totals) / denominator

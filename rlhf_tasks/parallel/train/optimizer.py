@@ -309,7 +309,7 @@ class SharedSums:
     def run(self) -> None:
         """Sum in place. Collective over each stage, and over the first and last stages.
 
-        Afterwards the holders of the first dp rank have the sum and all others zeros, so that the later sum over dp
+        Afterwards the holders of the first dp rank have the sum, and all others zeros. So the later sum over dp
         changes no bit.
         """
         for group, size, slots in self._exchanges:
