@@ -147,7 +147,7 @@ FAULTS = {
         "rewards that raise, hang, exit", "contained, named", "tests/rlhf_tasks/rewards/test_process.py", ""
     ),
     "36": Fault("reward server fails or redirects", "bounded", "", "", "there are no rewards by URL"),
-    "37": Fault("rank out of memory", "hint"),
+    "37": Fault("rank out of memory", "hint", "tests/rlhf_tasks/rank/test_executor.py", "memory"),
     "38": Fault(
         "a configuration too large for memory", "refused", "tests/flows/run/test_prepare.py", "does_not_fit"
     ),
@@ -155,9 +155,7 @@ FAULTS = {
         "port in use", "next port", "", "", "no test shows it: servers of ours ask the system for a free port"
     ),
     "40": Fault("two runs on one folder", "refused", "tests/flows/run/test_run_folder.py", "only_one_run"),
-    "41": Fault(
-        "clock jumps a day", "no timeout", "", "", "no test shows it: deadlines go by monotonic clocks"
-    ),
+    "41": Fault("clock jumps a day", "no timeout", "tests/flows/test_clock.py", ""),
     "42": Fault(
         "YAML bombs, unknown keys, NaN", "refused", "tests/rlhf_tasks/config/test_hostile_config.py", ""
     ),

@@ -24,7 +24,7 @@ async def rlhf_ppo(
     Returns the run's summary, or the Cancelled state of a run that was cancelled.
 
     Args:
-        config: The run's configuration, as in a YAML file. Default: the demo's PPO with the models in runs/demo,
+        config: The run's configuration, as in a YAML file. Without one the demo runs, with the models in runs/demo,
             which are trained first where they are missing.
         run_folder: An existing run folder to resume; its configuration is then used, except for the cluster.
     """

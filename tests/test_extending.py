@@ -89,7 +89,7 @@ def test_the_algorithm_is_found_drawn_and_planned(installed, user):
     assert json.loads(schema.stdout)["properties"]["min_score"]["default"] == 1.0
     planned = command(installed, user, "config", "validate", "expert.yaml", "cluster.devices_per_host=2")
     assert planned.returncode == 0, planned.stderr
-    assert "sound. 64 rows, 3 iterations." in planned.stdout
+    assert "valid. 64 rows, 3 iterations." in planned.stdout
     assert "save_actor" in planned.stdout
     refused = command(installed, user, "config", "validate", "expert.yaml", "min_scores=1")
     assert refused.returncode == 2

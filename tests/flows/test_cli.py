@@ -22,7 +22,7 @@ def test_a_sound_configuration_is_validated_and_its_plan_printed(call, tmp_path)
     status, out, err = call("config", "validate", "FILE")
     assert status == 0, err
     assert all(name in out for name in PPO_CALLS)
-    assert "sound. 2 rows, 2 iterations." in out
+    assert "valid. 2 rows, 2 iterations." in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -191,8 +191,8 @@ def test_a_dead_server_of_the_users_is_one_sentence_and_leaves_nothing(call):
 
 
 def test_a_ui_of_no_run_is_refused(call, tmp_path):
-    refused(call, f"{tmp_path} holds no run", command=("ui", str(tmp_path)))
-    refused(call, "nowhere holds no run", command=("ui", str(tmp_path / "nowhere")))
+    refused(call, f"{tmp_path} is not the folder of a run", command=("ui", str(tmp_path)))
+    refused(call, "nowhere is not the folder of a run", command=("ui", str(tmp_path / "nowhere")))
     (tmp_path / "config.json").write_text("{}")
     refused(call, "reported to PREFECT_API_URL", command=("ui", str(tmp_path)))
 
@@ -201,7 +201,7 @@ def test_a_run_that_goes_on_is_not_resumed_a_second_time(call, document, monkeyp
     folder = new_run_folder(make_config(document))
     monkeypatch.setattr("flows.commands.training.prepare", lambda *_: pytest.fail("it is refused at first"))
     with taken(folder):
-        refused(call, "is in use by a run that goes on", command=("run", "ppo", "--resume", str(folder)))
+        refused(call, "is in use by a run in progress", command=("run", "ppo", "--resume", str(folder)))
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch, call):

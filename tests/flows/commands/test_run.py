@@ -16,7 +16,7 @@ def test_a_run_name_in_use_is_refused_with_the_way_to_go_on(call, document, tmp_
 
 
 def test_a_folder_that_is_no_run_cannot_be_resumed(call, tmp_path):
-    refused(call, "is no run folder", command=("run", "ppo", "--resume", str(tmp_path)))
+    refused(call, "is not a run folder", command=("run", "ppo", "--resume", str(tmp_path)))
 
 
 def test_a_resumed_run_takes_no_other_settings_than_its_cluster(call, document, tmp_path, monkeypatch):
@@ -64,7 +64,7 @@ def test_resume_in_the_configuration_goes_on_with_that_run(call, document, monke
 @pytest.mark.parametrize("command", [("run", "ppo", "--config", "FILE"), ("config", "validate", "FILE")])
 def test_a_folder_to_resume_that_is_no_run_is_refused(call, document, command):
     document["resume"] = "/nowhere"
-    refused(call, "/nowhere is no run folder", command=command)
+    refused(call, "/nowhere is not a run folder", command=command)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_reward_may_be_bound_in_any_way(tmp_path):
     with pytest.raises(ConfigError, match="no function 'hidden'"):
         check_rewards([RewardFunction(function=f"{file}:hidden")], (), True)
     file.write_text("def broken(:\n")
-    with pytest.raises(ConfigError, match="no Python source"):
+    with pytest.raises(ConfigError, match="not valid Python"):
         check_rewards([RewardFunction(function=f"{file}:broken")], (), True)
 
 

@@ -19,9 +19,9 @@ def test_each_reward_tells_what_it_gave_for_the_row(second_user, tmp_path, capsy
     assert status == 0, err
     row = f"{second_user.data['trl']}:1"
     assert f"reward length: 0.7 for {row} (" in out
-    assert f"reward for_sums: no opinion for {row} (" in out
+    assert f"reward for_sums: no verdict for {row} (" in out
     assert f"reward slow: 1 for {row} (" in out
-    assert "sound. 40 rows" in out
+    assert "valid. 40 rows" in out
     assert not (tmp_path / "runs").exists()
 
 

@@ -105,7 +105,7 @@ def test_a_pause_of_somebody_keeps_its_time_limit():
 
 
 def test_an_order_is_left_only_where_a_run_goes_on(tmp_path):
-    with pytest.raises(ConfigError, match=r"no run goes on in .*: there is nothing to pause"):
+    with pytest.raises(ConfigError, match=r"no run is in progress in .*: there is nothing to pause"):
         leave_order(tmp_path, "pause")
     with taken(tmp_path):
         leave_order(tmp_path, "pause")
@@ -140,7 +140,7 @@ def test_an_order_for_a_process_that_has_ended_is_thrown_away_and_one_while_the_
 def test_a_command_for_a_run_that_does_not_go_on_is_refused(call, tmp_path, command):
     status, _, err = call(command, str(tmp_path))
     assert status == 2
-    assert "is no run folder" in err
+    assert "is not a run folder" in err
 
 
 # --- runs on two ranks ----------------------------------------------------------------------------------

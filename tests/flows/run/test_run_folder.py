@@ -56,7 +56,7 @@ def test_runs_without_a_name_get_fresh_folders_even_in_one_second(tmp_path):
 
 
 def test_a_folder_that_no_run_wrote_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         existing_run_folder(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_damaged_records_of_a_run_count_as_none(tmp_path, text):
 
 def test_a_damaged_demo_says_which_file_to_mend(tmp_path):
     (tmp_path / "seed").write_text("one")
-    with pytest.raises(ConfigError, match=r"seed: no seed of a demo: .*Remove it"):
+    with pytest.raises(ConfigError, match=r"seed: not the seed of a demo: .*Remove it"):
         settle_seed(tmp_path, 1)
     summary = tmp_path / "stages" / "sft" / "summary.json"
     summary.parent.mkdir(parents=True)
