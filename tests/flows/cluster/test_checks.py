@@ -48,7 +48,11 @@ def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, p
 @pytest.mark.parametrize(
     ("kind", "needs", "message"),
     [
-        ("another", {}, r"worker rank-0 on host \S+ has a {here}, but the plan was made for another, .*=\1\."),
+        (
+            "another",
+            {},
+            r"worker rank-0 on host \S+ has a {here}, but the plan was made for another, .*=\1\.",
+        ),
         (
             "{here}",
             {1: 1e15},
