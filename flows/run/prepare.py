@@ -36,8 +36,7 @@ class Prepared:
 
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
-    data_digest  of the rows' content; a resumed run must find the same
-    rows         the tokenised data set, which the run is to keep; n_rows: its rows
+    rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
     warnings     a sentence for each figure of planning.device that is hardly true, for each file of kept figures that
                  was put aside, for prices by extrapolation, and for ranks that crowd this machine
     disk         what the run writes
@@ -47,9 +46,7 @@ class Prepared:
     plan: ExecutionPlan
     problem: Problem
     iterations: int
-    data_digest: str
     rows: TokenFile
-    n_rows: int
     changes: tuple[ScheduledPlan, ...] = ()
     warnings: tuple[str, ...] = ()
     disk: DiskNeed = NO_DISK
@@ -107,9 +104,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         plan=plan,
         problem=problem,
         iterations=iterations,
-        data_digest=rows.digest,
         rows=rows,
-        n_rows=len(rows),
         changes=() if folder is None else logged_changes(folder),
         warnings=(*of_rewards, *filter(None, of_plan)),
         disk=need,

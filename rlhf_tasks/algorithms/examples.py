@@ -1,4 +1,4 @@
-"""A data set as its algorithm reads it: rows as examples, kept as token ids beside the runs. Torch-free."""
+"""Reads a data set's rows as examples of an algorithm, checks all of them, and keeps them as token ids. Torch-free."""
 
 import hashlib
 import inspect
@@ -28,7 +28,7 @@ def prepared_rows(config: RunConfig, folder: Path | None = None) -> TokenFile:
     """The tokenised data set of a run, every row checked: its columns and its length.
 
     folder  of a run that may have its token file already; else `TokenFile.keep` gives it one
-    Raises DataError (naming file:line), TokenizerError, or ConfigError for an algorithm that lacks a key of the data.
+    Raises DataError (naming file:line), TokenizerError, or ConfigError if the algorithm's `fetch` leaves out a key.
     """
     record, data, limit = algorithm(config.type), data_set(config.data), _Limit.of(config)
     key, kept = _key(config, record, data), None
@@ -118,7 +118,7 @@ def _returned(reading: Reading[T], texts: list[str]) -> T:
 
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """What is refused inside is refused with its place."""
+    """Adds the row's place to a DataError or TokenizerError raised inside."""
     try:
         yield
     except (DataError, TokenizerError) as error:
@@ -154,7 +154,7 @@ class _Limit(NamedTuple):
         return min(self.allowed, self.context - self.answer)
 
     def check(self, tokens: int, place: str) -> None:
-        """Refuse a row that is longer than the user allows or than a model's context holds."""
+        """Raises DataError for a row of more tokens than the user allows or than fit into a model's context."""
         if tokens > self.allowed:
             raise DataError(
                 f"{place}: has {tokens} tokens, but data.max_prompt_tokens is {self.allowed}. "

@@ -201,7 +201,7 @@ def test_a_kept_plan_of_another_run_is_refused(kept, change, parts):
 def test_a_kept_plan_that_cannot_be_read_is_refused(kept):
     (kept / PLAN).write_text("{")
     config = auto()
-    with pytest.raises(ConfigError, match="no execution plan"):
+    with pytest.raises(ConfigError, match="not an execution plan"):
         plan_of(config, kept)
 
 

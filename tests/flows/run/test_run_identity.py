@@ -190,7 +190,7 @@ def test_a_run_without_its_commits_is_refused_before_anything_starts(run, resume
         assert (
             "metrics.jsonl with rows, lineage.jsonl with rows, attempt 1, which has committed step 1" in said
         )
-        assert "but no commit to go on from" in said
+        assert "but no commit to resume from" in said
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
 
 

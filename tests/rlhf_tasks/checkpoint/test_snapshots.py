@@ -198,7 +198,7 @@ def commit_part(folder: Path, part: Part) -> None:
 def test_another_model_is_refused_with_the_difference(tmp_path):
     commit_part(tmp_path, written_part(tmp_path, small_role()))
 
-    with pytest.raises(CheckpointError, match=r"'actor' was saved as another model: kv_heads 3 \(now 9\)"):
+    with pytest.raises(CheckpointError, match=r"the saved 'actor' has another shape: kv_heads 3 \(now 9\)"):
         restore("actor", small_role(kv_heads=9), tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"has the roles \['actor'\], not 'critic'"):
         restore("critic", small_role(), tmp_path, 3)
@@ -213,7 +213,7 @@ def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
         restore("actor", small_role(), tmp_path, 3)
     other = small_role()
     other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"torch\.float32, the run wants torch\.float64"):
+    with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
         restore("actor", other, tmp_path, 3)
 
 
@@ -240,7 +240,7 @@ def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
     part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
     needed = sum(shard.tensor.nbytes for shard in role.optimizer.state)  # type: ignore[attr-defined]
     assert f"no space left: {part} needs {needed} bytes, " in told[0].error
-    assert "are free. Free some and resume." in told[0].error
+    assert "are free. Free some space and resume." in told[0].error
     assert told[0].lasting
 
 
@@ -275,7 +275,7 @@ def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
         writer.save("actor", small_role(), 3)
         writer.close()
     part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
-    assert told[0].error == f"{part} cannot be written: Read-only file system. Mend that and resume."
+    assert told[0].error == f"{part} cannot be written: Read-only file system. Fix that and resume."
     assert told[0].lasting
 
 
