@@ -1,4 +1,4 @@
-"""Reads a data set's rows as examples of an algorithm, checks all of them, and keeps them as token ids. Torch-free."""
+"""Reads a data set's rows as examples of an algorithm, checks them, and keeps them as token ids. Torch-free."""
 
 import hashlib
 import inspect

@@ -52,8 +52,8 @@ class _File(Protocol):
     """One file's rows. `unread` gives each with its line; `read` parses one of these; `check_size` refuses a file
     made to fill memory or time, before a row of it is parsed."""
 
-    path: Path
-
+    @property
+    def path(self) -> Path: ...
     def check_size(self) -> None: ...
 
     def unread(self) -> Iterator[tuple[int, Any]]: ...
