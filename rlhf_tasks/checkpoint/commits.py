@@ -46,7 +46,6 @@ _STEP = re.compile(r"step-(\d{8})")
 _LEFTOVER = re.compile(r"step-\d{8}\.(tmp-.*|pruned)")
 _REFUSED = re.compile(r"step-\d{8}\.refused-\d+")
 ATTEMPTS = "attempts"
-KEPT_AT_LEAST = 2  # commits kept, so that there is one to fall back to
 
 
 class Commit(NamedTuple):
@@ -115,12 +114,12 @@ def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError
 
 
 def prune(run_folder: Path, keep_last: int) -> None:
-    """Remove all but the newest commits, at least two, once the newest has been read back.
+    """Remove all but the newest `keep_last` commits, once the newest has been read back.
 
     Raises CheckpointError, and removes nothing, when the newest does not verify.
     """
     steps = sorted(steps_of(run_folder))
-    old = steps[: -max(keep_last, KEPT_AT_LEAST)]
+    old = steps[:-keep_last]
     if old:
         verify(step_folder(run_folder, steps[-1]))
     for step in old:
@@ -264,7 +263,7 @@ class RunSnapshots:
             run=self._spec.run,
             attempt=self._spec.attempt,
             step=order.step,
-            seed=self._spec.config.get("seed", 0),
+            seed=self._spec.config["seed"],
             cursor=order.cursor,
             versions=versions,
             roles=roles,
@@ -285,7 +284,7 @@ class RunSnapshots:
             journal.keep()
         self._mark_attempt(order.step)
         try:
-            prune(self._folder, self._spec.config.get("keep_last", KEPT_AT_LEAST))
+            prune(self._folder, self._spec.config["keep_last"])
         except (CheckpointError, OSError) as error:
             logger.error("older commits are kept: %s", error)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
+from rlhf_tasks.config.sections import OptimizerConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.redistribution import redistribute
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
@@ -33,8 +34,9 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings, all_gather, reduce_scatter
+from rlhf_tasks.parallel.train.optimizer import all_gather, reduce_scatter
 from rlhf_tasks.profiling.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
+from rlhf_tasks.rank.role_engines import optimizer_settings
 from rlhf_tasks.spec import DataSide
 
 Clock = Callable[[], float]
@@ -82,7 +84,7 @@ class Bench:
             dtype=self.dtype,
         )
         initialise(stage, seed=0)
-        return Engine(stage, stage.layout, self.groups, OptimizerSettings())
+        return Engine(stage, stage.layout, self.groups, optimizer_settings(OptimizerConfig()))
 
 
 def _means_s(

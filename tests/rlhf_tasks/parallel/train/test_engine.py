@@ -53,7 +53,7 @@ STRATEGIES = [
         (1, 2, 2),
     ]
 ]
-SETTINGS = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.7)
+SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=0.7)
 RATES = (1e-2, 3e-3, 1e-2)
 TEMPERATURE = 0.8
 LENGTHS = (5, 1, 9, 3, 7, 2, 4)
