@@ -241,7 +241,8 @@ def _train(engine: Engine, batch: SampleBatch) -> None:
         ratio = logprobs.clamp(-1, 1).exp()
         return LossTerms(-ratio.sum(), {"entropy": entropy.detach().sum(), "ratio": ratio.detach().sum()})
 
-    engine.train_step(batch, loss, float(len(batch)), micro_batches=1, learning_rate=LEARNING_RATE)
+    metrics = () if engine.layout.head == "scalar" else ("entropy", "ratio")
+    engine.train_step(batch, loss, float(len(batch)), 1, LEARNING_RATE, metrics)
 
 
 def _update(engine: Engine) -> None:
@@ -322,7 +323,6 @@ def _exchanges(
 ) -> Iterator[tuple[Exchange, int, Callable[[], object]]]:
     """(kind, bytes, work) of all exchanges among some devices."""
     group, n, device = groups[devices], len(devices), groups.device
-    yield "objects", 0, lambda: dist.all_gather_object([None] * n, {"loss": 1.0}, group=group)
     for size_bytes in EXCHANGE_BYTES:
         whole = torch.zeros(size_bytes // 4 // n * n, device=device)
         part = torch.zeros(whole.numel() // n, device=device)

@@ -26,9 +26,9 @@ Operation = Literal[
 ]
 """`lm` and `scalar` are the heads: all of a micro-batch's work besides embedding and layers."""
 
-Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects", "redistribute"]
-"""`send`: one message between two stages; `share`: a batch from its head to the replica; `objects`: small Python
-objects of all ranks to all; `redistribute`: samples from one head to another, with what heads tell each other."""
+Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "redistribute"]
+"""`send`: one message between two stages; `share`: a batch from its head to the replica; `redistribute`: samples from
+one head to another, with what heads tell each other."""
 
 
 LEAST_S, MOST_S, MOST_BYTES = 1e-12, 1e6, 2**60
