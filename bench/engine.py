@@ -167,7 +167,8 @@ def build_engine(
     for name, mine in stage.named_slices().items():
         rows = layout.held(groups.rank)[name]
         mine.data.copy_(parameters[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
-    return Engine(stage, layout, groups, OptimizerSettings(betas=BETAS, max_grad_norm=MAX_GRAD_NORM))
+    settings = OptimizerSettings(BETAS, eps=1e-8, weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM)
+    return Engine(stage, layout, groups, settings)
 
 
 def _share(engine: Engine, key: str, sequences: list[Tensor]) -> SampleBatch:

@@ -41,6 +41,7 @@ from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
+from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
 
 RANKS = 4
 WARM_UP = 2
@@ -100,6 +101,7 @@ def run_once(
                 dispatch_ahead=ahead,
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+                **SETTINGS,
             )
         return tuple(iterations_done)
 
@@ -162,7 +164,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         own_server(Path(folder)),
-        local_cluster(RANKS, folder=Path(folder)) as cluster,
+        local_cluster(RANKS, folder=Path(folder), deadline_s=STARTUP_S) as cluster,
     ):
         controller_pid = pid_of(cluster, cluster.controller)
         for _ in range(arguments.rounds):

@@ -95,7 +95,7 @@ def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
         "critic": RoleModel(shape=shape(critic), head="scalar"),
         "reward": RoleModel(shape=shape(critic), head="scalar"),
     }
-    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(896))
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(896), itemsize=2, recompute=True)
     return Problem(graph, CostModel(Cluster(hosts, 8), preset("a100-80g-sxm"), models, workload))
 
 
@@ -156,7 +156,7 @@ def _rules_s(given: Problem) -> dict[str, float]:
     found = {}
     for mode in ("heuristic", "symmetric", "disjoint"):
         with suppress(PlanError):
-            found[mode] = find_plan(given, mode).iteration_time_s
+            found[mode] = find_plan(given, mode, 1.0).iteration_time_s
     return found
 
 

@@ -121,6 +121,7 @@ def run_plan(
     from rlhf_tasks.protocol.sequencer import Sequencer
     from rlhf_tasks.rank.executor import Executor
     from rlhf_tasks.system.memory import give_back
+    from tests.rlhf_tasks.settings import DEADLINES
 
     host, port, prefix = store
     plan = ExecutionPlan.model_validate_json(plan_json)
@@ -128,7 +129,7 @@ def run_plan(
     give_back()
     executor.load(generation_spec(rank, store, plan, config, folder))
     ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))
-    sequencer, times, peak = Sequencer(plan, prefix, 0), [], 0
+    sequencer, times, peak = Sequencer(plan, prefix, 0, DEADLINES), [], 0
     for iteration in range(iterations):
         if iteration >= 2:
             ended.wait([f"{iteration - 2}/{other}" for other in range(plan.n_devices)])

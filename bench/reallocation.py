@@ -186,7 +186,12 @@ def optimizer(laid_out: Layout, groups: ProcessGroups) -> Optimizer:
         name: torch.nn.Parameter(torch.ones(laid_out.slice_shape(name, groups.rank), device=groups.device))
         for name in laid_out.held(groups.rank)
     }
-    return Optimizer(slices, laid_out, groups, OptimizerSettings())
+    return Optimizer(
+        slices,
+        laid_out,
+        groups,
+        OptimizerSettings((0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0),
+    )
 
 
 def slowest(work: Callable[[], object], groups: ProcessGroups, world: int) -> float:

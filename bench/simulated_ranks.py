@@ -23,6 +23,7 @@ from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, NodeResult, SaveNode
+from tests.rlhf_tasks.settings import DEADLINES
 
 DEVICES_PER_HOST = 8
 SEQUENCES_PER_RANK = (4, 256)
@@ -86,6 +87,9 @@ class Drive:
             attempt=0,
             n_ranks=self.plan.n_devices,
             total_iterations=self.iterations,
+            snapshot_every=1,
+            max_rebuilds=0,
+            deadlines=DEADLINES,
             committed_step=0,
         )
 

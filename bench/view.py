@@ -37,6 +37,7 @@ from planner.report.text import short_names
 from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
 from tests.rlhf_tasks.plans import small_plan
+from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
 
 NAME = re.compile(r"it-(\d+)(?:\.\.(\d+))?")
 PAGE = 200  # most rows that the server returns per request
@@ -94,6 +95,7 @@ def run(
                 on_commit=watched.on_commit,
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+                **SETTINGS,
             )
 
     asyncio.run(parent())
@@ -182,7 +184,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         own_server(Path(folder)),
-        local_cluster(plan.n_devices, folder=Path(folder)) as cluster,
+        local_cluster(plan.n_devices, folder=Path(folder), deadline_s=STARTUP_S) as cluster,
     ):
         controller = pid_of(cluster, cluster.controller)
         (served,) = (

@@ -62,7 +62,7 @@ def is_worth_it(proposal: Proposal, iterations_left: int) -> bool:
 def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
     """Search for a plan by the figures that are kept by now. Raises ValueError where none fits."""
     problem = problem_of(config, hardware_of(config))
-    found = find_plan(problem, time_limit_s=config.planning.time_limit_s, seed=config.seed)
+    found = find_plan(problem, "search", config.planning.time_limit_s, config.seed)
     return Proposal(
         plan=found.plan,
         predicted_s=dict(found.price.duration_s),

@@ -103,8 +103,7 @@ def _exchanges(roofline: Roofline, cluster: Cluster) -> Iterator[TimedExchange]:
             continue
         for ranks in sorted({*(2**power for power in range(1, most.bit_length())), most}):
             kinds = (*AMONG_ALL, *BETWEEN_TWO) if ranks == 2 else AMONG_ALL
-            points: list[tuple[Exchange, int]] = [("objects", 0), *product(kinds, EXCHANGE_BYTES)]
-            for kind, size_bytes in points:
+            for kind, size_bytes in product(kinds, EXCHANGE_BYTES):
                 seconds = roofline.exchange_s(kind, ranks, size_bytes, crosses)
                 yield TimedExchange(
                     kind=kind, ranks=ranks, crosses_hosts=crosses, size_bytes=size_bytes, seconds=seconds

@@ -372,7 +372,7 @@ def _update_s(mesh: _OnMesh) -> float:
             "all_reduce", 2 * s.dp, mesh.local.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
         )
     if s.dp * s.pp > 1:  # the ranks tell each other their metrics
-        seconds += mesh.exchange_s("objects", s.size, 0, any(crossings))
+        seconds += mesh.exchange_s("all_gather", s.size, 0, any(crossings))
     return seconds
 
 

@@ -94,7 +94,7 @@ class Roofline:
         match kind:
             case "all_reduce":
                 return device.all_reduce_s(size_bytes, ranks, crosses_hosts)
-            case "all_gather" | "reduce_scatter" | "objects":
+            case "all_gather" | "reduce_scatter":
                 return device.gather_s(size_bytes, ranks, crosses_hosts)
             case "share":
                 return device.send_s(size_bytes, crosses_hosts) + device.link(crosses_hosts).latency_s

@@ -180,8 +180,8 @@ class Progress:
 @uncollected()
 def find_plan(
     problem: Problem,
-    mode: str = "search",
-    time_limit_s: float = 60.0,
+    mode: str,
+    time_limit_s: float,
     seed: int = 0,
     evaluate: Mapping[str, CallAssignment] | None = None,
     called_off: Callable[[], bool] = never,

@@ -46,7 +46,6 @@ _STEP = re.compile(r"step-(\d{8})")
 _LEFTOVER = re.compile(r"step-\d{8}\.(tmp-.*|pruned)")
 _REFUSED = re.compile(r"step-\d{8}\.refused-\d+")
 ATTEMPTS = "attempts"
-KEPT_AT_LEAST = 2  # commits: if the newest is damaged, there is another
 
 
 class Commit(NamedTuple):
@@ -115,12 +114,12 @@ def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError
 
 
 def prune(run_folder: Path, keep_last: int) -> None:
-    """Verify the newest commit, then remove all but the newest `keep_last`, at least two.
+    """Verify the newest commit, then remove all but the newest `keep_last`.
 
     Raises CheckpointError, and removes nothing, when the newest does not verify.
     """
     steps = sorted(steps_of(run_folder))
-    old = steps[: -max(keep_last, KEPT_AT_LEAST)]
+    old = steps[:-keep_last]
     if old:
         verify(step_folder(run_folder, steps[-1]))
     for step in old:
@@ -265,7 +264,7 @@ class RunSnapshots:
             run=self._spec.run,
             attempt=self._spec.attempt,
             step=order.step,
-            seed=self._spec.config.get("seed", 0),
+            seed=self._spec.config["seed"],
             cursor=order.cursor,
             versions=versions,
             roles=roles,
@@ -286,7 +285,7 @@ class RunSnapshots:
             journal.keep()
         self._mark_attempt(order.step)
         try:
-            prune(self._folder, self._spec.config.get("keep_last", KEPT_AT_LEAST))
+            prune(self._folder, self._spec.config["keep_last"])
         except (CheckpointError, OSError) as error:
             logger.error("older commits are kept: %s", error)
 

@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.2
 GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
 CONNECT_DEADLINE_S = 300.0  # a rank first imports torch and transformers, and other ranks share its cores
-RESET_S = 10.0  # longer than a rank with a stuck job needs to exit by itself
 ALIVE_S = (
     2.0  # a running process answers within this; killing one that does not frees the peers that it blocks
 )
@@ -160,7 +159,6 @@ class Attempt:
             snapshot_every=spec.snapshot_every,
             max_rebuilds=spec.max_rebuilds,
             rebuilds=spec.rebuilds,
-            timeouts=Timeouts(reset_s=RESET_S),
             deadlines=Deadlines(factor=spec.deadline_factor, floor_s=spec.deadline_floor_s),
         )
         for order, facts in self._ordered_early:

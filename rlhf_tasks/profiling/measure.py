@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
+from rlhf_tasks.config.sections import OptimizerConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.redistribution import redistribute
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
@@ -35,8 +36,9 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings, all_gather, reduce_scatter
+from rlhf_tasks.parallel.train.optimizer import all_gather, reduce_scatter
 from rlhf_tasks.profiling.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
+from rlhf_tasks.rank.role_engines import optimizer_settings
 from rlhf_tasks.spec import DataSide
 
 Clock = Callable[[], float]
@@ -84,7 +86,7 @@ class Bench:
             dtype=self.dtype,
         )
         initialise(stage, seed=0)
-        return Engine(stage, stage.layout, self.groups, OptimizerSettings())
+        return Engine(stage, stage.layout, self.groups, optimizer_settings(OptimizerConfig()))
 
 
 def _means_s(
@@ -241,7 +243,8 @@ def _train(engine: Engine, batch: SampleBatch) -> None:
         ratio = logprobs.clamp(-1, 1).exp()
         return LossTerms(-ratio.sum(), {"entropy": entropy.detach().sum(), "ratio": ratio.detach().sum()})
 
-    engine.train_step(batch, loss, float(len(batch)), micro_batches=1, learning_rate=LEARNING_RATE)
+    metrics = () if engine.layout.head == "scalar" else ("entropy", "ratio")
+    engine.train_step(batch, loss, float(len(batch)), 1, LEARNING_RATE, metrics)
 
 
 def _update(engine: Engine) -> None:
@@ -322,7 +325,6 @@ def _exchanges(
 ) -> Iterator[tuple[Exchange, int, Callable[[], object]]]:
     """(kind, bytes, work) for every exchange among some devices."""
     group, n, device = groups[devices], len(devices), groups.device
-    yield "objects", 0, lambda: dist.all_gather_object([None] * n, {"loss": 1.0}, group=group)
     for size_bytes in EXCHANGE_BYTES:
         whole = torch.zeros(size_bytes // 4 // n * n, device=device)
         part = torch.zeros(whole.numel() // n, device=device)

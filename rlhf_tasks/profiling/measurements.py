@@ -26,10 +26,9 @@ Operation = Literal[
 ]
 """`lm` and `scalar` are the heads: everything that a call does besides its layers."""
 
-Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects", "redistribute"]
-"""`send`: one message between two stages; `share`: a batch broadcast from its head to the replica; `objects`: an
-all-gather of small Python objects; `redistribute`: samples from one head to another, including the exchange of which
-samples each head holds."""
+Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "redistribute"]
+"""`send`: one message between two stages; `share`: a batch broadcast from its head to the replica; `redistribute`:
+samples from one head to another, including the exchange of which samples each head holds."""
 
 
 LEAST_S, MOST_S, MOST_BYTES = 1e-12, 1e6, 2**60

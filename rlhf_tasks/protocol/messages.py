@@ -47,14 +47,14 @@ class RunSpec(Frozen):
     config: dict[str, Any]
     run_folder: str
     iterations: int = Field(gt=0)
-    snapshot_every: int = Field(default=1, gt=0)
+    snapshot_every: int = Field(gt=0)
     executor: str = "rlhf_tasks.rank.executor:make_executor"
     snapshots: str = "rlhf_tasks.checkpoint.commits:run_snapshots"
-    deadline_factor: float = 10.0
-    deadline_floor_s: float = 60.0
+    deadline_factor: float
+    deadline_floor_s: float
     predicted_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)
-    max_rebuilds: int = 3
+    max_rebuilds: int
     rebuilds: int = Field(default=0, ge=0)
     changes: tuple[ScheduledPlan, ...] = ()
     blocks: dict[str, str] = Field(default_factory=dict, repr=False)

@@ -15,6 +15,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan
 from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
 ALONE = {"devices": [0]}
@@ -73,7 +74,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
         )
     )
     seen = []
-    sequencer = Sequencer(plan, "test", 0)
+    sequencer = Sequencer(plan, "test", 0, DEADLINES)
     for iteration in range(3):
         metrics: dict[str, float] = {}
         for request in sequencer.requests(iteration, in_snapshot=iteration == 2).get(rank, ()):

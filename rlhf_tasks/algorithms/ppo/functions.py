@@ -96,7 +96,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     )
 
     loss = partial(_policy_terms, engine, config)
-    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches)
+    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, POLICY_SUMS)
     mismatch = 0.0
     first = config.critic_warmup_iterations
     for step in optimizer_steps(learned, context, config.optimizer, config.num_ppo_epochs, first):
@@ -117,6 +117,9 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         **steps.end("actor"),
     }
     return CallOutput(metrics={**targets.metrics, **metrics})
+
+
+POLICY_SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch")
 
 
 def _policy_terms(engine: Engine, config: PPOConfig, logits: Tensor, micro: MicroBatch) -> LossTerms:
@@ -174,7 +177,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
         )
         return LossTerms(torch.where(mask, terms, 0.0).sum(), {"clip_ratio": (mask & clipped).sum()})
 
-    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches)
+    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, ["clip_ratio"])
     settings = config.critic_optimizer or config.optimizer
     for step in optimizer_steps(learned, context, settings, config.num_ppo_epochs):
         steps.take(step)

@@ -28,7 +28,7 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
         return pair_loss(scores[0::2], scores[1::2], config.center_rewards_coefficient)
 
     pairs = engine.sum_over_dp(counts_per_block(batch, context).to(engine.device))
-    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches)
+    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches, ["accuracy", "margin"])
     for step in optimizer_steps(batch, context, config.optimizer):
         steps.take(step._replace(batch=side_by_side(step.batch)))
     return CallOutput(

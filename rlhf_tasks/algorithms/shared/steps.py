@@ -1,6 +1,7 @@
 """Takes the optimizer steps of one train call, averages their metrics, and ends a run whose steps all fail."""
 
 import math
+from collections.abc import Sequence
 
 from rlhf_tasks.algorithms.shared.schedule import Step
 from rlhf_tasks.parallel.train.engine import Engine, Loss
@@ -21,14 +22,22 @@ class Steps:
 
     denominators      of each mini-batch, over all replicas: tokens, or pairs
     micro_batches     micro-batches into which this replica's share of a mini-batch is cut
+    metrics           names of the sums that the loss gives besides itself
     applied, skipped  numbers of steps so far
     """
 
-    def __init__(self, engine: Engine, loss: Loss, denominators: list[float], micro_batches: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        loss: Loss,
+        denominators: list[float],
+        micro_batches: int,
+        metrics: Sequence[str] = (),
+    ) -> None:
         self.applied = 0
         self.skipped = 0
         self._engine, self._loss = engine, loss
-        self._denominators, self._micro_batches = denominators, micro_batches
+        self._denominators, self._micro_batches, self._metrics = denominators, micro_batches, metrics
         self._learning_rate = 0.0
         self._weight = 0.0
         self._norms = 0.0
@@ -38,7 +47,7 @@ class Steps:
         """Take a step. Returns the means of the loss and of its metrics over the mini-batch."""
         weight = self._denominators[step.block]
         report = self._engine.train_step(
-            step.batch, self._loss, weight, self._micro_batches, step.learning_rate
+            step.batch, self._loss, weight, self._micro_batches, step.learning_rate, self._metrics
         )
         norm, skipped = report.pop("grad_norm"), report.pop("skipped")
         means = {name: value if name == "loss" else value / weight for name, value in report.items()}

@@ -5,7 +5,7 @@ different numbers of micro-batches. A replica without samples still takes part i
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
+from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, all_gather
 from rlhf_tasks.parallel.train.pipeline import Pipeline
 from rlhf_tasks.system.failpoints import Point, reach
 
@@ -31,7 +31,7 @@ class LossTerms:
     """The loss of one micro-batch, before the division by the global denominator.
 
     total    scalar with a gradient: the sum of weighted terms
-    metrics  name -> scalar; each is summed over micro-batches and dp ranks
+    metrics  name -> scalar; each is summed over micro-batches and dp ranks. The train step was told these names
     """
 
     total: Tensor
@@ -109,36 +109,51 @@ class Engine:
         return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
 
     def train_step(
-        self, batch: SampleBatch, loss: Loss, denominator: float, micro_batches: int, learning_rate: float
+        self,
+        batch: SampleBatch,
+        loss: Loss,
+        denominator: float,
+        micro_batches: int,
+        learning_rate: float,
+        metrics: Sequence[str] = (),
     ) -> dict[str, float]:
         """One optimizer step on the gradient of sum(totals) / denominator over all replicas' samples.
 
         denominator    e.g. tokens of the global mini-batch, so that the loss is a mean; equal on all ranks
         micro_batches  most micro-batches for gradient accumulation
+        metrics        names of the loss's metrics, equal on all ranks: most ranks never compute the loss
         Returns, equal on every rank of the placement: the sums of the loss's metrics, and
             loss       sum(totals) / denominator
             grad_norm  the global gradient norm before clipping
             skipped    1.0 when loss or norm was not finite, so that no rank changed its weights; else 0.0
+        Raises ValueError where the loss gives other metrics than these.
         """
         assert self.optimizer is not None, "this engine holds a frozen model or a copy: it cannot be trained"
-        sums = _Sums()
+        names = (*metrics, "loss")
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
 
         def run(x: Tensor, micro: MicroBatch) -> Tensor:
             y = self.stage(x, micro)
             if not self.is_last_stage:
                 return y
             terms = loss(y, micro)
-            sums.add({**terms.metrics, "loss": terms.total})
+            if terms.metrics.keys() != set(metrics):
+                raise ValueError(
+                    f"the loss gives the metrics {sorted(terms.metrics)}, but the train step was told "
+                    f"{sorted(metrics)}: name all of them there, and no others"
+                )
+            given = {**terms.metrics, "loss": terms.total}
+            sums.add_(torch.stack([given[name].detach().double() for name in names]))
             return terms.total / denominator
 
         self.pipeline.forward_backward(split(batch, micro_batches), run)
         reach(Point.BACKWARD)
         forward = forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths)
         self.count(TRAINING * forward)
-        metrics = self._sum_by_name(sums.totals())
-        metrics["loss"] = metrics.get("loss", 0.0) / denominator
-        report = self.optimizer.apply(learning_rate, finite=math.isfinite(metrics["loss"]))
-        return {**metrics, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+        totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
+        totals["loss"] /= denominator
+        report = self.optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
+        return {**totals, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
 
     def count(self, flops: float) -> None:
         """Add FLOPs that this replica has computed; ignored except on its head."""
@@ -174,33 +189,17 @@ class Engine:
         )
         return all_reduce(mine, self._mesh)
 
-    def _sum_by_name(self, mine: dict[str, float]) -> dict[str, float]:
-        """Sums over the heads by name. Their names may differ, because a replica without samples has none."""
-        parts: list[dict[str, float] | None] = [mine if self.is_head else None] * group_size(self._mesh)
-        if self._mesh is not None:
-            dist.all_gather_object(parts, parts[0], group=self._mesh)
-        totals: dict[str, float] = {}
+    def _sum_in_order(self, mine: Tensor) -> Tensor:
+        """Sum the heads' numbers, one head after the other: no bit depends on how a backend reduces."""
+        if self._mesh is None:
+            return mine
+        mine = mine if self.is_head else torch.zeros_like(mine)
+        parts = mine.new_empty(group_size(self._mesh), len(mine))
+        all_gather(parts.view(-1), mine, group=self._mesh)
+        total = torch.zeros_like(mine)
         for part in parts:
-            for name, value in (part or {}).items():
-                totals[name] = totals.get(name, 0.0) + value
-        return totals
-
-
-class _Sums:
-    """Sums scalars by name on the device, in float64, without synchronising with the device."""
-
-    def __init__(self) -> None:
-        self._totals: dict[str, Tensor] = {}
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            value = value.detach().double()
-            self._totals[name] = self._totals[name] + value if name in self._totals else value
-
-    def totals(self) -> dict[str, float]:
-        if not self._totals:
-            return {}
-        return dict(zip(self._totals, torch.stack(list(self._totals.values())).tolist(), strict=True))
+            total += part
+        return total
 
 
 def _in_order(

@@ -37,10 +37,10 @@ class OptimizerSettings:
     max_grad_norm  bound of the gradient's global 2-norm; None: no clipping
     """
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float | None
 
 
 class StepReport(NamedTuple):

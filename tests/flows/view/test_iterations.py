@@ -17,6 +17,7 @@ from rlhf_tasks.protocol.messages import Aborted, Committed, NodeBegun, NodeEnde
 from rlhf_tasks.spec import SaveNode
 from tests.flows.run.test_training import assert_at, wait_runs
 from tests.rlhf_tasks.plans import small_plan
+from tests.rlhf_tasks.settings import SETTINGS
 
 pytestmark = [
     pytest.mark.cluster,
@@ -49,6 +50,7 @@ def spec(run_folder):
         config={},
         run_folder=str(run_folder),
         iterations=9,
+        **SETTINGS,
     )
 
 

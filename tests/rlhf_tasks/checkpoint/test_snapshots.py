@@ -48,7 +48,7 @@ class Spec:
     run_folder: str
     attempt: int = 1
     run: str = "test"
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=lambda: {"seed": 0, "keep_last": 2})
     peak_flops_per_s: float | None = None
 
 

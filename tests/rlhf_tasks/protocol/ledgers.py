@@ -22,7 +22,8 @@ PLANS = (ScheduledPlan(iteration=0, plan=pair_plan()),)
 
 def ledger(plans: Sequence[ScheduledPlan] = PLANS, **changes) -> Ledger:
     settings = {"run": "run", "attempt": 0, "n_ranks": 2, "total_iterations": 9, "committed_step": 0}
-    return Ledger(plans, deadlines=Deadlines(floor_s=10), **(settings | changes))
+    settings |= {"snapshot_every": 1, "max_rebuilds": 3, "deadlines": Deadlines(factor=10, floor_s=10)}
+    return Ledger(plans, **(settings | changes))
 
 
 def key(node: str, iteration: int = 0, generation: int = 0) -> NodeKey:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.rlhf_tasks.protocol.simulation import World
 
 TIMEOUTS = Timeouts(blame_s=4, entry_s=20, reset_s=5, restart_s=30, restore_s=20, durable_s=20, commit_s=20)
-DEADLINES = Deadlines(floor_s=10)
+DEADLINES = Deadlines(factor=10, floor_s=10)
 NOTICED_S = 3.0
 RESEND_S = 1.0
 TICK_S = 0.5
@@ -254,6 +254,7 @@ class Controller(Process):
             committed_step=last,
             cursor=0 if last is None else world.disk.commits[last].cursor,
             snapshot_every=world.snapshot_every,
+            max_rebuilds=3,
             deadlines=DEADLINES,
             timeouts=TIMEOUTS,
         )

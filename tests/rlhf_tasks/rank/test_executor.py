@@ -16,6 +16,7 @@ from rlhf_tasks.rank.plan_nodes import Outcome
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import NodeKey, NodeRequest
 from rlhf_tasks.system.memory import OutOfMemory
+from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
 
@@ -47,7 +48,7 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
             timeout_s=240.0,
         )
     )
-    requests = Sequencer(plan, "test", 1).requests(0)[0]
+    requests = Sequencer(plan, "test", 1, DEADLINES).requests(0)[0]
     results = [Done(result=executor.execute(r, plan.node(r.key.node))) for r in requests]
     executor.close(keep_state=False)
     tokens = sum(len(row["completion"]) for row in read_samples(run_folder, config.batch_size))

@@ -23,6 +23,7 @@ from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
+from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
 MESH = {"devices": [0, 1], "dp": 2}
@@ -87,7 +88,9 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
         seen = []
         for iteration in range(2):
             metrics: dict[str, float] = {}
-            for request in Sequencer(plan, "test", 0).requests(iteration, in_snapshot=False).get(rank, ()):
+            for request in (
+                Sequencer(plan, "test", 0, DEADLINES).requests(iteration, in_snapshot=False).get(rank, ())
+            ):
                 result = executor.execute(request, plan.node(request.key.node))
                 metrics.update(
                     {f"{request.key.node}/{name}": value for name, value in result.metrics.items()}
@@ -136,7 +139,7 @@ def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_pa
     for n in range(3):
         document = json.loads(config.model_dump_json())
         executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, f"generation {n}"))
-        for request in Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0]:
+        for request in Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]:
             node = plan.node(request.key.node)
             metrics = executor.execute(request, node).metrics
             if node.name == "critic_train":
@@ -156,7 +159,7 @@ def test_a_model_is_refused_while_it_is_offloaded(tmp_path):
     executor = Executor(0, lambda part: None)
     document = json.loads(config.model_dump_json())
     executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "refused"))
-    requests = Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0]
+    requests = Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]
     names = [request.key.node for request in requests if not request.key.node.startswith("onload")]
     scored = next(i for i, name in enumerate(names) if name in ("ref_inference", "reward_inference"))
     by_name = {request.key.node: request for request in requests}

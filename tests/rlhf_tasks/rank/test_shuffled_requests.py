@@ -16,6 +16,7 @@ from rlhf_tasks.protocol.instructions import Clear, Load, Refuse, Run
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.protocol.plans import random_plan
+from tests.rlhf_tasks.settings import DEADLINES
 
 RANKS = 4
 NODES = 60
@@ -28,7 +29,7 @@ def drive(rank: int, world: int, seed: int) -> list[tuple[str, float]]:
         devices: dist.new_group(list(devices)) for devices in sorted({node.devices for node in plan.nodes})
     }
     inbox, ran = Inbox(rank), []
-    requests = Sequencer(plan, "test", 1).requests(0).get(rank, ())
+    requests = Sequencer(plan, "test", 1, DEADLINES).requests(0).get(rank, ())
     disorder = random.Random(f"{seed}/{rank}")
     arriving = [request for request in requests for _ in range(disorder.randint(1, 3))]
     disorder.shuffle(arriving)

@@ -58,7 +58,7 @@ def make_tables(
     graph = DataflowGraph(registered.graph(SimpleNamespace(**sizes)), registered.dataset_keys, name=name)
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
     models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
-    workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32))
+    workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=2, recompute=True)
     device = preset("a100-80g-sxm").model_copy(
         update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
     )
