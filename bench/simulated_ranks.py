@@ -21,6 +21,7 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.messages import Committed, Done, Finished, Told
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, NodeResult, SaveNode
 from tests.rlhf_tasks.settings import DEADLINES
@@ -96,7 +97,7 @@ class Drive:
     def run(self) -> Cost:
         """Drive the run to its end."""
         self.ask(lambda: self.ledger.start(0.0))
-        outcome: list[do.Finished] = []
+        outcome: list[Finished] = []
         while not outcome:
             at_controller, stimulus = self.queue.popleft()
             began = time.process_time()
@@ -109,9 +110,9 @@ class Drive:
                 self.cost.ranks_s += took
             for instruction in instructions:
                 self.carry_out(instruction)
-                if isinstance(instruction, do.Finished):
+                if isinstance(instruction, Finished):
                     outcome.append(instruction)
-                if isinstance(instruction, do.Ready | do.IterationCommitted):
+                if isinstance(instruction, do.Ready | Committed):
                     self.ask(self.enter)
         return self.cost
 
@@ -158,12 +159,12 @@ class Drive:
         ledger, inbox = self.ledger, self.inboxes[rank]
         for i in instructions:
             match i:
-                case do.Entered(key):
+                case Told(kind="entered", key=key):
                     self.ask(lambda key=key: ledger.rank_entered(rank, key, 0.0))
                 case do.Run(request):
                     result = NodeResult(key=request.key, rank=rank, started_s=0.0, ended_s=1.0)
                     self.tell(lambda result=result: self.as_rank(rank, inbox.finished(result, 0.0)))
-                case do.Answer(result):
+                case Done(result=result):
                     self.ask(lambda result=result: ledger.rank_done(result, 0.0))
                     if result.key.node in self.saves:
                         self.ask(lambda key=result.key: ledger.part_durable(rank, key, {}, 0.0))

@@ -301,7 +301,7 @@ class Training:
                         self._view.plan_changed(change.planned)
                     news.put_nowait(change)
                 case Faulted(cause=cause, generation=generation):
-                    self._faults.append(cause)
+                    self._faults.append(str(cause))
                     self._rebuilds += 1
                     logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
                 case Finished(step=step):

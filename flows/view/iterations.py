@@ -92,7 +92,7 @@ class IterationView:
             if isinstance(end, Committed):
                 subflow.end = StateType.COMPLETED, ""
             elif isinstance(end, Aborted):
-                subflow.end = StateType.FAILED, f"{end.cause}\n{end.traceback}".rstrip()
+                subflow.end = StateType.FAILED, f"{end.cause}\n{end.cause.traceback}".rstrip()
             elif subflow.opening:
                 subflow.end = StateType.CANCELLED, end.reason
             else:

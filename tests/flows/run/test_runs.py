@@ -34,7 +34,7 @@ from flows.view import prefect_api
 from planner.report.text import short_names
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.protocol.messages import Enterable, Faulted, IterationRan
+from rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import ExecutionPlan
 from tests.flows.events import wait_events
@@ -213,7 +213,7 @@ def test_a_complete_iteration_shows_before_its_commit_whatever_hooks_wait_for(
     for event in (
         Enterable(iteration=3, generation=0),
         IterationRan(iteration=3, generation=0, metrics=metrics),
-        Faulted(generation=0, cause="rank 1 is lost"),
+        Faulted(generation=0, cause=Cause("is lost", (1,))),
     ):
         view.on_event(event)
     *_, line, fault = capsys.readouterr().out.splitlines()

@@ -118,7 +118,7 @@ def test_fault_names_rank_and_call_and_the_run_goes_on_to_the_same_result(
     spec = run_spec(cluster, small_plan(), tmp_path, config=config, deadline_floor_s=deadline_s)
     events = asyncio.run(follow(cluster, spec))
     (faulted,) = of_type(events, Faulted)
-    assert words in faulted.cause
+    assert words in str(faulted.cause)
     if kind != "stop":
         when = next(seconds for seconds, event in events if event is faulted)
         before = max(seconds for seconds, event in events if isinstance(event, Committed) and seconds < when)

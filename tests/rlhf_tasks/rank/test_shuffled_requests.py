@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.instructions import Clear, Load, Refuse, Run
+from rlhf_tasks.protocol.instructions import Clear, Load, Run
+from rlhf_tasks.protocol.messages import Told
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.protocol.plans import random_plan
@@ -55,7 +56,7 @@ def drive(rank: int, world: int, seed: int) -> list[tuple[str, float]]:
                 now_s = time.time()
                 done = NodeResult(key=request.key, rank=rank, started_s=now_s, ended_s=now_s)
                 waiting += inbox.finished(done, 0.0)
-            case Refuse(reason=reason):
+            case Told(kind="refused", reason=reason):
                 assert "reset has not ended" in reason, reason
     return ran
 
