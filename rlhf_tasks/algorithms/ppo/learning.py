@@ -8,6 +8,7 @@ the other, and both come to the same numbers, since every statistic is global an
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Targets:
     metrics          kl (mean over sequences of the KL per sequence, in nats), kl_coef, shaped_reward (mean
                      over sequences of the sum of rewards),
                      advantages/std (before whitening), returns/mean, explained_variance of the old values
+    state            what the call puts into `engine.state`: the next KL coefficient, where it adapts
     """
 
     advantages: Tensor
@@ -42,16 +44,17 @@ class Targets:
     returns_mean: float
     returns_square: float
     metrics: Mapping[str, float]
+    state: Mapping[str, Any]
 
 
 def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
-    """Shape rewards, estimate advantages and returns, whiten; and move the adaptive KL coefficient.
+    """Shape rewards, estimate advantages and returns, whiten; and compute the next adaptive KL coefficient.
 
     A response that ended by length keeps its score, has 0 instead, or also has the value of the state that it
     was truncated in to come (`truncated_responses`: keep, zero, bootstrap).
     A KL that is not finite leaves the coefficient as it is.
-    Must be called once per iteration by each trained role, on all ranks of its mesh. The coefficient is in
-    `engine.state`, so each role has its own copy; the one used is that of before the update.
+    All ranks of a trained role's mesh call it together. The coefficient that is used is that in `engine.state`, of
+    which each role has its own. Nothing is changed there: the call stores the next one, once per iteration.
     """
     config = context.config
     assert isinstance(config, PPOConfig)
@@ -86,8 +89,9 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     variances = [total / count for total in engine.sum_over_dp(torch.stack(deviations)).tolist()]
 
     kl_per_sequence = total_kl / context.n_seqs
+    state: dict[str, float] = {}
     if config.kl_target is not None and math.isfinite(kl_per_sequence):
-        engine.state[KL_STATE] = adapted_kl_coef(
+        state[KL_STATE] = adapted_kl_coef(
             kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
         )
     std = (variances[0] * count / max(count - 1, 1)) ** 0.5  # unbiased, as TRL's
@@ -102,7 +106,7 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
         "returns/mean": means[1],
         "explained_variance": 1 - variances[2] / variances[1] if variances[1] > 0 else 0.0,
     }
-    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics)
+    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics, state)
 
 
 def _sum(values: Tensor) -> Tensor:
