@@ -40,7 +40,19 @@ CALM = 0.004  # the same at the beginning of a round that polishes a plan
 PAIRS = 0.4  # share of the proposals that change two calls
 CHUNK = 500  # proposals between two looks at the clock: a part of a round
 ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
-DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
+OWN, PEERS, BESIDE, ENDS = (
+    0.25,
+    0.4,
+    0.55,
+    0.75,
+)  # shares of where a mesh is looked for, added up; else anywhere
+
+ACCEPTED, PAIRED, FIRST, SECOND, DRAWS = 0, 1, 2, 8, 14
+"""The random numbers of a proposal, one for each decision: whether it is accepted, whether it changes two calls; then
+those of the first call and, where there are two, of the second."""
+CALL, WHERE, MESH, PEER, LIKE, OPTION = range(6)
+"""The random numbers of a call: which one it is, where its mesh is looked for (`OWN` to `ENDS`), which mesh is looked
+at first, which other call is its peer, whether it takes the peer's strategy (`ALIKE`), and which option else."""
 SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
 
 METROPOLIS_STEPS = 5_000  # proposals of a round
@@ -229,17 +241,17 @@ def anneal(
     state = best = start
     n_priced = 0
     for step in range(len(draws)):
-        u = draws[step]
-        call = int(u[0] * arrays.n_calls)
+        u, first, second = draws[step], draws[step, FIRST:SECOND], draws[step, SECOND:DRAWS]
+        call = int(first[CALL] * arrays.n_calls)
         choice = state.choice.copy()
-        choice[call] = _propose(arrays, near, choice, call, u, local)
-        if local and u[12] < PAIRS:
-            second = int(u[6] * arrays.n_calls)
-            choice[second] = _propose(arrays, near, choice, second, u[6:], local)
+        choice[call] = _propose(arrays, near, choice, call, first, local)
+        if local and u[PAIRED] < PAIRS:
+            call = int(second[CALL] * arrays.n_calls)
+            choice[call] = _propose(arrays, near, choice, call, second, local)
         if np.array_equal(choice, state.choice):
             continue
         temperature = hot * (cold / hot) ** (step / len(draws))
-        limit = _energy(arrays, state) - temperature * np.log(1 - u[1])
+        limit = _energy(arrays, state) - temperature * np.log(1 - u[ACCEPTED])
         if _surely_above(arrays, cycles, choice, limit):
             continue
         time_s, excess_bytes, _ = value(arrays, choice, limit)
@@ -308,27 +320,27 @@ def _propose(arrays: Arrays, near: Neighbours, choice: Ints, call: int, u: Float
     """Another option for a call: on its mesh, on another call's, beside one, at one of its own ends, or anywhere."""
     o = arrays.options
     if not local:
-        return int(u[2] * (arrays.start[call + 1] - arrays.start[call]))
+        return int(u[OPTION] * (arrays.start[call + 1] - arrays.start[call]))
     low, high = near.start[call], near.start[call + 1]
-    mesh = low + int(u[3] * (high - low))
-    peer = int(u[4] * arrays.n_calls)
-    if u[2] < 0.75:
+    mesh = low + int(u[MESH] * (high - low))
+    peer = int(u[PEER] * arrays.n_calls)
+    if u[WHERE] < ENDS:
         mine, other = arrays.start[call] + choice[call], arrays.start[peer] + choice[peer]
         mesh = _mesh_like(
             near,
             low,
             high,
             mesh,
-            u[2],
+            u[WHERE],
             (o[mine].first, o[mine].first + o[mine].size),
             (o[other].first, o[other].first + o[other].size),
         )
     options, other = near.begin[mesh + 1] - near.begin[mesh], arrays.start[peer] + choice[peer]
-    if u[5] < ALIKE and o[other].first == near.first[mesh] and o[other].size == near.size[mesh]:
+    if u[LIKE] < ALIKE and o[other].first == near.first[mesh] and o[other].size == near.size[mesh]:
         for i in range(near.begin[mesh], near.begin[mesh + 1]):
             if o[arrays.start[call] + near.by_speed[i]].strategy == o[other].strategy:
                 return near.by_speed[i]
-    return near.by_speed[near.begin[mesh] + int(u[5] * u[5] * options)]
+    return near.by_speed[near.begin[mesh] + int(u[OPTION] * u[OPTION] * options)]
 
 
 @inner
@@ -337,7 +349,7 @@ def _mesh_like(
     low: int,
     high: int,
     begin: int,
-    kind: float,
+    where: float,
     mine: tuple[int, int],
     other: tuple[int, int],
 ) -> int:
@@ -346,11 +358,11 @@ def _mesh_like(
     for i in range(high - low):
         mesh = low + (begin - low + i) % (high - low)
         first, end = near.first[mesh], near.first[mesh] + near.size[mesh]
-        if kind < 0.25:
+        if where < OWN:
             wanted = first == mine[0] and end == mine[1]
-        elif kind < 0.4:
+        elif where < PEERS:
             wanted = first == other[0] and end == other[1]
-        elif kind < 0.55:
+        elif where < BESIDE:
             wanted = first == other[1] or end == other[0]
         else:
             wanted = first == mine[0] or end == mine[1]

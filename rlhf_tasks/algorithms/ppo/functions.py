@@ -85,6 +85,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     """
     config = _ppo(context)
     targets = learning_targets(engine, batch, context)
+    engine.state.update(targets.state)
     if context.iteration < config.critic_warmup_iterations:
         return CallOutput(metrics={**targets.metrics, "policy/steps": 0.0})
     lengths = batch["input_ids"].lengths
@@ -154,6 +155,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     """
     config = _ppo(context)
     targets = learning_targets(engine, batch, context)
+    engine.state.update(targets.state)
     before = after = ValueNorm.of(engine.state)
     if config.normalize_values:
         after = before.updated(targets.returns_mean, targets.returns_square)

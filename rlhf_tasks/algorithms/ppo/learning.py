@@ -7,6 +7,7 @@ sent. Both get the same numbers, because every statistic is global and in float6
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Targets:
     returns_mean, returns_square  mean of the returns and of their squares, over all response tokens
     metrics            kl (mean KL per sequence, in nats), kl_coef, shaped_reward (mean over sequences of the sum of
                        rewards), advantages/std (before whitening), returns/mean, explained_variance of the old values
+    state              what the call puts into `engine.state`: the next KL coefficient, where it adapts
     """
 
     advantages: Tensor
@@ -40,17 +42,18 @@ class Targets:
     returns_mean: float
     returns_square: float
     metrics: Mapping[str, float]
+    state: Mapping[str, Any]
 
 
 def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
-    """Shape rewards, estimate advantages and returns, whiten advantages, and update the adaptive KL coefficient.
+    """Shape rewards, estimate advantages and returns, whiten advantages, and compute the next adaptive KL coefficient.
 
     A truncated response keeps its score, gets 0 instead, or keeps its score and is bootstrapped with the critic's
     value of its last state (`truncated_responses`: keep, zero, bootstrap).
 
-    Call it once per iteration for each trained role, on all ranks of its mesh. The KL coefficient is in
-    `engine.state`, so each role has its own copy. Rewards use its value from before the update. A KL that is not
-    finite does not change it.
+    All ranks of a trained role's mesh call it together. The KL coefficient is in `engine.state`, so each role has its
+    own copy. Nothing is changed there: the call stores the next one, once per iteration. A KL that is not finite
+    leaves the coefficient as it is.
     """
     config = context.config
     assert isinstance(config, PPOConfig)
@@ -85,8 +88,9 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     variances = [total / count for total in engine.sum_over_dp(torch.stack(deviations)).tolist()]
 
     kl_per_sequence = total_kl / context.n_seqs
+    state: dict[str, float] = {}
     if config.kl_target is not None and math.isfinite(kl_per_sequence):
-        engine.state[KL_STATE] = adapted_kl_coef(
+        state[KL_STATE] = adapted_kl_coef(
             kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
         )
     std = (variances[0] * count / max(count - 1, 1)) ** 0.5  # unbiased, as in TRL
@@ -101,7 +105,7 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
         "returns/mean": means[1],
         "explained_variance": 1 - variances[2] / variances[1] if variances[1] > 0 else 0.0,
     }
-    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics)
+    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics, state)
 
 
 def _sum(values: Tensor) -> Tensor:
