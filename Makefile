@@ -11,7 +11,7 @@ STAMP := $(VENV)/.ready-$(shell cat requirements.lock pyproject.toml Makefile | 
 
 FAST := $(addprefix tests/,planner/plan rlhf_tasks/config rlhf_tasks/parallel/layout rlhf_tasks/rewards/test_forms.py)
 
-.PHONY: help demo check format test test-slow lint venv lock wheel wheel-check clean
+.PHONY: help coverage demo check format test test-slow test-whole lint venv lock wheel wheel-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "%-12s %s\n", $$1, $$2}'
@@ -35,6 +35,15 @@ test: $(STAMP)  ## the default suite: what starts servers and clusters, and besi
 	log=$$(mktemp); $(BIN)/python -m pytest -m "$(DEFAULT) and not cluster" >"$$log" 2>&1 & rest=$$!; \
 	$(BIN)/python -m pytest -m "$(DEFAULT) and cluster"; failed=$$?; \
 	wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
+
+test-whole: $(STAMP)  ## the product from end to end: a deployment, a killed run, the demo with few iterations
+	$(BIN)/python -m pytest -m whole
+
+coverage: $(STAMP)  ## the default suite, and which lines it leaves out
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "$(DEFAULT)"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 test-slow: $(STAMP)  ## everything, the learning runs included
 	$(BIN)/python -m pytest -m "not gpu"

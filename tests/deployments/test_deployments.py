@@ -38,6 +38,7 @@ def test_no_module_of_flows_hides_one_of_the_standard_library():
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_deployed_ppo_run_is_done_by_a_process_worker(tmp_path):

@@ -44,6 +44,7 @@ def finish(log: Path, command: list[str]) -> None:
         run.assert_gone()
 
 
+@pytest.mark.whole
 def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
     command, undisturbed = begin(tmp_path, "undisturbed")
     finish(tmp_path / "undisturbed.log", command)

@@ -44,6 +44,7 @@ def stage_config(demo, name):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.cluster
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("prefect")
