@@ -46,7 +46,7 @@ class Targets:
 
 
 def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
-    """Shape rewards, estimate advantages and returns, whiten advantages, and compute the next adaptive KL coefficient.
+    """Shape rewards, estimate advantages and returns, whiten advantages, compute the next adaptive KL coefficient.
 
     A truncated response keeps its score, gets 0 instead, or keeps its score and is bootstrapped with the critic's
     value of its last state (`truncated_responses`: keep, zero, bootstrap).
