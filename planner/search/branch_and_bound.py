@@ -50,9 +50,8 @@ def proofs(tables: Tables, cycles: Cycles) -> Proofs:
     t = tree(tables, r, cycles)
     by_size = [(GROUP, call, call) for call in t.order]
     pairs = [(PAIR, a, b) for i, a in enumerate(t.order) for b in t.order[:i]]
-    moved = sorted(
-        t.order, key=lambda call: call not in {*r.trainer, *r.reader}
-    )  # calls with moves first: moves are then priced early
+    # Calls with moves come first, so that moves are priced early.
+    moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})
     below = [(BELOW, call, call) for call in moved]
     placing = [step for step in below for _ in range(2)]  # twice: first a strategy, then a placement
     return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + placing + below))
