@@ -255,7 +255,10 @@ class ProfileTables:
             )
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds of a layer. If the tp group spans hosts but was measured inside one, its two sums cost more."""
+        """Seconds of a layer over `tokens` tokens.
+
+        If the tp group spans hosts but was measured inside one, the layer's two sums cost more.
+        """
         seconds = self._at(f"layer/{kind}", tokens, context)
         if self._crosses and self._tp <= self._profile.devices_per_host:
             size_bytes = tokens * self._profile.model.hidden * self._profile.itemsize
@@ -266,13 +269,13 @@ class ProfileTables:
         return seconds
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
-        """Seconds of the embedding; a prefill or decoding step counts as a forward pass."""
+        """Seconds of the embedding of `tokens` tokens; a prefill or decoding step counts as a forward pass."""
         if kind == "decode" or kind == "prefill":
             kind = "forward"
         return self._at(f"embedding/{kind}", tokens, 0)
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds of the head: its measurements include the embedding, which is subtracted."""
+        """Seconds of the head over `tokens` tokens. Its measurements include the embedding, which is subtracted."""
         return max(self._at(f"{self._head}/{kind}", tokens, context) - self.embedding_s(kind, tokens), 0.0)
 
     def update_s(self, parameters: float, dp: int) -> float:
@@ -280,7 +283,7 @@ class ProfileTables:
         return self._at("optimizer", parameters / dp, 0)
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
-        """Seconds of a collective or message of size_bytes in all; 0 for one rank.
+        """Seconds of a collective or message of size_bytes bytes in all; 0 for one rank.
 
         If it was measured only inside a host, or only across hosts, those figures serve for both.
         """

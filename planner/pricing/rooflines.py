@@ -28,11 +28,11 @@ class Timing(Protocol):
     """
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds of one layer. `backward` is what training adds to `forward`."""
+        """Seconds of one layer over `tokens` tokens. `backward` is what training adds to `forward`."""
         ...
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
-        """Seconds of the first stage besides its layers."""
+        """Seconds of the first stage besides its layers, over `tokens` tokens."""
         ...
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
@@ -44,7 +44,7 @@ class Timing(Protocol):
         ...
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
-        """Seconds of a collective or message of size_bytes in all; 0 for one rank."""
+        """Seconds of a collective or message of size_bytes bytes in all; 0 for one rank."""
         ...
 
 
@@ -64,7 +64,10 @@ class Roofline:
         self._tp, self._crosses, self._itemsize = tp, crosses, itemsize
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds: roofline, two sums over the tp group, overhead. A backward pass does twice the forward's work."""
+        """Seconds of one layer over `tokens` tokens: roofline, two sums over the tp group, and overhead.
+
+        A backward pass does twice the forward pass's work.
+        """
         decoding = kind == "decode"
         attended = context if decoding else context / 2
         passes = 2 if kind == "backward" else 1
@@ -72,7 +75,7 @@ class Roofline:
         return self._work_s(tokens, attended, passes, decoding) + 2 * self._reduce_s(tokens) + overhead
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
-        """Seconds to sum the vocabulary-parallel embedding; what it reads is negligible."""
+        """Seconds to sum the vocabulary-parallel embedding of `tokens` tokens; what it reads is negligible."""
         return 0.0 if kind == "backward" else self._reduce_s(tokens)
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
@@ -91,7 +94,10 @@ class Roofline:
         return self._device.compute_s(0, traffic) + self._device.optimizer_overhead_s
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
-        """Seconds of ring collectives and messages; sharing a batch costs one more latency, for its description."""
+        """Seconds of a ring collective or a message of size_bytes bytes in all; 0 for one rank.
+
+        Sharing a batch costs one more latency, for its description.
+        """
         if ranks == 1:
             return 0.0
         device = self._device
@@ -136,15 +142,15 @@ class Slowest:
         self._timings, self._links = timings, links
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds of one layer on the slowest class."""
+        """Seconds of one layer over `tokens` tokens on the slowest class."""
         return max(timing.layer_s(kind, tokens, context) for timing in self._timings)
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
-        """Seconds of the embedding on the slowest class."""
+        """Seconds of the embedding of `tokens` tokens on the slowest class."""
         return max(timing.embedding_s(kind, tokens) for timing in self._timings)
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Seconds of the head on the slowest class."""
+        """Seconds of the head over `tokens` tokens on the slowest class."""
         return max(timing.head_s(kind, tokens, context) for timing in self._timings)
 
     def update_s(self, parameters: float, dp: int) -> float:
@@ -152,5 +158,5 @@ class Slowest:
         return max(timing.update_s(parameters, dp) for timing in self._timings)
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
-        """Seconds of a collective or message over the slowest class's links."""
+        """Seconds of a collective or message of size_bytes bytes over the slowest class's links."""
         return max(timing.exchange_s(kind, ranks, size_bytes, crosses_hosts) for timing in self._links)

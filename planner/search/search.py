@@ -310,7 +310,7 @@ def _meshes(cluster: Cluster) -> str:
     even = all(cut == i * step for i, cut in enumerate(cuts))
     ends = f"multiples of {step} hosts" if even else f"hosts {', '.join(map(str, cuts))}"
     few = [str(n) for n in few_hosts(cluster.n_hosts)]
-    small = f"the first {' or '.join(few)} hosts and as many behind these, " if few else ""
+    small = f"the first {' or '.join(few)} hosts or the same number after them, " if few else ""
     return f"meshes that begin and end at {ends}, {small}the first host and its aligned parts"
 
 
