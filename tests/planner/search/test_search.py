@@ -196,8 +196,8 @@ def test_no_mode_beats_a_proven_search(problem):
         (Cluster(16, 8), "calls have all meshes, strategies"),
         (
             Cluster(128, 8),
-            "calls have meshes that begin and end at multiples of 8 hosts, the first 1 or 2 or 4 hosts and as many "
-            "behind these, the first host and its aligned parts, strategies",
+            "calls have meshes that begin and end at multiples of 8 hosts, the first 1 or 2 or 4 hosts or the same "
+            "number after them, the first host and its aligned parts, strategies",
         ),
         (
             Cluster(17, 2),
