@@ -246,7 +246,7 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> 
     role = r.arrays.role[r.trainer[move]]
     if not exact:
         return r.arrays.dispatch_s + least_reallocation(r.arrays, role, trainer, reader)
-    return r.arrays.dispatch_s + reallocation(r.arrays, role, trainer, reader)
+    return r.arrays.dispatch_s + reallocation(r.arrays, r.arrays.known, role, trainer, reader)
 
 
 @compiled
