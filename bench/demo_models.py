@@ -1,4 +1,4 @@
-"""The demo's models with random weights, and prompts of one length, for benches that need a fixed amount of work."""
+"""The demo's models with random weights, and prompts of one length, for benchmarks with a fixed amount of work."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 
 def write_models(folder: Path) -> None:
-    """`actor` (language model) and `reward` (scalar head), of the demo's shape.
+    """Write the folders `actor` (language model) and `reward` (scalar head), of the demo's shape.
 
-    Their end token lies outside the vocabulary, so that every response has all tokens it may have.
+    Their end token is outside the vocabulary, so that every response has the maximum length.
     """
     for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         config = LlamaConfig(**{**MODEL, "eos_token_id": MODEL["vocab_size"], "num_labels": 1})
@@ -26,7 +26,11 @@ def write_models(folder: Path) -> None:
 def ppo_of(
     folder: Path, n_ranks: int, batch_size: int, prompt_tokens: int, new_tokens: int, **changes: Any
 ) -> PPOConfig:
-    """PPO on the models in a folder (`write_models`), whose prompts and responses all have the same length."""
+    """A PPO configuration for the models in a folder (`write_models`), with prompts and responses of fixed length.
+
+    prompt_tokens, new_tokens  tokens of every prompt and of every response
+    changes                    further keys of the configuration
+    """
     prompts = folder / f"prompts-{prompt_tokens}.jsonl"
     if not prompts.exists():
         rows = [{"prompt": f"{i:04d}".ljust(prompt_tokens, ".")} for i in range(1024)]

@@ -1,16 +1,16 @@
-"""The engine beside plain transformers on a 25M Llama, on the CPU: generation and training.
+"""Compares the engine with plain transformers on a 25M Llama, on the CPU: generation and training.
 
     python -m bench.engine [--rounds 5] [--only generation|training] [--out FILE.json]
 
-Two rank processes with one thread each. Every round runs every row once, so that a busy machine hurts all
-rows alike; a row's figure is its median over the rounds, in useful tokens (no padding) per second of process
-CPU time, summed over the ranks that take part. Waiting ranks sleep, so idle time does not count: the figures
-show the work that a layout adds, not how fast it is on two machines.
+There are two rank processes with one thread each. Every round runs every row once, so that a busy machine affects all
+rows equally. A row's figure is its median over the rounds, in useful tokens (no padding) per second of process CPU
+time, summed over the ranks that take part. Waiting ranks sleep, so idle time does not count: the figures show the
+additional work of a layout, not its speed on two machines.
 
-    generation   fixed   16 prompts of 32 tokens, 48 new ones each
-                 varied  16 prompts of 8 to 56 tokens, responses end by a stop id (1 token in 64) or after 80
+    generation   fixed   16 prompts of 32 tokens, 48 new tokens each
+                 varied  16 prompts of 8 to 56 tokens, responses end with a stop id (1 token in 64) or after 80 tokens
     training     padded  16 sequences of 16 to 128 tokens: transformers pads to 128, the engine packs
-                 full    16 sequences of 128 tokens: nothing to gain from packing
+                 full    16 sequences of 128 tokens: no gain from packing
 
 Rows: transformers (its `generate`; its model, padded, cross-entropy summed over tokens and divided by their
 number, clipping, fused AdamW) and the engine at (dp, tp, pp) = (1,1,1), (2,1,1), (1,2,1) and (1,1,2), all in
@@ -67,7 +67,7 @@ RANKS = 2
 CPU = torch.device("cpu")
 
 Row = Callable[[], int]
-"""Does a row's work once on this rank; gives the useful tokens that this rank answers for."""
+"""Does a row's work once on this rank. Returns the useful tokens that this rank counts."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def training_works() -> Mapping[str, list[Tensor]]:
 
 
 def _spread(low: int, high: int) -> list[int]:
-    """SEQUENCES lengths, evenly over low .. high, shuffled."""
+    """SEQUENCES lengths, evenly spaced over low .. high, shuffled."""
     order = torch.randperm(SEQUENCES, generator=torch.Generator().manual_seed(0)).tolist()
     return [low + (high - low) * i // (SEQUENCES - 1) for i in order]
 
@@ -157,7 +157,7 @@ def plain_training(model: PreTrainedModel, sequences: list[Tensor]) -> Row:
 def build_engine(
     whole: PreTrainedModel, strategy: ParallelStrategy, groups: ProcessGroups, dtype: torch.dtype
 ) -> Engine:
-    """An engine with its slices of the whole model's weights, ready to train."""
+    """A trainable engine with its slices of the whole model's weights."""
     config = whole.config
     placement = Placement(tuple(range(strategy.size)), strategy)
     layout = Layout(ModelShape.from_config(config.to_dict()), "lm", placement)
@@ -167,7 +167,8 @@ def build_engine(
     for name, mine in stage.named_slices().items():
         rows = layout.held(groups.rank)[name]
         mine.data.copy_(parameters[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
-    return Engine(stage, layout, groups, OptimizerSettings(betas=BETAS, max_grad_norm=MAX_GRAD_NORM))
+    settings = OptimizerSettings(BETAS, eps=1e-8, weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM)
+    return Engine(stage, layout, groups, settings)
 
 
 def _share(engine: Engine, key: str, sequences: list[Tensor]) -> SampleBatch:
@@ -230,7 +231,7 @@ def measure(rank: int, rounds: int, only: str, store: str, results: str) -> None
 
 
 def _rows(rank: int, groups: ProcessGroups) -> dict[str, Row | None]:
-    """Row name -> its work on this rank; None where this rank takes no part."""
+    """Row name -> its work on this rank; None where this rank does not take part."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="sdpa").eval()
     engines = {

@@ -1,9 +1,9 @@
-"""The faults that the project promises to survive: runs the tests of each, and writes down what was seen.
+"""Runs the tests of each fault that the project promises to survive, and writes a page with the results.
 
     python -m bench.faults [ROW ...] [--timeout 3600] [--page docs/reliability.md]
 
-Without rows, all; a row that is not run keeps what the page says of it. Rows whose tests need ranks take half a
-minute and more on two quiet cores.
+Without ROW, all rows are run. A row that is not run keeps its result on the page. Rows whose tests need ranks take at
+least half a minute each on two idle cores.
 """
 
 import argparse
@@ -31,7 +31,7 @@ IDENTITY, ORDERS = "tests/flows/run/test_run_identity.py", "tests/flows/test_att
 
 
 class Fault(NamedTuple):
-    """A row: what happens, what is to come of it, a test file, which of its tests, and what they leave out."""
+    """A row: what happens, the expected result, test files, a pytest -k expression, and what the tests leave out."""
 
     what: str
     expected: str
@@ -176,11 +176,11 @@ FAULTS = {
         "",
     ),
 }
-"""R: the run goes on, and its weights, moments and metrics end bit-equal to an undisturbed run's."""
+"""R: the run continues, and its final weights, moments and metrics are bit-equal to those of an undisturbed run."""
 
 
 def outcomes(rows: Sequence[str], timeout_s: float) -> Iterator[tuple[str, str]]:
-    """What the tests of each row say, and when. Rows of one file share a process."""
+    """(row, result and date) for each row. Rows with the same files share a process."""
     of_file: dict[str, list[str]] = {}
     for number in rows:
         fault = FAULTS[number]
@@ -196,7 +196,7 @@ def outcomes(rows: Sequence[str], timeout_s: float) -> Iterator[tuple[str, str]]
 
 
 def _run(files: str, words: str, timeout_s: float) -> list[Case] | None:
-    """The tests of some files whose names have one of the words; None where they came to no end."""
+    """Run the tests that match the -k expression `words` in some files; None if they did not finish in time."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [
@@ -236,7 +236,7 @@ def _said(fault: Fault, cases: list[Case] | None) -> str:
 
 
 def page(seen: Mapping[str, str]) -> str:
-    """The page: faults with what was seen, and the failpoints."""
+    """The page's Markdown: the table of faults with the results, and the table of failpoints."""
     rows = [
         f"| {number} | {fault.what} | {fault.expected} | {_named(fault)} | {seen.get(number, NOT_RUN)} |"
         for number, fault in FAULTS.items()
@@ -252,15 +252,16 @@ def _named(fault: Fault) -> str:
 
 _HEAD = """# Reliability
 
-Written by `python -m bench.faults`, which runs the tests of each fault. *R*: the run goes on, and its weights,
-moments and metrics end bit-equal to an undisturbed run's. A row without a test, or that was not run, promises
-nothing.
+Written by `python -m bench.faults`, which runs the tests of each fault. *R*: the run continues, and its final
+weights, moments and metrics are bit-equal to those of an undisturbed run. A row without a test, or that was not run,
+promises nothing.
 
-What a run needs to go on stands in its folder (flows/run/run_folder.py): commits that appear by a rename and are
-hashed, journals whose committed part is hashed, configuration, digests of data and models. What has changed since
-the last commit is refused with the difference, until `--accept-changes`. A disk that is full or read-only is no
-fault of the ranks: the run ends at once, with path and bytes, and the last commit is intact. Digests of a model file
-above 64 MiB are of samples: they find another or a newly trained model, not a few altered bytes.
+A run's folder (flows/run/run_folder.py) has everything that is needed to resume it: commits that are renamed into
+place and hashed, journals whose committed part is hashed, the configuration, and digests of data and models. Changes
+since the last commit are refused, with the difference, unless `--accept-changes` is given. A full or read-only disk
+is not a fault of the ranks: the run ends at once, naming path and bytes, and the last commit is intact. The digest of
+a model file above 64 MiB is computed from samples: it detects another or retrained model, but not a few altered
+bytes.
 
 | # | fault | expected | tests | seen |
 |---|---|---|---|---|"""
@@ -276,7 +277,7 @@ tests/rlhf_tasks/controller/test_kills.py kills ranks and controller at each.
 
 
 def known(path: Path) -> dict[str, str]:
-    """Row -> what the page says of it."""
+    """Row -> its result on the page."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     cells = [[cell.strip() for cell in line.split(" | ")] for line in lines if line.startswith("| ")]
     return {row[0].removeprefix("| "): row[-1].removesuffix(" |") for row in cells if len(row) == 5}

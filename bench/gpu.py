@@ -1,13 +1,13 @@
-"""The engine on one CUDA GPU: is it right, and how fast is it beside plain transformers?
+"""Checks the engine on one CUDA GPU, and compares its speed with plain transformers.
 
     python -m bench.gpu --out FILE.json [--size 1b] [--rounds 3] [--peak-flops 989e12]
 
-Needs torch and transformers only. Checks run on a small model in float32 (without TF32) and bfloat16; timings
-in bfloat16 on a Llama of about one billion parameters with random weights. Exit status 1 when a check fails.
+It needs only torch and transformers. The checks use a small model in float32 (without TF32) and bfloat16. The timings
+use a Llama of about one billion parameters with random weights, in bfloat16. Exit status 1 when a check fails.
 
-Timings are wall seconds after a warm-up, the device synchronised before and after; medians over the rounds.
-MFU counts 6 floating-point operations per parameter and token, plus causal attention's 6 x layers x width per
-token and token before it, against the peak given (989e12: NVIDIA's data sheet, H100 SXM, dense bfloat16).
+Timings are wall-clock seconds after a warm-up, with the device synchronised before and after; medians over the
+rounds. MFU counts 6 FLOPs per parameter and token, plus for causal attention 6 x layers x width FLOPs per token and
+earlier token, relative to the given peak (989e12: NVIDIA's data sheet, H100 SXM, dense bfloat16).
 """
 
 import argparse
@@ -59,7 +59,7 @@ SIZES = {
 
 
 class Check(NamedTuple):
-    """One comparison: holds when value <= bound."""
+    """One comparison; it holds when value <= bound."""
 
     name: str
     value: float
@@ -67,7 +67,7 @@ class Check(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One row of the table: median seconds of `tokens` useful tokens; MFU where it is meant."""
+    """One row of the table: median seconds for `tokens` useful tokens; MFU as a fraction, for training only."""
 
     name: str
     tokens: int
@@ -145,9 +145,9 @@ def _engine_logits(model: PreTrainedModel, groups: ProcessGroups, sequences: lis
 
 
 def _decode_error(engine: Engine) -> float:
-    """Mean difference of the log-probabilities that sampling reports from those of a full forward.
+    """Mean difference between the log-probabilities that sampling reports and those of a full forward pass.
 
-    Responses of many lengths, so that batch sizes and spans change and graphs are captured anew.
+    The responses have many lengths, so that batch sizes and spans change and graphs are captured again.
     """
     prompts = random_tokens([7, 250, 40, 3, 120, 64, 9, 11] * 2, 4096)
     params = SamplingParams(max_new_tokens=300, stop_ids=tuple(range(0, 4096, 100)))
@@ -180,7 +180,7 @@ def _train_checks(model: PreTrainedModel, groups: ProcessGroups, sequences: list
     return [
         Check("train step, fp32: loss", abs(report[0] / loss - 1), 1e-5),
         Check("train step, fp32: gradient norm", abs(report[1] / norm - 1), 1e-4),
-        # AdamW's first step moves by the gradient's sign; where that is noise, single weights differ.
+        # AdamW's first step moves each weight by its gradient's sign. Where that is noise, single weights differ.
         Check("train step, fp32: weights, mean / learning rate", float(max(moved)) / LEARNING_RATE, 1e-2),
     ]
 
@@ -213,7 +213,7 @@ def engine_generation(engine: Engine, prompts: list[Tensor], new_tokens: int) ->
 def engine_training(
     engine: Engine, sequences: list[Tensor], micro_batches: int
 ) -> Callable[[], tuple[float, float]]:
-    """One optimizer step of next-token prediction; gives loss and gradient norm."""
+    """One optimizer step of next-token prediction. Returns loss and gradient norm."""
     batch = batch_of("input_ids", sequences)
     denominator = float(sum(len(s) - 1 for s in sequences))
 
@@ -230,7 +230,7 @@ def engine_training(
 def plain_training(
     model: PreTrainedModel, sequences: list[Tensor], micro_batches: int, autocast: bool
 ) -> Callable[[], tuple[float, float]]:
-    """The same step by transformers' model: padded micro-batches of like lengths, float32 weights."""
+    """The same step with transformers' model: padded micro-batches of similar lengths, float32 weights."""
     ordered = sorted(sequences, key=len)
     size = -(-len(ordered) // micro_batches)
     denominator = sum(len(s) - 1 for s in sequences)
@@ -262,7 +262,7 @@ def plain_training(
 
 
 def seconds(work: Callable[[], Any], rounds: int) -> float:
-    """Median wall seconds, after one warm-up."""
+    """Median wall-clock seconds, after one warm-up."""
     taken = []
     for _ in range(rounds + 1):
         torch.cuda.synchronize()

@@ -1,15 +1,16 @@
-"""What the demo's PPO reaches, beside honest rows that cost the same CPU seconds.
+"""Compares the demo's PPO with baselines that use the same CPU seconds.
 
     python -m bench.learning [--seeds 0 1 2] [--folder runs/learning] [--json FILE]
 
-All rows start from the same SFT model, and end with greedy exact-match accuracy on 500 held-out words:
+All rows start from the same SFT model. Their result is the greedy exact-match accuracy on 500 held-out words:
 
     ppo                  verifier and reward model, six calls (the demo)
     continued sft        SFT continued on the same sloppy demonstrations
-    rejection sampling   SFT on the policy's own samples that the verifier calls right
+    rejection sampling   SFT on the policy's own samples that the verifier accepts
     reward model alone   PPO without the verifier
 
-The three rows below PPO get PPO's CPU seconds of the ranks, sampling included.
+The two SFT rows get as many CPU seconds of the ranks as PPO, including sampling. The last row runs as many iterations
+as PPO.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SAMPLES_PER_PROMPT = 2
 
 
 class CpuClock:
-    """CPU seconds of the ranks."""
+    """Measures the CPU seconds of the ranks."""
 
     def __init__(self, scheduler: str) -> None:
         with Client(scheduler, set_as_default=False) as client:
@@ -98,7 +99,10 @@ async def rejection(demo: Demo, clock: CpuClock, start: str, budget_s: float) ->
 async def tune(
     demo: Demo, clock: CpuClock, start: str, data: str, name: str, budget_s: float
 ) -> tuple[float, float]:
-    """SFT from a model on a data set for about so many CPU seconds: one iteration is timed, the rest follows."""
+    """SFT from a model on a data set for about `budget_s` CPU seconds. Returns accuracy and CPU seconds.
+
+    One iteration is timed first, from which the number of iterations follows.
+    """
     changes = {
         "models": {"actor": start},
         "random_init": False,
@@ -116,10 +120,12 @@ async def tune(
 
 
 async def all_rows(folder: Path, seed: int) -> dict[str, Any]:
-    """All rows of one seed, with a Prefect server and a cluster of their own."""
+    """All rows of one seed, with a new Prefect server and cluster."""
     with demo_at(folder, seed) as demo:
 
-        @flow(name="bench-learning", persist_result=False)  # without parameters: Prefect would copy them
+        @flow(
+            name="bench-learning", persist_result=False
+        )  # has no parameters, because Prefect would copy them
         async def one_seed() -> dict[str, Any]:
             return await run_seed(demo, CpuClock(demo.scheduler))
 
@@ -137,7 +143,7 @@ def main() -> None:
     rows = []
     for seed in arguments.seeds:
         folder = arguments.folder / f"seed-{seed}"
-        # A stage that is there already would cost no CPU seconds, and the budget is what PPO costs.
+        # An existing stage would cost no CPU seconds, but the budget is what PPO costs.
         folder.mkdir(parents=True)
         rows.append(asyncio.run(all_rows(folder, seed)))
         print(yaml.safe_dump(rows[-1], sort_keys=False), flush=True)

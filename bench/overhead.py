@@ -1,16 +1,16 @@
-"""What orchestration costs: a planned iteration whose nodes only sleep, through Prefect and Dask.
+"""Measures the cost of orchestration: planned iterations whose nodes only sleep, run through Prefect and Dask.
 
     python -m bench.overhead [--iteration-s 10] [--iterations 6] [--rounds 2] [--json FILE]
     python -m bench.overhead --simulated-ranks 128 1024 [--iterations 10] [--json FILE]
 
-The demo's plan runs on four ranks that do no work: a node sleeps its share of the iteration, then meets its mesh
-in one real collective. Overhead is what docs/architecture.md says: per rank, the time in which no node runs although
-all predecessors of its next node have ended. Dispatch ahead is on and off in turn. Beside it: CPU seconds per
-iteration of the workers, of this process (flow, scheduler, nannies) and of the Prefect server. The first two
-iterations of each run are left out.
+The demo's plan runs on four ranks that do no work: a node sleeps its share of the iteration, then takes part in one
+real collective of its mesh. Overhead is defined in docs/architecture.md: per rank, the time in which no node runs
+although all predecessors of its next node have ended. Runs with and without dispatch ahead alternate. The CPU seconds
+per iteration of the workers, of this process (flow, scheduler, nannies) and of the Prefect server are reported too.
+The first two iterations of each run are left out.
 
-With --simulated-ranks nothing is started: the controller's state machines alone are driven through iterations of a
-plan for so many ranks (bench/simulated_ranks.py).
+With --simulated-ranks no processes are started: only the controller's state machines are driven through iterations of
+a plan for that many ranks (bench/simulated_ranks.py).
 """
 
 import argparse
@@ -41,6 +41,7 @@ from rlhf_tasks.algorithms.configurations import make_config, manual_assignments
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
+from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
 
 RANKS = 4
 WARM_UP = 2
@@ -52,7 +53,7 @@ SHARES = {
     "actor_train": 0.5,
     "critic_train": 0.55,
 }
-"""Seconds of a call as a share of the iteration, so that the longest path is about the whole."""
+"""Seconds of a call as a fraction of the iteration; along the longest path they sum to about 1."""
 
 
 def demo_plan() -> ExecutionPlan:
@@ -79,7 +80,7 @@ def demo_plan() -> ExecutionPlan:
 def run_once(
     cluster: DaskCluster, plan: ExecutionPlan, iterations: int, iteration_s: float, ahead: bool
 ) -> tuple[Committed, ...]:
-    """One run; its iterations with every node's results."""
+    """One run. Returns its iterations with every node's results."""
     config = {"sleep_s": {name: share * iteration_s for name, share in SHARES.items()}}
     iterations_done: list[Committed] = []
 
@@ -100,6 +101,7 @@ def run_once(
                 dispatch_ahead=ahead,
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+                **SETTINGS,
             )
         return tuple(iterations_done)
 
@@ -107,7 +109,7 @@ def run_once(
 
 
 def overhead(plan: ExecutionPlan, committed: tuple[Committed, ...]) -> dict[str, float]:
-    """Seconds per iteration after the warm-up: wall clock, and orchestration overhead as mean and worst of ranks."""
+    """Seconds per iteration after the warm-up: wall clock, and orchestration overhead (mean and worst rank)."""
     kept = [c for c in committed if c.iteration >= WARM_UP]
     spans = [
         Span(r.rank, c.iteration, node, "", r.started_s, r.ended_s)
@@ -137,7 +139,7 @@ def cpu_s(controller_pid: int) -> dict[str, float]:
 
 
 def pid_of(cluster: DaskCluster, member: Member) -> int:
-    """The process of a worker."""
+    """The process id of a worker."""
     with Client(cluster.scheduler_address, set_as_default=False) as client:
         return client.run(os.getpid, workers=[member.address])[member.address]  # pyright: ignore[reportIndexIssue]
 
@@ -162,7 +164,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         own_server(Path(folder)),
-        local_cluster(RANKS, folder=Path(folder)) as cluster,
+        local_cluster(RANKS, folder=Path(folder), deadline_s=STARTUP_S) as cluster,
     ):
         controller_pid = pid_of(cluster, cluster.controller)
         for _ in range(arguments.rounds):
@@ -178,7 +180,7 @@ def main() -> None:
 
 
 def report(rows: dict[str, list[dict[str, float]]], path: Path | None) -> None:
-    """Print medians over the rounds with their spread."""
+    """Print medians over the rounds with their range."""
     figures: dict[str, Any] = {}
     for mode, runs in rows.items():
         print(f"dispatch {mode}")
@@ -194,7 +196,7 @@ def report(rows: dict[str, list[dict[str, float]]], path: Path | None) -> None:
 
 
 def write(figures: Any, path: Path | None) -> None:
-    """Write figures as JSON, with the machine that they are from."""
+    """Write figures as JSON, with the machine on which they were measured."""
     if path is not None:
         machine = {"platform": platform.platform(), "cpus": psutil.cpu_count(), "date": time.strftime("%F")}
         path.write_text(json.dumps({"figures": figures, "machine": machine}, indent=2) + "\n")

@@ -1,16 +1,18 @@
-"""How good and how fast the plan search is: one cost model, one process.
+"""Measures how good and how fast the plan search is, with one cost model in one process.
 
     python -m bench.planner [--seeds 10] [--modes search mcmc] [--settings 7B+7B/1x8 ...] [--limits 1 10 60]
                             [--large 70B+70B/128x8 ...] [--json FILE]
 
-PPO with Llama-2 shapes on A100-80G nodes (NVLink 300 GB/s each way inside a node, 200 Gb/s between nodes): prompt
-128, generated 896, batch 128, 4 mini-batches; ref like the actor, reward like the critic. For each setting: seconds
-per iteration after 1, 10 and 60 s of search and of MCMC (each of them one run per seed, read off its trace), the
-lower bound, the gap, choices priced per second, the time to the final plan. Compilation is done before the
-clock starts. Every reported plan is replayed (planner/plan/replay.py shares no code with the simulator) and compared.
-At last come one search on 1,024 GPUs and one on 16,384, with limits a little below one minute and five: pricing the
-plan found comes after. All of it, with ten seeds, takes an hour and a half; `--seeds 1 --limits 1 10 --large` takes
-five minutes. A limit is wall-clock time: on a busy machine less is done in it, so CPU seconds are told beside it.
+The workload is PPO with Llama-2 shapes on A100-80G nodes (NVLink 300 GB/s each way inside a node, 200 Gb/s between
+nodes): 128 prompt tokens, 896 new tokens, batch 128, 4 mini-batches; ref like the actor, reward like the critic. For
+each setting it reports: seconds per iteration after 1, 10 and 60 s of search and of MCMC (from the trace of one run
+per seed), the lower bound, the gap, choices priced per second, and the time to the final plan. Compilation is done
+before the clock starts. Every reported plan is also replayed (planner/plan/replay.py shares no code with the
+simulator), and both times are compared. At the end there is one search on 1,024 GPUs and one on 16,384. Their limits
+are slightly below one minute and five minutes, because the plan is priced after the limit.
+
+With ten seeds, everything takes an hour and a half; `--seeds 1 --limits 1 10 --large` takes five minutes. A limit is
+wall-clock time, in which a busy machine does less, so CPU seconds are reported too.
 """
 
 import argparse
@@ -51,16 +53,16 @@ SETTINGS = {
     "70B+70B/16x8": ("70B", "70B", 16),
     "7B+34B/4x8": ("7B", "34B", 4),
 }
-"""actor and ref, critic and reward, hosts of eight GPUs."""
+"""Model of actor and ref, model of critic and reward, hosts of eight GPUs."""
 
 MODES = ("search", "mcmc")
 
 LARGE = {"70B+70B/128x8": ("70B", "70B", 128, 58.0), "70B+70B/2048x8": ("70B", "70B", 2048, 290.0)}
-"""The same with the time limit in seconds; the batch grows with the cluster."""
+"""As SETTINGS, and the time limit in seconds. The batch grows with the cluster."""
 
 
 def shape(name: str) -> ModelShape:
-    """A Llama-2 shape by its size."""
+    """The Llama-2 shape of a size in SHAPES."""
     hidden, layers, heads, kv_heads, width = SHAPES[name]
     return ModelShape.from_config(
         {
@@ -93,28 +95,28 @@ def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
         "critic": RoleModel(shape=shape(critic), head="scalar"),
         "reward": RoleModel(shape=shape(critic), head="scalar"),
     }
-    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(896))
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(896), itemsize=2, recompute=True)
     return Problem(graph, CostModel(Cluster(hosts, 8), preset("a100-80g-sxm"), models, workload))
 
 
 def cost_after(result: SearchResult, seconds: float) -> float | None:
-    """The best plan's seconds per iteration after so much search; None when there was none."""
+    """Seconds per iteration of the best plan after `seconds` of search; None if there was none yet."""
     found = [point.time_s for point in result.trace if point.seconds <= seconds]
     return min(found, default=None)
 
 
 def replay_error(result: SearchResult, iterations: int = 40) -> float:
-    """By how much the replay's time per iteration differs from the reported one, as a share of it."""
+    """Difference between the replay's time per iteration and the reported one, as a fraction of the latter."""
     ends: dict[int, float] = {}
     for execution in replay(result.plan, result.price.duration_s, iterations, result.price.copy_s):
         ends[execution.iteration] = max(ends.get(execution.iteration, 0.0), execution.end_s)
-    # An even number of iterations apart: with two in flight the ends may alternate
+    # Over an even number of iterations, because with two in flight the ends may alternate.
     period = (ends[iterations - 1] - ends[iterations // 2 - 1]) / (iterations // 2)
     return abs(period / result.iteration_time_s - 1)
 
 
 def run(given: Problem, mode: str, limits: list[float], seed: int) -> dict[str, Any]:
-    """One run, and what is reported of it."""
+    """One search, and the figures that are reported of it."""
     cpu_s = time.process_time()
     result = find_plan(given, mode, max(limits), seed)
     cpu_s = time.process_time() - cpu_s
@@ -135,7 +137,7 @@ def run(given: Problem, mode: str, limits: list[float], seed: int) -> dict[str, 
 
 
 def measure(name: str, given: Problem, modes: list[str], seeds: int, limits: list[float]) -> dict[str, Any]:
-    """Search and MCMC, as wanted, on one setting, a run per seed."""
+    """Run the modes (search, MCMC) on one setting, once per seed."""
     runs = {mode: [run(given, mode, limits, seed) for seed in range(seeds)] for mode in modes}
     rules = _rules_s(given)
     best = min(one["iteration_time_s"] for of_mode in runs.values() for one in of_mode)
@@ -150,16 +152,16 @@ def measure(name: str, given: Problem, modes: list[str], seeds: int, limits: lis
 
 
 def _rules_s(given: Problem) -> dict[str, float]:
-    """Seconds per iteration of the plans by rule, where they fit."""
+    """Seconds per iteration of the plans by rule, of those that exist."""
     found = {}
     for mode in ("heuristic", "symmetric", "disjoint"):
         with suppress(PlanError):
-            found[mode] = find_plan(given, mode).iteration_time_s
+            found[mode] = find_plan(given, mode, 1.0).iteration_time_s
     return found
 
 
 def _over_best(runs: list[dict[str, Any]], limit: str, best: float) -> str:
-    """Mean and worst excess over the best plan known, in percent."""
+    """Mean and worst excess over the best known plan, in percent."""
     costs = [one["cost_after_s"][limit] for one in runs]
     if None in costs:
         return f"{limit} s: {costs.count(None)} of {len(costs)} without a plan;"

@@ -1,7 +1,7 @@
-"""Rank processes that stay, each pinned to a core of its own, for benches without Prefect and Dask.
+"""A pool of rank processes, each pinned to a core, for benchmarks without Prefect and Dask.
 
-Starting a rank takes seconds of imports, so one pool serves all plans of a bench. The ranks run the product's own
-executor; only the runtime around it is replaced by a loop in plan order.
+Starting a rank takes seconds of imports, so one pool serves all plans of a benchmark. The ranks use the real
+executor; only the runtime around it is replaced, by a loop in plan order.
 """
 
 import os
@@ -26,7 +26,7 @@ NEVER = 10**9  # iterations
 
 
 class RankPool:
-    """Rank r runs on core r (modulo the cores there are), with one thread. A context manager."""
+    """Rank r runs on core r (modulo the number of cores), with one thread. A context manager."""
 
     def __init__(self, n_ranks: int) -> None:
         self.n_ranks = n_ranks
@@ -42,10 +42,10 @@ class RankPool:
             self._ranks.append((process, ours))
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(rank, store, *arguments)` on every rank at once; results in rank order.
+        """Call `function(rank, store, *arguments)` on all ranks at the same time. Returns the results in rank order.
 
         store  (host, port, prefix) of a rendezvous that no other run uses
-        Raises RuntimeError with the traceback of a rank that failed; the pool is of no more use then.
+        Raises RuntimeError with the traceback of a rank that failed; the pool cannot be used after that.
         """
         self._runs += 1
         store = (self._rendezvous.host, self._rendezvous.port, f"run-{self._runs}")
@@ -69,7 +69,7 @@ class RankPool:
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    """A rank process: runs the functions that it is sent until its pipe closes."""
+    """A rank process: calls the functions that it receives until its pipe closes."""
     import torch
 
     cores = sorted(os.sched_getaffinity(0))
@@ -83,14 +83,14 @@ def _serve(rank: int, pipe: Connection) -> None:
             return
         try:
             pipe.send((True, function(rank, store, *arguments)))
-        except BaseException:  # noqa: BLE001  told to the parent, which raises it
+        except BaseException:  # noqa: BLE001  sent to the parent, which raises it
             pipe.send((False, traceback.format_exc()))
 
 
 class NodeTime(NamedTuple):
-    """One node of one iteration on one rank; times are of the host's monotonic clock.
+    """One node of one iteration on one rank; times by the host's monotonic clock.
 
-    cpu_s  of the process, all its threads: what is left to compare by where the machine is busy
+    cpu_s  CPU seconds of all threads of the process, for comparisons on a busy machine
     """
 
     iteration: int
@@ -101,7 +101,7 @@ class NodeTime(NamedTuple):
 
 
 class PlanRun(NamedTuple):
-    """What one rank saw of a plan: its nodes, and the peak of its memory (rlhf_tasks/system/memory.py)."""
+    """One rank's figures of a plan: the times of its nodes, and its peak memory (rlhf_tasks/system/memory.py)."""
 
     times: Sequence[NodeTime]
     peak_bytes: int
@@ -115,12 +115,13 @@ def run_plan(
     folder: str,
     iterations: int,
 ) -> PlanRun:
-    """Run a plan's iterations as the runtime would deliver them: in plan order, at most two in flight."""
+    """Run a plan's iterations in the order in which the runtime delivers them: plan order, at most two in flight."""
     import torch.distributed as dist
 
     from rlhf_tasks.protocol.sequencer import Sequencer
     from rlhf_tasks.rank.executor import Executor
     from rlhf_tasks.system.memory import give_back
+    from tests.rlhf_tasks.settings import DEADLINES
 
     host, port, prefix = store
     plan = ExecutionPlan.model_validate_json(plan_json)
@@ -128,7 +129,7 @@ def run_plan(
     give_back()
     executor.load(generation_spec(rank, store, plan, config, folder))
     ended = dist.PrefixStore(f"{prefix}-ended", dist.TCPStore(host, port, is_master=False))
-    sequencer, times, peak = Sequencer(plan, prefix, 0), [], 0
+    sequencer, times, peak = Sequencer(plan, prefix, 0, DEADLINES), [], 0
     for iteration in range(iterations):
         if iteration >= 2:
             ended.wait([f"{iteration - 2}/{other}" for other in range(plan.n_devices)])
@@ -146,8 +147,10 @@ def run_plan(
 def measure_pieces(
     rank: int, store: Store, plan_json: str, config: Mapping[str, Any], folder: str
 ) -> tuple[list[Measurements], float]:
-    """Run a profile's plan (rlhf_tasks/profiling/spec.py): what this rank measured, node by node, and seconds per
-    node without work."""
+    """Run a profile's plan (rlhf_tasks/profiling/spec.py).
+
+    Returns this rank's measurements, node by node, and the seconds that a node without work takes.
+    """
     from rlhf_tasks.profiling.executor import ProfileExecutor
 
     plan = ExecutionPlan.model_validate_json(plan_json)
@@ -167,7 +170,7 @@ def measure_pieces(
 def generation_spec(
     rank: int, store: Store, plan: ExecutionPlan, config: Mapping[str, Any], folder: str
 ) -> GenerationSpec:
-    """What the controller would tell a rank: a new run whose save nodes never write."""
+    """The specification that a controller would send to a rank: of a new run whose save nodes never write."""
     host, port, prefix = store
     return GenerationSpec(
         run=prefix,

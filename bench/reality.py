@@ -1,17 +1,19 @@
-"""Against reality: random plans for the demo's models, predicted from a measured profile and then run.
+"""Compares predictions with reality: random plans for the demo's models are priced from a measured profile, then run.
 
     python -m bench.reality [--plans 27] [--passes 3] [--iterations 5] [--ranks 2] [--seed 0] [--out FILE]
                             [--again FILE | --compare FILE]
 
-Each rank has a core of its own and one thread. First the profile is measured (as `prefect-rlhf profile` does,
-by the same executor), from layers and collectives alone: no plan is run for it. Then random feasible plans, an
-equal number for each of three settings of batch and lengths, and the search's and the heuristic's plan of each,
-are priced and run: after WARM_UP iterations, the mean of the next ones. Every plan is run once in each pass over
-all of them, and the mean of its passes counts: a shared machine has phases of seconds to minutes in which it is a
-third slower, which would else meet some plans and not others. Every response has all its tokens, so that
-prediction and run do the same work. --out keeps every figure, node by node; --again prices the plans in such a
-file anew and runs nothing; --compare runs its search's and heuristic's plans alone again, whose difference may be
-less than what one plan's passes differ by. Wants a machine that does nothing else.
+Each rank has one thread on a separate core. First the profile is measured from layers and collectives only, without
+running a plan, by the same executor as in `prefect-rlhf profile`. Then plans are priced and run: random feasible
+plans, an equal number for each of three settings of batch and lengths, and for each setting the plans of the search
+and the heuristic. A plan's figure is the mean over the iterations after WARM_UP. Every plan is run once in each pass
+over all plans, and the mean of its passes counts: a shared machine has phases of seconds to minutes in which it is a
+third slower, which would otherwise affect only some plans. Every response has the maximum length, so that predicted
+and real work are the same.
+
+--out writes every figure, node by node. --again prices the plans in such a file again, and runs nothing. --compare
+runs only the plans of search and heuristic again, because their difference may be smaller than the spread of one
+plan's passes. The machine should be idle.
 """
 
 import argparse
@@ -44,6 +46,7 @@ from planner.plan.mesh import Cluster, meshes
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
 from planner.search.search import find_plan
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -75,7 +78,7 @@ def graph_of(config: PPOConfig) -> DataflowGraph:
 
 
 def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> dict[str, CallAssignment]:
-    """A device mesh, a strategy and micro-batches for every call, each drawn on its own."""
+    """A device mesh, a strategy and micro-batches for every call, all drawn independently."""
     every = list(meshes(cluster))
 
     def assignment() -> CallAssignment:
@@ -95,9 +98,9 @@ def random_assignments(graph: DataflowGraph, cluster: Cluster, draw: Random) -> 
 
 
 class Reality:
-    """The models, the cluster and the settings of one bench.
+    """The models, the cluster and the settings of one benchmark.
 
-    The profile and each pass want a pool of their own, for the ranks of a run have done nothing before it either.
+    The profile and each pass need a new pool, because the ranks of a real run have done nothing before it either.
     """
 
     def __init__(self, n_ranks: int, folder: Path) -> None:
@@ -129,17 +132,19 @@ class Reality:
         return MeasuredProfile.of("cpu-slot", 1, n_ranks, shape, 4, measured, dispatch_s)
 
     def run(self, pool: RankPool, candidate: Candidate, iterations: int) -> PassTime:
-        """Run a plan; its seconds per iteration after the warm-up."""
+        """Run a plan. Returns seconds per iteration and node, after the warm-up, and each rank's peak bytes."""
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
         folder.mkdir()
-        document, plan = self.config(candidate.setting).model_dump(mode="json"), candidate.plan
+        config, plan = self.config(candidate.setting), candidate.plan
+        prepared_rows(config).keep(folder)
+        document = config.model_dump(mode="json")
         runs = pool.run(run_plan, plan.model_dump_json(), document, str(folder), WARM_UP + iterations)
         return PassTime(seconds_per_iteration(runs), node_seconds(runs), [run.peak_bytes for run in runs])
 
 
 def seconds_per_iteration(runs: Sequence[PlanRun]) -> float:
-    """From the end of the warm-up to the end of the last iteration, on whichever rank ends last."""
+    """Mean seconds per iteration after the warm-up. An iteration ends when its last rank has ended it."""
     ends: dict[int, float] = defaultdict(float)
     for t in (t for run in runs for t in run.times):
         ends[t.iteration] = max(ends[t.iteration], t.ended_s)
@@ -165,7 +170,7 @@ def candidates(
     configs: Mapping[Setting, PPOConfig],
     cluster: Cluster,
 ) -> list[Candidate]:
-    """The random plans, and the compared ones of each setting."""
+    """The random plans, and the plans of search and heuristic for each setting."""
     found, settings = [], list(configs)
     for number in range(arguments.plans):
         setting = settings[number % len(settings)]
@@ -197,7 +202,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> tuple[MeasuredProfil
 
 
 def run_in_passes(reality: Reality, outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> None:
-    """Run every plan once in each pass, and add what was found to its outcome."""
+    """Run every plan once in each pass, and add the figures to its outcome."""
     for number in range(arguments.passes):
         with RankPool(arguments.ranks) as pool:
             for outcome in outcomes:
@@ -210,14 +215,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plans", type=int, default=27, help="random plans")
-    parser.add_argument("--passes", type=int, default=3, help="in each of which every plan is run once")
-    parser.add_argument("--iterations", type=int, default=5, help="that are timed for each plan in each pass")
+    parser.add_argument("--passes", type=int, default=3, help="passes; each runs every plan once")
+    parser.add_argument("--iterations", type=int, default=5, help="timed iterations per plan and pass")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-search", dest="search", action="store_false", help="random plans only")
-    parser.add_argument("--out", type=Path, help="keep all figures in a JSON file")
-    parser.add_argument("--again", type=Path, help="price the plans of such a file anew")
-    parser.add_argument("--compare", type=Path, help="run the compared plans of such a file again, in turn")
+    parser.add_argument("--out", type=Path, help="write all figures to a JSON file")
+    parser.add_argument("--again", type=Path, help="price the plans of such a file again")
+    parser.add_argument(
+        "--compare", type=Path, help="run the search's and heuristic's plans of such a file again"
+    )
     arguments = parser.parse_args()
     if arguments.again is not None:
         report(*read(json.loads(arguments.again.read_text())))

@@ -1,4 +1,4 @@
-"""What `bench.reality` reports: predictions beside measurements, and the file that keeps them."""
+"""The report of `bench.reality`: predictions and measurements, and the file that stores them."""
 
 import platform
 import time
@@ -21,7 +21,7 @@ TARGETS = {"worst": 0.28, "median": 0.10, "spearman": 0.8, "memory": 0.20}
 
 
 class Setting(NamedTuple):
-    """Sequences of an iteration, tokens of each prompt, and of each response."""
+    """Sequences of an iteration, tokens of each prompt, and tokens of each response."""
 
     batch_size: int
     prompt_tokens: int
@@ -29,7 +29,7 @@ class Setting(NamedTuple):
 
 
 class PassTime(NamedTuple):
-    """One plan in one pass: seconds per iteration and of each node, and each rank's peak of memory."""
+    """One plan in one pass: seconds per iteration, seconds of each node, and each rank's peak bytes of memory."""
 
     seconds: float
     nodes_s: dict[str, float]
@@ -37,7 +37,7 @@ class PassTime(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One plan in numbers."""
+    """One plan with its measurements."""
 
     label: str
     setting: Setting
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 
 def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) -> CostModel:
-    """What the planner knows: the measured profile, and the preset's constants where it fits them."""
+    """The planner's cost model: from the measured profile, with the preset's constants recalibrated by it."""
     models = {role: RoleModel(shape=profile.model, head=parts.head) for role, parts in config.roles().items()}
     workload = Workload(
         prompt_tokens=setting.prompt_tokens,
@@ -78,7 +78,7 @@ def cost_model(profile: MeasuredProfile, setting: Setting, config: PPOConfig) ->
 def report(
     profile: MeasuredProfile, outcomes: Sequence[Outcome], configs: Mapping[Setting, PPOConfig]
 ) -> dict:
-    """Print every plan's prediction beside its measurement, then the summary, which is returned."""
+    """Print every plan's predicted and measured figures, then a summary. Returns the summary."""
     rows, memory = [], []
     columns = {
         "setting": 14,
@@ -123,7 +123,7 @@ def report(
         print(
             f"{name:10}{value:8.3f}   target {'at least' if name == 'spearman' else 'at most'} {TARGETS[name]}"
         )
-    for setting in configs:  # settings differ in their work, which ranks plans across them by itself
+    for setting in configs:  # across settings, the different amounts of work alone would give a correlation
         alike = [row for row, outcome in zip(random, outcomes, strict=False) if outcome.setting == setting]
         within = spearman([p for _, p, _, _ in alike], [m for _, _, m, _ in alike])
         print(f"spearman among the plans of {setting}: {within:.3f}")
@@ -132,7 +132,7 @@ def report(
 
 
 def compare(outcomes: Sequence[Outcome]) -> None:
-    """Print the search's plans beside the heuristic's, and how far apart the passes are."""
+    """Print the times of the search's and the heuristic's plans, and the spread of the passes."""
     for setting in dict.fromkeys(outcome.setting for outcome in outcomes):
         of_mode = {o.label: o.passes for o in outcomes if o.setting == setting and o.label in COMPARED}
         if of_mode:
@@ -148,13 +148,13 @@ def compare(outcomes: Sequence[Outcome]) -> None:
 
 
 def pass_range(outcome: Outcome) -> str:
-    """The quickest and the slowest pass."""
+    """The seconds of the fastest and the slowest pass, as text."""
     seconds = [one.seconds for one in outcome.passes]
     return f"{min(seconds):.3f} to {max(seconds):.3f}"
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; 1 for the same order. No ties are expected; with fewer than 3 values it says nothing."""
+    """Spearman's rank correlation, 1 for the same order; assumes no ties. NaN with fewer than 3 values."""
 
     def ranks(values: Sequence[float]) -> list[int]:
         order = sorted(range(len(values)), key=values.__getitem__)

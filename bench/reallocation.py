@@ -1,4 +1,4 @@
-"""What reallocation costs: planning for many ranks, and moving a model between real ones.
+"""Measures the cost of reallocation: planning it for many ranks, and moving a model between real ranks.
 
     python -m bench.reallocation                          # planning, one process
     torchrun --nproc-per-node 4 -m bench.reallocation     # moving; NCCL where each rank has a GPU, else gloo
@@ -57,7 +57,7 @@ def layout(shape: ModelShape, degrees: tuple[int, int, int]) -> Layout:
 
 
 def plan_large() -> None:
-    """CPU-seconds to plan a 70B model's reallocation between 1,024 ranks, 8 to a host."""
+    """Print CPU seconds for planning the reallocation of a 70B model between 1,024 ranks, 8 per host."""
     for pair in LARGE_PAIRS:
         source, destination = (layout(LLAMA_70B, degrees) for degrees in pair)
         start_s = time.process_time()
@@ -76,7 +76,10 @@ def plan_large() -> None:
 
 
 def plan_redistributions() -> None:
-    """CPU-seconds to plan the hand-over of 16,384 sequences between calls on 1,024 ranks, lengths included."""
+    """Print CPU seconds for planning the redistribution of 16,384 sequences between calls on 1,024 ranks.
+
+    They include the computation of both calls' shares of the samples.
+    """
     ids = range(16_384)
     lengths = {i: 128 + permuted % 896 for i, permuted in enumerate(permutation(len(ids), 0, "lengths", 0))}
     for pair in LARGE_PAIRS:
@@ -92,7 +95,7 @@ def plan_redistributions() -> None:
 
 
 def plan_state() -> None:
-    """CPU-seconds in which rank 0 of 1,024 lists what training state of a 70B model it gives and takes."""
+    """Print CPU seconds in which rank 0 of 1,024 lists its messages for moving the state of a 70B model."""
     for pair in LARGE_PAIRS:
         source, destination = (layout(LLAMA_70B, degrees) for degrees in pair)
         start_s = time.process_time()
@@ -118,7 +121,7 @@ def move(rank: int, world: int) -> None:
 
 
 def move_weights(rank: int, world: int, groups: ProcessGroups) -> None:
-    """Seconds (median; slowest rank) of a reallocation, checks included."""
+    """Print seconds (median; slowest rank) of a reallocation, including its checks."""
     for pair in SMALL_PAIRS:
         source, destination = (layout(SMALL, degrees) for degrees in pair)
         assert len(union_set(source.placement, destination.placement)) == world, "start 4 ranks"
@@ -134,8 +137,10 @@ def move_weights(rank: int, world: int, groups: ProcessGroups) -> None:
 
 
 def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
-    """Seconds (slowest rank) in which master weights and moments come to another layout: from rank to rank, and, in
-    turns, from files that the system has just written (one host)."""
+    """Print seconds (slowest rank) for moving master weights and moments to another layout.
+
+    Two ways are measured in turn: by messages, and from files that were just written (on one host).
+    """
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     for number, pair in enumerate(SMALL_PAIRS):
@@ -155,7 +160,7 @@ def move_state(rank: int, world: int, groups: ProcessGroups) -> None:
 def state_seconds(
     source: Layout, destination: Layout, files: Sequence[Path], groups: ProcessGroups
 ) -> dict[str, list[float]]:
-    """Way ("ranks", "files") -> seconds of each repeat. `files` are to be written, one by each rank."""
+    """Way ("ranks", "files") -> seconds of each repeat. Each rank writes one of `files` first."""
     rank, world = groups.rank, range(len(files))
     into = optimizer(destination, groups)
     kept = [shard._replace(tensor=shard.tensor.cpu()) for shard in optimizer(source, groups).shard_state()]
@@ -176,16 +181,21 @@ def state_seconds(
 
 
 def optimizer(laid_out: Layout, groups: ProcessGroups) -> Optimizer:
-    """This rank's part of a model in training; its numbers do not matter here."""
+    """The optimizer of this rank's part of a model; the values of the weights do not matter."""
     slices = {
         name: torch.nn.Parameter(torch.ones(laid_out.slice_shape(name, groups.rank), device=groups.device))
         for name in laid_out.held(groups.rank)
     }
-    return Optimizer(slices, laid_out, groups, OptimizerSettings())
+    return Optimizer(
+        slices,
+        laid_out,
+        groups,
+        OptimizerSettings((0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0),
+    )
 
 
 def slowest(work: Callable[[], object], groups: ProcessGroups, world: int) -> float:
-    """Seconds that the slowest rank takes, from a common beginning."""
+    """Seconds that the slowest rank takes, from a common start."""
     group = groups[range(world)]
     all_reduce(torch.ones(1, device=groups.device), group)
     start_s = time.perf_counter()

@@ -1,8 +1,8 @@
-"""The controller at scale: ledger and inboxes driven through planned PPO iterations on simulated no-op ranks.
+"""The controller at scale: ledger and inboxes are driven through planned PPO iterations with simulated ranks.
 
-Ranks are objects in this process, nodes end at once and nothing is sent anywhere: the figures are the CPU
-time of the state machines alone. `controller` is all that one process must do for all ranks (sequencer and
-ledger); `rank` is what each rank does for itself. `python -m bench.overhead --simulated-ranks N` runs it.
+Ranks are objects in this process, nodes end at once and no messages are sent, so the figures are the CPU time of only
+the state machines. `controller` is the work of one process for all ranks (sequencer and ledger); `rank` is the work
+of each rank for itself. Run it with `python -m bench.overhead --simulated-ranks N`.
 """
 
 import time
@@ -21,8 +21,10 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.messages import Committed, Done, Finished, Told
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, NodeResult, SaveNode
+from tests.rlhf_tasks.settings import DEADLINES
 
 DEVICES_PER_HOST = 8
 SEQUENCES_PER_RANK = (4, 256)
@@ -30,7 +32,7 @@ MEMORY_ITERATIONS = 4  # enough for the window of iterations that the ledger hol
 
 
 def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
-    """PPO as one would place it: generation on all hosts, actor and critic trained on a half each."""
+    """A realistic plan of PPO: generation on all hosts, actor and critic each trained on one half of them."""
     cluster = Cluster(n_ranks // DEVICES_PER_HOST, DEVICES_PER_HOST)
     sizes = SimpleNamespace(
         batch_size=n_seqs,
@@ -59,7 +61,7 @@ def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
 
 @dataclass
 class Cost:
-    """CPU seconds and messages of a run, restores apart."""
+    """CPU seconds and messages of a run of `iterations` iterations."""
 
     iterations: int
     controller_s: float = 0.0
@@ -69,7 +71,7 @@ class Cost:
 
 @dataclass
 class Drive:
-    """A ledger and its ranks' inboxes, connected by a queue. Every stimulus is timed at its machine."""
+    """A ledger and its ranks' inboxes, connected by a queue. The CPU time of each state machine is summed."""
 
     plan: ExecutionPlan
     iterations: int
@@ -86,13 +88,16 @@ class Drive:
             attempt=0,
             n_ranks=self.plan.n_devices,
             total_iterations=self.iterations,
+            snapshot_every=1,
+            max_rebuilds=0,
+            deadlines=DEADLINES,
             committed_step=0,
         )
 
     def run(self) -> Cost:
         """Drive the run to its end."""
         self.ask(lambda: self.ledger.start(0.0))
-        outcome: list[do.Finished] = []
+        outcome: list[Finished] = []
         while not outcome:
             at_controller, stimulus = self.queue.popleft()
             began = time.process_time()
@@ -105,9 +110,9 @@ class Drive:
                 self.cost.ranks_s += took
             for instruction in instructions:
                 self.carry_out(instruction)
-                if isinstance(instruction, do.Finished):
+                if isinstance(instruction, Finished):
                     outcome.append(instruction)
-                if isinstance(instruction, do.Ready | do.IterationCommitted):
+                if isinstance(instruction, do.Ready | Committed):
                     self.ask(self.enter)
         return self.cost
 
@@ -118,14 +123,14 @@ class Drive:
         self.queue.append((False, stimulus))
 
     def enter(self) -> list[Any]:
-        """As the flow does: enter whatever may be entered."""
+        """Enter every iteration that may be entered, as the flow does."""
         instructions: list[Any] = []
         while (iteration := self.ledger.enterable) is not None:
             instructions += self.ledger.enter(iteration, 0, 0.0)
         return instructions
 
     def carry_out(self, i: Any) -> None:
-        """Do at once what a rank or a controller would do."""
+        """Carry out an instruction of the ledger at once."""
         ledger, inboxes = self.ledger, self.inboxes
         match i:
             case do.ResetRank():
@@ -154,12 +159,12 @@ class Drive:
         ledger, inbox = self.ledger, self.inboxes[rank]
         for i in instructions:
             match i:
-                case do.Entered(key):
+                case Told(kind="entered", key=key):
                     self.ask(lambda key=key: ledger.rank_entered(rank, key, 0.0))
                 case do.Run(request):
                     result = NodeResult(key=request.key, rank=rank, started_s=0.0, ended_s=1.0)
                     self.tell(lambda result=result: self.as_rank(rank, inbox.finished(result, 0.0)))
-                case do.Answer(result):
+                case Done(result=result):
                     self.ask(lambda result=result: ledger.rank_done(result, 0.0))
                     if result.key.node in self.saves:
                         self.ask(lambda key=result.key: ledger.part_durable(rank, key, {}, 0.0))
@@ -167,7 +172,7 @@ class Drive:
 
 
 def scale_rows(n_ranks: Iterable[int], iterations: int) -> list[dict[str, float]]:
-    """Figures for each number of ranks with few and with many sequences; the controller's must not differ."""
+    """Figures for each number of ranks, with few and many sequences, on which the controller's must not depend."""
     rows = []
     for ranks in n_ranks:
         for per_rank in SEQUENCES_PER_RANK:
@@ -195,7 +200,7 @@ def scale_rows(n_ranks: Iterable[int], iterations: int) -> list[dict[str, float]
 
 
 def print_rows(rows: Iterable[dict[str, float]]) -> None:
-    """One line per row; per iteration."""
+    """Print one line per row, with figures per iteration."""
     print(
         "ranks  sequences  messages  controller ms  us per rank and node  a rank ms  ledger and inboxes MiB"
     )

@@ -1,11 +1,11 @@
-"""Whether Prefect shows what the ranks did: order and lag of the subflows, error of the tasks' bars, growth.
+"""Compares Prefect's view of a run with the ranks: order and lag of subflows, errors of task times, memory growth.
 
     python -m bench.view [--iterations 300] [--iteration-s 0.5] [--plan demo|small] [--json FILE]
 
-A plan whose nodes only sleep runs on ranks that do no work, through a Prefect server and a Dask cluster of its own.
-What the server then says of subflows and task runs is compared with the ranks' clocks. `lag` is how long after an
-iteration's end by the ranks' clocks its subflow has ended in Prefect. Resident memory (KiB per iteration) is the
-slope of a line through all commits after the first third.
+A plan whose nodes only sleep runs on ranks that do no work, with its own Prefect server and Dask cluster. Then the
+server's subflows and task runs are compared with the ranks' clocks. `lag` is the time from an iteration's end by the
+ranks' clocks to the end of its subflow in Prefect. The growth of resident memory (KiB per iteration) is the slope of
+a line fitted to all commits after the first third.
 """
 
 import argparse
@@ -37,17 +37,17 @@ from planner.report.text import short_names
 from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.spec import ExecutionPlan
 from tests.rlhf_tasks.plans import small_plan
+from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
 
 NAME = re.compile(r"it-(\d+)(?:\.\.(\d+))?")
-PAGE = 200  # rows that the server gives at once
-RECORDED_S = 60.0  # what its recorder may lag behind
+PAGE = 200  # most rows that the server returns per request
+RECORDED_S = 60.0  # most lag of the server's recorder
 
 
 class Watched:
-    """What is seen of a run from beside it. It lies in arrays made before the run: what is measured must not grow
-    by being measured.
+    """Observations of a run, in arrays made before the run: measuring must not itself use more memory.
 
-    processes  what is called how -> pid
+    processes  name -> process id
     clocks     [iterations, nodes, 2], start and end by the ranks' clocks
     memory     name -> [iterations], resident KiB at each commit
     """
@@ -67,7 +67,7 @@ class Watched:
             self.memory[name][committed.iteration] = process.memory_info().rss / 1024
 
     def grown_kib(self) -> dict[str, float]:
-        """Per iteration, after a third of them."""
+        """Process name -> KiB of resident memory by which it grows per iteration, after the first third of them."""
         grown = {}
         for name, rss in self.memory.items():
             late = rss[len(rss) // 3 :]
@@ -78,7 +78,7 @@ class Watched:
 def run(
     cluster: DaskCluster, plan: ExecutionPlan, iterations: int, iteration_s: float, watched: Watched
 ) -> float:
-    """One run; seconds from the last commit to its end."""
+    """One run. Returns the seconds from the last commit to its end."""
     shares = SHARES if plan.n_devices == RANKS else {"generate": 0.4, "actor_train": 0.5, "critic_train": 0.5}
 
     @flow(name="bench-view", persist_result=False)
@@ -95,6 +95,7 @@ def run(
                 on_commit=watched.on_commit,
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+                **SETTINGS,
             )
 
     asyncio.run(parent())
@@ -102,7 +103,7 @@ def run(
 
 
 async def shown(parent: str, nodes: int) -> tuple[list[Any], list[Any]]:
-    """The subflows of a flow run, by their start, and their task runs, once the server has recorded as many."""
+    """The subflows of a flow run, sorted by start, and their task runs, after the server has recorded all of them."""
     deadline = time.monotonic() + RECORDED_S
     async with get_client() as client:
         while True:
@@ -128,7 +129,7 @@ async def _subflows(client: PrefectClient, parent: str) -> list[Any]:
 
 
 def figures(plan: ExecutionPlan, watched: Watched, subflows: list[Any], tasks: list[Any]) -> dict[str, Any]:
-    """What Prefect shows against what the ranks' clocks say."""
+    """Figures that compare Prefect's subflows and task runs with the ranks' clocks."""
     ended = watched.clocks[..., 1].max(axis=1)
     covered: list[int] = []
     lags: list[float] = []
@@ -183,7 +184,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         own_server(Path(folder)),
-        local_cluster(plan.n_devices, folder=Path(folder)) as cluster,
+        local_cluster(plan.n_devices, folder=Path(folder), deadline_s=STARTUP_S) as cluster,
     ):
         controller = pid_of(cluster, cluster.controller)
         (served,) = (

@@ -7,7 +7,7 @@ from rlhf_tasks.config.sections import ClusterConfig
 
 
 class RlhfCluster(Block):
-    """Where the ranks of a run live: started on this machine, or found in a running Dask cluster.
+    """The ranks of a run: started on this machine, or found in a running Dask cluster.
 
     Example:
         Load a cluster and use it in a configuration:
@@ -33,7 +33,7 @@ class RlhfCluster(Block):
     )
 
     def to_config(self) -> ClusterConfig:
-        """The same as a part of a run configuration."""
+        """This cluster as the `cluster` section of a run configuration."""
         return ClusterConfig(
             address=self.address, n_hosts=self.n_hosts, devices_per_host=self.devices_per_host
         )

@@ -7,7 +7,7 @@ from rlhf_tasks.config.sections import Assignments
 
 
 class ExecutionPlan(Block):
-    """Where each call of a run goes, as the flow `plan` found it.
+    """The placement of each call of a run, as found by the flow `plan`.
 
     Example:
         Load a plan and run a configuration under it:
@@ -30,6 +30,6 @@ class ExecutionPlan(Block):
     assignments: Assignments = Field(description="Call -> devices, dp, tp, pp and micro-batches.")
     iteration_time_s: float = Field(gt=0, description="Predicted seconds per iteration.")
     lower_bound_s: float = Field(
-        ge=0, description="Seconds per iteration that no plan of the class undercuts."
+        ge=0, description="Seconds per iteration that every plan of the class needs at least."
     )
     proof_class: str = Field(description="The plans for which the lower bound holds.")

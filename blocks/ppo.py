@@ -7,7 +7,7 @@ from rlhf_tasks.algorithms.ppo.config import PPOConfig
 
 
 class PPOConfiguration(Block):
-    """All that a PPO run needs to know, typed and validated, for deployments and schedules.
+    """The configuration of a PPO run, typed and validated, for deployments and schedules.
 
     Example:
         Load a stored configuration and run it:

@@ -201,9 +201,10 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def started_cluster(prefect: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The cluster when it was started."""
     from flows.cluster.cluster import local_cluster
+    from tests.rlhf_tasks.settings import STARTUP_S
 
     folder = tmp_path_factory.mktemp("dask")
-    with local_cluster(SIZE, folder=folder, deadline_s=500.0) as cluster:
+    with local_cluster(SIZE, folder=folder, deadline_s=STARTUP_S) as cluster:
         yield cluster
 
 
@@ -213,9 +214,10 @@ def cluster(started_cluster: Any) -> Any:
     from distributed import Client
 
     from flows.cluster.cluster import form_cluster
+    from tests.rlhf_tasks.settings import STARTUP_S
 
     with Client(started_cluster.scheduler_address, set_as_default=False) as client:
-        return form_cluster(client, SIZE)
+        return form_cluster(client, SIZE, deadline_s=STARTUP_S)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from rlhf_tasks.checkpoint.manifest import CHECKSUM, MANIFEST, Manifest, RoleRec
 from rlhf_tasks.checkpoint.plan_log import CHANGES, log_change, logged_changes, read_plan
 from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.data.chat_template import ChatTemplate, Source
-from rlhf_tasks.data.dataset import load_rows
+from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.rows import completion_example, pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
@@ -125,10 +125,10 @@ def check_rows(folder: Path, stored: tuple[str, bytes]) -> None:
     tokenizer = Tokenizer.from_folder(model)
 
     def run() -> None:
-        rows = load_rows(DataConfig(train=str(path)))
+        rows = list(data_set(DataConfig(train=str(path))))
         for reader in (prompt_example, completion_example, pair_example):
-            for i in range(min(len(rows), 3)):
-                survives(lambda reader=reader, i=i: list(read_examples(reader, rows, [i], tokenizer)))
+            for row in rows[:3]:
+                survives(lambda reader=reader, row=row: list(read_examples(reader, [row], tokenizer)))
 
     survives(run)
 

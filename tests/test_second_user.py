@@ -14,7 +14,7 @@ from tests.tiny_runs import byte_tokenizer
 def test_rows_of_every_shape_are_sound(second_user, tmp_path, data, reward):
     document = second_user.ppo(reward, data=data, output_dir=str(tmp_path))
     prepared = prepare(make_config(document))
-    assert prepared.n_rows == 40
+    assert len(prepared.rows) == 40
 
 
 def test_the_tokenizer_is_its_own(second_user):

@@ -49,7 +49,6 @@ SETTINGS = {
     "distributed.worker.http.routes": [],
 }
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
-START_DEADLINE_S = 180.0
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
 CLOSE_S = 8.0  # workers usually end in half a second
@@ -78,7 +77,7 @@ def local_cluster(
     *,
     gpus: bool = False,
     folder: Path,
-    deadline_s: float = START_DEADLINE_S,
+    deadline_s: float,
 ) -> Iterator[DaskCluster]:
     """A cluster of our own on this host: workers rank-0, rank-1, ... and the worker `controller`, on loopback.
 
@@ -111,7 +110,7 @@ def local_cluster(
             cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, encrypted, nanny))
             _wait_up(cluster, n_ranks, deadline_s)
             with Client(cluster, set_as_default=False) as client:
-                yield form_cluster(client, n_ranks)
+                yield form_cluster(client, n_ranks, deadline_s)
         finally:
             _close(cluster, nannies)
 
@@ -237,8 +236,8 @@ def found_cluster(
     n_ranks: int,
     *,
     folder: Path,
+    deadline_s: float,
     devices_per_host: int = 1,
-    deadline_s: float = START_DEADLINE_S,
     assumed: DeviceProfile | None = None,
     needs: Mapping[int, float] | None = None,
     again: bool = False,
@@ -256,7 +255,7 @@ def found_cluster(
     """
     with _connected(address, deadline_s if again else min(deadline_s, CONNECT_S)) as client:
         refuse_unsafe(client)
-        cluster = form_cluster(client, n_ranks, devices_per_host, deadline_s)
+        cluster = form_cluster(client, n_ranks, deadline_s, devices_per_host)
         serving = (*cluster.ranks, cluster.controller)
         refuse_exposed(client, serving)
         refuse_private_folder(client, serving, folder)
@@ -280,9 +279,7 @@ def _connected(address: str, deadline_s: float) -> Client:
         ) from None
 
 
-def form_cluster(
-    client: Client, n_ranks: int, devices_per_host: int = 1, deadline_s: float = START_DEADLINE_S
-) -> DaskCluster:
+def form_cluster(client: Client, n_ranks: int, deadline_s: float, devices_per_host: int = 1) -> DaskCluster:
     """Choose ranks and controller among a cluster's workers, and register the plugin that sets them up.
 
     Ranks are the workers that offer one `GPU` or `slot`, sorted by host, then by name. Of those that fill whole hosts

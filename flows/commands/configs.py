@@ -66,7 +66,7 @@ def validate(
     print(plan_table(prepared.plan))
     if rewards:
         _try_rewards(settings)
-    print(f"{config}: valid. {prepared.n_rows} rows, {prepared.iterations} iterations.")
+    print(f"{config}: valid. {len(prepared.rows)} rows, {prepared.iterations} iterations.")
 
 
 def _try_rewards(settings: RunConfig) -> None:

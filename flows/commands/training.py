@@ -79,6 +79,9 @@ def run(
     refuse_blocks_without_server(settings)
     refuse_dead_server()
     with run_folder_of(settings, folder) as folder:
+        prepared.rows.keep(
+            folder
+        )  # the flow prepares again what its process may not know; these two are done
         if settings.plan == "auto":  # the flow reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
         run_here(settings.type, settings, folder)

@@ -31,10 +31,12 @@ from flows.run.algorithm_flow import flow_of
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
+from rlhf_tasks.config.sections import RuntimeConfig
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.system.reading import read_json, reading
 
 RANKS = 4
+STARTUP_S = RuntimeConfig().startup_timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def demo_at(folder: Path, seed: int | None) -> Iterator[Demo]:
     with (
         ending_in_time(asyncio.current_task()),
         prefect_server(place),
-        entering("cluster", local_cluster(RANKS, folder=place / "scratch")) as cluster,
+        entering("cluster", local_cluster(RANKS, folder=place / "scratch", deadline_s=STARTUP_S)) as cluster,
     ):
         yield Demo(place, seed, cluster.scheduler_address)
 

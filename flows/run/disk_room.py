@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.checkpoint.commits import KEPT_AT_LEAST, step_folders
+from rlhf_tasks.checkpoint.commits import step_folders
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.system.durable import existing
 
@@ -50,12 +50,12 @@ def disk_need(
     if not sizes:
         return NO_DISK
     state_itemsize = max(itemsize, 4)  # bfloat16 is trained in float32
-    every = getattr(config, "snapshot_every", 1)
-    written = -(-iterations // every) + 1  # with step 0
-    kept = max(getattr(config, "keep_last", KEPT_AT_LEAST), KEPT_AT_LEAST)
+    written = -(-iterations // config.snapshot_every) + 1  # with step 0
     exported = sizes.get("actor", next(iter(sizes.values())))
     return DiskNeed(
-        STATE_FLOATS * state_itemsize * sum(sizes.values()), min(kept + 1, written), itemsize * exported
+        STATE_FLOATS * state_itemsize * sum(sizes.values()),
+        min(config.keep_last + 1, written),
+        itemsize * exported,
     )
 
 

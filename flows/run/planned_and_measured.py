@@ -10,10 +10,11 @@ from statistics import median
 from typing import Any
 
 from flows.cluster.this_machine import CPU_SLOT, gpus_here
-from flows.run.planning import figures_of, hardware_of, problem_of
+from flows.run.planning import figures_of
 from flows.view.clocks import generation_of
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.plans import PlanPrice, price_plan
+from planner.pricing.problem import Problem
 from planner.pricing.provenance import figures_source
 from planner.pricing.run_history import RanCall, drifted, keep_figures
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
@@ -52,12 +53,12 @@ class Planned:
         return {device: peak.total_bytes for device, peak in self.price.peaks.items()}
 
 
-def planned(config: RunConfig, plan: ExecutionPlan) -> Planned:
+def planned(config: RunConfig, plan: ExecutionPlan, problem: Problem) -> Planned:
     """The expectation for a run, from measured profiles of its models where there are some.
 
+    problem  what the configuration asks of the planner
     Raises ConfigError when the plan cannot be priced, in the planner's sentence.
     """
-    problem = problem_of(config, hardware_of(config))
     model = problem.model
     try:
         price = price_plan(plan, model)

@@ -44,7 +44,9 @@ PROFILES = "profiles"  # folder of measured profiles, in the output folder
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
-def problem_of(config: RunConfig, hardware: Hardware, profile: Path | None = None) -> Problem:
+def problem_of(
+    config: RunConfig, hardware: Hardware, profile: Path | None = None, prompt_tokens: float | None = None
+) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
     Models with a profile of all hosts of a device class are priced there by that, the others by the device's figures,
@@ -54,17 +56,16 @@ def problem_of(config: RunConfig, hardware: Hardware, profile: Path | None = Non
     Raises ConfigError with one sentence for models, lengths, graphs and profiles that cannot be.
     """
     try:
-        return _problem(config, hardware, profile)
+        return _problem(config, hardware, profile, workload_of(config, prompt_tokens))
     except ConfigError:
         raise
     except ValueError as error:  # what models, data and graph raise for a user's fault
         raise ConfigError(str(error)) from error
 
 
-def _problem(config: RunConfig, hardware: Hardware, profile: Path | None) -> Problem:
+def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, workload: Workload) -> Problem:
     shapes = shapes_of(config)
     models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
-    workload = workload_of(config)
     _check_context(shapes, workload)
     classes, measured, warnings = hardware.classes, list[MeasuredProfile](), list[str]()
     stated = None if profile is None else _stated_profiles(profile, classes)
@@ -216,10 +217,16 @@ def hardware_of(config: RunConfig, cluster_file: Path | None = None) -> Hardware
     return named_hardware(cluster, [(part.n_hosts, part.device) for part in device])
 
 
-def workload_of(config: RunConfig) -> Workload:
-    """Lengths and number formats of an iteration; the data are read only where `planning` names no lengths."""
+def workload_of(config: RunConfig, prompt_tokens: float | None = None) -> Workload:
+    """Lengths and number formats of an iteration.
+
+    prompt_tokens  mean tokens of the data's prompts; default: some of the data are read
+    `planning.prompt_tokens`, where it is given, counts instead of the data's.
+    """
     planning = config.planning
-    prompt = planning.prompt_tokens or round(mean_prompt_tokens(config)) or 1
+    if planning.prompt_tokens is None and prompt_tokens is None:
+        prompt_tokens = mean_prompt_tokens(config)
+    prompt = planning.prompt_tokens or round(prompt_tokens or 0) or 1
     longest = None
     if isinstance(config, Samples):
         longest = config.sampling.max_completion_length

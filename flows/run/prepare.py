@@ -17,11 +17,13 @@ from planner.pricing.provenance import extrapolation
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
-from rlhf_tasks.algorithms.examples import load_and_check
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
+from rlhf_tasks.data.token_file import TokenFile
+from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
@@ -33,8 +35,8 @@ class Prepared:
     """A configuration that was found fit, with its plan.
 
     plan         that the run begins by; changes: the later ones that are decided
-    data_digest  of the rows' content; a resumed run must find the same
-    n_rows       rows of the data set
+    problem      what the configuration asks of the planner
+    rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
     warnings     a sentence for each figure of planning.device that is hardly true, for each file of kept figures that
                  was put aside, for prices by extrapolation, and for ranks that crowd this machine
     disk         what the run writes
@@ -42,9 +44,9 @@ class Prepared:
 
     config: RunConfig
     plan: ExecutionPlan
+    problem: Problem
     iterations: int
-    data_digest: str
-    n_rows: int
+    rows: TokenFile
     changes: tuple[ScheduledPlan, ...] = ()
     warnings: tuple[str, ...] = ()
     disk: DiskNeed = NO_DISK
@@ -78,30 +80,31 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
             weight_files(Path(role.folder), specs, needs_head)
-    rows, tokenizer = load_and_check(config)
-    of_rewards: list[str] = []
-    if isinstance(config, Scores):
-        columns = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-        of_rewards = check_rewards(config.rewards, list(columns), config.cluster.address is None)
+    tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:
         raise ConfigError(
             f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
             "All models of a run must share the actor's tokenizer."
         )
+    rows = prepared_rows(config, folder)
+    of_rewards: list[str] = []
+    if isinstance(config, Scores):
+        columns = [name for name in rows.columns if name != "prompt"]
+        of_rewards = check_rewards(config.rewards, columns, config.cluster.address is None)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
     refuse_full_disk(need, folder or Path(config.output_dir))
     hardware = hardware_of(config)
-    problem = problem_of(config, hardware)
+    problem = problem_of(config, hardware, prompt_tokens=rows.mean_tokens)
     plan = make_plan(config, problem, folder)
     of_plan = (*hardware.warnings, *problem.warnings, extrapolation(plan, problem.model), crowding(config))
     return Prepared(
         config=config,
         plan=plan,
+        problem=problem,
         iterations=iterations,
-        data_digest=rows.digest,
-        n_rows=len(rows),
+        rows=rows,
         changes=() if folder is None else logged_changes(folder),
         warnings=(*of_rewards, *filter(None, of_plan)),
         disk=need,

@@ -76,6 +76,8 @@ async def measure_profiles(config: RunConfig) -> list[MeasuredProfile]:
             on_commit=on_commit,
             executor="rlhf_tasks.profiling.executor:make_executor",
             snapshots="rlhf_tasks.profiling.spec:NoSnapshots",
+            snapshot_every=1,
+            deadline_factor=config.runtime.deadline_factor,
             deadline_floor_s=PIECE_DEADLINE_S,
             max_rebuilds=0,
         )

@@ -62,7 +62,7 @@ def is_worth_it(proposal: Proposal, iterations_left: int) -> bool:
 def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
     """Search for a plan by the figures that are kept by now. Raises ValueError where none fits."""
     problem = problem_of(config, hardware_of(config))
-    found = find_plan(problem, time_limit_s=config.planning.time_limit_s, seed=config.seed)
+    found = find_plan(problem, "search", config.planning.time_limit_s, config.seed)
     return Proposal(
         plan=found.plan,
         predicted_s=dict(found.price.duration_s),
@@ -134,7 +134,11 @@ class Replanning:
     async def changed(self, change: ScheduledPlan) -> None:
         """The run will go by another plan."""
         self.plans += (change,)
-        self.expected[change.iteration] = await asyncio.to_thread(planned, self._config, change.plan)
+        self.expected[change.iteration] = await asyncio.to_thread(self._expectation, change.plan)
+
+    def _expectation(self, plan: ExecutionPlan) -> Planned:
+        """By the figures that are kept by now."""
+        return planned(self._config, plan, problem_of(self._config, hardware_of(self._config)))
 
     async def on_commit(self, iteration: int, rows: Sequence[Mapping[str, Any]], control: RunControl) -> None:
         """An iteration is committed; rows: its lineage."""

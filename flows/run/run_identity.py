@@ -90,7 +90,7 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 
 def keep_identity(folder: Path, prepared: Prepared) -> None:
     """Record the plan and the digests of data and models, with which the next attempt compares. Raises OSError."""
-    replace_file(folder / DATA, prepared.data_digest)
+    replace_file(folder / DATA, prepared.rows.digest)
     replace_file(folder / MODELS, json.dumps(model_digests(prepared.config), indent=1))
     replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
 
@@ -106,7 +106,7 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     _refuse_another_model(folder, manifest, prepared.config)
     changes = list(_changed_keys(_committed_config(folder, manifest), _compared(prepared.config)))
     kept = folder / DATA
-    if kept.exists() and kept.read_bytes() != prepared.data_digest.encode():
+    if kept.exists() and kept.read_bytes() != prepared.rows.digest.encode():
         changes.append(f"{prepared.config.data.train} has other rows")
     try:
         changes += _changed_models(folder / MODELS, model_digests(prepared.config))

@@ -88,6 +88,7 @@ async def carry_out(
         prepared, expected = made or _prepared(config, place)
         with prefect_server(place):
             keep_identity(place, prepared)
+            prepared.rows.keep(place)
             view = RunView(prepared, place, expected)
             try:
                 await view.begin()
@@ -106,7 +107,7 @@ def _prepared(config: RunConfig, folder: Path | None) -> tuple[Prepared, dict[in
         refuse_changes(folder, prepared)
     for warning in prepared.warnings:
         get_run_logger().warning(warning)
-    return prepared, {p.iteration: planned(config, p.plan) for p in prepared.plans}
+    return prepared, {p.iteration: planned(config, p.plan, prepared.problem) for p in prepared.plans}
 
 
 async def _end(

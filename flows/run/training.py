@@ -132,7 +132,7 @@ async def run_training(
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
     dispatch_ahead  False: an iteration is entered only when the one before is committed
     orders          what the run is to do; default: go on to its last iteration
-    options         further fields of `RunSpec`
+    options         the other fields of `RunSpec`
     Raises RunFailed with the cause, ControllerLost, and `prefect.exceptions.Abort` where it is ordered to END.
     Cancelling the caller ends the run: the cluster is free again within seconds.
     """
@@ -301,7 +301,7 @@ class Training:
                         self._view.plan_changed(change.planned)
                     news.put_nowait(change)
                 case Faulted(cause=cause, generation=generation):
-                    self._faults.append(cause)
+                    self._faults.append(str(cause))
                     self._rebuilds += 1
                     logger.warning("generation %d has ended: %s. Rebuilding the ranks.", generation, cause)
                 case Finished(step=step):

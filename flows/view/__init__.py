@@ -1,4 +1,4 @@
-"""What people see of a run: the Prefect UI (subflows, artifacts, events, forms) and the terminal.
+"""How a run is shown to people: in the Prefect UI (subflows, artifacts, events, forms) and in the terminal.
 
-Nothing here decides a run: all of it may fail or be late.
+A run does not depend on this code: any of it may fail or be late.
 """

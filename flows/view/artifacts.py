@@ -1,8 +1,8 @@
-"""What a run shows in the Prefect UI beside its graph: plan, curves, timeline, completions, progress.
+"""Artifacts of a run in the Prefect UI: plan, curves, timeline, completions, progress.
 
-Pictures travel as base64 PNG in markdown, which both versions of the UI draw; inline SVG is drawn by neither, Mermaid
-by one, too small. Text of any length stands in a table in markdown: there it is wrapped, and where a table artifact
-would draw an image that a sample names, here it is only text.
+Pictures are base64 PNG in markdown, which both versions of the UI draw. Neither draws inline SVG; only one draws
+Mermaid, and too small. Texts are in markdown tables, which wrap them and show them as plain text: a table artifact
+would load an image whose address a sample contains.
 """
 
 import base64
@@ -39,13 +39,13 @@ from rlhf_tasks.spec import ExecutionPlan
 
 SECONDS = "s per iteration"
 BAR = 20  # characters of a progress bar
-PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that markdown might read as its own
+PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that could be markdown syntax
 LONGEST = 400  # characters of a sample's prompt or completion that are shown
-WORD = re.compile(r"\S{24}(?=\S)")  # after so many characters a word may be broken
+WORD = re.compile(r"\S{24}(?=\S)")  # a word may be broken after this many characters
 
 
 class Page(NamedTuple):
-    """Markdown, as the UI shows it under a key. about: its description."""
+    """A markdown artifact: its key, its description (`about`) and its text."""
 
     key: str
     about: str
@@ -53,7 +53,7 @@ class Page(NamedTuple):
 
 
 async def show_page(page: Page) -> None:
-    """Write a page: one request."""
+    """Write a page, with one request."""
     await acreate_markdown_artifact(page.markdown, key=page.key, description=page.about)
 
 
@@ -63,7 +63,7 @@ def picture(png: bytes, caption: str) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows with the same columns as a table in markdown; numbers stand on the right, text as it is."""
+    """A markdown table of rows with equal columns. Columns of numbers are right-aligned; text is shown literally."""
     heads = list(rows[0])
     numeric = [all(isinstance(row[head], int | float | None) for row in rows) for head in heads]
     rule = ["--:" if right else "---" for right in numeric]
@@ -84,7 +84,7 @@ def _cell(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that markdown shows as it is, in one piece: a line break as ↵, the unprintable as a question mark."""
+    """Text that markdown shows literally and on one line: line breaks as ↵, unprintable characters as U+FFFD."""
     shown = "".join(c if c.isprintable() else "\ufffd" for c in text.replace("\n", " ↵ "))
     return PLAIN.sub(r"\\\1", WORD.sub("\\g<0>\u200b", shown))
 
@@ -96,7 +96,7 @@ async def _show_table(key: str, rows: Sequence[Mapping[str, Any]], about: str) -
 
 
 async def tag_flow_run(tags: Sequence[str]) -> None:
-    """Add tags to the flow run that this is called in, which may have come from a deployment with its own."""
+    """Add tags to the current flow run. Tags that it has already, e.g. from its deployment, are kept."""
     async with get_client() as client:
         own = (await client.read_flow_run(UUID(flow_run.id))).tags
         await client.update_flow_run(UUID(flow_run.id), tags=[*own, *(tag for tag in tags if tag not in own)])
@@ -112,15 +112,17 @@ def plan_page(plan: ExecutionPlan) -> Page:
     ]
     markdown = (
         f"# Execution plan of {plan.algorithm} on {plan.n_devices} devices\n\n{picture(png, 'one iteration')}\n\n"
-        "Each box names its devices. ↻ waits for that node of the iteration before.\n\n"
+        "Each box names its devices. ↻ waits for that node of the previous iteration.\n\n"
         f"{markdown_table(rows)}\n"
     )
     return Page("execution-plan", "Placement of each call.", markdown)
 
 
 async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[str] = ()) -> None:
-    """What a plan costs: a table of its calls, its proof, the source of its figures, and the bars of one steady-state
-    iteration. warnings: what is to be said of the figures, a sentence each."""
+    """Show a plan's price: its calls, its proof, the source of its figures, and a timeline of the steady state.
+
+    warnings  sentences about the figures
+    """
     rows = [
         {
             "call": row.call,
@@ -138,7 +140,7 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
         for row in call_rows(result.plan, result.price, model)
     ]
     await _show_table(
-        "plan-calls", rows, "What each call takes and needs; memory: peak of its fullest device."
+        "plan-calls", rows, "Seconds and memory of each call; memory: peak of its fullest device."
     )
     groups = steady_bars(result.plan, result.price)
     spans = [
@@ -153,12 +155,12 @@ async def show_price(result: SearchResult, model: CostModel, warnings: Sequence[
         f"# {proof_sentence(result)}\n\n{result.proof_class}\n\nPriced by: {figures_source(model)}.\n\n"
         f"{warned}{picture(timeline(spans, title, labels), title)}\n",
         key="plan-timeline",
-        description="Predicted seconds per iteration, the proof, and who works when.",
+        description="Predicted seconds per iteration, the proof, and when each device works.",
     )
 
 
 async def show_alternatives(rejected: Sequence[Alternative]) -> None:
-    """Each call's best other place, and why it loses, or that it does not."""
+    """Show for each call the best plan with it on other devices, and why that plan was rejected, if it is worse."""
     if rejected:
         found = alternative_rows(rejected)
         rows = [
@@ -182,7 +184,10 @@ async def show_alternatives(rejected: Sequence[Alternative]) -> None:
 async def show_comparison(
     found: Mapping[str, SearchResult | str], limits_s: Mapping[str, float], iterations: int
 ) -> None:
-    """The hours that some iterations take under each mode's plan. limits_s: seconds that modes had to search."""
+    """Show the hours that `iterations` iterations take under each mode's plan.
+
+    limits_s  mode -> seconds that it had for its search
+    """
     rows = [
         {"mode": row.mode, SECONDS: row.time_s, "hours": row.hours, "against the best of these": row.remark}
         for row in mode_rows(found, iterations)
@@ -192,7 +197,7 @@ async def show_comparison(
 
 
 def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
-    """Rewards, KL, losses over the committed iterations."""
+    """The page of rewards, KL and losses over the committed iterations; None if there is nothing to draw."""
     if not any(drawn_metrics(list(row)) for row in metrics):
         return None
     markdown = f"# After {len(metrics)} iterations\n\n{picture(curves(metrics), 'curves')}\n"
@@ -200,17 +205,17 @@ def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
 
 
 def timeline_page(spans: Sequence[Span]) -> Page | None:
-    """The last iterations on the ranks' own clocks, about one in each line of the picture."""
+    """The page of the last iterations by the ranks' own clocks, about one per line of the picture; None if empty."""
     if not spans:
         return None
     shown = sorted({span.iteration + 1 for span in spans})
     title = f"iterations {shown[0]} to {shown[-1]}"
     markdown = f"# Devices over time\n\n{picture(timeline(spans, title, lines=len(shown)), title)}\n"
-    return Page("device-timeline", "What each rank ran when, by its own clock.", markdown)
+    return Page("device-timeline", "The nodes that each rank ran, by its own clock.", markdown)
 
 
 async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
-    """A few prompts with what the policy answered and its scores: a table of the scores, then the texts."""
+    """Show some prompts with the policy's completions: first a table of the scores, then the texts."""
     if samples:
         rows = [{"sample": number, **scores_of(sample)} for number, sample in enumerate(samples, 1)]
         texts = [
@@ -225,7 +230,7 @@ async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of a sample beside its texts, flat: each reward by its name."""
+    """The fields of a sample except its texts, as one flat row; each reward by its name."""
     row: dict[str, Any] = {}
     for name, value in sample.items():
         if isinstance(value, Mapping):
@@ -236,14 +241,14 @@ def scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(text: str | Sequence[Mapping[str, Any]]) -> str:
-    """A text, or the messages of a conversation."""
+    """A text, or the messages of a conversation, as markdown of at most LONGEST characters."""
     if not isinstance(text, str):
         text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
     return _plain(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…") or "(nothing)"
 
 
 async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:
-    """A run's time and memory as planned and as measured; figures: of `flows.run.planned_and_measured`."""
+    """Show a run's planned and measured seconds and memory; figures: from `flows.run.planned_and_measured`."""
     rows = [
         _planned_row("iteration", "s", figures["iteration"]),
         *(_planned_row(name, "s", pair) for name, pair in figures["calls"].items()),
@@ -264,7 +269,7 @@ def _planned_row(what: str, unit: str, pair: Mapping[str, float]) -> dict[str, A
 
 
 def measured_against(planned: float, measured: float) -> str:
-    """How a measured figure stands to the planned one, in words."""
+    """A measured figure relative to the planned one, in words; both in the same unit."""
     if planned <= 0:
         return ""
     ratio = measured / planned
@@ -277,20 +282,20 @@ def measured_against(planned: float, measured: float) -> str:
 
 
 async def start_progress(total: int) -> UUID:
-    """A progress bar over `total` iterations; gives the id for `show_progress`."""
+    """Create a progress bar over `total` iterations. Returns its id, for `show_progress`."""
     artifact = await acreate_progress_artifact(0.0, key="progress", description=progress_bar(0, total))
     assert isinstance(artifact, UUID)
     return artifact
 
 
 async def show_progress(artifact: UUID, done: int, total: int) -> None:
-    """Bring the bar up to date: `done` of `total` iterations are committed."""
+    """Update the bar: `done` of `total` iterations are committed."""
     await aupdate_progress_artifact(
         artifact, round(100 * done / total, 1), description=progress_bar(done, total)
     )
 
 
 def progress_bar(done: int, total: int) -> str:
-    """A bar of characters, as the UI shows of a progress artifact only its number."""
+    """A bar of characters, because the UI shows only the number of a progress artifact."""
     full = BAR * done // total
     return f"{'█' * full}{'░' * (BAR - full)} {done} of {total} iterations committed"

@@ -1,4 +1,4 @@
-"""What the ranks' clocks say: spans of nodes, overhead of orchestration, overlap of iterations."""
+"""Figures from the ranks' clocks: spans of nodes, overhead of orchestration, overlap of iterations."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ Key = tuple[int, str]
 class Span:
     """One node's time on one rank, in seconds of that rank's clock.
 
-    kind        the node's kind, or for a call the kind of call (generate, inference, train_step)
-    generation  (attempt, generation) in which it ran: between two of them nothing runs
+    kind        the node's kind; for a call the call kind (generate, inference, train_step)
+    generation  (attempt, generation) in which it ran; nothing runs between two of them
     """
 
     rank: int
@@ -29,7 +29,7 @@ class Span:
 
 
 def spans_of(plan: ExecutionPlan, lineage: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The spans in rows of a run's lineage, in order of their start."""
+    """The spans in rows of a run's lineage, sorted by their start."""
     kinds = {node.name: node.call.kind if node.kind == "call" else node.kind for node in plan.nodes}
     spans = [
         Span(
@@ -53,7 +53,7 @@ def generation_of(row: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def running_s(spans: Iterable[Span]) -> float:
-    """Seconds from the first span to the last, generation by generation: what lies between two is downtime."""
+    """Seconds from the first span to the last, summed over generations; the time between these is downtime."""
     reach: dict[tuple[int, int], tuple[float, float]] = {}
     for span in spans:
         low, high = reach.get(span.generation, (span.started_s, span.ended_s))
@@ -62,7 +62,7 @@ def running_s(spans: Iterable[Span]) -> float:
 
 
 def predecessors_of(plan: ExecutionPlan, iterations: Iterable[int]) -> dict[Key, list[Key]]:
-    """(iteration, node) -> what must have ended before it: the plan's edges, within and across iterations."""
+    """(iteration, node) -> the (iteration, node)s that must end before it, by the plan's edges."""
     return {
         (t, node.name): [(t, name) for name in node.after] + [(t - 1, name) for name in node.after_previous]
         for t in iterations
@@ -71,12 +71,12 @@ def predecessors_of(plan: ExecutionPlan, iterations: Iterable[int]) -> dict[Key,
 
 
 def idle_while_ready_s(spans: Sequence[Span], predecessors: Mapping[Key, Sequence[Key]]) -> dict[int, float]:
-    """Orchestration overhead per rank: seconds in which no node runs although the next one could.
+    """Orchestration overhead: rank -> seconds in which no node runs although the next one could.
 
-    spans         of the iterations looked at
-    predecessors  (iteration, node) -> the (iteration, node)s that must end first, on any rank
-    The next node of a rank could run from the moment its own previous node and all its predecessors have
-    ended on all their ranks. Between two generations nothing could: that is downtime.
+    spans         of some iterations
+    predecessors  (iteration, node) -> the (iteration, node)s that must end first, on all their ranks
+    The next node of a rank can run as soon as the rank's previous node and all predecessors have ended. The time
+    between two generations does not count: it is downtime.
     """
     ended: dict[Key, float] = {}
     for span in spans:
@@ -96,9 +96,9 @@ def idle_while_ready_s(spans: Sequence[Span], predecessors: Mapping[Key, Sequenc
 
 
 def overlapping_s(spans: Sequence[Span], first: str, second: str, shift: int) -> float:
-    """Seconds in which `second` of iteration t + shift ran while `first` of iteration t did, summed over t.
+    """Seconds in which `second` of iteration t + shift and `first` of iteration t overlapped, summed over t.
 
-    Both nodes' times are taken over all their ranks (first start to last end).
+    A node's time is from its first rank's start to its last rank's end.
     """
     reach: dict[Key, tuple[float, float]] = {}
     for span in spans:

@@ -1,7 +1,8 @@
-"""A Prefect event for each commit of a run: what automations hang on.
+"""A Prefect event for each commit of a run, which automations can react to.
 
-`prefect-rlhf.iteration.committed`, of the resource `prefect-rlhf.run.NAME`; related resources are the flow run, its
-flow, deployment and tags; the payload has `run`, `iteration`, `step` and `metrics`, the row of `metrics.jsonl`.
+The event is `prefect-rlhf.iteration.committed` of the resource `prefect-rlhf.run.NAME`. Its related resources are the
+flow run, and its flow, deployment and tags. Its payload has `run`, `iteration`, `step` and `metrics`, the row of
+`metrics.jsonl`.
 """
 
 import asyncio
@@ -17,14 +18,14 @@ from prefect.events.related import related_resources_from_run_context
 from flows.view.prefect_api import Away, PrefectApi, Refused
 
 COMMITTED = "prefect-rlhf.iteration.committed"
-AT_ONCE = 100  # events of one request
-KEPT = 1000  # events that no server has taken yet; older ones are given up, and counted as left out
+AT_ONCE = 100  # events per request
+KEPT = 1000  # unsent events that are kept; older ones are dropped, and counted as left out
 
 
 class CommitEvents:
-    """What the Prefect server is to be told of a run's commits, in order. Used inside a flow.
+    """Sends a run's commits to the Prefect server, in order. Used inside a flow.
 
-    (`prefect.events.emit_event` would try for eight seconds with each event, also when the process ends.)
+    `prefect.events.emit_event` is not used, because it tries for eight seconds with each event, even at process exit.
     """
 
     def __init__(self, run: str, api: PrefectApi) -> None:
@@ -33,7 +34,7 @@ class CommitEvents:
         self._related: list[RelatedResource] | None = None
 
     def tell(self, iteration: int, metrics: Mapping[str, float | None]) -> None:
-        """An iteration has been committed: `send` will say so."""
+        """Queue the event of a committed iteration, for `send`."""
         resource = {
             "prefect.resource.id": f"prefect-rlhf.run.{self._run}",
             "prefect.resource.name": self._run,
@@ -47,11 +48,11 @@ class CommitEvents:
 
     @property
     def due(self) -> int:
-        """How many events the server has not taken."""
+        """Number of events that the server has not confirmed."""
         return len(self._due)
 
     async def send(self) -> None:
-        """Tell the server what is due. Raises Away; what it has not confirmed is sent again."""
+        """Send the queued events. Raises Away; events that the server has not confirmed stay in the queue."""
         while self._due:
             batch = [self._due.popleft() for _ in range(min(AT_ONCE, len(self._due)))]
             try:
@@ -63,7 +64,7 @@ class CommitEvents:
                 raise
 
     def give_up(self) -> None:
-        """The run ends: what is due by now will not be told."""
+        """Drop the queued events at the end of the run."""
         self._api.skipped += len(self._due)
         self._due.clear()
 

@@ -1,8 +1,8 @@
-"""A configuration as the form of a deployment: groups, titles, what is required first, sections closed.
+"""A configuration as the form of a deployment: with groups and titles, required fields first, sections closed.
 
 Prefect draws a flow's parameters from their JSON schema. `Form` annotates a parameter with the schema that both
-versions of the UI draw best; what is accepted stays the same. A section that is not opened is sent as null, which
-configurations take for the default one.
+versions of the UI draw best. The accepted values stay the same. A section that the user does not open is sent as
+null, for which configurations use the default section.
 """
 
 import re
@@ -36,7 +36,7 @@ GROUPS = {
 }
 """The fields of all configurations, in the order of the form."""
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
-OTHER = "Further"  # what a new field is under until it has a group
+OTHER = "Further"  # the group of fields that are in no group above
 PLACE_OF = {name: place for place, name in enumerate(GROUP_OF)}
 
 WORDS = {
@@ -59,11 +59,14 @@ WORDS = {
     "s": "(s)",
     "sft": "SFT",
 }
-"""Parts of names that are told otherwise."""
+"""Parts of names -> the words for them in titles."""
 
 
 class Form:
-    """Annotation of a flow's parameter that is a configuration; none: what the form calls the choice of none."""
+    """Annotation of a flow's parameter that is a configuration.
+
+    none  the form's name for the choice of no configuration
+    """
 
     def __init__(self, none: str = "") -> None:
         self._none = none
@@ -94,7 +97,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _arrange(definition: dict[str, Any]) -> None:
-    """Titles, order and shape of an object's fields, in place."""
+    """Set titles, order and shape of an object's fields, in place."""
     properties, required = definition.get("properties", {}), definition.get("required", [])
     grouped = "type" in properties
     title = title_of(definition["title"].removesuffix("Config"))
@@ -111,7 +114,7 @@ def _arrange(definition: dict[str, Any]) -> None:
 
 
 def title_of(name: str, group: str = "") -> str:
-    """The name of a key or a class as words: `kl_coef` of the group KL is `KL: coefficient`."""
+    """The name of a key or a class as words. Example: `kl_coef` in the group KL becomes `KL: coefficient`."""
     apart = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
     if group and len(apart) > 1 and apart[0] == group.lower():
         del apart[0]
@@ -120,7 +123,7 @@ def title_of(name: str, group: str = "") -> str:
 
 
 def _field(field: dict[str, Any], required: bool) -> dict[str, Any]:
-    """A field in the shape that both UIs draw: no `oneOf`, an optional figure as an empty box, a section closed."""
+    """A field in a form that both UIs draw: no `oneOf`, an optional number as an empty box, a section closed."""
     field = _choice(field, "Default")
     options = field.get("anyOf", [])
     if "$ref" in field and not required:
@@ -137,7 +140,7 @@ def _field(field: dict[str, Any], required: bool) -> dict[str, Any]:
 
 
 def _choice(schema: dict[str, Any], none: str) -> dict[str, Any]:
-    """A schema whose alternatives stand in one `anyOf`, the null among them by its name."""
+    """The schema with all its alternatives in one `anyOf`, in which the null has the title `none`."""
     options = list(_options(schema))
     if len(options) < 2:
         return schema

@@ -1,14 +1,14 @@
-"""What Prefect shows of a run's iterations: a subflow for each, whose tasks are the plan's nodes.
+"""A run's iterations in Prefect: a subflow for each, whose task runs are the plan's nodes.
 
-`Training` tells what the ledger has reported, and waits for nothing here: the ranks go on whatever Prefect does or
-does not do. One task writes to Prefect, iteration after iteration. What it cannot keep up with is merged, so neither
-the lag nor what is held here grows with the number of iterations:
+`Training` passes on the ledger's reports and waits for nothing here: the ranks continue whatever Prefect does. One
+task writes to Prefect, iteration after iteration. If it cannot keep up, iterations are merged, so that neither the
+lag nor the memory grows with the number of iterations:
 
-- Iterations that have waited for longer than `VIEW_LAG_S` become one subflow, `it-00042..00047`, whose task runs
-  reach from the first to the last of them. Its message says so. So an iteration is shown, whole, `VIEW_LAG_S` and the
-  time that two subflows take to be written after its end, as long as the server answers.
-- While the server is away everything waits, merged. What it has not taken `GIVE_UP_S` after the run's end is named,
-  as is a subflow that it refuses: somebody has deleted it, for example.
+- Iterations that have waited for longer than `VIEW_LAG_S` become one subflow, `it-00042..00047`. Its task runs reach
+  from the first to the last of them, and its message says so. So an iteration is shown completely at most
+  `VIEW_LAG_S` after its end, plus the time for writing two subflows, as long as the server answers.
+- While the server is away, all iterations wait and are merged. Subflows that it has not accepted `GIVE_UP_S` after
+  the run's end are reported by name, and so are those that it refuses, e.g. because somebody has deleted them.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 
 logger = logging.getLogger(__name__)
 VIEW_LAG_S = 10.0  # iterations that have waited for longer are merged
-PACE_S = 1.0  # between two reports on an iteration that runs
-COMPLETE_S = 60.0  # what the last subflows may take after the run's end
-GIVE_UP_S = 20.0  # of a server that is away by then: our own is back sooner
-RETIRE_S = 5.0  # what the open subflows may take when the run ends early
+PACE_S = 1.0  # between two reports on an iteration in progress
+COMPLETE_S = 60.0  # most time for the last subflows after the run's end
+GIVE_UP_S = 20.0  # most time to wait for a server that is away then: our own is restarted sooner
+RETIRE_S = 5.0  # most time for the open subflows when the run ends early
 
 
 class IterationView:
     """The subflows of one attempt. Used inside its flow.
 
-    api  the door to the server
+    api  the connection to the server
     """
 
     def __init__(self, spec: RunSpec, api: PrefectApi) -> None:
@@ -47,7 +47,7 @@ class IterationView:
         self._plans = spec.plans
         self._shown: deque[Subflow] = deque()  # in order of entering; the oldest are open, the others wait
         self._refused: list[str] = []
-        self._running: dict[tuple[int, int], Subflow] = {}  # iteration, generation -> what has no end yet
+        self._running: dict[tuple[int, int], Subflow] = {}  # (iteration, generation) -> subflow without end
         self._news = asyncio.Event()
         self._unsent: list[dict[str, Any]] = []  # events that Prefect has not confirmed
         self._closing = False
@@ -55,10 +55,10 @@ class IterationView:
         self._flow_id: UUID | None = None
         self._writing: asyncio.Task[None] | None = None
 
-    # --- what has happened ------------------------------------------------------------------------------
+    # --- reports of the ledger --------------------------------------------------------------------------
 
     def entered(self, iteration: int, generation: int) -> None:
-        """An iteration has been delivered under a generation."""
+        """An iteration has been delivered to the ranks of a generation."""
         plan = plan_at(self._plans, iteration).plan
         nodes = {node.name: NodeRun(node) for node in plan.nodes}
         subflow = Subflow(plan, iteration, iteration, generation, time.time(), nodes)
@@ -68,11 +68,11 @@ class IterationView:
             self._writing = asyncio.create_task(self._write_all())
 
     def plan_changed(self, planned: ScheduledPlan) -> None:
-        """Iterations go by another plan from one of them on."""
+        """From one iteration on, the run uses another plan."""
         self._plans += (planned,)
 
     def node(self, news: NodeBegun | NodeEnded) -> None:
-        """A rank is the first inside a node, or the last has left it."""
+        """The first rank has begun a node, or the last rank has ended it."""
         subflow = self._running.get((news.iteration, news.generation))
         if subflow is None:
             return
@@ -84,7 +84,7 @@ class IterationView:
         self._news.set()
 
     def ended(self, end: Committed | Aborted | NotEntered) -> None:
-        """An iteration has ended, under a generation or (committed) whichever it was entered under last."""
+        """An iteration has ended: in one generation, or, if it is committed, in all in which it was still open."""
         generation = None if isinstance(end, Committed) else end.generation
         for place in [p for p in self._running if p[0] == end.iteration and generation in (None, p[1])]:
             subflow = self._running.pop(place)
@@ -92,16 +92,16 @@ class IterationView:
             if isinstance(end, Committed):
                 subflow.end = StateType.COMPLETED, ""
             elif isinstance(end, Aborted):
-                subflow.end = StateType.FAILED, f"{end.cause}\n{end.traceback}".rstrip()
+                subflow.end = StateType.FAILED, f"{end.cause}\n{end.cause.traceback}".rstrip()
             elif subflow.opening:
                 subflow.end = StateType.CANCELLED, end.reason
             else:
-                self._shown.remove(subflow)  # it never was
+                self._shown.remove(subflow)  # Prefect has never heard of it
         self._merge()
         self._news.set()
 
     def _merge(self) -> None:
-        """Make one of the committed iterations that wait, where the oldest has waited for too long."""
+        """Merge the committed iterations that wait, if the oldest has waited for longer than VIEW_LAG_S."""
         waiting = [subflow for subflow in self._shown if not subflow.opening and subflow.end is not None]
         if not waiting or time.monotonic() - waiting[0].ended_at_s < VIEW_LAG_S:
             return
@@ -116,11 +116,11 @@ class IterationView:
     # --- the end ----------------------------------------------------------------------------------------
 
     async def complete(self) -> None:
-        """The run has ended well: wait until its iterations are shown, as long as Prefect takes them."""
+        """Call at the run's successful end: wait until all iterations are shown, while Prefect accepts them."""
         await self._finish(COMPLETE_S, GIVE_UP_S)
 
     async def close(self) -> None:
-        """Show no more: what has not ended by now never will."""
+        """End the view. Iterations that have not ended are shown as cancelled."""
         for subflow in self._running.values():
             subflow.ended_at_s = time.monotonic()
             subflow.end = StateType.CANCELLED, "the run ended before this iteration was committed"
@@ -135,7 +135,7 @@ class IterationView:
 
     @property
     def unshown(self) -> list[str]:
-        """Names of the subflows that Prefect does not show to their end."""
+        """Names of the subflows that Prefect does not show, or not with their end."""
         return [*self._refused, *(subflow.name for subflow in self._shown)]
 
     async def _finish(self, seconds: float, away_s: float) -> None:
@@ -150,7 +150,7 @@ class IterationView:
     # --- writing ----------------------------------------------------------------------------------------
 
     async def _write_all(self) -> None:
-        """Write what is new, the oldest iteration first, until the view is closed and all is written."""
+        """Write new states to Prefect, oldest iteration first, until the view is closed and all is written."""
         async with get_client() as client:
             while self._shown or not self._closing:
                 due = self._due()
@@ -167,7 +167,7 @@ class IterationView:
                     self._drop(due, str(refusal))
 
     def _due(self) -> Subflow | None:
-        """The oldest subflow of which there is something to write. None is opened before those that are older."""
+        """The oldest subflow with something to write; None if there is none. Subflows are opened in order."""
         self._merge()
         for subflow in self._shown:
             if subflow.end is not None:
@@ -179,7 +179,7 @@ class IterationView:
         return None
 
     async def _write(self, client: PrefectClient, subflow: Subflow) -> None:
-        """Bring Prefect up to date on a subflow. Raises Refused, and Away: what was not confirmed is sent again."""
+        """Write a subflow's new states. Raises Refused, and Away; unconfirmed events are sent again."""
         subflow.opening = True
         if subflow.id is None:
             subflow.id = await self._api.ask(lambda: self._open(client, subflow))
@@ -193,11 +193,11 @@ class IterationView:
             self._shown.remove(subflow)
 
     def _drop(self, subflow: Subflow, why: str) -> None:
-        """Prefect will not show a subflow to its end."""
+        """Leave out a subflow that Prefect refuses."""
         logger.warning("Prefect refuses %s, which is left out: %s", subflow.name, why)
         self._shown.remove(subflow)
         self._refused.append(subflow.name)
-        self._unsent, self._flow_id = [], None  # that flow may be what is gone
+        self._unsent, self._flow_id = [], None  # perhaps the flow was deleted, so it is created again
 
     async def _open(self, client: PrefectClient, subflow: Subflow) -> UUID:
         if self._flow_id is None:

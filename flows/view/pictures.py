@@ -1,6 +1,6 @@
 """Pictures of a run for the UI: curves, device timeline and plan, as PNG bytes.
 
-Both versions of the UI show a picture 690 to 890 pixels wide: at `WIDTH_IN`, text of some points stays readable.
+Both versions of the UI show a picture 690 to 890 pixels wide. `WIDTH_IN` is chosen so that small text stays readable.
 """
 
 import io
@@ -37,34 +37,34 @@ COLOURS = {
     "offload": "#882255",
     "save": "#999933",
 }
-"""One per kind of node; colour-blind-safe (Tol's muted scheme, 2021)."""
+"""A colour for each kind of node; colour-blind-safe (Tol's muted scheme, 2021)."""
 CALL_KINDS = ("generate", "inference", "train_step")
 
 PANELS = ("reward", "rewards/*/mean", "kl", "loss/*", "accuracy")
-"""Patterns of the metrics that are drawn, each metric in a panel of its own, in this order."""
-ENOUGH = 8  # values, before one of them may be called an outlier
-MARKED = 60  # points of a curve that are still marked one by one
+"""Patterns of the metrics that are drawn, each metric in a separate panel, in this order."""
+ENOUGH = 8  # with fewer values, none is an outlier
+MARKED = 60  # a curve of more points has no markers
 
-MOST_ROWS = 32  # of a timeline; more would be too fine to read
+MOST_ROWS = 32  # rows of a timeline; more would be too small to read
 LETTER_IN = 0.062  # width of a letter of a bar's label
 
-BOXES = 4  # of a plan side by side; more would be too narrow for their names
-STOP = 0.15  # room of an arrow between boxes, as a share of a box's
+BOXES = 4  # boxes side by side in a plan; more would be too narrow for their names
+STOP = 0.15  # width of an arrow between boxes, as a fraction of a box's width
 ROW_IN = 0.8  # from one row of boxes to the next
 BOX_IN = 0.5  # height of a box
 LETTER_OF_BOX_IN = 0.058
 
 
 def drawn_metrics(names: Sequence[str]) -> list[str]:
-    """Those of a run's metrics that have a panel, in the panels' order."""
+    """The metrics that have a panel, in the panels' order."""
     return [name for pattern in PANELS for name in names if fnmatchcase(name, pattern)]
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     """Line charts over iterations, two to a row, one for each metric of `drawn_metrics`.
 
-    metrics  one mapping per committed iteration, in order, with `iteration` (0-based); None for a value that was not
-             finite, which is left out
+    metrics  one mapping per committed iteration, in order, with `iteration` (from 0); None for a value that
+             was not finite, which is not drawn
     Raises ValueError when nothing can be drawn.
     """
     known = dict.fromkeys(name for row in metrics for name, value in row.items() if value is not None)
@@ -86,7 +86,7 @@ def curves(metrics: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _draw_curve(axes: Axes, iterations: np.ndarray, values: np.ndarray) -> None:
-    """One metric; its outliers stand as arrows at the edge, beside a note with their size."""
+    """Draw one metric: [points], [points]. Outliers are arrows at the edge, and a note has their values."""
     outside = outliers(values)
     kept = values[~outside]
     low, high = kept.min(), kept.max()
@@ -111,9 +111,10 @@ def _first(iterations: np.ndarray, values: np.ndarray, outside: np.ndarray, coun
 
 
 def outliers(values: np.ndarray) -> np.ndarray:
-    """Which values would flatten the rest: few, far beyond the middle eight tenths, and not the newest one.
+    """Which values would flatten the rest of a curve: [n] bool from [n].
 
-    A curve that has only begun to leave its range is none of them: its newest value is outside too.
+    Outliers are at most a tenth of the values, and far outside the range of the middle 80%. If the newest value is
+    outside too, none is an outlier: the curve may just have begun to leave its range.
     """
     if len(values) < ENOUGH:
         return np.zeros(len(values), dtype=bool)
@@ -128,13 +129,14 @@ def outliers(values: np.ndarray) -> np.ndarray:
 def timeline(
     spans: Sequence[Span], title: str, rows: Mapping[int, str] | None = None, lines: int = 1
 ) -> bytes:
-    """Gantt chart of ranks over time; bars are coloured by kind of node, every other iteration is paler, and calls
-    are named where the name fits.
+    """Gantt chart of ranks over time.
 
-    rows   what stands beside a rank's bars; default: its number
-    lines  pieces of equal length that the time is cut into, one below the other
-    Nodes shorter than a thousandth of the picture are drawn as a hairline, so that none is invisible. Of more than
-    MOST_ROWS ranks only the first are drawn. Raises ValueError without a span.
+    Bars are coloured by kind of node. Every other iteration is paler. Calls have labels where there is space.
+    Very short nodes are drawn with a thousandth of a line's length, so that none is invisible. Of more than MOST_ROWS
+    ranks only the first are drawn. Raises ValueError without a span.
+
+    rows   rank -> label of its row; None: its number
+    lines  number of equal pieces into which the time is cut, one below the other
     """
     if not spans:
         raise ValueError("a timeline needs at least one span")
@@ -184,9 +186,9 @@ def _draw_bar(axes: Axes, row: int, left: float, right: float, span: Span, piece
 
 
 def plan_graph(plan: ExecutionPlan) -> bytes:
-    """One iteration of a plan, from top to bottom: a box for each node, an arrow to whatever waits for it.
+    """One iteration of a plan, from top to bottom: a box for each node, and arrows to the nodes that wait for it.
 
-    An arrow that others imply is left out. `↻` in a box names what the node waits for of the iteration before.
+    Arrows that others imply are left out. `↻` in a box names nodes of the previous iteration that the node waits for.
     """
     names = short_names(plan)
     graph = needed_arrows(plan)
@@ -207,8 +209,10 @@ def plan_graph(plan: ExecutionPlan) -> bytes:
 
 
 def needed_arrows(plan: ExecutionPlan) -> nx.DiGraph:
-    """The nodes of a plan and what they wait for in the same iteration, without what other waits imply; in the plan's
-    order, so that the same plan has always the same picture."""
+    """The nodes of a plan, with the edges inside one iteration that no other edges imply.
+
+    Nodes and edges have the plan's order, so that the same plan always gives the same picture.
+    """
     edges = [(before, node.name) for node in plan.nodes for before in node.after]
     needed = nx.transitive_reduction(nx.DiGraph(edges))
     graph = nx.DiGraph()
@@ -218,7 +222,7 @@ def needed_arrows(plan: ExecutionPlan) -> nx.DiGraph:
 
 
 def _levels(graph: nx.DiGraph) -> dict[Any, int]:
-    """Node -> its row: below all that it waits for, at most BOXES side by side."""
+    """Node -> its row, below all nodes that it waits for; at most BOXES nodes per row."""
     level: dict[Any, int] = {}
     for layer in nx.topological_generations(graph):
         first = 1 + max(level.values(), default=-1)
@@ -227,13 +231,15 @@ def _levels(graph: nx.DiGraph) -> dict[Any, int]:
 
 
 def _stops(before: str, after: str, level: Mapping[Any, int]) -> list[tuple[str, str, int]]:
-    """Where an arrow passes the rows between two boxes."""
+    """The stops of an arrow, one in each row between its two boxes."""
     return [(before, after, row) for row in range(level[before] + 1, level[after])]
 
 
 def _places(graph: nx.DiGraph, level: Mapping[Any, int]) -> tuple[dict[Any, tuple[float, float]], float]:
-    """(node or stop of an arrow -> its centre, width of a box), in inches; each stands near what comes to it from
-    above, and the fullest row says how wide a box may be."""
+    """(node or stop of an arrow -> its centre, width of a box), in inches.
+
+    Each is placed near its predecessors in the rows above. The fullest row determines the width of a box.
+    """
     ways = nx.DiGraph()
     ways.add_nodes_from(graph)
     for before, after in graph.edges:
@@ -258,7 +264,7 @@ def _places(graph: nx.DiGraph, level: Mapping[Any, int]) -> tuple[dict[Any, tupl
 
 
 def _arrow(stops: Sequence[tuple[float, float]]) -> FancyArrowPatch:
-    """From the bottom of the first box, straight down through the rows between, to the top of the last one."""
+    """An arrow from the bottom of the first box, straight down through its stops, to the top of the last box."""
     points, codes = [(stops[0][0], stops[0][1] + BOX_IN / 2)], [Path.MOVETO]
     for x, y in stops[1:]:
         from_x, from_y = points[-1]
@@ -294,7 +300,7 @@ def _draw_box(
 
 
 def _ink(colour: str) -> str:
-    """Black or white, whichever is read better on a colour."""
+    """Black or white, whichever is more readable on a colour."""
     red, green, blue = to_rgb(colour)
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 

@@ -1,4 +1,4 @@
-"""A priced plan in the terminal: calls, source of the figures, timeline, rejected alternatives, proof, hours."""
+"""Shows a priced plan in the terminal: calls, source of figures, timeline, rejected alternatives, proof, hours."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +25,7 @@ from planner.report.timeline import draw_bars, steady_bars
 from planner.search.search import SearchResult
 from rlhf_tasks.spec import CallNode, ExecutionPlan
 
-LIMITING = 6  # nodes of the critical cycle that are named
+LIMITING = 6  # most nodes of the critical cycle that are named
 
 STYLES = {
     "generate": "black on bright_blue",
@@ -39,11 +39,11 @@ STYLES = {
     "offload": "black on bright_red",
     "save": "black on bright_yellow",
 }
-"""Colours of the bars by kind of node, where the terminal has colours."""
+"""Kind of node -> style of its bars, in a terminal with colours."""
 
 
 def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> None:
-    """A row for each call: where, how, how long, and the fullest of its devices. The names are never cut."""
+    """Show a row per call: devices, strategy, seconds, and memory of its fullest device. Names are never cut."""
     several = len(model.classes.profiles) > 1
     whole = (Column(head, no_wrap=True) for head in ("call", "devices"))
     table = Table(*whole, *(["class"] if several else []), box=None, pad_edge=False)
@@ -65,12 +65,12 @@ def show_calls(console: Console, plan: ExecutionPlan, price: PlanPrice, model: C
 
 
 def show_source(console: Console, model: CostModel) -> None:
-    """Whether the figures are measured ones or a preset's."""
+    """Show whether the figures are measured or a preset's."""
     console.print(f"Priced by: {figures_source(model)}.\n", highlight=False, soft_wrap=True)
 
 
 def show_corrections(console: Console, problem: Problem) -> None:
-    """Which calls are priced by what earlier runs measured, and how far the profiles were off."""
+    """Show which calls are priced with measurements of earlier runs, and the corrections of the profiles."""
     factors = corrections(problem)
     if factors:
         told = ", ".join(
@@ -78,14 +78,14 @@ def show_corrections(console: Console, problem: Problem) -> None:
             for call, by in factors.items()
         )
         console.print(
-            f"Measured figures of earlier runs were used, which correct the profiles: {told}.\n",
+            f"The profiles were corrected with measured figures of earlier runs: {told}.\n",
             highlight=False,
             soft_wrap=True,
         )
 
 
 def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> None:
-    """One iteration of the steady state, a row of bars for each group of devices."""
+    """Show one iteration of the steady state: a row of bars for each group of devices."""
     console.print("[bold]One iteration of the steady state[/], by devices")
     width = max(40, min(console.width, 160) - 30)
     for line in draw_bars(steady_bars(plan, price), price.iteration_time_s, width):
@@ -93,11 +93,11 @@ def show_timeline(console: Console, plan: ExecutionPlan, price: PlanPrice) -> No
         for piece, kind in line:
             text.append(piece, STYLES.get(kind, ""))
         console.print(text)
-    console.print(f"What limits it: {limiting(plan, price)}\n", highlight=False, soft_wrap=True)
+    console.print(f"Limited by: {limiting(plan, price)}\n", highlight=False, soft_wrap=True)
 
 
 def limiting(plan: ExecutionPlan, price: PlanPrice) -> str:
-    """The critical cycle in one phrase: its calls in their order, then its other nodes; LIMITING of them all."""
+    """The critical cycle in one phrase: its calls in their order, then its other nodes; at most LIMITING names."""
     cycle = price.steady.cycle
     calls = [name for name in cycle if isinstance(plan.node(name), CallNode)]
     others = [name for name in cycle if name not in calls]
@@ -107,13 +107,13 @@ def limiting(plan: ExecutionPlan, price: PlanPrice) -> str:
 
 
 def show_proof(console: Console, result: SearchResult) -> None:
-    """Seconds per iteration, the bound, the gap, and for which plans they hold."""
+    """Show seconds per iteration, the bound, the gap, and the plans for which the bound holds."""
     sentence = f"[bold]{proof_sentence(result)}[/]\nThe bound holds for: {result.proof_class}\n"
     console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None:
-    """For each call the best plan that was found with it elsewhere, and beneath why it loses, or that it does not."""
+    """Show for each call the best plan found with it elsewhere, and below why that is worse, or that it is not."""
     if rejected:
         console.print(f"[bold]Rejected alternatives[/]: {ALTERNATIVES}", soft_wrap=True)
         rows = alternative_rows(rejected)
@@ -143,7 +143,10 @@ def show_alternatives(console: Console, rejected: Sequence[Alternative]) -> None
 def show_comparison(
     console: Console, found: Mapping[str, SearchResult | str], limits_s: Mapping[str, float], iterations: int
 ) -> None:
-    """The hours that some iterations take under each mode's plan. limits_s: seconds that modes had to search."""
+    """Show the hours that `iterations` iterations take under each mode's plan.
+
+    limits_s  mode -> seconds that it had for its search
+    """
     console.print(f"[bold]{iterations} iterations[/] under the plan of each mode; {told_limits(limits_s)}")
     table = Table("mode", "s per iteration", "hours", "against the best of these", box=None, pad_edge=False)
     for row in mode_rows(found, iterations):

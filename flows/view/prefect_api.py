@@ -1,4 +1,4 @@
-"""The door to Prefect's API: what a run shows there may fail, be late or be left out, and never holds the run up."""
+"""Requests of a run to Prefect's API. They may fail, be late or be left out, but never block the run."""
 
 import asyncio
 import logging
@@ -14,32 +14,34 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 T = TypeVar("T")
 
-ANSWER_S = 15.0  # what one piece of work may take; a server that is there needs some milliseconds, a busy one seconds
-PAUSE_S = 5.0  # after a failure nothing is sent for so long; twice as long after each further one
+ANSWER_S = 15.0  # time limit of one request; a server usually needs milliseconds, a busy one seconds
+PAUSE_S = 5.0  # after a failure nothing is sent for this long; twice as long after each further failure
 LONGEST_PAUSE_S = 60.0
-BUSY = {408, 429, 502, 503}  # the server is there, and asks to come again: SQLite's lock is taken
+BUSY = {408, 429, 502, 503}  # the server asks to try again, e.g. because SQLite's lock is taken
 BUSY_PAUSE_S = 0.3
-NO_LOGIN = {401, 403}  # said of whoever asks, not of what is asked for: nothing else would be taken either
+NO_LOGIN = {401, 403}  # the login is refused, so every other request would be refused too
 
 logger = logging.getLogger(__name__)
 
 
 class Away(Exception):
-    """The server was not asked, or has not answered in time."""
+    """The server has not answered in time, or was not asked because of an earlier failure."""
 
 
 class Refused(Exception):
-    """The server is there, and does not take this: what it is about is gone, for example. Asking again is in vain."""
+    """The server answers, but refuses the request, e.g. because its object was deleted. Do not try it again."""
 
 
 def is_prefects(error: Exception) -> bool:
-    """Whether an error is of Prefect's server: it does not answer, refuses, or has lost the flow run with its data
-    base. Before a flow run begins, Prefect's engine says so by a RuntimeError."""
+    """Whether an error comes from Prefect's server: it does not answer, refuses, or has lost the flow run.
+
+    Before a flow run begins, Prefect's engine raises a RuntimeError for that.
+    """
     return isinstance(error, HTTPError | ObjectNotFound) or str(error).startswith("Failed to reach API at")
 
 
 def what_is_wrong(error: Exception) -> str:
-    """What Prefect's server does instead of what it is asked for."""
+    """The predicate of a sentence about Prefect's server: what is wrong with it, by its error."""
     if isinstance(error, ObjectNotFound):
         return "does not know the flow run any more"
     if _status(error) in NO_LOGIN:
@@ -48,12 +50,12 @@ def what_is_wrong(error: Exception) -> str:
 
 
 class PrefectApi:
-    """A circuit breaker: after a failure the server is left alone for a while, which is said once.
+    """A circuit breaker: after a failure nothing is sent to the server for a while. An outage is logged once.
 
     run      the run's name, for the log
-    skipped  pieces of work that were left out: the server was away, or refused them
-    unshown  names of subflows that Prefect does not show to their end
-    away_s   seconds in which it was
+    skipped  number of requests that were left out, because the server was away or refused them
+    unshown  names of subflows that Prefect does not show, or not with their end
+    away_s   seconds in which the server was away
     """
 
     def __init__(self, run: str) -> None:
@@ -64,42 +66,44 @@ class PrefectApi:
         self._away_before_s = 0.0
         self._next_try = 0.0
         self._pause_s = PAUSE_S
-        # Made once: Prefect needs a twentieth of a second for its settings.
+        # Made only once, because making the settings takes Prefect 50 ms.
         found = get_settings_context()
         impatient = found.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
         self._settings = found.profile, impatient
 
     @property
     def away_s(self) -> float:
-        """Seconds without an answer so far, of this outage and all before."""
+        """Seconds without an answer so far, in this and all earlier outages."""
         return self._away_before_s + self.outage_s
 
     @property
     def outage_s(self) -> float:
-        """Seconds since the first failure of the present outage; 0 when the server answers."""
+        """Seconds since the first failure of the current outage; 0 when the server answers."""
         return 0.0 if self._away_since is None else time.monotonic() - self._away_since
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the server is asked again."""
+        """Seconds until the next request may be sent."""
         return max(0.0, self._next_try - time.monotonic())
 
     def missing(self) -> dict[str, object]:
-        """What Prefect does not show of the run, for its summary; empty when it was always there."""
+        """The part of the run that Prefect does not show, for the summary; empty if the server was never away."""
         if not (self.skipped or self.unshown or self.away_s):
             return {}
         return {"away_s": round(self.away_s, 1), "left_out": self.skipped, "subflows_not_shown": self.unshown}
 
     async def show(self, work: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T | None:
-        """Do a piece of work that may be left out; None where it was."""
+        """Do work that may be left out, within `limit_s` seconds. Returns None if it was left out."""
         with suppress(Away, Refused):
             return await self.ask(work, limit_s)
         self.skipped += 1
         return None
 
     async def ask(self, work: Callable[[], Awaitable[T]], limit_s: float | None = None) -> T:
-        """Do a piece of work within its time, `ANSWER_S` by default. Raises Refused, and Away: at once while the
-        server is left alone."""
+        """Do work within `limit_s` seconds (None: `ANSWER_S`).
+
+        Raises Refused, or Away; during the pause after a failure it raises Away at once.
+        """
         limit_s = ANSWER_S if limit_s is None else limit_s
         if self.wait_s > 0:
             raise Away(f"no answer for {self.outage_s:.0f} s")
@@ -122,7 +126,7 @@ class PrefectApi:
             self._away_since = time.monotonic()
             self._pause_s = PAUSE_S
             logger.warning(
-                "run %s goes on without the Prefect server, until that answers again: %s", self._run, reason
+                "run %s goes on without the Prefect server, until it answers again: %s", self._run, reason
             )
         self._next_try = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -136,19 +140,19 @@ class PrefectApi:
 
 
 def _status(error: Exception) -> int:
-    """Of a server's answer, 0 where there is none."""
-    found = getattr(error, "http_exc", error)  # in what Prefect's client makes of some answers
+    """The HTTP status of a server's answer; 0 without an answer."""
+    found = getattr(error, "http_exc", error)  # Prefect's client wraps the errors of some answers
     return found.response.status_code if isinstance(found, HTTPStatusError) else 0
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server answers that it will not do what it is asked for."""
+    """Whether the server refuses the request itself: not because it is busy, and not because of the login."""
     status = _status(error)
     return 400 <= status < 500 and status not in BUSY | NO_LOGIN
 
 
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
-    """Ask a busy server again soon: Prefect's own client would wait for 2, 4, 8, 16 and 32 seconds."""
+    """Repeat a request to a busy server soon. Prefect's own client would wait for 2, 4, 8, 16 and 32 seconds."""
     while True:
         try:
             return await work()

@@ -1,8 +1,8 @@
-"""How iterations are written down in Prefect: a flow run for each, below the run's, and a task run for each node.
+"""Writes iterations to Prefect: a flow run for each, as a subflow of the run's, and a task run for each node.
 
 Prefect 3's server takes task runs as its client reports them: as events, one for each state, with the client's own
-time. So nodes have the times of the ranks' clocks. A flow run's states get the time at which the server learns of
-them: their messages say when the iteration really was.
+time. So nodes have the times of the ranks' clocks. The states of a flow run get the time at which the server receives
+them, so their messages say when the iteration really was.
 """
 
 from collections.abc import Mapping
@@ -25,17 +25,17 @@ NAMES = {
     StateType.FAILED: "Failed",
     StateType.CANCELLED: "Cancelled",
 }
-TICK = timedelta(microseconds=1)  # two states of a run never have the same time
-CAUSE_LENGTH = 20_000  # characters of a message
+TICK = timedelta(microseconds=1)  # least time between two states of a task run
+CAUSE_LENGTH = 20_000  # most characters of a message
 
 
 @dataclass(slots=True)
 class NodeRun:
     """A plan node of one iteration, or of several that are shown as one.
 
-    started_s, ended_s  time.time(), first rank in to last rank out
-    inside_s            seconds inside the node: the sum, where there are several iterations
-    reported            its newest state that Prefect has been told
+    started_s, ended_s  time.time() at which the first rank began it and the last rank ended it
+    inside_s            seconds inside the node, summed over the iterations
+    reported            its newest state that was reported to Prefect
     """
 
     node: PlanNode
@@ -47,7 +47,7 @@ class NodeRun:
     reported_at: datetime | None = None
 
     def absorb(self, later: "NodeRun") -> None:
-        """Stand for a later iteration's run of the node too."""
+        """Merge the node's run in a later iteration into this one."""
         assert self.ended_s is not None, f"{self.node.name} has not ended"
         assert later.ended_s is not None, f"{self.node.name} has not ended"
         self.ended_s = max(self.ended_s, later.ended_s)
@@ -56,13 +56,14 @@ class NodeRun:
 
 @dataclass(slots=True)
 class Subflow:
-    """Iterations `first` to `last` (mostly one) under one generation, as Prefect shows them.
+    """Iterations `first` to `last` (usually one) in one generation, as Prefect shows them.
 
-    entered_s  time.time() at which the first was delivered
-    end        its last state and the message; None while it runs
-    ended_at_s, written_at_s   time.monotonic() at which the first of them ended, and of the last report
-    opening    Prefect may know it already, by this name
-    id         of its flow run, as soon as Prefect has confirmed it
+    entered_s     time.time() at which the first was delivered
+    end           its last state and the message; None while it runs
+    ended_at_s    time.monotonic() at which the first of them ended
+    written_at_s  time.monotonic() of the last report
+    opening       Prefect may know it already, under its present name
+    id            of its flow run; None until Prefect has confirmed it
     """
 
     plan: ExecutionPlan
@@ -80,33 +81,36 @@ class Subflow:
 
     @property
     def numbers(self) -> str:
-        """`00042`, or `00042..00047`: people count from 1."""
+        """`00042`, or `00042..00047`; counted from 1, for people."""
         return f"{self.first + 1:05d}" + (f"..{self.last + 1:05d}" if self.last > self.first else "")
 
     @property
     def name(self) -> str:
-        """`it-00042`; after a rebuild `it-00042-r1`."""
+        """`it-00042`; `it-00042-r1` after a rebuild of the ranks."""
         return f"it-{self.numbers}" + (f"-r{self.generation}" if self.generation else "")
 
     @property
     def begun(self) -> bool:
-        """True when a rank has been inside a node."""
+        """Whether any rank has begun a node."""
         return any(node.started_s is not None for node in self.nodes.values())
 
     def can_absorb(self, later: "Subflow") -> bool:
-        """Whether one subflow can stand for both: committed, and by the same plan and generation."""
+        """Whether `later` can be merged into this subflow.
+
+        It must be the next iteration, of the same plan and generation; both must be committed and not yet opened.
+        """
         committed = all(s.end is not None and s.end[0] is StateType.COMPLETED for s in (self, later))
         alike = later.plan is self.plan and later.generation == self.generation
         return committed and alike and later.first == self.last + 1 and not (self.opening or later.opening)
 
     def absorb(self, later: "Subflow") -> None:
-        """Stand for a later one too."""
+        """Merge a later subflow into this one."""
         self.last = later.last
         for name, node in self.nodes.items():
             node.absorb(later.nodes[name])
 
     def interval(self) -> str:
-        """When it was, by the ranks' clocks; empty where no node has ended."""
+        """Its seconds, start and end by the ranks' clocks, as text; empty if no node has ended."""
         starts = [node.started_s for node in self.nodes.values() if node.started_s is not None]
         ends = [node.ended_s for node in self.nodes.values() if node.ended_s is not None]
         if not starts or not ends:
@@ -115,10 +119,10 @@ class Subflow:
 
 
 async def open_subflow(client: PrefectClient, subflow: Subflow, flow_id: UUID, parent: UUID | None) -> UUID:
-    """Write its flow run, running; gives the id. Writing it again changes nothing."""
+    """Create the subflow's flow run, in state Running. Returns its id. A repeated call changes nothing."""
     algorithm = subflow.plan.algorithm
     tracked = None
-    if parent is not None:  # Prefect hangs a subflow below a task run of its parent
+    if parent is not None:  # in Prefect, a subflow belongs to a task run of its parent
         tracking = {
             "id": str(subflow.key),
             "name": f"{algorithm}-iteration-{subflow.numbers}",
@@ -139,7 +143,7 @@ async def open_subflow(client: PrefectClient, subflow: Subflow, flow_id: UUID, p
 
 
 async def end_subflow(client: PrefectClient, subflow: Subflow) -> None:
-    """Write its last state."""
+    """Write the subflow's last state."""
     assert subflow.end is not None, f"{subflow.name} has not ended"
     kind, message = subflow.end
     parts = [message[:CAUSE_LENGTH], subflow.interval()]
@@ -157,12 +161,12 @@ async def end_subflow(client: PrefectClient, subflow: Subflow) -> None:
 
 
 def news_of(subflow: Subflow) -> list[tuple[NodeRun, list[StateType]]]:
-    """The states of each node that Prefect has not been told."""
+    """(node, its states that were not reported to Prefect), for each node with such states."""
     return [(node, states) for node in subflow.nodes.values() if (states := _untold(node, subflow.end))]
 
 
 def _untold(node: NodeRun, end: tuple[StateType, str] | None) -> list[StateType]:
-    """Pending is left out of what begins and ends between two reports."""
+    """The states of a node that were not reported; without Pending if it has begun since the last report."""
     if node.reported not in (None, StateType.PENDING, StateType.RUNNING):
         return []
     running = [] if node.reported is StateType.RUNNING or node.started_s is None else [StateType.RUNNING]
@@ -177,13 +181,13 @@ def _untold(node: NodeRun, end: tuple[StateType, str] | None) -> list[StateType]
 
 
 def events_of(subflow: Subflow) -> list[dict[str, Any]]:
-    """The events that tell Prefect's server of new states. Notes in the nodes what is told."""
+    """The events that report new states to Prefect's server. Marks these states as reported."""
     events = []
     for node, states in news_of(subflow):
         for state in states:
             at = _time_of(node, state, subflow)
             if node.reported_at is not None:
-                at = max(at, node.reported_at + TICK)  # the server takes the newest for the run's state
+                at = max(at, node.reported_at + TICK)  # for the server, the state with the latest time counts
             events.append(_event(subflow, node, state, at))
             node.reported, node.reported_at = state, at
     return events
@@ -200,12 +204,12 @@ def _time_of(node: NodeRun, state: StateType, subflow: Subflow) -> datetime:
 
 
 def _event(subflow: Subflow, node: NodeRun, state: StateType, at: datetime) -> dict[str, Any]:
-    """One state of one task run, as Prefect's recorder reads it."""
-    name = f"{short_names(subflow.plan)[node.node.name]}-it{_places(subflow)}"  # graphs have no room for long ones
+    """One state of one task run, in the form of Prefect's task run recorder."""
+    name = f"{short_names(subflow.plan)[node.node.name]}-it{_places(subflow)}"  # short, for the UI's graphs
     before = node.reported
     message = _message(subflow, node, state)
     event = Event(
-        occurred=cast(Any, at),  # declared as a type that newer Pythons do not have
+        occurred=cast(Any, at),  # Prefect declares a type that newer Pythons do not have
         event=f"prefect.task-run.{NAMES[state]}",
         resource=Resource(
             {
@@ -241,7 +245,7 @@ def _event(subflow: Subflow, node: NodeRun, state: StateType, at: datetime) -> d
 def _task_run(
     subflow: Subflow, node: NodeRun, name: str, state: StateType, at: datetime
 ) -> Mapping[str, Any]:
-    """The run's row: bars have the true times, whatever order the states need."""
+    """The task run's fields. Its times are the true ones, although states may be shifted to keep their order."""
     row: dict[str, Any] = {
         "name": name,
         "task_key": f"{subflow.plan.algorithm}.{node.node.name}",

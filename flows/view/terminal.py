@@ -1,5 +1,5 @@
-"""What a run shows in the terminal: its phases while it starts, then a bar and a line for each iteration. Where there
-is no terminal, plain lines say the same. Loads no Prefect."""
+"""Shows a run in the terminal: its phases while it starts, then a progress bar and a line for each iteration. If the
+output is not a terminal, plain lines are printed instead. Loads no Prefect."""
 
 import time
 from collections import deque
@@ -24,9 +24,9 @@ from rich.text import Text
 
 T = TypeVar("T")
 
-REFRESHES_PER_S = 2  # of what moves: each costs some milliseconds, which the ranks could use
-RECENT = 10  # iterations whose median tells how long the rest will take
-SHOW_CURSOR = "\x1b[?25h"  # for a process that ends at once while something moves
+REFRESHES_PER_S = 2  # of spinner and bar: each takes some milliseconds of the ranks' CPU time
+RECENT = 10  # iterations whose median is used to estimate the remaining time
+SHOW_CURSOR = "\x1b[?25h"  # for a process that exits while a spinner or bar hides the cursor
 
 console = Console()
 
@@ -38,9 +38,9 @@ def since_start_s() -> float:
 
 @contextmanager
 def phase(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Show that `what` is under way and for how long; a line with its seconds stays when it has ended well.
+    """Show a phase with its elapsed time while it lasts. If it succeeds, print a line with its seconds.
 
-    say  takes the lines, default: the terminal
+    say  prints a line; None: to the terminal
     """
     say = say or tell
     began_s = time.monotonic()
@@ -60,7 +60,7 @@ def phase(what: str, say: Callable[[str], None] | None = None) -> Iterator[None]
 def entering(
     what: str, context: AbstractContextManager[T], say: Callable[[str], None] | None = None
 ) -> Iterator[T]:
-    """A context, shown as a phase while it is entered."""
+    """A context, whose entering is shown as a phase."""
     with ExitStack() as stack:
         with phase(what, say):
             value = stack.enter_context(context)
@@ -68,23 +68,22 @@ def entering(
 
 
 def tell(line: str) -> None:
-    """Print a line as it is, however wide the terminal."""
+    """Print a line literally, without wrapping it at the terminal's width."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
-    """The names of what is shown of an iteration, in their order: reward, each reward's own mean, KL, accuracy,
-    losses."""
+    """Names of the metrics that are shown, in order: reward, mean of each reward, KL, accuracy, losses."""
     own = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     losses = [name for name in metrics if name.startswith("loss/")]
     return [name for name in ("reward", *own, "kl", "accuracy", *losses) if metrics.get(name) is not None]
 
 
 class RunProgress:
-    """The iterations of a run: a line for each one that is complete, and where they are by now.
+    """The progress of a run: a line for each complete iteration, and a progress bar.
 
-    iterations  of the whole run
-    say         takes the lines
+    iterations  number of iterations of the run
+    say         prints a line
     """
 
     def __init__(self, run: str, iterations: int, say: Callable[[str], None]) -> None:
@@ -95,17 +94,17 @@ class RunProgress:
         self._bar: Progress | None = None
 
     def begin_phase(self, what: str) -> None:
-        """What the run does next; the phase before has ended well."""
+        """Begin to show a phase. The previous phase has ended successfully."""
         self.end_phase()
         self._phase.enter_context(phase(what, self._say))
 
     def end_phase(self) -> None:
-        """What was under way has ended well."""
+        """The current phase has ended successfully."""
         self._phase.close()
         self._bar = None
 
     def ran(self, iteration: int, seconds: float, metrics: Mapping[str, float | None]) -> None:
-        """An iteration is complete. seconds: by the ranks' clocks."""
+        """Show a complete iteration. seconds: its duration by the ranks' clocks."""
         self._recent.append(seconds)
         left_s = median(self._recent) * (self._iterations - iteration - 1)
         if self._bar is None:
@@ -123,11 +122,11 @@ class RunProgress:
         )
 
     def committed(self, step: int) -> None:
-        """So many iterations are committed."""
+        """Show the number of committed iterations."""
         self._update(committed=f"{step} committed")
 
     def close(self) -> None:
-        """Nothing moves any more; a phase that is under way has not ended well."""
+        """Remove spinner and bar. A phase in progress has failed, so its line is not printed."""
         self._phase.__exit__(GeneratorExit, GeneratorExit(), None)
         self._bar = None
 
@@ -157,12 +156,12 @@ class RunProgress:
 
 
 class _Left(ProgressColumn):
-    """Time until the end, as far as one can know."""
+    """The estimated time until the end."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{as_time(task.fields['ends_s'] - time.monotonic())} left")
 
 
 def as_time(seconds: float) -> str:
-    """Hours, minutes and seconds, as in 0:01:05."""
+    """Seconds as hours, minutes and seconds, e.g. 0:01:05."""
     return str(timedelta(seconds=max(round(seconds), 0)))

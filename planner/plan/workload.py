@@ -65,8 +65,8 @@ class Workload(Frozen):
     new_tokens: Lengths
     max_new_tokens: int | None = Field(None, gt=0)
     epochs: int = Field(1, gt=0)
-    itemsize: int = Field(2, gt=0)
-    recompute: bool = True
+    itemsize: int = Field(gt=0)
+    recompute: bool
     reward_s: float = Field(0.0, ge=0)
 
     @property

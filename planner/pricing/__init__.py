@@ -1,4 +1,4 @@
-"""What calls, moves and plans cost in seconds and bytes, and where the figures come from.
+"""What calls, transfers and plans cost in seconds and bytes, and where the figures come from.
 
-Which plan is best is found in planner/search.
+The search for the best plan is in planner/search.
 """

@@ -1,10 +1,12 @@
 """An analytic profile in the form of a measured one: a device's roofline at the points where ranks would measure.
 
-A roofline is the longer of two times, each linear in tokens, context and bytes. So a table of it says the same
-between its points, but in the cell in which arithmetic takes over from memory traffic: there it says up to a fifth
-more, and of a prefill's head, which goes by tokens / context, up to a third. Among ranks that are no power of two a
-collective is up to a sixteenth too cheap. Updates are measured on one dp rank, so that what several have to clear of
-each other's gradients is left out here too.
+A roofline is the longer of two times, each linear in tokens, context and bytes. A table that interpolates linearly
+therefore agrees with it, with these exceptions:
+- In the cell where the bound changes from memory traffic to arithmetic, the table gives up to a fifth more.
+- For a prefill's head, whose cost depends on tokens / context, it gives up to a third more.
+- For a collective among a number of ranks that is not a power of two, it gives up to a sixteenth less.
+- Updates are tabulated for one dp rank, as they are measured. The time to clear the gradients of the other ranks'
+  shares is left out.
 """
 
 from collections.abc import Iterator
@@ -21,16 +23,16 @@ from rlhf_tasks.profiling.measurements import Exchange, Grid, Pass, Timed, Timed
 HEADS: tuple[Head, ...] = ("lm", "scalar")
 AMONG_ALL: tuple[Exchange, ...] = ("all_reduce", "all_gather", "reduce_scatter", "share")
 BETWEEN_TWO: tuple[Exchange, ...] = ("send", "redistribute")
-EXCHANGE_BYTES = (0, 2**22)  # seconds are linear in bytes: two sizes say all
-FEWEST_PARAMETERS = 1  # likewise of an update, with all parameters
+EXCHANGE_BYTES = (0, 2**22)  # seconds are linear in bytes, so two sizes suffice
+FEWEST_PARAMETERS = 1  # an update is linear in its parameters: this count and all parameters suffice
 
 
 def tabulated(
     device: DeviceProfile, cluster: Cluster, shape: ModelShape, grid: Grid, itemsize: int
 ) -> MeasuredProfile:
-    """The profile of a model that measuring would give, had the devices of a cluster exactly a device's figures.
+    """The profile that measuring a model would give if the devices of the cluster had exactly `device`'s figures.
 
-    A point costs nothing here: passes have every context that the grid names, and every power of two in tokens.
+    Points cost nothing to compute, so passes have every context of the grid and every power of two in tokens.
     itemsize  bytes of a parameter
     """
     per_host, most_tp = cluster.devices_per_host, min(shape.query_heads, shape.intermediate, shape.vocab)
@@ -54,12 +56,12 @@ def tabulated(
 
 
 def _rooflines(device: DeviceProfile, shape: ModelShape, itemsize: int, tp: int) -> dict[Head, Roofline]:
-    """Of each head; a tp group lies on one host."""
+    """The roofline with each head, for a tp group on one host."""
     return {head: Roofline(device, sizes(shape, head, tp), head, tp, False, itemsize) for head in HEADS}
 
 
 def _operations(rooflines: dict[Head, Roofline], shape: ModelShape, grid: Grid, tp: int) -> Iterator[Timed]:
-    """Every operation of a model at one tp degree. As where ranks measure, heads contain the embedding."""
+    """Every operation of a model at one tp degree. A head's time includes the embedding, as when ranks measure."""
     lm = rooflines["lm"]
     for kind, tokens, context in _passes(grid):
         yield _timed(f"layer/{kind}", tp, tokens, context, lm.layer_s(kind, tokens, context))
@@ -86,7 +88,7 @@ def _passes(grid: Grid) -> Iterator[tuple[Pass, int, int]]:
 
 
 def _tokens(grid: Grid) -> list[int]:
-    """Powers of two from one sequence that decodes to the largest micro-batch."""
+    """Powers of two from 1 (a single decoding sequence) to the largest micro-batch."""
     return [2**power for power in range(grid.tokens[-1].bit_length())]
 
 
@@ -97,14 +99,13 @@ def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -
 
 
 def _exchanges(roofline: Roofline, cluster: Cluster) -> Iterator[TimedExchange]:
-    """Every exchange, inside a host and across hosts, among 2, 4, ... and all ranks there."""
+    """Every exchange, inside a host and across hosts, among 2, 4, ... and all ranks."""
     for crosses, most in ((False, cluster.devices_per_host), (True, cluster.n_devices)):
         if most < 2 or (crosses and cluster.n_hosts == 1):
             continue
         for ranks in sorted({*(2**power for power in range(1, most.bit_length())), most}):
             kinds = (*AMONG_ALL, *BETWEEN_TWO) if ranks == 2 else AMONG_ALL
-            points: list[tuple[Exchange, int]] = [("objects", 0), *product(kinds, EXCHANGE_BYTES)]
-            for kind, size_bytes in points:
+            for kind, size_bytes in product(kinds, EXCHANGE_BYTES):
                 seconds = roofline.exchange_s(kind, ranks, size_bytes, crosses)
                 yield TimedExchange(
                     kind=kind, ranks=ranks, crosses_hosts=crosses, size_bytes=size_bytes, seconds=seconds

@@ -1,7 +1,7 @@
-"""An analytic profile with the efficiencies and overheads that a measured one shows.
+"""Calibration of an analytic profile: efficiencies and overheads are fitted to a measured profile.
 
-So what was measured on one model and a few ranks helps to price others; links, dispatch and memory of the process
-are taken over as they are.
+Measurements of one model on a few ranks thus improve the prices of other models. Dispatch time and process memory
+are copied from the measured profile.
 """
 
 import math
@@ -16,16 +16,19 @@ from planner.pricing.rooflines import Roofline
 from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.profiling.measurements import Exchange, Pass, TimedExchange
 
-LEAST_EFFICIENCY = 1e-4  # a fit below this is no efficiency but an error of unit
-MOST_FITS = 20  # until a fit and the points that it is of agree, which mostly takes three
+LEAST_EFFICIENCY = 1e-4  # a smaller fitted efficiency would be a wrong unit
+MOST_FITS = 20  # limit of the fixed-point iteration in `_forward_fit`, which mostly takes three fits
 
 
 def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProfile:
-    """The device with constants fitted to a measured profile; what was not measured stays.
+    """The device with constants fitted to a measured profile. What was not measured keeps its value.
 
-    Fitted at tp=1: matmul efficiency and a layer's overhead to those forward passes that memory traffic does not
-    bound (seconds = overhead + FLOPs / (peak x efficiency)), the decoding overhead to decoding steps, the optimizer's
-    overhead, and both links to their messages. A peak below what was reached is raised to that.
+    Operations are fitted at tp=1:
+    - matmul efficiency and layer overhead, to the forward passes that arithmetic bounds:
+      seconds = overhead + FLOPs / (peak x efficiency);
+    - the decoding overhead, to decoding steps;
+    - the optimizer overhead, to updates.
+    Both links are fitted to messages. If the measured FLOP/s exceed the stated peak, they replace it.
     """
     overhead_s, reached = _forward_fit(device, list(_layers(device, measured, "forward")))
     peak = max(device.flops_per_s, reached)
@@ -51,7 +54,7 @@ def recalibrated(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProf
 
 
 class _Timed(NamedTuple):
-    """A pass of a layer: its arithmetic, the seconds of its memory traffic, and those that it took."""
+    """A pass of a layer: its FLOPs, the seconds of its memory traffic alone, and the seconds measured."""
 
     flops: float
     traffic_s: float
@@ -59,8 +62,9 @@ class _Timed(NamedTuple):
 
 
 def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Iterator[_Timed]:
-    """The passes of a kind at tp=1, with traffic as a device's memory bears it."""
+    """The measured passes of a kind at tp=1, with the traffic time that the device's memory bandwidth implies."""
     local = sizes(measured.model, "lm", 1)
+    # Without arithmetic and overheads, the roofline gives memory traffic alone.
     free: dict[str, Any] = {"flops_per_s": math.inf, "layer_overhead_s": 0.0, "decode_overhead_s": 0.0}
     memory = Roofline(device.model_copy(update=free), local, "lm", 1, False, measured.itemsize)
     for o in measured.operations:
@@ -71,9 +75,10 @@ def _layers(device: DeviceProfile, measured: MeasuredProfile, kind: Pass) -> Ite
 
 
 def _forward_fit(device: DeviceProfile, passes: Sequence[_Timed]) -> tuple[float, float]:
-    """(overhead in seconds, FLOP/s) of those passes that arithmetic bounds, as a fit to these says itself.
+    """(overhead in seconds, FLOP/s) fitted to the passes that arithmetic bounds.
 
-    Where it bounds none, it does not show: the device's FLOP/s stay, and the overhead is what they do not explain.
+    Which passes these are depends on the fit, so fit and selection alternate until the selection stays the same.
+    If arithmetic bounds no pass, the device keeps its FLOP/s, and the overhead is the median of the remaining time.
     """
     bound, overhead_s, per_flop_s = passes, 0.0, 0.0
     for _ in range(MOST_FITS):
@@ -88,13 +93,13 @@ def _forward_fit(device: DeviceProfile, passes: Sequence[_Timed]) -> tuple[float
 
 
 def _unexplained_s(passes: Sequence[_Timed], flops_per_s: float, default: float) -> float:
-    """What a pass takes besides arithmetic and memory traffic, in the median; a default where there is no pass."""
+    """Median seconds of a pass beyond the longer of arithmetic and memory traffic; `default` without passes."""
     rest = [max(one.seconds - max(one.flops / flops_per_s, one.traffic_s), 0.0) for one in passes]
     return median(rest) if rest else default
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(a, b) of y = a + b x with the least sum of squared relative errors, both at least 0."""
+    """(a, b) of y = a + b x by least squares of relative errors; neither is negative."""
     weighted = [(x, y, 1 / y**2) for x, y in points if y > 0]
     total = sum(w for _, _, w in weighted)
     if not weighted:
@@ -115,9 +120,9 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def with_transfer_links(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProfile:
-    """The device with links as transfers and reallocations find them.
+    """The device with links fitted to measured redistributions, for pricing transfers and reallocations.
 
-    The latency holds all that ranks tell each other before they send.
+    Their latency includes what ranks tell each other before they send.
     """
     return device.model_copy(
         update={
@@ -128,7 +133,10 @@ def with_transfer_links(device: DeviceProfile, measured: MeasuredProfile) -> Dev
 
 
 def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, device: DeviceProfile) -> Link:
-    """Latency and bandwidth between two ranks, so that `DeviceProfile.send_s` gives what was measured."""
+    """Latency and bandwidth between two ranks, chosen so that `DeviceProfile.send_s` gives what was measured.
+
+    Without usable measurements, the device's own link.
+    """
     timed = [
         (float(e.size_bytes), e.seconds) for e in exchanges if (e.kind, e.crosses_hosts) == (kind, crosses)
     ]
@@ -139,7 +147,7 @@ def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, dev
 
 
 def _optimizer_overhead_s(device: DeviceProfile, measured: MeasuredProfile) -> float:
-    """What an optimizer step takes besides its parameters."""
+    """Seconds of an optimizer step that do not depend on the number of parameters."""
     points = [
         (float(o.tokens), o.seconds) for o in measured.operations if (o.operation, o.tp) == ("optimizer", 1)
     ]

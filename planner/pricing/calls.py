@@ -1,9 +1,9 @@
 """Seconds and bytes of every model function call under every assignment.
 
-The formulas follow what the engine does: pipeline.py (1F1B), optimizer.py (ZeRO-1, float32 gradients and
-master weights), generation.py (as many groups in flight as stages, sequences leave when they end),
-kv_cache.py. Everything is per device, in seconds and bytes; the slowest stage and the fullest tp rank count.
-What the formulas are made of, seconds of a layer and the like, comes from a profile (planner/pricing/rooflines.py).
+The formulas follow the engine: pipeline.py (1F1B), optimizer.py (ZeRO-1, float32 gradients and master weights),
+generation.py (as many groups in flight as stages; sequences leave when they end), kv_cache.py. All figures are per
+device, in seconds and bytes. The slowest stage and the fullest tp rank decide. The terms of the formulas, such as the
+seconds of a layer, come from a profile (planner/pricing/rooflines.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
 
-OPTIMIZER_BYTES = 12  # master weight and two moments in float32 (optimizer.py)
+OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments in float32 (optimizer.py)
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
 
@@ -33,19 +33,20 @@ class CallCost:
     """What one call costs.
 
     seconds       its duration
-    active_bytes  memory of a device beyond parameters while it runs, stage by stage
+    active_bytes  [stages] bytes that a device of each stage needs beyond parameters while the call runs
     """
 
     seconds: float
     active_bytes: tuple[float, ...]
 
     def times(self, factor: Factor) -> "CallCost":
+        """The cost multiplied by a factor."""
         seconds = self.seconds * factor.seconds + factor.added_s
         return CallCost(seconds, tuple(n * factor.memory for n in self.active_bytes))
 
 
 class Crossings(NamedTuple):
-    """Which groups of a placement span hosts."""
+    """Whether the tp, dp and pp groups of a placement span hosts."""
 
     tp: bool
     dp: bool
@@ -53,7 +54,7 @@ class Crossings(NamedTuple):
 
 
 class _Where(NamedTuple):
-    """What a call's price depends on besides micro-batches. classes: numbers of the placement's device classes."""
+    """What a call's price depends on besides its micro-batches. classes: numbers of the mesh's device classes."""
 
     strategy: ParallelStrategy
     crossings: Crossings
@@ -64,15 +65,15 @@ class CostModel:
     """Prices calls on the devices of a cluster.
 
     device    peaks, memory and links of all devices, or of each class
-    classes   the same as an attribute, with the links that transfers find
+    classes   (attribute) the same by class, with links as measured for transfers
     models    role -> its model
-    measured  profiles of some of the models on such devices; other models, and tp degrees that were not measured,
+    measured  profiles of some of the models on these devices. Other models, and tp degrees that were not measured,
               are priced by `device`
-    ran       what earlier runs of the same calls found: a call costs what it did under the assignment that ran, and
-              under any other one its price times a factor by which those that ran were off
-              (planner/pricing/run_history.py)
-    Raises ValueError for a profile of a model that no role has or of a device that the cluster has not, and when
-    a strategy has more tp ranks than heads or more stages than layers.
+    ran       figures of earlier runs of the same calls. Under an assignment that ran, a call costs what it did then.
+              Under any other assignment its price is multiplied by a factor: how far off the prices of the
+              assignments that ran were (planner/pricing/run_history.py)
+    Raises ValueError for a profile of a model that no role has or of a device that the cluster does not have, and
+    when a strategy has more tp ranks than heads or more stages than layers.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class CostModel:
         self._factors: dict[str, dict[tuple, Factor]] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
-        """Seconds and memory of a call. They depend on the mesh by its strategy, crossings and classes alone."""
+        """Seconds and bytes of a call. Of the mesh only its strategy, crossings and device classes matter."""
         return self.calls(call, assignment.placement, [assignment.micro_batches])[0]
 
     def calls(
@@ -120,11 +121,11 @@ class CostModel:
         ]
 
     def correction(self, call: ModelFunctionCall) -> Factor:
-        """By which a call's price is multiplied under assignments that have not run."""
+        """The factor on a call's price under assignments that have not run."""
         return factor_elsewhere(self._factors_of(call).values())
 
     def _factors_of(self, call: ModelFunctionCall) -> Mapping[tuple, Factor]:
-        """(place, micro-batches) -> what a call took there, as factors of the profiles' price."""
+        """(place, micro-batches) -> what a call took there, divided by the price from profiles."""
         if call.name not in self._factors:
             found = self._factors[call.name] = {}
             for ran in self.ran:
@@ -138,7 +139,7 @@ class CostModel:
         return _Where(placement.strategy, self._crossings(placement), self.classes_of(placement))
 
     def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
-        """A call's prices, with some numbers of micro-batches, by profiles and the device's figures."""
+        """A call's price from profiles and device figures, for each of `counts` micro-batches."""
         key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:
@@ -154,25 +155,25 @@ class CostModel:
         return [known[count] for count in counts]
 
     def classes_of(self, placement: Placement) -> tuple[int, ...]:
-        """Numbers of the device classes that a placement has devices of."""
+        """Numbers of the device classes of a placement's devices, ascending."""
         if len(self.classes.profiles) == 1:
             return (0,)
         return self.classes.within(min(placement.devices), len(placement.devices))
 
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
-        """Bytes of a role's parameters on a device, stage by stage."""
+        """[stages] bytes of a role's parameters on a device of each stage."""
         local, pp = self._sizes(role, placement.strategy), placement.strategy.pp
         return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(pp))
 
     def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
-        """Bytes of parameters, gradients and optimizer on a device that trains, stage by stage."""
+        """[stages] bytes of parameters, gradients and optimizer on a training device of each stage."""
         s = placement.strategy
         local = self._sizes(role, s)
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
         return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
 
     def onload_s(self, role: str, placement: Placement) -> float:
-        """Seconds of the copy of a role's parameters from host memory; of the fullest device, the others wait."""
+        """Seconds to copy a role's parameters from host memory: those of the fullest device, as the others wait."""
         held = max(self.parameter_bytes(role, placement))
         return self.classes.host_copy_s(held, self.classes_of(placement))
 
@@ -183,9 +184,9 @@ class CostModel:
         return sizes(model.shape, model.head, strategy.tp)
 
     def _timing(self, role: str, tp: int, crosses: bool, classes: tuple[int, ...]) -> Timing:
-        """The profiles' answers for a role under tp: measured ones where they are at hand.
+        """The times for a role under tp: from measured profiles where there are some, else from rooflines.
 
-        Groups of several classes were not measured: their collectives are priced by the devices' links.
+        Groups that mix device classes are never measured; their collectives are priced by the devices' links.
         """
         key = (role, tp, crosses, classes)
         if key not in self._timings:
@@ -206,7 +207,7 @@ class CostModel:
         return self._timings[key]
 
     def _crossings(self, placement: Placement) -> Crossings:
-        """Of the groups of the first device; looks no further than to the first one on another host."""
+        """Whether the groups of the placement's first device span hosts; the other groups are taken to be alike."""
         s, at = placement.strategy, placement.device
         home = self.cluster.host(placement.devices[0])
 
@@ -225,7 +226,7 @@ class CostModel:
 def _by_class(
     classes: DeviceClasses, measured: Sequence[MeasuredProfile]
 ) -> tuple[dict[ModelShape, MeasuredProfile], ...]:
-    """The profiles of each class by the shape of their model. Raises ProfileError for one of another device."""
+    """For each class: model shape -> profile. Raises ProfileError for a profile of a device of no class."""
     found: dict[str, dict[ModelShape, MeasuredProfile]] = {p.name: {} for p in classes.profiles}
     for profile in measured:
         if profile.device not in found:
@@ -239,7 +240,7 @@ def _by_class(
 
 @dataclass(frozen=True)
 class _OnMesh:
-    """One model under one strategy: seconds and bytes of the pieces that calls are made of."""
+    """One model under one strategy: seconds and bytes of the terms that a call's price is composed of."""
 
     timing: Timing
     workload: Workload
@@ -248,7 +249,7 @@ class _OnMesh:
     crossings: Crossings
 
     def share(self, n_seqs: float) -> int:
-        """Sequences of the fullest dp rank."""
+        """Sequences of the fullest dp rank, of `n_seqs` in all."""
         return -(-int(n_seqs) // self.strategy.dp)
 
     def layers(self, stage: int) -> int:
@@ -258,20 +259,20 @@ class _OnMesh:
         return self.timing.exchange_s(kind, ranks, size_bytes, crosses)
 
     def pass_on_s(self, tokens: float) -> float:
-        """Hidden states sent to the next stage."""
+        """Seconds to send the hidden states of `tokens` tokens to the next stage; 0 with one stage."""
         if self.strategy.pp == 1:
             return 0.0
         size_bytes = tokens * self.local.hidden * self.workload.itemsize
         return self.exchange_s("send", 2, size_bytes, self.crossings.pp)
 
     def each_stage(self, figure: Callable[[int], float]) -> list[float]:
-        """A figure of every stage, asked for once where stages have equally many layers and are no ends."""
+        """A figure of every stage. It is computed once for inner stages with equal numbers of layers."""
         firsts, alike = stage_kinds(self.local.layers, self.strategy.pp)
         found = [figure(stage) for stage in firsts]
         return [found[kind] for kind in alike]
 
     def stages_s(self, kinds: Sequence[Pass], tokens: float, context: float) -> list[float]:
-        """Every stage's passes over a micro-batch."""
+        """[stages] seconds of passes over a micro-batch."""
         layer_s, first_s, last_s = (
             sum(figure)
             for figure in zip(*(self._pass_s(kind, tokens, context) for kind in kinds), strict=True)
@@ -288,25 +289,26 @@ class _OnMesh:
         return self.each_stage(stage_s)
 
     def _pass_s(self, kind: Pass, tokens: float, context: float) -> tuple[float, float, float]:
-        """(a layer, what the first stage does besides, what the last one does) of a pass over a micro-batch."""
+        """Seconds of a pass over a micro-batch: (one layer, rest of the first stage, rest of the last stage)."""
         timing, layer_s = self.timing, self.timing.layer_s(kind, tokens, context)
         if kind == "backward" and self.workload.recompute:
             layer_s += timing.layer_s("forward", tokens, context)
         return layer_s, timing.embedding_s(kind, tokens), timing.head_s(kind, tokens, context)
 
     def pipelined_s(self, kinds: Sequence[Pass], tokens: float, context: float, micro_batches: int) -> float:
-        """Micro-batches through all stages: one fills the pipeline, the others follow the slowest stage."""
+        """Seconds of all micro-batches through all stages: the first fills the pipeline, then the slowest stage
+        sets the pace."""
         stages, sends = self.stages_s(kinds, tokens, context), self.pass_on_s(tokens)
         return sum(stages) + (self.strategy.pp - 1) * sends + (micro_batches - 1) * (max(stages) + sends)
 
     def share_batch_s(self, call: ModelFunctionCall, tokens: float) -> float:
-        """A replica's ranks get the batch from their head."""
+        """Seconds in which a replica's head shares a batch of `tokens` tokens with the replica's ranks."""
         ranks = self.strategy.tp * self.strategy.pp
         size_bytes = len(call.inputs) * tokens * TOKEN_BYTES
         return self.exchange_s("share", ranks, size_bytes, self.crossings.tp or self.crossings.pp)
 
     def working_bytes(self, tokens: float, stage: int, gradients: bool) -> float:
-        """Temporary tensors of one layer, and of the head on the last stage."""
+        """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's."""
         local, itemsize = self.local, self.workload.itemsize
         layer = (
             tokens * (4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate) * itemsize
@@ -318,7 +320,7 @@ class _OnMesh:
 
 
 def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    """A forward pass. Python rewards run meanwhile, each head's share one after another; or they run alone."""
+    """A forward pass. Python rewards run at the same time, each head's sequences one by one; or they run alone."""
     length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
     tokens, fullest = share * length / micro_batches, -(-share // micro_batches) * length
     rewards_s = share * mesh.workload.reward_s if "scores" in call.outputs else 0.0
@@ -333,8 +335,11 @@ def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
 
 
 def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    """An optimizer step per mini-batch and epoch. Memory is that of the fullest micro-batches, which hold whole
-    sequences: of a share of 5 in 4 micro-batches, the first one holds 2."""
+    """An optimizer step per mini-batch and epoch.
+
+    Micro-batches hold whole sequences, and memory is that of the fullest ones: of 5 sequences in 4 micro-batches, the
+    first holds 2.
+    """
     workload, s = mesh.workload, mesh.strategy
     length = workload.mean_tokens
     tokens = mesh.share(call.n_seqs / call.mini_batches) * length / micro_batches
@@ -342,7 +347,7 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)
     step = passes_s + gradients_back + _update_s(mesh)
 
-    width = mesh.local.hidden
+    width = mesh.local.hidden  # elements that a layer keeps per token for the backward pass
     if not workload.recompute:
         local = mesh.local
         width += 4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate
@@ -350,7 +355,9 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     fullest = -(-share // micro_batches) * length
     per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * width * workload.itemsize)
     working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True))
+    # 1F1B: a stage keeps the activations of as many micro-batches as there are stages from it to the last one.
     in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
+    # Tokens of n micro-batches: each holds share // micro_batches sequences, the first ones one more.
     kept = [(n * (share // micro_batches) + min(n, share % micro_batches)) * length for n in in_flight]
     seconds = mesh.share_batch_s(call, mesh.share(call.n_seqs) * length)
     seconds += step * call.mini_batches * workload.epochs
@@ -359,7 +366,7 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
 
 
 def _update_s(mesh: _OnMesh) -> float:
-    """An optimizer step after the backward passes: gradients reduced, shares updated, weights gathered."""
+    """Seconds of an optimizer step after the backward passes: reduce gradients, update shares, gather weights."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
     parameters = max(mesh.local.parameters_by_stage(s.pp))
     seconds = (
@@ -371,13 +378,13 @@ def _update_s(mesh: _OnMesh) -> float:
         seconds += mesh.exchange_s(
             "all_reduce", 2 * s.dp, mesh.local.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
         )
-    if s.dp * s.pp > 1:  # the ranks tell each other their metrics
-        seconds += mesh.exchange_s("objects", s.size, 0, any(crossings))
+    if s.dp * s.pp > 1:  # the ranks exchange their metrics
+        seconds += mesh.exchange_s("all_gather", s.size, 0, any(crossings))
     return seconds
 
 
 def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
-    """Prefill, then one token per step for every sequence that still runs, in as many groups as stages."""
+    """Prefill, then one token per step for every sequence that has not ended, in as many groups as stages."""
     workload, local = mesh.workload, mesh.local
     pp, share = mesh.strategy.pp, mesh.share(call.n_seqs)
     groups = min(pp, share)
@@ -390,8 +397,9 @@ def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> Cal
         rows = max(share * running / groups, 1.0)
         context = prompt + (first + last) / 2
         stages = mesh.stages_s(["decode"], rows, context)
-        message = mesh.pass_on_s(rows)  # of hidden states; the tokens drawn take about as long
-        # A stage takes all groups in turn for each token, and a group's next token waits for its last one
+        message = mesh.pass_on_s(rows)  # hidden states; sending the sampled tokens takes about as long
+        # Per token, either a stage that serves all groups in turn is the bottleneck, or one group's round trip:
+        # its next token needs the previous one.
         seconds += steps * max(groups * (max(stages) + 2 * message), sum(stages) + pp * message)
 
     def active(stage: int) -> float:

@@ -1,6 +1,6 @@
-"""A cluster described in a YAML file: how many hosts and devices, and what these and their links can do.
+"""A cluster described in a YAML file: numbers of hosts and devices, and the figures of devices and links.
 
-Figures that are hardly true, mostly right numbers in another unit, are told.
+Implausible figures, mostly right numbers in a wrong unit, give warnings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from rlhf_tasks.system.reading import ConfigError, shown
 
 
 class Hardware(NamedTuple):
-    """A cluster's devices by class; warnings: figures that are hardly true, a sentence each."""
+    """A cluster's devices by class; warnings: one sentence for each implausible figure."""
 
     classes: DeviceClasses
     warnings: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Hardware(NamedTuple):
 
 
 ONE_DEVICE = f"a preset's name ({', '.join(PRESETS)}) or figures ({{like: PRESET, memory_bytes: 40e9}})"
-"""What may stand for a device."""
+"""What a file may give as a device, for messages."""
 
 
 def _stated(value: Any) -> Any:
@@ -47,7 +47,7 @@ def _stated_by_hosts(value: Any) -> Any:
 
 
 class HostsFile(Frozen):
-    """Some consecutive hosts and their device, as in ClusterFile."""
+    """Consecutive hosts with the same device; the fields are as in ClusterFile."""
 
     n_hosts: int = Field(gt=0, le=MAX_DEVICES)
     device: Annotated[str | dict[str, Any], BeforeValidator(_stated)]
@@ -58,11 +58,11 @@ def _form(value: Any) -> str:
 
 
 class ClusterFile(Frozen):
-    """What a cluster file may say.
+    """The fields of a cluster file.
 
-    device         a preset's name, or figures of a DeviceProfile; with `like: PRESET` only those that differ;
-                   where hosts have different ones, a list of {n_hosts, device} in the order of the hosts
-    inside_host, between_hosts  {bytes_per_s, latency_s} of all links where they differ from the devices'
+    device         a preset's name, or figures of a DeviceProfile; with `like: PRESET` only those that differ from
+                   the preset. If hosts have different devices: a list of {n_hosts, device} in the order of the hosts
+    inside_host, between_hosts  {bytes_per_s, latency_s} of all links, where they differ from the devices' figures
     """
 
     n_hosts: int = Field(gt=0, le=MAX_DEVICES)
@@ -79,7 +79,7 @@ class ClusterFile(Frozen):
 
 
 def read_cluster(path: Path) -> Hardware:
-    """Read a cluster file. Raises ConfigError with one sentence naming file, field and value."""
+    """Read a cluster file. Raises ConfigError; its sentence names the file, the field and the value."""
     try:
         stated = ClusterFile.model_validate(read_yaml(path))
     except ValidationError as error:
@@ -111,7 +111,7 @@ def read_cluster(path: Path) -> Hardware:
 
 
 def cluster_of(n_hosts: int, devices_per_host: int, where: str) -> Cluster:
-    """A cluster of a user's numbers. Raises ConfigError, whose sentence begins with `where` they stand."""
+    """A cluster of a user's numbers. Raises ConfigError; its sentence begins with `where`, their place."""
     try:
         return Cluster(n_hosts, devices_per_host)
     except MeshError as error:
@@ -119,9 +119,9 @@ def cluster_of(n_hosts: int, devices_per_host: int, where: str) -> Cluster:
 
 
 def named_hardware(cluster: Cluster, device: str | Sequence[tuple[int, str]]) -> Hardware:
-    """A cluster whose devices have names: of presets, or of YAML files with their figures.
+    """A cluster whose devices are given by name: a preset's, or that of a YAML file with figures.
 
-    device  one name for all hosts, or (hosts, name) of the first hosts, the next ones, ...
+    device  one name for all hosts, or (number of hosts, name) pairs in the order of the hosts
     Raises ConfigError.
     """
     stated = [(cluster.n_hosts, device)] if isinstance(device, str) else device
@@ -147,7 +147,7 @@ def _read_device(name: str) -> DeviceProfile:
 
 
 def _profile(figures: Mapping[str, Any], where: str) -> DeviceProfile:
-    """A profile from its figures, or from a preset's (`like`) with some changed."""
+    """A profile from its figures, or from those of a preset (`like`) with some changed."""
     figures = dict(figures)
     if "like" in figures:
         try:
@@ -162,7 +162,7 @@ def _profile(figures: Mapping[str, Any], where: str) -> DeviceProfile:
 
 
 def _merged(known: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The known figures with the changed ones; links are changed figure by figure."""
+    """The known figures with the changes applied; of a link, only the figures that `changes` names change."""
     merged = dict(known)
     for key, value in changes.items():
         old = known.get(key)
@@ -183,9 +183,10 @@ SECONDS: Mapping[str, float] = {"microseconds": 1e-6, "milliseconds": 1e-3}
 
 
 class Range(NamedTuple):
-    """What a figure is today, from a slow host's to several times a large GPU's.
+    """The plausible values of a figure, from a slow host's to several times a large GPU's.
 
-    unit   of the figure; others: units that are taken for it, the likeliest first, and their size
+    unit    of the figure
+    others  units that are mistaken for it, the likeliest first, and their size in `unit`
     """
 
     low: float
@@ -194,13 +195,14 @@ class Range(NamedTuple):
     others: Mapping[str, float]
 
     def holds(self, value: float) -> bool:
+        """Whether a value is plausible."""
         return self.low <= value <= self.high
 
 
 BETWEEN_HOSTS = 9.9e10
-"""bytes_per_s of the fastest link of one device to another host: an 800 Gb/s adapter (ConnectX-8) for each GPU sends
-nearly 100e9, the 400 Gb/s one of DGX H100, H200 and B200 (8 for 8 GPUs) 50e9. From 100e9 on stand 100, 200, 400 and
-800 Gb/s in bits, which are by far the more likely."""
+"""The largest plausible bytes_per_s of a link between hosts. An 800 Gb/s adapter (ConnectX-8) for each GPU sends
+nearly 100e9; the 400 Gb/s one of DGX H100, H200 and B200 (8 for 8 GPUs) sends 50e9. A value from 100e9 on is far more
+likely 100, 200, 400 or 800 Gb/s given in bits."""
 
 RANGES: Mapping[str, Range] = {
     "flops_per_s": Range(1e9, 1e16, "FLOP/s", FLOPS_PER_S),
@@ -216,21 +218,21 @@ RANGES: Mapping[str, Range] = {
     "optimizer_overhead_s": Range(1e-7, 1.0, "seconds", SECONDS),
     "dispatch_s": Range(1e-7, 1.0, "seconds", SECONDS),
 }
-"""Figure of a DeviceProfile -> its range. 0 s, where something is to cost nothing, is no mistake."""
+"""Figure of a DeviceProfile -> its range. 0 seconds is allowed too: it says that something costs nothing."""
 
 
 def implausible(device: DeviceProfile, where: str) -> Iterator[str]:
-    """A sentence for each figure outside its range, with the unit that it is likely in.
+    """A sentence for each figure outside its range, with the unit that was probably meant.
 
-    where  what the sentences begin with: the file
+    where  the file; the sentences begin with it
     """
     for name, known in RANGES.items():
         value = _figure(device, name)
         if known.holds(value) or (value == 0 and known.unit == "seconds"):
             continue
         sentence = (
-            f"{where}: {name}={value:g} is hardly true: it is in {known.unit}, "
-            f"of which devices have {known.low:g} to {known.high:g}"
+            f"{where}: {name}={value:g} is implausible: it is in {known.unit}, "
+            f"and devices have {known.low:g} to {known.high:g}"
         )
         likely = [
             f"in {unit}, write {value * size:.6g}"
@@ -243,7 +245,7 @@ def implausible(device: DeviceProfile, where: str) -> Iterator[str]:
 
 
 def _figure(device: DeviceProfile, name: str) -> float:
-    """A figure by its name, that of a link by link and name."""
+    """A figure by its name; `link.figure` for a link's."""
     found: object = device
     for part in name.split("."):
         found = getattr(found, part)

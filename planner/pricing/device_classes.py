@@ -1,12 +1,12 @@
-"""Which class of devices each host of a cluster has: the same on all of them, or several.
+"""The device class of each host of a cluster: one class on all hosts, or several.
 
-What a mesh of several classes costs, which is part of what proofs of the search speak of:
-- a call is priced by the slowest of the mesh's classes, operation by operation (a layer's pass, an update, a
-  collective; planner/pricing/rooflines.py, `Slowest`): its ranks wait for each other at every collective, and shares
-  are dealt as if all were alike. A save likewise;
-- memory is each device's own;
-- a message is priced by the slower link of its two hosts: the greater latency, the lesser bandwidth;
-- the dispatch of a node is that of the class with the costliest.
+The search's proofs assume this price of a mesh with several classes:
+- Each operation of a call (a layer's pass, an update, a collective) is priced by the mesh's slowest class
+  (planner/pricing/rooflines.py, `Slowest`): ranks wait for each other at every collective, and work is split as if
+  all devices were alike. A save is priced likewise.
+- Memory is each device's own.
+- A message is priced by the larger latency and the smaller bandwidth of its two hosts' links.
+- The dispatch of a node is priced by the class whose dispatch is slowest.
 """
 
 from bisect import bisect_right
@@ -20,7 +20,7 @@ from planner.pricing.devices import DeviceProfile
 
 
 class DeviceClassError(ValueError):
-    """Device classes that do not make up a cluster: one sentence with the values and what to change."""
+    """The device classes do not make up a cluster; the message names the values and what to change."""
 
 
 def _check_hosts(cluster: Cluster, n_hosts: int) -> None:
@@ -33,10 +33,10 @@ def _check_hosts(cluster: Cluster, n_hosts: int) -> None:
 
 @dataclass(frozen=True)
 class DeviceClasses:
-    """The classes of a cluster's devices. A class has a number: its place in `profiles`.
+    """The classes of a cluster's devices. A class's number is its index in `profiles`.
 
-    profiles  what a device of each class can do; their names differ
-    of_host   host -> number of its class
+    profiles  figures of a device of each class; their names differ
+    of_host   [hosts] number of each host's class
     Raises DeviceClassError when hosts are missing or left over, and for two classes of one name.
     """
 
@@ -61,15 +61,15 @@ class DeviceClasses:
 
     @staticmethod
     def host_by_host(cluster: Cluster, devices: Sequence[DeviceProfile]) -> "DeviceClasses":
-        """The device of each host; equal ones are one class."""
+        """Classes from the device of each host; equal devices are one class."""
         profiles = list(dict.fromkeys(devices))
         number = {profile: i for i, profile in enumerate(profiles)}
         return DeviceClasses(cluster, tuple(profiles), tuple(number[device] for device in devices))
 
     @staticmethod
     def by_hosts(cluster: Cluster, parts: Sequence[tuple[int, DeviceProfile]]) -> "DeviceClasses":
-        """(hosts, device) of the first hosts, the next ones, ...; equal devices are one class."""
-        _check_hosts(cluster, sum(n_hosts for n_hosts, _ in parts))  # before any list is as long as that
+        """Classes from (number of hosts, device) pairs in the order of the hosts; equal devices are one class."""
+        _check_hosts(cluster, sum(n_hosts for n_hosts, _ in parts))  # first: a wrong number may be huge
         return DeviceClasses.host_by_host(cluster, [device for n, device in parts for _ in range(n)])
 
     def part(self, number: int) -> Cluster:
@@ -78,7 +78,7 @@ class DeviceClasses:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """(first device, class) of the longest runs of consecutive devices of one class, ascending."""
+        """(first device, class) of each maximal run of consecutive devices of one class, ascending."""
         per_host = self.cluster.devices_per_host
         return tuple(
             (host * per_host, number)
@@ -91,7 +91,10 @@ class DeviceClasses:
         return [first for first, _ in self.runs]
 
     def layout(self, first: int, size: int) -> tuple[tuple[int, int], ...]:
-        """(offset, class) of the runs of devices first .. first + size - 1: equal for meshes that are alike."""
+        """(offset, class) of each run of one class among devices first .. first + size - 1.
+
+        Meshes with equal size and layout cost the same.
+        """
         if len(self.runs) == 1:
             return ((0, 0),)
         low = bisect_right(self._starts, first) - 1
@@ -103,12 +106,12 @@ class DeviceClasses:
         return tuple(sorted({number for _, number in self.layout(first, size)}))
 
     def profile(self, device: int) -> DeviceProfile:
-        """What a device can do."""
+        """The profile of a device."""
         return self.profiles[self.of_host[self.cluster.host(device)]]
 
     @property
     def dispatch_s(self) -> float:
-        """A plan node's cost besides its work."""
+        """Seconds of a plan node besides its work: those of the slowest class."""
         return max(profile.dispatch_s for profile in self.profiles)
 
     def link(self, a: int, b: int, crosses_hosts: bool) -> tuple[float, float]:
@@ -126,17 +129,17 @@ class DeviceClasses:
         return found
 
     def send_s(self, source: int, destination: int, size_bytes: float) -> float:
-        """Seconds of one message from device to device."""
+        """Seconds of a message of size_bytes between two devices."""
         a, b = self.cluster.host(source), self.cluster.host(destination)
         latency_s, bytes_per_s = self.link(self.of_host[a], self.of_host[b], a != b)
         return latency_s + size_bytes / bytes_per_s
 
     def host_copy_s(self, size_bytes: float, classes: Iterable[int]) -> float:
-        """Seconds in which devices of some classes each copy so many bytes to their host's memory, or back."""
+        """Seconds in which devices of these classes each copy size_bytes to their host's memory, or back."""
         return size_bytes / min(self.profiles[number].host_copy_bytes_per_s for number in classes)
 
     def name(self, classes: Iterable[int]) -> str:
-        """Classes by name, as in `a100-80g-sxm + h100-sxm`."""
+        """The names of classes, as in `a100-80g-sxm + h100-sxm`."""
         return " + ".join(self.profiles[number].name for number in classes)
 
     def __str__(self) -> str:

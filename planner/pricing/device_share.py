@@ -1,4 +1,4 @@
-"""How much of a model one device holds and computes: the largest share of any tp rank, stage by stage."""
+"""How much of a model one device holds and computes: the largest share of any tp rank, for each stage."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,13 +10,13 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements on the tp rank that has most of them.
+    """Numbers of elements on the tp rank that has most of them.
 
-    layer, embedding, head  parameters: of one layer, of the token embedding, of what follows the last layer
-    query, kv, intermediate  width of the local query heads, of the local keys (or values), and of the MLP
+    layer, embedding, head   parameters of one layer, of the token embedding, of what follows the last layer
+    query, kv, intermediate  width of the local query heads, of the local keys (values have the same), of the MLP
     vocab                    local rows of the vocabulary; 1 for a scalar head
     hidden, layers           of the whole model
-    tied                     the last of several stages holds the embedding again
+    tied                     the head shares the embedding's weights: with several stages, the last one holds them too
     """
 
     layer: int
@@ -35,7 +35,7 @@ class Sizes:
         return _stage_layers(self.layers, pp)[stage]
 
     def stage_parameters(self, pp: int, stage: int) -> int:
-        """Parameters of a stage."""
+        """Number of parameters of a stage on one device."""
         count = self.stage_layers(pp, stage) * self.layer
         if stage == 0:
             count += self.embedding
@@ -44,7 +44,7 @@ class Sizes:
         return count
 
     def parameters_by_stage(self, pp: int) -> tuple[int, ...]:
-        """Parameters of every stage."""
+        """[stages] numbers of parameters on one device."""
         firsts, kinds = stage_kinds(self.layers, pp)
         found = [self.stage_parameters(pp, stage) for stage in firsts]
         return tuple(found[kind] for kind in kinds)
@@ -57,8 +57,10 @@ def _stage_layers(layers: int, pp: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def stage_kinds(layers: int, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(the first stage of each kind, the number of every stage's kind): those of a kind have equally many layers and
-    are no ends, or are the same end."""
+    """Groups stages that are alike: (first stage of each kind, [stages] number of each stage's kind).
+
+    Two stages are alike if they have equally many layers, and neither is the first or the last stage.
+    """
     number: dict[tuple[int, bool, bool], int] = {}
     firsts: list[int] = []
     kinds: list[int] = []
@@ -72,7 +74,7 @@ def stage_kinds(layers: int, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 @lru_cache(maxsize=1024)
 def sizes(shape: ModelShape, head: Head, tp: int) -> Sizes:
-    """The sizes under tensor parallelism of degree tp. Raises ValueError when a tp rank would be empty."""
+    """The sizes at tensor-parallel degree tp. Raises ValueError when a tp rank would be empty."""
     layout = Layout(shape, head, Placement(tuple(range(tp)), ParallelStrategy(tp=tp)))
 
     def local(tp_rank: int, *, layer: int | None, place: tuple[str, ...]) -> int:

@@ -1,7 +1,7 @@
-"""What a device and its links can do: the figures that the cost model divides work by.
+"""The figures of a device and its links: peaks, efficiencies, overheads and memory.
 
-Peaks come from data sheets; efficiencies and host overheads, which no data sheet has, stand here too, with
-their source, so that the cost model has no constants of its own.
+Peaks come from data sheets. Efficiencies and host overheads, which no data sheet has, are given here with their
+source, so that the cost model has no constants of its own.
 """
 
 from pydantic import ConfigDict, Field
@@ -11,7 +11,7 @@ from rlhf_tasks.system.reading import shown
 
 
 class Link(Frozen):
-    """A connection as one device sees it. bytes_per_s: in one direction; latency_s: of one message."""
+    """A connection of one device. bytes_per_s: in one direction; latency_s: seconds of one message."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -22,17 +22,17 @@ class Link(Frozen):
 class DeviceProfile(Frozen):
     """One kind of device.
 
-    flops_per_s        peak of matrix multiplications in the training type
-    memory_bytes_per_s peak of device memory; memory_bytes: its size
-    inside_host        link to a device of the same host; between_hosts: of another host
-    host_copy_bytes_per_s  between device and host memory, in one direction; what a large copy reaches
+    flops_per_s         peak of matrix multiplications in the data type of training
+    memory_bytes_per_s  peak bandwidth of device memory; memory_bytes: its size
+    inside_host         link to a device of the same host; between_hosts: to a device of another host
+    host_copy_bytes_per_s  bandwidth that a large copy reaches between device and host memory, in one direction
     matmul_efficiency, memory_efficiency, link_efficiency  share of the peaks that large operations reach
-    layer_overhead_s   host's time per layer and pass of a forward or backward
-    decode_overhead_s  host's time per layer and decoding step
-    optimizer_overhead_s  host's time per optimizer step
-    dispatch_s         a plan node's cost besides its work
-    process_bytes      memory of a rank's process besides tensors; not part of memory_bytes
-    sources            where the figures come from
+    layer_overhead_s    host time per layer and forward or backward pass
+    decode_overhead_s   host time per layer and decoding step
+    optimizer_overhead_s  host time per optimizer step
+    dispatch_s          seconds of a plan node besides its work
+    process_bytes       memory of a rank's process besides tensors; not part of memory_bytes
+    sources             where the figures come from
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -55,7 +55,7 @@ class DeviceProfile(Frozen):
     sources: tuple[str, ...] = ()
 
     def compute_s(self, flops: float, traffic_bytes: float) -> float:
-        """Seconds of an operation by the roofline: the longer of arithmetic and memory traffic."""
+        """Seconds of an operation by the roofline: the longer of arithmetic (FLOPs) and memory traffic (bytes)."""
         return max(
             flops / (self.flops_per_s * self.matmul_efficiency),
             traffic_bytes / (self.memory_bytes_per_s * self.memory_efficiency),
@@ -66,12 +66,12 @@ class DeviceProfile(Frozen):
         return self.between_hosts if crosses_hosts else self.inside_host
 
     def send_s(self, size_bytes: float, crosses_hosts: bool) -> float:
-        """Seconds of one message."""
+        """Seconds of one message of size_bytes bytes."""
         link = self.link(crosses_hosts)
         return link.latency_s + size_bytes / (link.bytes_per_s * self.link_efficiency)
 
     def gather_s(self, size_bytes: float, ranks: int, crosses_hosts: bool) -> float:
-        """Seconds of a ring all-gather or reduce-scatter of size_bytes in all."""
+        """Seconds of a ring all-gather or reduce-scatter; size_bytes: bytes of the whole tensor."""
         if ranks == 1:
             return 0.0
         link = self.link(crosses_hosts)
@@ -79,7 +79,7 @@ class DeviceProfile(Frozen):
         return (ranks - 1) * link.latency_s + moved / (link.bytes_per_s * self.link_efficiency)
 
     def all_reduce_s(self, size_bytes: float, ranks: int, crosses_hosts: bool) -> float:
-        """Seconds of a ring all-reduce: a reduce-scatter and an all-gather."""
+        """Seconds of a ring all-reduce (a reduce-scatter and an all-gather) of size_bytes bytes."""
         return 2 * self.gather_s(size_bytes, ranks, crosses_hosts)
 
 
@@ -149,19 +149,22 @@ PRESETS: dict[str, DeviceProfile] = {
 
 
 def preset_of_gpu(model: str) -> str | None:
-    """The preset for a GPU by its model's name, as in "NVIDIA H100 80GB HBM3"; None where there is none."""
+    """The preset for a GPU's model name such as "NVIDIA H100 80GB HBM3"; None if there is none."""
     return next((name for name in PRESETS if name.split("-")[0].upper() in model.upper()), None)
 
 
 def preset(name: str) -> DeviceProfile:
-    """A device by name. Raises ValueError naming the presets there are."""
+    """A preset by name. Raises ValueError, which names the known presets."""
     if name not in PRESETS:
         raise ValueError(f"There is no device preset {shown(name)}; known are {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 
 def described(device: DeviceProfile) -> str:
-    """What a device's figures are, as in `changed preset of cpu-slot`; its memory is the machine's own."""
+    """Where a device's figures come from, as in `changed preset of cpu-slot`.
+
+    A changed memory size does not count as a change: it is the machine's own.
+    """
     known = PRESETS.get(device.name)
     if known is None:
         return f"stated figures of {device.name}"

@@ -1,9 +1,10 @@
-"""Measured profiles: what ranks found for one model on one kind of device, and the timing read from it. Computed
-ones (planner/pricing/analytic.py) have the same form and are read the same way.
+"""Measured profiles: what ranks measured for one model on one kind of device, and the times read from it.
 
-Seconds between measured points are linear in tokens and in context, as work is; beyond the last point they go on
-with the last slope, below the first one they stay, for there overhead is all. More
-tokens, bytes or parameters never take less: what was measured so is noise (`rising`).
+Computed profiles (planner/pricing/analytic.py) have the same form and are read the same way.
+
+Seconds between measured points are linear in tokens and in context, as the work is. Beyond the last point they
+continue with the last slope. Below the first point they are constant, because overhead dominates there. More tokens,
+bytes or parameters never take less time: measurements that say so are noise and are smoothed (`rising`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,20 +33,20 @@ from rlhf_tasks.spec import Frozen
 
 
 class ProfileError(ValueError):
-    """A profile that does not fit: one sentence with the values and what to change."""
+    """A profile does not fit its use; the message names the values and what to change."""
 
 
 class MeasuredProfile(Frozen):
-    """What was measured of one model on one kind of device, or computed in its place (planner/pricing/analytic.py).
+    """Measurements of one model on one kind of device, or computed figures in their place.
 
     device         name of the device, as in DeviceProfile
     n_hosts, devices_per_host   of the cluster that it was measured on
-    model          the model's shape; itemsize: bytes of its parameters
-    operations     seconds of layers, ends and updates; exchanges: of collectives and messages
-    dispatch_s     between two nodes of a plan on a rank
+    model          the model's shape; itemsize: bytes of a parameter
+    operations     seconds of layers, model ends and updates; exchanges: of collectives and messages
+    dispatch_s     seconds between two nodes of a plan on a rank
     process_bytes  memory of a rank's process besides tensors
-    computed_from  the figures that a computed profile is of, as in `preset of h100-sxm`; None where ranks measured it
-    Raises ValueError when a figure is missing or cannot be.
+    computed_from  source of a computed profile's figures, as in `preset of h100-sxm`; None for a measured profile
+    Raises ValueError when a figure is missing or impossible.
     """
 
     device: str
@@ -64,12 +65,14 @@ class MeasuredProfile(Frozen):
         for timed in self.operations:
             sizes = (timed.tokens, timed.tp, timed.context + 1)
             if not (_can_be(timed.seconds) and min(sizes) >= 1 and max(sizes) <= MOST_BYTES):
-                raise ProfileError(f"profile of {self.device}: {timed} has a figure that cannot be.")
+                raise ProfileError(f"profile of {self.device}: {timed} has an impossible figure.")
         for exchange in self.exchanges:
-            nothing = exchange.seconds == 0 and self.computed_from is None  # a stated latency may be 0
+            nothing = (
+                exchange.seconds == 0 and self.computed_from is None
+            )  # 0 s only from a stated latency of 0
             sizes = (exchange.ranks - 1, exchange.size_bytes + 1)
             if nothing or not (_can_be(exchange.seconds) and min(sizes) >= 1 and max(sizes) <= MOST_BYTES):
-                raise ProfileError(f"profile of {self.device}: {exchange} has a figure that cannot be.")
+                raise ProfileError(f"profile of {self.device}: {exchange} has an impossible figure.")
         return self
 
     @staticmethod
@@ -82,7 +85,10 @@ class MeasuredProfile(Frozen):
         measured: Sequence[Measurements],
         dispatch_s: float = 0.0,
     ) -> "MeasuredProfile":
-        """The profile of what all ranks measured: means over the ranks that measured the same."""
+        """The profile from all ranks' measurements: mean seconds over the ranks that measured the same point.
+
+        itemsize: bytes of a parameter; dispatch_s: seconds.
+        """
         operations, exchanges = defaultdict(list), defaultdict(list)
         for found in measured:
             for timed in found.operations:
@@ -109,13 +115,13 @@ class MeasuredProfile(Frozen):
 
     @property
     def title(self) -> str:
-        """Whose figures these are, as in `measured profile of h100-sxm`."""
+        """What the profile is, as in `measured profile of h100-sxm`."""
         if self.computed_from is None:
             return f"measured profile of {self.device}"
         return f"profile computed from the {self.computed_from}"
 
     def check(self, models: Mapping[str, RoleModel], itemsize: int) -> None:
-        """Raises ProfileError when no role has this profile's model, or parameters have another size."""
+        """Raises ProfileError when no role has this profile's model, or parameters are not of `itemsize` bytes."""
         shapes = {role: model.shape for role, model in models.items()}
         if self.model not in shapes.values():
             role, shape = next(iter(shapes.items()))
@@ -132,7 +138,7 @@ class MeasuredProfile(Frozen):
             )
 
     def lacking(self) -> str:
-        """What a whole profile has and this one has not, as in `optimizer at tp=2`; empty where it lacks nothing."""
+        """The first figure that this profile lacks, as in `optimizer at tp=2`; empty if it is complete."""
         measured = {(o.operation, o.tp) for o in self.operations}
         exchanged = {(e.kind, e.ranks) for e in self.exchanges}
         n_ranks = self.n_hosts * self.devices_per_host
@@ -149,7 +155,7 @@ class MeasuredProfile(Frozen):
 
     @cached_property
     def operation_tables(self) -> Mapping[tuple[str, int], "Table"]:
-        """(operation, tp) -> seconds by (context, tokens)."""
+        """(operation, tp) -> table of seconds: a row for each context, a column for each number of tokens."""
         points: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
         for o in self.operations:
             points[o.operation, o.tp].append((o.context, o.tokens, o.seconds))
@@ -162,7 +168,7 @@ class MeasuredProfile(Frozen):
 
     @cached_property
     def exchange_tables(self) -> Mapping[tuple[str, bool], "Table"]:
-        """(kind, crosses hosts) -> seconds by (ranks, bytes)."""
+        """(kind, crosses hosts) -> table of seconds: a row for each number of ranks, a column for each of bytes."""
         points: dict[tuple[str, bool], list[tuple[float, float, float]]] = defaultdict(list)
         for e in self.exchanges:
             points[e.kind, e.crosses_hosts].append((e.ranks, e.size_bytes, e.seconds))
@@ -174,7 +180,7 @@ def _can_be(seconds: float) -> bool:
 
 
 class Table:
-    """Seconds over a grid (row, column), linear between its points; see the module."""
+    """Seconds at points (row, column), interpolated as the module says."""
 
     def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
         rows: dict[float, list[tuple[float, float]]] = defaultdict(list)
@@ -185,7 +191,7 @@ class Table:
         self._seconds = [rising([seconds for _, seconds in sorted(rows[row])]) for row in self.rows]
 
     def at(self, row: float, column: float) -> float:
-        """Seconds at a point."""
+        """Seconds at a point; the rows and columns are those of the constructor's points."""
         if len(self.rows) == 1:
             return self._in_row(0, column)
         place, share = _between(self.rows, row)
@@ -196,9 +202,9 @@ class Table:
         columns, seconds = self._columns[place], self._seconds[place]
         if len(columns) == 1:
             return seconds[0]
-        if (
-            column > columns[-1]
-        ):  # by the last slope that is none of noise, which leaves the last values alike
+        if column > columns[-1]:
+            # Extrapolate along the line from the last smaller value to the last point. Smoothing may leave several
+            # equal values at the end; a slope of zero between these would be noise.
             i = max(bisect_left(seconds, seconds[-1]) - 1, 0)
             share = (column - columns[i]) / (columns[-1] - columns[i])
             return seconds[i] + share * (seconds[-1] - seconds[i])
@@ -207,8 +213,10 @@ class Table:
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The values that never fall and lie closest to some given ones by least squares (Ayer et al. 1955): where these
-    fall, their mean. More work never takes less time, so what says otherwise is noise."""
+    """The non-decreasing values closest to the given ones by least squares (isotonic regression).
+
+    Pools adjacent violators (Ayer et al. 1955): a falling run of values is replaced by its mean.
+    """
     pools: list[tuple[float, int]] = []  # mean and number of values
     for value in values:
         mean, count = value, 1
@@ -220,8 +228,10 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def _between(grid: Sequence[float], value: float) -> tuple[int, float]:
-    """(i, share): the value lies at this share of the way from point i to the next; below the grid at its start,
-    beyond it on the line through its last two points."""
+    """(i, share): the value lies at this share of the way from point i to point i + 1.
+
+    Below the grid: its first point. Beyond the grid: share > 1 on the line through its last two points.
+    """
     if value <= grid[0]:
         return 0, 0.0
     i = min(bisect_right(grid, value), len(grid) - 1) - 1
@@ -231,7 +241,7 @@ def _between(grid: Sequence[float], value: float) -> tuple[int, float]:
 class ProfileTables:
     """Timing (planner/pricing/rooflines.py) from a measured profile.
 
-    crosses  whether a tp group spans hosts: operations are measured on neighbours of one host where they fit on one
+    crosses  whether the tp group spans hosts. Ranks measure a tp group inside one host if it fits there
     Raises ProfileError when tp was not measured.
     """
 
@@ -245,7 +255,10 @@ class ProfileTables:
             )
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """A layer's seconds. Its two sums are dearer where the tp group spans hosts and was measured inside one."""
+        """Seconds of a layer over `tokens` tokens.
+
+        If the tp group spans hosts but was measured inside one, the layer's two sums cost more.
+        """
         seconds = self._at(f"layer/{kind}", tokens, context)
         if self._crosses and self._tp <= self._profile.devices_per_host:
             size_bytes = tokens * self._profile.model.hidden * self._profile.itemsize
@@ -256,18 +269,24 @@ class ProfileTables:
         return seconds
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
+        """Seconds of the embedding of `tokens` tokens; a prefill or decoding step counts as a forward pass."""
         if kind == "decode" or kind == "prefill":
             kind = "forward"
         return self._at(f"embedding/{kind}", tokens, 0)
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """What was measured of both ends less the embedding. A model that generates has an `lm` head."""
+        """Seconds of the head over `tokens` tokens. Its measurements include the embedding, which is subtracted."""
         return max(self._at(f"{self._head}/{kind}", tokens, context) - self.embedding_s(kind, tokens), 0.0)
 
     def update_s(self, parameters: float, dp: int) -> float:
+        """Seconds of the update of a dp rank's share of `parameters` parameters."""
         return self._at("optimizer", parameters / dp, 0)
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
+        """Seconds of a collective or message of size_bytes bytes in all; 0 for one rank.
+
+        If it was measured only inside a host, or only across hosts, those figures serve for both.
+        """
         if ranks == 1:
             return 0.0
         tables = self._profile.exchange_tables

@@ -1,21 +1,22 @@
 """All options of every call: device mesh, strategy and micro-batches, with seconds and bytes.
 
-The class of options, which is the class that proofs of the search speak of:
-- meshes: aligned parts of a host, or whole consecutive hosts. On at most 16 hosts all of them. On more, those that
-  begin and end at sixteenths of the cluster; inside the first sixteenth, the first 1, 2, 4, ... hosts and as many
-  behind these; and the parts of the first host;
-- strategies: dp tp pp = size of the mesh; tp divides the devices of a host or is a multiple of them, and is at
-  most the problem's limit and what the model's heads allow; pp at most the layers; dp at most the
-  sequences of a mini-batch;
-- micro-batches: 1, 2, 4, ... and pp times these, and the share of a dp rank itself, within that share;
-- device classes: a mesh may hold several, and is priced as planner/pricing/device_classes.py says.
+The search proves optimality within this class of options:
+- Meshes: aligned parts of a host, or whole consecutive hosts. On at most 16 hosts, all of them. On more hosts, those
+  that begin and end at sixteenths of the cluster; within the first sixteenth, the first 1, 2, 4, ... hosts and the
+  same number of hosts after them; and the aligned parts of the first host.
+- Strategies: dp x tp x pp = size of the mesh. tp divides the number of devices of a host or is a multiple of it, and
+  is at most the problem's limit and what the model's heads allow. pp is at most the number of layers. dp is at most
+  the number of sequences of a mini-batch.
+- Micro-batches: 1, 2, 4, ..., pp times these, and the number of sequences of a dp rank; at most the latter.
+- Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced.
+- Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses.
 
-- offload: of a frozen role with one call, parameters resident or offloaded between their uses.
-
-Options that do not fit a device's memory even alone are left out. Of options on one mesh under one strategy, one that
-is neither faster nor smaller than another is left out too: they differ in nothing else, so no plan gets worse. And
-none is offloaded where the largest options of all calls fit a device together: then nothing is gained by it, for an
-onload and an offload only ever cost time.
+Left out are:
+- options that do not fit the memory of their devices even alone;
+- options that are neither faster nor smaller than another one on the same mesh under the same strategy. They differ
+  in nothing else, so no plan gets worse;
+- all offloaded options, if the largest options of all calls fit on one device together. Onloads and offloads only
+  cost time, so they gain nothing then.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,14 +38,14 @@ class Option(NamedTuple):
     """One way to run a call.
 
     first, size    its device mesh: devices first .. first + size - 1
-    strategy       (dp, tp, pp) with dp tp pp = size
+    strategy       (dp, tp, pp) with dp x tp x pp = size
     seconds        the call's duration
-    resident       bytes per stage that a device holds all the time: a trained role's parameters, gradients and
-                   optimizer at its train_step, a frozen role's parameters unless they are offloaded; zeros for a
-                   reader of a trained role
-    copy           bytes per stage of a read-only copy of the parameters, or of the parameters while onloaded
-    active         bytes per stage beyond these while the call runs
-    offload        whether a frozen role's parameters are in host memory but for this call
+    resident       [stages] bytes that a device holds all the time: of a train_step, parameters, gradients and
+                   optimizer; of a frozen role, parameters unless they are offloaded; 0 for other calls of a trained
+                   role
+    copy           [stages] bytes of a read-only copy of the parameters, or of the parameters while onloaded
+    active         [stages] bytes beyond these while the call runs
+    offload        whether a frozen role's parameters are in host memory except during this call
     """
 
     first: int
@@ -68,24 +69,24 @@ class Option(NamedTuple):
 
     @property
     def active_bytes(self) -> float:
-        """The most that a device holds besides while the call runs."""
+        """The most bytes that a device needs beyond parameters while the call runs."""
         return max(self.active)
 
 
 def cut_points(n_hosts: int) -> tuple[int, ...]:
-    """Numbers of hosts at which large meshes begin and end: all of them up to 16 hosts, else sixteenths."""
+    """The hosts at which large meshes may begin and end: every host up to 16 hosts, else every sixteenth of them."""
     parts = min(n_hosts, ALL_CUTS)
     return tuple(i * n_hosts // parts for i in range(parts + 1))
 
 
 def few_hosts(n_hosts: int) -> tuple[int, ...]:
-    """Numbers of hosts of the small meshes at the start of a cluster: 1, 2, 4, ... up to half its first sixteenth."""
+    """Sizes, in hosts, of the small meshes at the start of a cluster: 1, 2, 4, ... up to half its first sixteenth."""
     half = cut_points(n_hosts)[1] // 2
     return tuple(2**i for i in range(half.bit_length()))
 
 
 def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
-    """The meshes of the class above, smallest first."""
+    """The meshes of the class that the module describes, smallest first."""
     if cluster.n_hosts <= ALL_CUTS:
         yield from meshes(cluster)
         return
@@ -99,7 +100,7 @@ def candidate_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
 
 
 def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator[ParallelStrategy]:
-    """The strategies of a call on a mesh of some size."""
+    """The strategies of a call on a mesh of `size` devices."""
     shape = problem.model.models[call.role].shape
     per_host = problem.cluster.devices_per_host
     most_tp = min(problem.tp_limit, size, shape.query_heads, shape.intermediate, shape.vocab)
@@ -113,7 +114,7 @@ def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator
 
 
 def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> list[int]:
-    """Into how many micro-batches a dp rank may cut its share; generation has groups in flight instead."""
+    """The numbers of micro-batches that a call may have; generation always has 1."""
     if call.kind == "generate":
         return [1]
     share = call.n_seqs // (call.mini_batches * strategy.dp)
@@ -125,7 +126,7 @@ def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> l
 
 
 def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
-    """The options of every call of the graph. Offloaded ones follow the resident ones, in the same order.
+    """The options of every call of the graph. Offloaded options follow the resident ones, in the same order.
 
     Raises ProblemError as `call_options` does.
     """
@@ -144,10 +145,9 @@ def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
 
 
 def _most_needed(options: Iterable[Option]) -> float:
-    """Bytes that no device exceeds for a call, if nothing else were there."""
-    unlike = {
-        id(option.active): option for option in options
-    }.values()  # those on like meshes share their figures
+    """An upper bound on the bytes of a device for a call alone."""
+    # Options on meshes that are alike share the very same tuple of figures; one of each suffices.
+    unlike = {id(option.active): option for option in options}.values()
     return max(max(*option.resident, *option.copy) + option.active_bytes for option in unlike)
 
 
@@ -156,9 +156,9 @@ def _offloaded(option: Option) -> Option:
 
 
 def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...]:
-    """All options of a call with its role's parameters where they are, sorted by mesh and strategy.
+    """All options of a call with resident parameters, sorted by mesh and strategy.
 
-    Raises ProblemError when none fits, with the least shortfall and the fields that would lower it.
+    Raises ProblemError when none fits. It names the smallest shortfall and the fields that would reduce it.
     """
     classes = problem.model.classes
     priced: dict[tuple, list[Option]] = {}
@@ -183,7 +183,10 @@ def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...
 def _prices(
     problem: Problem, call: ModelFunctionCall, strategy: ParallelStrategy, first: int
 ) -> list[Option]:
-    """The options under a strategy from a device on. They cost the same on every mesh of these classes."""
+    """The options under a strategy on the mesh that begins at device `first`, one for each number of micro-batches.
+
+    Meshes with the same layout of device classes have the same prices.
+    """
     model = problem.model
     placement = Placement(tuple(range(first, first + strategy.size)), strategy)
     copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
@@ -202,7 +205,10 @@ def _prices(
 
 
 def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> list[tuple[int, int]]:
-    """Of each stage from a device on, (bytes of memory, device) of its smallest device."""
+    """[stages] (bytes of memory, device): the device of each stage that has the least memory.
+
+    first  the first device of the mesh
+    """
     width = strategy.dp * strategy.tp
     return [
         min(
@@ -214,15 +220,17 @@ def _rooms(strategy: ParallelStrategy, first: int, classes: DeviceClasses) -> li
 
 
 def _lacking(alike: Sequence[Option], rooms: Sequence[tuple[int, int]]) -> list[float]:
-    """Bytes that a device lacks most, or has left least, while the call runs, if nothing else were there: of options
-    that differ in micro-batches. rooms: of their stages."""
+    """[options] bytes that the scarcest device lacks if the call runs alone; negative if it fits.
+
+    alike  options that differ only in micro-batches; rooms: as `_rooms` gives them
+    """
     stages = zip(alike[0].resident, alike[0].copy, rooms, strict=True)
     left = [memory_bytes - max(resident, copy) for resident, copy, (memory_bytes, _) in stages]
     return [max(map(sub, option.active, left)) for option in alike]
 
 
 def _pareto(options: Iterable[Option]) -> list[Option]:
-    """Options without those that another one matches in time and on every stage in memory."""
+    """The options that no other option equals or beats in both seconds and memory of every stage."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda o: (o.seconds, o.active_bytes, o.micro_batches)):
         if not any(all(a <= b for a, b in zip(k.active, option.active, strict=True)) for k in kept):

@@ -1,6 +1,7 @@
-"""What a whole plan costs: seconds of every node, the steady state, and every device's peak of memory.
+"""What a whole plan costs: seconds of every node, the steady state, and every device's peak memory.
 
-Transfers are priced from the very lists that the executors run (rlhf_tasks/parallel/layout/transfers.py).
+Transfers are priced from the same lists of messages that the executors run
+(rlhf_tasks/parallel/layout/transfers.py).
 """
 
 import gc
@@ -40,18 +41,19 @@ _TOKEN_BYTES = {"prompt_ids": 8, "input_ids": 8, "response_mask": 1, "chosen_ids
 _SAMPLE_BYTES = {"scores": 4, "truncated": 1, "final_values": 4}
 """Bytes per sample of the keys that have one row per sample."""
 
-COLUMN_BYTES = 4  # of `columns`, per prompt token: its text, and as much again for the row's other columns
+COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The most that a device holds at once: when (the node that runs) and what (part -> bytes)."""
+    """The most that a device holds at once: the node that runs then, and part -> bytes."""
 
     node: str
     parts: dict[str, float]
 
     @property
     def total_bytes(self) -> float:
+        """The sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -59,11 +61,11 @@ class MemoryPeak:
 class PlanPrice:
     """A plan under a cost model.
 
-    duration_s   seconds of every node
+    duration_s   node -> seconds
     copy_s       onload -> seconds of the copy that it starts
-    moved_bytes  bytes that transfers and reallocations send between devices
-    peaks        device -> its peak of memory, for the devices that the plan uses
-    call_bytes   call -> the most that a device holds while it runs
+    moved_bytes  transfer or reallocation -> bytes that it sends between devices
+    peaks        device -> its peak memory, for the devices that the plan uses
+    call_bytes   call -> the most bytes that a device holds while it runs
     """
 
     duration_s: dict[str, float]
@@ -80,8 +82,7 @@ class PlanPrice:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without looking for cycles of objects: lists of a million messages have none, and looking through them again
-    and again takes as long as making them."""
+    """Pauses the garbage collector: scanning lists of a million messages for cycles takes as long as making them."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -93,7 +94,7 @@ def _no_collection() -> Iterator[None]:
 
 @_no_collection()
 def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
-    """Price every node of a plan. Raises ValueError when a strategy does not suit its model."""
+    """Price every node of a plan, in seconds and bytes. Raises ValueError when a strategy does not suit its model."""
     duration_s, moved_bytes, copy_s = {}, {}, {}
     for node in plan.nodes:
         duration_s[node.name], moved = node_cost(node, plan, model)
@@ -124,16 +125,16 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
 
 
 def save_s(parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[int]) -> float:
-    """Seconds in which a device copies its part of the optimizer's state aside.
+    """Seconds in which a device copies its part of the optimizer state to host memory.
 
-    parameter_bytes  of its slices; classes: of which the placement has devices
+    parameter_bytes  bytes of its parameters; classes: those of the placement's devices
     """
     state_bytes = parameter_bytes / model.workload.itemsize * OPTIMIZER_BYTES / dp
     return model.classes.host_copy_s(state_bytes, classes)
 
 
 def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
-    """What a reallocation sends, from the list that the executor runs."""
+    """The messages of a reallocation, from the list that the executor runs."""
     role = model.models[node.role]
     source, destination = (Layout(role.shape, role.head, p) for p in (node.source, node.destination))
     planned = plan_reallocation(source, destination, model.workload.itemsize, model.cluster.devices_per_host)
@@ -141,7 +142,7 @@ def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Messag
 
 
 def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: Workload) -> list[Message]:
-    """What a redistribution sends when every sequence has the mean length."""
+    """The messages of a redistribution in which every sequence has the mean length."""
     ids = range(plan.n_seqs)
     alike = dict.fromkeys(ids, 1)
     held, wanted = shares(node.source, ids, alike), shares(node.destination, ids, alike)
@@ -151,7 +152,7 @@ def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: W
 
 
 def key_bytes(key: str, workload: Workload) -> float:
-    """Bytes of a key per sample, on average."""
+    """Mean bytes of a key per sample."""
     if key in _SAMPLE_BYTES:
         return _SAMPLE_BYTES[key]
     if key == "columns":
@@ -161,7 +162,7 @@ def key_bytes(key: str, workload: Workload) -> float:
 
 
 def send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
-    """(seconds, bytes) of messages that run at the same time: the busiest direction of any device's links."""
+    """(seconds, bytes) of simultaneous messages: seconds of the busiest direction of any device, bytes in all."""
     busy: dict[tuple[int, str], float] = defaultdict(float)
     total = 0.0
     for source, destination, size_bytes in messages:
@@ -173,19 +174,19 @@ def send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
 
 
 class PlanMemory(NamedTuple):
-    """Memory under a plan: `PlanPrice.peaks` and `PlanPrice.call_bytes`."""
+    """Memory under a plan; the fields are as in PlanPrice."""
 
     peaks: dict[int, MemoryPeak]
     call_bytes: dict[str, float]
 
 
 def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
-    """What devices hold at most, in all and while each call runs.
+    """The most bytes that devices hold, over the whole plan and while each call runs.
 
-    Resident all the time: a trained role's parameters, gradients and optimizer on its training placement, a
-    frozen role's parameters on each of its placements where they are not offloaded. Copies live from their
-    reallocation to their release, offloaded parameters on the devices from their onload to their offload, a
-    call's temporary memory while it runs.
+    Always resident: a trained role's parameters, gradients and optimizer on its training placement; a frozen role's
+    parameters on each placement where they are not offloaded. A copy exists from its reallocation to its release.
+    Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
+    it runs.
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
@@ -206,7 +207,7 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
 
     def brought(node: str, role: str, part: str, placement: Placement) -> None:
         for device, size_bytes in _by_device(stages[placement], model.parameter_bytes(role, placement)):
-            live[device][part] = live[device].get(part, 0.0) + size_bytes  # of several at once the sum
+            live[device][part] = live[device].get(part, 0.0) + size_bytes  # several copies at once add up
             note(device, node, live[device])
 
     def freed(role: str, part: str, placement: Placement) -> None:
@@ -241,12 +242,14 @@ _Stages = list[tuple[int, int]]  # (device, stage)
 
 
 def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:
-    """First device -> the devices that are on the same stages as it of all placements of the plan; and placement ->
-    the stages of these first devices on it. Devices stand stage by stage (pp-major)."""
+    """Groups devices that are on the same stage of every placement of the plan; they hold the same bytes.
+
+    Returns (first device of a group -> its devices) and (placement -> (first device, its stage) of the groups on it).
+    """
     placements = list(dict.fromkeys(p for where in plan.roles.values() for p in where.placements))
     stage = np.full((plan.n_devices, len(placements)), -1)
     for column, placement in enumerate(placements):
-        width = len(placement.devices) // placement.strategy.pp
+        width = len(placement.devices) // placement.strategy.pp  # devices are in order of stages (pp-major)
         stage[np.array(placement.devices), column] = np.arange(len(placement.devices)) // width
     _, firsts, group = np.unique(stage, axis=0, return_index=True, return_inverse=True)
     groups: dict[int, list[int]] = {first: [] for first in sorted(firsts.tolist())}
@@ -260,18 +263,18 @@ def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _
 
 
 def _by_device(stages: _Stages, per_stage: Iterable[float]) -> list[tuple[int, float]]:
-    """(device, bytes) from bytes per stage."""
+    """(device, bytes) pairs from bytes per stage."""
     sizes = list(per_stage)
     return [(device, sizes[stage]) for device, stage in stages]
 
 
 def shortfall(price: PlanPrice, model: CostModel) -> str | None:
-    """One sentence about the device that lacks most memory, or None when the plan fits."""
+    """One sentence about the device that lacks the most bytes of memory; None when the plan fits."""
     return lack_of_memory(price.peaks, model)
 
 
 def lack_of_memory(peaks: Mapping[int, MemoryPeak], model: CostModel) -> str | None:
-    """`shortfall` from the peaks alone."""
+    """`shortfall`, from device -> peak."""
     device = scarcest_device(peaks, model)
     peak, profile = peaks[device], model.classes.profile(device)
     missing = peak.total_bytes - profile.memory_bytes
@@ -285,19 +288,19 @@ def lack_of_memory(peaks: Mapping[int, MemoryPeak], model: CostModel) -> str | N
 
 
 def scarcest_device(peaks: Mapping[int, MemoryPeak], model: CostModel) -> int:
-    """The device that lacks most memory, or has least left."""
+    """The device that lacks the most memory, or has the least left."""
     return max(
         peaks, key=lambda device: peaks[device].total_bytes - model.classes.profile(device).memory_bytes
     )
 
 
 def active_part(call: ModelFunctionCall) -> str:
-    """The name of the memory that a call needs while it runs."""
+    """The name, as a part of MemoryPeak, of the memory that a call needs while it runs."""
     return f"{call.name}: {'KV cache' if call.kind == 'generate' else 'activations'}"
 
 
 def remedy(part: str) -> str:
-    """Which fields would lower a part."""
+    """One sentence on the fields that would lower a part of MemoryPeak."""
     if part.endswith("KV cache"):
         return "A larger dp, tp or pp, a smaller batch_size or fewer new tokens would lower it."
     if part.endswith("activations"):

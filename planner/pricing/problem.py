@@ -1,4 +1,4 @@
-"""What a plan search is asked: a graph, a cluster with its devices, and the models behind the roles."""
+"""The problem of a plan search: a dataflow graph, a cluster with its devices, and the roles' models."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from planner.pricing.calls import CostModel
 
 
 class ProblemError(ValueError):
-    """A search that cannot have an answer, with the reason in one sentence."""
+    """The search has no answer; the message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to place and what it costs. Equal problems have equal results.
+    """The calls to place and their cost model. Equal problems have equal results.
 
-    graph   the calls of an iteration
-    model   what calls and transfers cost: cluster, device, the roles' models, workload
-    max_tp  the largest tensor-parallel degree; default: the devices of a host
+    graph     the calls of an iteration
+    model     what calls and transfers cost: cluster, devices, the roles' models, workload
+    max_tp    the largest tensor-parallel degree; default: the number of devices of a host
     warnings  a sentence for each file of kept figures that was put aside
-    Raises ProblemError when a role has no model or max_tp is no positive whole number.
+    Raises ProblemError when a role has no model or max_tp is not a positive whole number.
     """
 
     graph: DataflowGraph

@@ -1,4 +1,4 @@
-"""Measured profiles on disk: one JSON file for each model shape and kind of device, named by what it is of."""
+"""Measured profiles on disk: one JSON file for each model shape and kind of device, named after them."""
 
 import hashlib
 import json
@@ -19,14 +19,17 @@ _PROFILES = TypeAdapter(tuple[MeasuredProfile, ...])
 
 
 def cache_file(folder: Path, device: str, cluster: Cluster, model: ModelShape, itemsize: int) -> Path:
-    """Where the profile of a model lies. Its name holds a hash of all that it depends on."""
+    """The path of a model's profile. Its name contains a hash of everything that the profile depends on.
+
+    itemsize  bytes of a parameter
+    """
     subject = {"device": device, "cluster": str(cluster), "model": asdict(model), "itemsize": itemsize}
     digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
     return folder / f"{device}-{model.family}-{digest[:16]}.json"
 
 
 def store(profile: MeasuredProfile, folder: Path) -> Path:
-    """Write a profile to the cache; the file appears whole. Gives its path."""
+    """Write a profile to the cache atomically. Returns its path."""
     cluster = Cluster(profile.n_hosts, profile.devices_per_host)
     path = cache_file(folder, profile.device, cluster, profile.model, profile.itemsize)
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,8 +40,11 @@ def store(profile: MeasuredProfile, folder: Path) -> Path:
 def cached(
     folder: Path, device: str, cluster: Cluster, models: Mapping[str, RoleModel], itemsize: int
 ) -> tuple[tuple[MeasuredProfile, ...], tuple[str, ...]]:
-    """The profiles of a run's models that are in the cache, one of each shape; and a warning for each file that was
-    put aside, since it holds no whole profile of what its name says."""
+    """The cached profiles of a run's models, one for each shape, and a warning for each file that was put aside.
+
+    A file is put aside when its profile is incomplete or is not the one that its name says.
+    itemsize  bytes of a parameter
+    """
     profiles: list[MeasuredProfile] = []
     warnings: list[str] = []
 
@@ -63,12 +69,12 @@ def cached(
 
 
 def write_profiles(profiles: Iterable[MeasuredProfile], path: Path) -> None:
-    """Profiles as a JSON list; the file appears whole."""
+    """Write profiles as a JSON list, atomically."""
     write_kept(path, json.dumps([p.model_dump(mode="json") for p in profiles]).encode())
 
 
 def read_profiles(path: Path) -> tuple[MeasuredProfile, ...]:
-    """The profiles in a file of `write_profiles`. Raises ProfileError naming the file and what is wrong."""
+    """The profiles in a file of `write_profiles`. Raises ProfileError, which names the file and what is wrong."""
     return read_document(
         path, _PROFILES, "no profile", ProfileError, "Measure again with prefect-rlhf profile."
     )

@@ -1,4 +1,4 @@
-"""Where the figures that a plan is priced by come from, and where they are stretched beyond a profile's points."""
+"""The sources of the figures that price a plan, and where pricing extrapolates beyond a profile's points."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,9 @@ from planner.pricing.measured import MeasuredProfile
 from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall
 
-STRETCH = 2.0  # times what was measured; points are powers of two, so the last slope is near up to it
+STRETCH = (
+    2.0  # times the largest measured point; points are powers of two, so up to there the last slope holds
+)
 
 ROWS_OR_TOKENS = {
     "layer/forward": "tokens of a micro-batch",
@@ -18,11 +20,12 @@ ROWS_OR_TOKENS = {
     "layer/prefill": "tokens of prompts together",
     "layer/decode": "rows that decode together",
 }
-"""What `Timed.tokens` are of an operation."""
+"""Operation -> what `Timed.tokens` counts."""
 
 
 def figures_source(model: CostModel) -> str:
-    """Of each device class its profile or its stated figures, and whose prices earlier runs correct."""
+    """The source of each device class's figures (a profile, or stated figures), and the calls that earlier runs
+    correct."""
     parts = []
     for device, profiles in zip(model.classes.profiles, model.measured, strict=True):
         roles: dict[str, list[str]] = {}
@@ -45,7 +48,7 @@ def figures_source(model: CostModel) -> str:
 
 
 class Asked(NamedTuple):
-    """What pricing a call asks of a profile at most: operation, tokens (decoding: rows), context, as in `Timed`."""
+    """The largest point of an operation that a call's price looks up; as in `Timed` (decoding: rows as tokens)."""
 
     operation: str
     tokens: float
@@ -53,7 +56,7 @@ class Asked(NamedTuple):
 
 
 class _Beyond(NamedTuple):
-    """A call asks for `asked` of `what` of a profile that has `most`; profile: its title."""
+    """A call needs `asked`, `times` as much as `most`, the profile's largest point. what: what is counted."""
 
     times: float
     call: str
@@ -64,7 +67,7 @@ class _Beyond(NamedTuple):
 
 
 def extrapolation(plan: ExecutionPlan, model: CostModel) -> str | None:
-    """One sentence when calls of a plan are priced at more than STRETCH times what their profile has."""
+    """One sentence if calls of a plan are priced at more than STRETCH times the largest point of their profile."""
     found = [
         one
         for node in plan.nodes
@@ -85,7 +88,7 @@ def extrapolation(plan: ExecutionPlan, model: CostModel) -> str | None:
 
 
 def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
-    """How far a call goes in each direction, for the classes of its devices that have a profile."""
+    """How far a call's tokens and context go, compared with the profile of each of its device classes."""
     shape, tp = model.models[node.call.role].shape, node.placement.strategy.tp
     for number in model.classes_of(node.placement):
         profile = model.measured[number].get(shape)
@@ -95,9 +98,8 @@ def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
             tokens, context = _ends(profile, asked.operation, tp)
             what = ROWS_OR_TOKENS[asked.operation]
             if tokens >= (MOST_ROWS if asked.operation == "layer/decode" else MOST_TOKENS):
-                tokens = max(
-                    tokens, asked.tokens
-                )  # no profile has more: devices are busy, seconds grow linearly
+                # The profile has the most tokens that are ever measured: beyond, seconds grow linearly.
+                tokens = max(tokens, asked.tokens)
             for value, most, unit in (
                 (asked.tokens, tokens, what),
                 (asked.context, context, "tokens of a sequence"),
@@ -106,13 +108,13 @@ def _beyond(node: CallNode, model: CostModel) -> Iterator[_Beyond]:
 
 
 def _ends(profile: MeasuredProfile, operation: str, tp: int) -> tuple[int, int]:
-    """The most tokens and the longest context of an operation in a profile."""
+    """The most tokens and the longest context, in tokens, of an operation in a profile."""
     points = [o for o in profile.operations if (o.operation, o.tp) == (operation, tp)]
     return max(o.tokens for o in points), max(o.context for o in points)
 
 
 def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload) -> list[Asked]:
-    """The largest passes of a layer that planner/pricing/calls.py prices a call by."""
+    """The largest passes of a layer that planner/pricing/calls.py looks up for a call: tokens and context each."""
     if not call.runs_model:
         return []
     s, length = given.placement.strategy, workload.mean_tokens

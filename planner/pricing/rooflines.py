@@ -1,6 +1,7 @@
-"""Seconds of what calls are made of: the questions that the cost model asks of a profile, and their answers from
-a device's data sheet. Answers of measured profiles are in planner/pricing/measured.py, and
-planner/pricing/analytic.py writes a data sheet's as such a profile; the cost model does not know the difference.
+"""Seconds of the parts of a call: the interface `Timing`, and its implementation by a device's roofline.
+
+planner/pricing/measured.py implements it by measured profiles. planner/pricing/analytic.py writes a roofline in the
+form of a measured profile. The cost model does not see the difference.
 """
 
 from collections.abc import Sequence
@@ -13,44 +14,47 @@ from rlhf_tasks.parallel.layout.shape import Head
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 
 GRADIENT_BYTES = 4  # float32 (optimizer.py)
-UPDATE_TRAFFIC_BYTES = 30  # of one parameter's update: gradient, master, moments read; all but it written
+UPDATE_TRAFFIC_BYTES = (
+    30  # per parameter: gradient, master and moments read; master, moments and weight written
+)
 
 
 class Timing(Protocol):
     """One model under one degree of tensor parallelism on devices of one class or several.
 
-    tokens   of a micro-batch on one dp rank; while decoding: its sequences
-    context  length of its sequences; while decoding, of their KV cache
-    Sums over the tp group are in all seconds.
+    tokens   tokens of a micro-batch on one dp rank; while decoding, number of sequences
+    context  length of its sequences in tokens; while decoding, of their KV cache
+    All results are in seconds and include the sums over the tp group.
     """
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """One layer. `backward` is what training adds to `forward`."""
+        """Seconds of one layer over `tokens` tokens. `backward` is what training adds to `forward`."""
         ...
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
-        """The first stage besides its layers."""
+        """Seconds of the first stage besides its layers, over `tokens` tokens."""
         ...
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """The last stage besides its layers: the head, the loss or the next token, and the engine's own work."""
+        """Seconds of the last stage besides its layers: head, loss or next token, and the engine's overhead."""
         ...
 
     def update_s(self, parameters: float, dp: int) -> float:
-        """The optimizer's work on a device that holds so many parameters, without its collectives."""
+        """Seconds of the optimizer on a device that holds `parameters` parameters, without its collectives."""
         ...
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
-        """A collective or message of size_bytes in all; 0 for one rank."""
+        """Seconds of a collective or message of size_bytes bytes in all; 0 for one rank."""
         ...
 
 
 class Roofline:
     """Timing from a device's peaks, efficiencies and overheads.
 
-    local    sizes of the model on a device
-    head     what stands on the last stage
-    crosses  whether a tp group spans hosts
+    local     sizes of the model on a device
+    head      the head on the last stage
+    crosses   whether the tp group spans hosts
+    itemsize  bytes of a parameter or activation
     """
 
     def __init__(
@@ -60,7 +64,10 @@ class Roofline:
         self._tp, self._crosses, self._itemsize = tp, crosses, itemsize
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Arithmetic and memory traffic; a backward pass is twice the forward's work."""
+        """Seconds of one layer over `tokens` tokens: roofline, two sums over the tp group, and overhead.
+
+        A backward pass does twice the forward pass's work.
+        """
         decoding = kind == "decode"
         attended = context if decoding else context / 2
         passes = 2 if kind == "backward" else 1
@@ -68,11 +75,11 @@ class Roofline:
         return self._work_s(tokens, attended, passes, decoding) + 2 * self._reduce_s(tokens) + overhead
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
-        """The sum of the vocabulary-parallel embedding; what it reads is little."""
+        """Seconds to sum the vocabulary-parallel embedding of `tokens` tokens; what it reads is negligible."""
         return 0.0 if kind == "backward" else self._reduce_s(tokens)
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
-        """Logits, and what reads them. A prefill needs those of each prompt's last token only."""
+        """Seconds of computing and reading the logits. A prefill needs only those of each prompt's last token."""
         if kind == "prefill":
             tokens = tokens / context
         passes = 2 if kind == "backward" else 1
@@ -82,19 +89,22 @@ class Roofline:
         return self._device.compute_s(flops, passes * traffic)
 
     def update_s(self, parameters: float, dp: int) -> float:
-        """Each dp rank updates its share; the gradients of all are cleared."""
+        """Seconds: each dp rank updates its share of the parameters, and clears the gradients of all of them."""
         traffic = parameters * (UPDATE_TRAFFIC_BYTES / dp + GRADIENT_BYTES)
         return self._device.compute_s(0, traffic) + self._device.optimizer_overhead_s
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
-        """Rings; a batch that is shared goes round with its description."""
+        """Seconds of a ring collective or a message of size_bytes bytes in all; 0 for one rank.
+
+        Sharing a batch costs one more latency, for its description.
+        """
         if ranks == 1:
             return 0.0
         device = self._device
         match kind:
             case "all_reduce":
                 return device.all_reduce_s(size_bytes, ranks, crosses_hosts)
-            case "all_gather" | "reduce_scatter" | "objects":
+            case "all_gather" | "reduce_scatter":
                 return device.gather_s(size_bytes, ranks, crosses_hosts)
             case "share":
                 return device.send_s(size_bytes, crosses_hosts) + device.link(crosses_hosts).latency_s
@@ -102,19 +112,19 @@ class Roofline:
                 return device.send_s(size_bytes, crosses_hosts)
 
     def _reduce_s(self, tokens: float) -> float:
-        """A sum of hidden states over the tp group."""
+        """Seconds of summing the hidden states of `tokens` tokens over the tp group."""
         size_bytes = tokens * self._local.hidden * self._itemsize
         return self._device.all_reduce_s(size_bytes, self._tp, self._crosses)
 
     def _work_s(self, tokens: float, attended: float, passes: int, cached: bool) -> float:
-        """Arithmetic of a layer for some tokens, each attending to `attended` others on average.
+        """Roofline seconds of a layer for `tokens` tokens, each attending to `attended` others on average.
 
-        passes  how many times the forward's work
+        passes  multiple of the forward pass's work
         cached  keys and values of the others are read from the KV cache
         """
         local = self._local
         flops = layer_flops(tokens, attended, local.layer, local.query)
-        # Read and written: hidden states; query, key and value; the MLP's two branches and their product
+        # Read and written: hidden states; query, key and value; the MLP's two branches and their product.
         elements = tokens * (8 * local.hidden + 2 * local.query + 4 * local.kv + 6 * local.intermediate)
         if cached:
             elements += 2 * tokens * attended * local.kv
@@ -122,25 +132,31 @@ class Roofline:
 
 
 class Slowest:
-    """Timing of a mesh of several device classes: of each answer, that of the slowest class.
+    """Timing of a mesh with several device classes: each time is that of the slowest class.
 
-    timings  of each class; links: what prices exchanges between devices of different classes, of each class
+    timings  [classes] of operations
+    links    [classes] of exchanges, which may be between devices of different classes
     """
 
     def __init__(self, timings: Sequence[Timing], links: Sequence[Timing]) -> None:
         self._timings, self._links = timings, links
 
     def layer_s(self, kind: Pass, tokens: float, context: float) -> float:
+        """Seconds of one layer over `tokens` tokens on the slowest class."""
         return max(timing.layer_s(kind, tokens, context) for timing in self._timings)
 
     def embedding_s(self, kind: Pass, tokens: float) -> float:
+        """Seconds of the embedding of `tokens` tokens on the slowest class."""
         return max(timing.embedding_s(kind, tokens) for timing in self._timings)
 
     def head_s(self, kind: Pass, tokens: float, context: float) -> float:
+        """Seconds of the head over `tokens` tokens on the slowest class."""
         return max(timing.head_s(kind, tokens, context) for timing in self._timings)
 
     def update_s(self, parameters: float, dp: int) -> float:
+        """Seconds of the optimizer on the slowest class."""
         return max(timing.update_s(parameters, dp) for timing in self._timings)
 
     def exchange_s(self, kind: Exchange, ranks: int, size_bytes: float, crosses_hosts: bool) -> float:
+        """Seconds of a collective or message of size_bytes bytes over the slowest class's links."""
         return max(timing.exchange_s(kind, ranks, size_bytes, crosses_hosts) for timing in self._links)

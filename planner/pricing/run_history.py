@@ -1,7 +1,7 @@
-"""What earlier runs found of their calls: kept beside the measured profiles, and used to correct the next plan.
+"""Measured figures of calls from earlier runs: kept beside the profiles, and used to correct the next plan.
 
-A profile predicts a call from its parts; a run shows the whole of it. Where the two drift apart by more than LIMIT,
-the run's figures are kept, and the cost model goes by them (docs/adr/0006-measured-figures.md).
+A profile predicts a call from its parts; a run measures it as a whole. If the two differ by more than LIMIT, the
+run's figures are kept, and the cost model uses them (docs/adr/0006-measured-figures.md).
 """
 
 import hashlib
@@ -24,16 +24,19 @@ from rlhf_tasks.profiling.measurements import LEAST_S, MOST_BYTES, MOST_S
 from rlhf_tasks.spec import CallAssignment, Frozen, ModelFunctionCall
 
 LIMIT = 0.25
-"""Measured seconds or bytes that are further from the planned ones than this share of them have drifted."""
+"""Measured seconds or bytes have drifted if they differ from the planned ones by more than this share of them."""
 
 
 class FiguresError(ValueError):
-    """A file of measured figures that cannot be used: one sentence naming it."""
+    """A file of measured figures cannot be used; the message names it."""
 
 
 class RanCall(Frozen):
-    """A call as it ran: under which assignment, its median seconds, and, where its memory drifted, the bytes beyond
-    parameters that it took on the fullest device."""
+    """A call as it ran.
+
+    seconds       median of its durations
+    active_bytes  memory beyond parameters on the fullest device, if it drifted; else None
+    """
 
     call: str
     assignment: CallAssignment
@@ -42,9 +45,9 @@ class RanCall(Frozen):
 
 
 class Factor(NamedTuple):
-    """What a price is multiplied by: a call's seconds, and its memory beyond parameters.
+    """Corrects a price: factors on a call's seconds and on its memory beyond parameters.
 
-    added_s  seconds of a call that has no price (Python rewards of no stated cost): nothing multiplies that
+    added_s  seconds added to a call whose price is 0 (Python rewards without a stated cost): no factor corrects that
     """
 
     seconds: float = 1.0
@@ -53,14 +56,14 @@ class Factor(NamedTuple):
 
 
 LEAST_PRICE_S = 1e-9
-"""A call of a shorter price has none."""
+"""A call with a price of fewer seconds counts as having no price."""
 
 logger = logging.getLogger(__name__)
 _FIGURES = TypeAdapter(tuple[RanCall, ...])
 
 
 def drifted(planned: float, measured: float) -> bool:
-    """Whether measured seconds or bytes are off the planned ones by more than LIMIT."""
+    """Whether measured seconds or bytes differ from the planned ones by more than LIMIT."""
     return abs(measured - planned) > LIMIT * planned
 
 
@@ -71,7 +74,7 @@ def figures_file(
     workload: Workload,
     calls: Iterable[ModelFunctionCall],
 ) -> Path:
-    """Where the figures of runs of some calls lie. The name holds a hash of all that they depend on."""
+    """The path of the figures of runs of some calls. Its name contains a hash of everything they depend on."""
     subject = {
         "devices": str(devices),
         "models": {role: [asdict(model.shape), model.head] for role, model in models.items()},
@@ -83,14 +86,14 @@ def figures_file(
 
 
 def read_figures(path: Path) -> tuple[RanCall, ...]:
-    """The figures in a file; none where there is no file. Raises FiguresError."""
+    """The figures in a file; none if there is no file. Raises FiguresError."""
     if not path.exists():
         return ()
     return read_document(path, _FIGURES, "no measured figures of runs", FiguresError)
 
 
 def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
-    """Add figures; those of the same call under the same assignment are replaced. Raises OSError."""
+    """Add figures to a file; they replace those of the same call under the same assignment. Raises OSError."""
     before, warnings = read_kept(path, read_figures, ())
     for warning in warnings:
         logger.warning(warning)
@@ -100,7 +103,7 @@ def keep_figures(path: Path, found: Sequence[RanCall]) -> None:
 
 
 def factor_of(ran: RanCall, seconds: float, active_bytes: float) -> Factor:
-    """What a run says of a call that was priced at so many seconds and bytes (of the fullest device)."""
+    """The factor from a call's price (seconds; active_bytes of the fullest device) to what a run measured."""
     memory = 1.0 if ran.active_bytes is None or active_bytes < 1 else ran.active_bytes / active_bytes
     if seconds < LEAST_PRICE_S:
         return Factor(memory=memory, added_s=ran.seconds)
@@ -108,11 +111,11 @@ def factor_of(ran: RanCall, seconds: float, active_bytes: float) -> Factor:
 
 
 def factor_elsewhere(factors: Collection[Factor]) -> Factor:
-    """The factor of assignments that have not run, from those that have.
+    """The factor for assignments that have not run, from the factors of those that have.
 
-    Of times the geometric mean: twice too slow and twice too fast are no error on the whole. Of seconds without a
-    price the mean. Of memory the largest, and never less than planned: too little of it ends a run, too much only
-    makes a plan slower.
+    seconds  geometric mean: one call twice too slow and one twice too fast cancel out
+    added_s  mean
+    memory   largest, at least 1: a plan with too little memory fails, one with too much is only slower
     """
     if not factors:
         return Factor()

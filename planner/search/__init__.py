@@ -1,4 +1,4 @@
-"""Finding the best plan: annealing, branch and bound, baselines.
+"""The plan search: simulated annealing, branch and bound, baselines.
 
-The loops that are compiled are in search/compiled, the proofs in search/bounds.
+search/compiled prices choices in compiled loops; search/bounds has the lower bounds.
 """

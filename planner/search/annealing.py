@@ -1,8 +1,10 @@
-"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983). A round ends with a
-descent from its best state, if that fits memory: each call in turn gets its best option, until no call has a better.
+"""Simulated annealing over choices of options, compiled (Kirkpatrick, Gelatt, Vecchi 1983).
 
-A proposal's energy limit is drawn before the proposal is priced. Most proposals are refused by a lower bound that
-needs only seconds and meshes: the longest model cycle and the fullest device.
+A round ends with a descent from its best state, if that fits memory: each call in turn gets its best option, until
+no call has a better one.
+
+The energy limit for accepting a proposal is drawn before the proposal is priced. So most proposals are rejected by a
+cheap lower bound that needs only seconds and meshes: the longest model cycle and the busiest device.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -31,28 +33,40 @@ STEPS = (
     10_000,
     10_000,
     20_000,
-)  # proposals of each round and of later ones; short ones find plans soon
+)  # proposals of each round, the last number for all later ones; short first rounds find plans early
 ROUNDS = 24  # at most
-AGREE = 3  # rounds that have met the best plan: then no other is looked for
-SAME = 1e-9  # relative; plans so close in time count as one
-HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's energy
-CALM = 0.004  # the same at the beginning of a round that polishes a plan
+AGREE = 3  # annealing stops when this many rounds have found the best plan
+SAME = 1e-9  # relative; plans whose times differ by less count as one
+HOT, COLD = 0.04, 0.0005  # temperatures at a round's beginning and end, as shares of the start's time
+CALM = 0.004  # HOT for a round that polishes a plan
 PAIRS = 0.4  # share of the proposals that change two calls
-CHUNK = 500  # proposals between two looks at the clock: a part of a round
-ALIKE = 0.3  # share of the proposals on another call's mesh that take its strategy too
-DRAWS = 13  # random numbers per proposal: six per call that it changes, one for how many
-SHORT_OF_MEMORY = 0.3  # energy grows by this share when memory lacks, and by twice the share that lacks
+CHUNK = 500  # proposals of one part of a round; the clock is read between parts
+ALIKE = 0.3  # probability that a proposal on another call's mesh takes that call's strategy too
+OWN, PEERS, BESIDE, ENDS = 0.25, 0.4, 0.55, 0.75
+"""Cumulative probabilities of where a proposal's mesh lies: the call's own mesh, another call's, beside that, on a
+mesh that shares an end with its own; else anywhere."""
+
+ACCEPTED, PAIRED, FIRST, SECOND, DRAWS = 0, 1, 2, 8, 14
+"""Places of a proposal's random numbers, one for each decision: whether it is accepted, whether it changes two calls,
+then those of the first call and of the second."""
+CALL, WHERE, MESH, PEER, LIKE, OPTION = range(6)
+"""Places of a call's random numbers: which call, where its mesh lies (`OWN` to `ENDS`), which mesh, which other call,
+whether it takes that call's strategy (`ALIKE`), which option."""
+SHORT_OF_MEMORY = (
+    0.3  # if memory lacks, energy grows by this share of the time plus twice the share that lacks
+)
 
 METROPOLIS_STEPS = 5_000  # proposals of a round
 METROPOLIS_TEMPERATURE = 0.01  # as a share of the best time so far
 
 
 class Neighbours(NamedTuple):
-    """Where proposals go.
+    """The options of each call by mesh, for proposals. All arrays are int64.
 
-    start   [calls + 1] call c has the meshes start[c] .. start[c + 1] - 1 of the arrays over meshes
-    first, size  [meshes] devices
-    begin   [meshes + 1] the options of mesh m are by_speed[begin[m]] .. by_speed[begin[m + 1] - 1], fastest first
+    start        [calls + 1] call c has the meshes start[c] .. start[c + 1] - 1 of the arrays over meshes
+    first, size  [meshes] first device and number of devices
+    begin        [meshes + 1] the options of mesh m are by_speed[begin[m]] .. by_speed[begin[m + 1] - 1]
+    by_speed     [options] option numbers within their call, fastest first for each mesh
     """
 
     start: Ints
@@ -63,7 +77,7 @@ class Neighbours(NamedTuple):
 
 
 class PricedChoice(NamedTuple):
-    """A choice (option number per call), its seconds per iteration and its missing bytes."""
+    """A choice ([calls] int64 option numbers), its seconds per iteration, and the bytes of memory that it lacks."""
 
     choice: Ints
     time_s: float
@@ -73,7 +87,7 @@ class PricedChoice(NamedTuple):
 def neighbours(tables: Tables, barred: tuple[int, int, int] | None = None) -> Neighbours:
     """The options of each call by mesh, fastest first.
 
-    barred  (call, first device, size): a mesh that the call may not have
+    barred  (call, first device, size): a mesh that is not allowed for this call
     """
     start, first, size, begin, by_speed = [0], [], [], [0], []
     for call, options in enumerate(tables.options):
@@ -105,7 +119,7 @@ def uniforms(seed: int, purpose: str, round_number: int, steps: int) -> Floats:
 
 
 def start_state(tables: Tables, choice: Sequence[int]) -> PricedChoice:
-    """The state of a choice."""
+    """A choice with its price."""
     found = tables.evaluate(choice)
     return PricedChoice(np.asarray(choice, np.int64), found.time_s, found.excess_bytes)
 
@@ -118,11 +132,11 @@ def annealing(
     seed: int,
     purpose: str = "annealing",
 ) -> Iterator[tuple[PricedChoice, int]]:
-    """After each part of a round: the best state so far, and the number of choices that the part priced.
+    """Yields after each part of a round: (best state so far, number of choices that the part priced).
 
-    starts   choices to begin with, which the rounds take in turn: a round settles early on how large the meshes are,
-             so rounds of their own find more than rounds that go on from the best state
-    purpose  of the random numbers
+    starts   initial choices, which the rounds take in turn. A round decides early how large the meshes are, so
+             rounds from different starts find more than rounds that continue from the best state
+    purpose  name of the stream of random numbers
     """
     best, agreeing = start_state(tables, starts[0]), 0
     for number in range(ROUNDS):
@@ -146,8 +160,10 @@ def _beats(a: PricedChoice, b: PricedChoice) -> bool:
 def polishing(
     tables: Tables, near: Neighbours, cycles: Cycles, state: PricedChoice, seed: int, number: int
 ) -> Iterator[tuple[PricedChoice, int]]:
-    """After each part of a round: the best state met near a state, and the number of choices that the part priced.
-    number: of the polishing, from 0."""
+    """One calm round from a state. Yields after each part: (best state so far, number of choices that it priced).
+
+    number  index of the polishing; selects its random numbers
+    """
     draws = uniforms(seed, "polishing", number, STEPS[0])
     yield from _parts(tables, near, cycles, state, draws, CALM)
 
@@ -155,11 +171,11 @@ def polishing(
 def _parts(
     tables: Tables, near: Neighbours, cycles: Cycles, start: PricedChoice, draws: Floats, hot: float
 ) -> Iterator[tuple[PricedChoice, int]]:
-    """After each CHUNK of a round's proposals and each call of the descent: the best state met, and the number of
-    choices that the part priced.
+    """One round. Yields after each CHUNK of proposals and each call of the descent: (best state so far, number of
+    choices priced since the last yield).
 
-    draws  [steps, DRAWS] random numbers, steps a multiple of CHUNK
-    hot    temperature at the beginning, as a share of the start's energy
+    draws  [steps, DRAWS] random numbers; steps is a multiple of CHUNK
+    hot    temperature at the beginning, as a share of the start's time
     """
     best = state = start
     heat = start.time_s * hot * (COLD / hot) ** (np.arange(len(draws) + 1) / len(draws))
@@ -179,23 +195,23 @@ def _parts(
 
 
 def better(a: PricedChoice, b: PricedChoice) -> PricedChoice:
-    """The state that lacks less memory; of two that lack the same, the faster; of two such, a."""
+    """The state that lacks fewer bytes of memory; if equal, the faster one; if equal too, a."""
     return b if (b.excess_bytes, b.time_s) < (a.excess_bytes, a.time_s) else a
 
 
 def greedy_choice(tables: Tables) -> list[int]:
-    """Every call at its fastest option, alone."""
+    """The fastest option of every call by itself."""
     return [min(range(len(found)), key=lambda n, found=found: found[n].seconds) for found in tables.options]
 
 
 def metropolis(
     tables: Tables, near: Neighbours, cycles: Cycles, seed: int
 ) -> Iterator[tuple[PricedChoice, int]]:
-    """The search of earlier work, as a baseline: Metropolis over choices (ReaL, arXiv:2406.14088, section 5.2).
+    """A baseline from earlier work: Metropolis search over choices (ReaL, arXiv:2406.14088, section 5.2).
 
-    It starts greedily, each call at its fastest, changes one call per proposal to any of its options alike, and
-    accepts with probability min(1, exp(-(change of time) / temperature)). Gives after each part of a round, without
-    end: the best state so far, and the choices that the part priced.
+    It starts with the fastest option of each call. A proposal gives one call any of its options with equal
+    probability, and is accepted with probability min(1, exp(-(change of time) / temperature)). Yields forever, after
+    each part of a round: (best state so far, number of choices that the part priced).
     """
     best = state = start_state(tables, greedy_choice(tables))
     for number in count():
@@ -219,27 +235,27 @@ def anneal(
     cold: float,
     local: bool,
 ) -> tuple[PricedChoice, PricedChoice, int]:
-    """One round of proposals from a start; each changes one call, or two if they are local.
+    """Proposals from a start. Each changes one call, or sometimes two if `local`.
 
     draws      [steps, DRAWS] random numbers
-    hot, cold  temperatures of the first and last step, in seconds; between them geometric
-    local      whether proposals look near the meshes in use (annealing), or anywhere alike (MCMC)
-    Returns the best state met, of those that fit memory if any does, the last one, and the number of choices priced.
+    hot, cold  temperatures of the first and last step, in seconds; geometric in between
+    local      whether proposals prefer meshes related to those in use (annealing), or all options alike (MCMC)
+    Returns (best state met, last state, number of choices priced). The best state fits memory if any state did.
     """
     state = best = start
     n_priced = 0
     for step in range(len(draws)):
-        u = draws[step]
-        call = int(u[0] * arrays.n_calls)
+        u, first, second = draws[step], draws[step, FIRST:SECOND], draws[step, SECOND:DRAWS]
+        call = int(first[CALL] * arrays.n_calls)
         choice = state.choice.copy()
-        choice[call] = _propose(arrays, near, choice, call, u, local)
-        if local and u[12] < PAIRS:
-            second = int(u[6] * arrays.n_calls)
-            choice[second] = _propose(arrays, near, choice, second, u[6:], local)
+        choice[call] = _propose(arrays, near, choice, call, first, local)
+        if local and u[PAIRED] < PAIRS:
+            call = int(second[CALL] * arrays.n_calls)
+            choice[call] = _propose(arrays, near, choice, call, second, local)
         if np.array_equal(choice, state.choice):
             continue
         temperature = hot * (cold / hot) ** (step / len(draws))
-        limit = _energy(arrays, state) - temperature * np.log(1 - u[1])
+        limit = _energy(arrays, state) - temperature * np.log(1 - u[ACCEPTED])
         if _surely_above(arrays, cycles, choice, limit):
             continue
         time_s, excess_bytes, _ = value(arrays, choice, limit)
@@ -257,8 +273,8 @@ def anneal(
 def descend(
     arrays: Arrays, near: Neighbours, cycles: Cycles, start: PricedChoice, call: int
 ) -> tuple[PricedChoice, int]:
-    """The best state that differs from a start, which fits memory, in at most one call's option; and the number of
-    choices priced."""
+    """The best state that fits memory and differs from `start` at most in one call's option, and the number of
+    choices priced. `start` must fit memory."""
     best, n_priced = start, 0
     for i in range(near.begin[near.start[call]], near.begin[near.start[call + 1]]):
         if near.by_speed[i] == start.choice[call]:
@@ -276,6 +292,7 @@ def descend(
 
 @inner
 def _energy(arrays: Arrays, state: PricedChoice) -> float:
+    """Seconds per iteration, with a penalty if memory lacks."""
     if state.excess_bytes <= 0:
         return state.time_s
     return state.time_s * (1 + SHORT_OF_MEMORY + 2 * state.excess_bytes / arrays.memory_bytes)
@@ -283,7 +300,10 @@ def _energy(arrays: Arrays, state: PricedChoice) -> float:
 
 @inner
 def _surely_above(arrays: Arrays, cycles: Cycles, choice: Ints, limit: float) -> bool:
-    """Whether a choice's model cycles or the load of a device exceed a limit."""
+    """Whether a model cycle or the load of a device alone exceeds a limit in seconds.
+
+    The busiest device is the first one of some mesh, so only these are checked.
+    """
     o, n = arrays.options, arrays.n_calls
     for k in range(len(cycles.delays)):
         total = 0.0
@@ -305,30 +325,34 @@ def _surely_above(arrays: Arrays, cycles: Cycles, choice: Ints, limit: float) ->
 
 @inner
 def _propose(arrays: Arrays, near: Neighbours, choice: Ints, call: int, u: Floats, local: bool) -> int:
-    """Another option for a call: on its mesh, on another call's, beside one, at one of its own ends, or anywhere."""
+    """Another option for a call: on its own mesh, on another call's, beside that, on a mesh that shares an end with
+    its own, or anywhere.
+
+    u  random numbers of the call (`CALL` to `OPTION`). Squaring the last one prefers fast options of a mesh.
+    """
     o = arrays.options
     if not local:
-        return int(u[2] * (arrays.start[call + 1] - arrays.start[call]))
+        return int(u[OPTION] * (arrays.start[call + 1] - arrays.start[call]))
     low, high = near.start[call], near.start[call + 1]
-    mesh = low + int(u[3] * (high - low))
-    peer = int(u[4] * arrays.n_calls)
-    if u[2] < 0.75:
+    mesh = low + int(u[MESH] * (high - low))
+    peer = int(u[PEER] * arrays.n_calls)
+    if u[WHERE] < ENDS:
         mine, other = arrays.start[call] + choice[call], arrays.start[peer] + choice[peer]
         mesh = _mesh_like(
             near,
             low,
             high,
             mesh,
-            u[2],
+            u[WHERE],
             (o[mine].first, o[mine].first + o[mine].size),
             (o[other].first, o[other].first + o[other].size),
         )
     options, other = near.begin[mesh + 1] - near.begin[mesh], arrays.start[peer] + choice[peer]
-    if u[5] < ALIKE and o[other].first == near.first[mesh] and o[other].size == near.size[mesh]:
+    if u[LIKE] < ALIKE and o[other].first == near.first[mesh] and o[other].size == near.size[mesh]:
         for i in range(near.begin[mesh], near.begin[mesh + 1]):
             if o[arrays.start[call] + near.by_speed[i]].strategy == o[other].strategy:
                 return near.by_speed[i]
-    return near.by_speed[near.begin[mesh] + int(u[5] * u[5] * options)]
+    return near.by_speed[near.begin[mesh] + int(u[OPTION] * u[OPTION] * options)]
 
 
 @inner
@@ -337,20 +361,25 @@ def _mesh_like(
     low: int,
     high: int,
     begin: int,
-    kind: float,
+    where: float,
     mine: tuple[int, int],
     other: tuple[int, int],
 ) -> int:
-    """The first mesh from `begin` on, cyclically, that stands as wanted to a call's own mesh or another's (first
-    device, device after the last); `begin` when there is none."""
+    """The first mesh from `begin` on, cyclically, with the wanted relation to a call's own mesh or to another's.
+
+    low, high    the call's meshes are low .. high - 1
+    where        a random number that selects the relation
+    mine, other  (first device, device after the last)
+    Returns `begin` if there is no such mesh.
+    """
     for i in range(high - low):
         mesh = low + (begin - low + i) % (high - low)
         first, end = near.first[mesh], near.first[mesh] + near.size[mesh]
-        if kind < 0.25:
+        if where < OWN:
             wanted = first == mine[0] and end == mine[1]
-        elif kind < 0.4:
+        elif where < PEERS:
             wanted = first == other[0] and end == other[1]
-        elif kind < 0.55:
+        elif where < BESIDE:
             wanted = first == other[1] or end == other[0]
         else:
             wanted = first == mine[0] or end == mine[1]

@@ -1,7 +1,7 @@
-"""Plans by rule that fit the memory of their devices: what a search has to beat.
+"""Baselines: plans by rule that fit memory.
 
-The rules are Megatron's advice (tensor parallelism inside a host, pipeline stages across hosts, data parallelism for
-the rest; arXiv:2104.04473), and the symmetric plan in which all calls are alike.
+There are two rules: Megatron's advice (tensor parallelism inside a host, pipeline stages across hosts, data
+parallelism for the rest; arXiv:2104.04473), and the symmetric plan, in which all calls are alike.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,10 +36,10 @@ from rlhf_tasks.spec import (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a role's model demands of a strategy.
+    """A role's limits on the strategy.
 
-    replica_devices  the fewest devices whose memory holds one whole copy with all that belongs to it
-    max_tp, max_pp   the model's query heads and layers; None: no limit
+    replica_devices  the fewest devices whose memory holds one replica and its state
+    max_tp, max_pp   the numbers of the model's query heads and layers; None: no limit
     """
 
     replica_devices: int = 1
@@ -47,7 +47,7 @@ class Limits:
     max_pp: int | None = None
 
     def allow(self, strategy: ParallelStrategy) -> bool:
-        """Whether a strategy keeps to the limits."""
+        """Whether a strategy is within the limits."""
         return (
             strategy.tp * strategy.pp >= self.replica_devices
             and (self.max_tp is None or strategy.tp <= self.max_tp)
@@ -62,7 +62,7 @@ Rule = Callable[[DataflowGraph, Cluster, Mapping[str, Limits]], Assignments]
 
 
 class Priced(NamedTuple):
-    """A plan and what it costs."""
+    """A plan and its price."""
 
     plan: ExecutionPlan
     price: PlanPrice
@@ -74,13 +74,13 @@ def heuristic_plan(graph: DataflowGraph, model: CostModel) -> Priced:
 
 
 def symmetric_plan(graph: DataflowGraph, model: CostModel) -> Priced:
-    """All calls alike on the whole cluster, with the smallest replica under which everything fits memory."""
+    """All calls alike on the whole cluster, with the smallest replica with which everything fits memory."""
     return _fit(graph, model, symmetric)
 
 
 def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
-    """The plan of given assignments. Raises PlanError, with device, bytes and remedy, when it does not fit
-    memory, and for what `priced_plan` refuses."""
+    """The plan of given assignments. Raises PlanError as `priced_plan` does, and, with device, bytes and remedy, when
+    it does not fit memory."""
     priced = priced_plan(graph, model, assignments)
     missing = shortfall(priced.price, model)
     if missing is not None:
@@ -89,14 +89,16 @@ def manual_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments
 
 
 def priced_plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
-    """The plan of given assignments, whether it fits memory or not. Raises PlanError when they are for another
-    graph or cluster, and when a strategy does not suit its model."""
+    """The plan of given assignments, whether it fits memory or not.
+
+    Raises PlanError when they are for another graph or cluster, and when a strategy does not suit its model.
+    """
     check_strategies(graph, model, assignments)
     return _price(graph, model, assignments)
 
 
 def check_strategies(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> None:
-    """Raises PlanError naming the call whose strategy does not suit its model."""
+    """Raises PlanError, which names the call, when a strategy does not suit its model."""
     for call in graph.calls:
         if call.name in assignments:
             try:
@@ -106,13 +108,13 @@ def check_strategies(graph: DataflowGraph, model: CostModel, assignments: Assign
 
 
 def _price(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> Priced:
-    """Plan and price."""
+    """The plan of assignments, priced."""
     plan = _plan(graph, model, assignments)
     return Priced(plan, price_plan(plan, model))
 
 
 def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> ExecutionPlan:
-    """The plan; which of two nodes on a device comes first is decided by what calls cost."""
+    """The plan of assignments. The seconds of calls decide which of two nodes on a device comes first."""
 
     def duration_s(node: PlanNode) -> float:
         seconds = model.call(node.call, node.assignment).seconds if isinstance(node, CallNode) else 0.0
@@ -125,7 +127,11 @@ def _plan(graph: DataflowGraph, model: CostModel, assignments: Assignments) -> E
 
 
 class _Demand(NamedTuple):
-    """What the rules are asked for: devices of a role's replica, and a factor of a call's micro-batches."""
+    """What a rule has to satisfy.
+
+    replicas  role -> the fewest devices of a replica
+    cuts      call -> factor on its number of micro-batches
+    """
 
     replicas: Mapping[str, int]
     cuts: Mapping[str, int]
@@ -134,9 +140,9 @@ class _Demand(NamedTuple):
 def _fit(graph: DataflowGraph, model: CostModel, rule: Rule) -> Priced:
     """Follow a rule with growing replicas and micro-batches until the plan fits memory.
 
-    Where it does not fit, the largest part of what the fullest device holds gives way that still can: a role's
-    replica doubles; a call's micro-batches double while a dp rank's share has enough sequences.
-    Raises PlanError, with the shortfall of the last plan, when nothing can give way, or what the rule raises.
+    While it does not fit, the largest part of the fullest device's memory that can still shrink is reduced: the
+    role's replica doubles, or the call's micro-batches double, as long as a dp rank has enough sequences.
+    Raises PlanError, with the shortfall of the last plan, when nothing can shrink; and what the rule raises at first.
     """
     demand = _Demand(dict.fromkeys(graph.roles, 1), {call.name: 1 for call in graph.calls})
     found = rule(graph, model.cluster, _limits(model, demand.replicas))
@@ -165,7 +171,7 @@ def _limits(model: CostModel, replicas: Mapping[str, int]) -> dict[str, Limits]:
 
 
 def _cut(call: ModelFunctionCall, given: CallAssignment, factor: int) -> CallAssignment:
-    """So many times the micro-batches, as far as there are sequences: a larger replica's rule has more by itself."""
+    """The assignment with `factor` times as many micro-batches, at most as many as a dp rank has sequences."""
     most = fullest_share(call, given.placement.strategy.dp)
     return given.model_copy(update={"micro_batches": min(given.micro_batches * factor, most)})
 
@@ -173,7 +179,7 @@ def _cut(call: ModelFunctionCall, given: CallAssignment, factor: int) -> CallAss
 def _larger_demands(
     peak: MemoryPeak, graph: DataflowGraph, found: Assignments, demand: _Demand
 ) -> Iterator[_Demand]:
-    """What would lower a peak: of its parts, the largest first, twice the replica or twice the micro-batches."""
+    """Demands that may lower a peak, for its largest part first: twice the micro-batches, then twice the replica."""
     for part in sorted(peak.parts, key=lambda name: -peak.parts[name]):
         role = owner = part.split(":")[0]
         if owner not in demand.replicas:
@@ -191,7 +197,7 @@ def heuristic(
     """Every call on the whole cluster, with the smallest replica that the limits of its role allow.
 
     limits  role -> Limits
-    Raises PlanError when no strategy keeps to the limits.
+    Raises PlanError when no strategy is within the limits.
     """
     limits = limits or {}
     return {call.name: _assign(call, cluster, [limits.get(call.role, NO_LIMITS)]) for call in graph.calls}
@@ -200,9 +206,9 @@ def heuristic(
 def symmetric(
     graph: DataflowGraph, cluster: Cluster, limits: Mapping[str, Limits] | None = None
 ) -> dict[str, CallAssignment]:
-    """All calls on the whole cluster under one strategy, which suits the most demanding role.
+    """All calls on the whole cluster under one strategy that is within the limits of every role.
 
-    Raises PlanError when no strategy keeps to all limits.
+    Raises PlanError when there is none.
     """
     widest = max(graph.calls, key=lambda call: call.mini_batches)
     assignment = _assign(widest, cluster, list((limits or {}).values()))
@@ -210,7 +216,7 @@ def symmetric(
 
 
 def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> CallAssignment:
-    """The largest mesh from the first device on that some strategy fits, and that strategy."""
+    """The largest mesh from device 0 on that has a strategy within the limits, and the first such strategy."""
     most_dp = call.n_seqs // call.mini_batches
     for mesh in meshes_from_start(cluster):
         for strategy in _strategies(mesh.size, cluster.devices_per_host):
@@ -227,7 +233,7 @@ def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> 
 
 
 def _strategies(size: int, devices_per_host: int) -> Iterator[ParallelStrategy]:
-    """Strategies on a mesh, smallest replica first: tp grows to the host, then pp over hosts."""
+    """Strategies on a mesh, smallest replica first: tp grows up to a host's devices, then pp over hosts."""
     host = min(size, devices_per_host)
     for tp in range(1, host + 1):
         if host % tp == 0:

@@ -1,7 +1,7 @@
-"""Branch and bound: proofs that no choice of options has a period below some threshold.
+"""Branch and bound: proofs that no choice of options has a period below a threshold.
 
-Thresholds lie between the proved bound and the best plan's time, so an interrupted search has a bound to show; the
-first of them are tried with the sizes of meshes alone, which takes little time
+A bisection chooses thresholds between the proved lower bound and the best plan's time, so an interrupted search still
+has a bound. The first thresholds are tested with the sizes of meshes alone, which takes little time
 (planner/search/bounds/tree_search.py).
 """
 
@@ -22,20 +22,20 @@ from planner.search.compiled.tables import Tables
 
 Ints = NDArray[np.int64]
 
-NODES = 1_000  # options tried before the first look at the clock
-LOOK_S = 0.1  # seconds between two later ones, about
-ANYTHING = 4  # times the slowest options of all calls: a plan that takes longer is not looked for
-PROVED = 5e-10  # relative; nearer to the best plan than this no threshold is set
-LAST_STEP = 5e-3  # relative; from here on the threshold is the best plan's time itself
-GROUP_STEP = 1e-3  # relative; so closely the bound by groups is found
-PATIENCE = 0.25  # of the time that is left, until a walk gives way to one with a lower threshold
+NODES = 1_000  # tree nodes visited before the clock is read for the first time
+LOOK_S = 0.1  # about the seconds between later readings
+ANYTHING = 4  # without a plan, the upper bound is this many times the sum of all calls' slowest options
+PROVED = 5e-10  # relative; thresholds stay this far below the best plan's time
+LAST_STEP = 5e-3  # relative; with a smaller gap, the threshold is the best plan's time itself
+GROUP_STEP = 1e-3  # relative; precision of the bisection by groups
+PATIENCE = 0.25  # share of the time left after which a walk is abandoned for one with a lower threshold
 
 
 class Proofs(NamedTuple):
-    """What proofs about a problem go by.
+    """The data of proofs about a problem.
 
-    by_size, to_options  steps of walks (planner.search.bounds.tree_search.Walk): through groups alone, and down to
-                         options
+    by_size, to_options  [steps, 3] steps of a walk (planner.search.bounds.tree_search.Walk): by groups alone, and
+                         down to options
     """
 
     relaxation: Relaxation
@@ -45,22 +45,23 @@ class Proofs(NamedTuple):
 
 
 def proofs(tables: Tables, cycles: Cycles) -> Proofs:
-    """The proofs of a problem."""
+    """The data of proofs about a problem."""
     r = relaxation(tables)
     t = tree(tables, r, cycles)
     by_size = [(GROUP, call, call) for call in t.order]
     pairs = [(PAIR, a, b) for i, a in enumerate(t.order) for b in t.order[:i]]
-    moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})  # so moves are soon known
+    # Calls with moves come first, so that moves are priced early.
+    moved = sorted(t.order, key=lambda call: call not in {*r.trainer, *r.reader})
     below = [(BELOW, call, call) for call in moved]
-    placing = [step for step in below for _ in range(2)]  # a strategy and a place
+    placing = [step for step in below for _ in range(2)]  # twice: first a strategy, then a placement
     return Proofs(r, t, np.array(by_size), np.array(by_size + pairs + placing + below))
 
 
 def bounds_by_groups(p: Proofs, lower_bound_s: float, upper: float, deadline: Deadline) -> Iterator[float]:
-    """Lower bounds, ever higher ones, as far as walks through groups alone prove them.
+    """Rising lower bounds, in seconds, that walks by groups alone prove.
 
     lower_bound_s  the root bound; upper: seconds of a plan
-    deadline       ends early
+    deadline       ends the bisection early
     """
     while upper - lower_bound_s > GROUP_STEP * upper and not deadline.is_past():
         threshold, walk = (lower_bound_s + upper) / 2, new_walk(p.relaxation, p.by_size)
@@ -81,18 +82,21 @@ def branching(
     seed: int,
     deadline: Deadline,
 ) -> Iterator[tuple[PricedChoice, float, int]]:
-    """After each proof and each better plan: the best state, the lower bound, and the choices priced since.
+    """Yields after each walk: (best state, lower bound in seconds, number of choices priced since the last yield).
 
-    state          the plan to beat; lower_bound_s: no plan takes less
-    deadline       ends early
-    A threshold that is proved becomes the lower bound. The next lies halfway to the best plan, or, when little is
-    between them, at it; where a walk takes too long, halfway to that threshold, after another annealing. A walk that
-    finds a better plan goes on below it, once annealing has polished it: what was cut stays cut.
+    state          the plan to beat
+    lower_bound_s  a proved lower bound, in seconds
+    deadline       ends the search early
+
+    A threshold that a walk proves becomes the lower bound. The next threshold is halfway between it and the best
+    plan's time; when they are close, just below that time. If a walk takes too long, the next threshold is halfway
+    between the lower bound and the abandoned one, after another annealing. If a walk finds a better plan, annealing
+    polishes the plan, and the same walk continues with a lower threshold: branches that were cut stay cut.
     """
     polishings = restarts = 0
     anything = ANYTHING * sum(max(o.seconds for o in options) for options in tables.options)
-    tedious = np.inf  # the lowest threshold whose walk took too long
-    walk: Walk | None = None  # that goes on
+    tedious = np.inf  # the threshold of the last walk that took too long
+    walk: Walk | None = None  # the walk to continue
     while not deadline.is_past():
         upper = state.time_s if state.excess_bytes <= 0 else anything
         if lower_bound_s >= upper * (1 - 2 * PROVED):
@@ -123,8 +127,8 @@ def branching(
 def _until(
     deadline: Deadline, state: PricedChoice, parts: Iterator[tuple[PricedChoice, int]]
 ) -> tuple[PricedChoice, int]:
-    """The better of a state and the best of an annealing that ends with the part in which the deadline passes; and
-    the choices priced."""
+    """Follow an annealing until it ends or the deadline passes: the better of `state` and its best state, and the
+    number of choices priced."""
     n_priced = 0
     for found, more in parts:
         state, n_priced = better(state, found), n_priced + more
@@ -134,7 +138,7 @@ def _until(
 
 
 def _walked(p: Proofs, walk: Walk, threshold: float, deadline: Deadline) -> tuple[int, float]:
-    """`walk_on` until the walk ends or has taken its share of the time that is left."""
+    """`walk_on` until the walk ends or has used its share of the time left (PATIENCE)."""
     looked, nodes = monotonic(), NODES
     until = looked + PATIENCE * (deadline.at_s - looked)
     while True:

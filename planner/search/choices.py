@@ -1,4 +1,4 @@
-"""Between plans and choices of options."""
+"""Conversion between plans and choices of options."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,8 +13,11 @@ def assignments_of(plan: ExecutionPlan) -> dict[str, CallAssignment]:
 
 
 def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) -> list[int]:
-    """For every call the option most like its assignment: the same mesh, strategy and offload if there are, then the
-    nearest number of micro-batches."""
+    """The number of the option most like its assignment, for every call.
+
+    It has the same mesh, strategy and offload, in this order, as far as there are such options; among these, the
+    nearest number of micro-batches.
+    """
 
     def nearest(options: Sequence[Option], given: CallAssignment) -> int:
         devices = given.placement.devices

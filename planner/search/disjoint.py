@@ -1,7 +1,7 @@
-"""Every model on devices of its own, as OpenRLHF places them (arXiv:2405.11143): a baseline.
+"""A baseline: every model on its own devices, as OpenRLHF places them (arXiv:2405.11143).
 
-Roles get consecutive meshes, the largest first. Meshes grow step by step, at each step the one that shortens the
-iteration most, until the cluster is full; then devices are exchanged between two roles while that helps.
+Roles get consecutive meshes, the largest first. One mesh grows at a time, the one that shortens the iteration most,
+until the cluster is full. Then two roles exchange devices as long as that helps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from planner.search.compiled.tables import Tables, Value
 Sizes = tuple[int, ...]
 Rank = tuple[float, float, float]  # excess bytes, seconds per iteration, seconds of all calls
 
-STEP = 1.15  # ratio of a mesh's size to the next smaller one that is tried, at least
+STEP = 1.15  # the least ratio of a mesh's size to the next smaller size that is tried
 
 
 class _Disjoint:
-    """Values of size tuples: one mesh size per role, in the order of `roles`."""
+    """The best choices for tuples of mesh sizes, in devices: one size for each of `roles`."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -29,7 +29,7 @@ class _Disjoint:
         self.evaluations = 0
 
     def _common_sizes(self, calls: Sequence[int]) -> list[int]:
-        """Sizes of meshes on which all calls of a role have options, thinned to STEP."""
+        """Sizes of meshes on which all given calls have options, thinned out to ratios of at least STEP."""
         common = set.intersection(*({o.size for o in self.tables.options[call]} for call in calls))
         kept: list[int] = []
         for size in sorted(common):
@@ -38,8 +38,11 @@ class _Disjoint:
         return kept
 
     def smallest(self) -> Sizes:
-        """The smallest meshes with room side by side: of each role the first that has as many devices as some size.
-        (On large clusters small meshes begin at few hosts: planner/pricing/options.py.)"""
+        """The smallest meshes that fit side by side.
+
+        For rising sizes n, each role gets its smallest mesh of at least n devices. Very small meshes may have no
+        room, because on large clusters they begin only at a few hosts (planner/pricing/options.py).
+        """
         tried = [
             tuple(next((size for size in own if size >= least), own[-1]) for own in self.sizes)
             for least in sorted({size for own in self.sizes for size in own})
@@ -47,7 +50,8 @@ class _Disjoint:
         return next((sizes for sizes in tried if self.rank(sizes)[0] < float("inf")), tried[0])
 
     def largest(self) -> list[int] | None:
-        """The fastest options on the largest meshes, about as large for all roles, that have room side by side."""
+        """The fastest options on the largest meshes of about equal size that fit side by side; None if there are
+        none."""
         if not all(self.sizes):
             return None
         for most in sorted({size for own in self.sizes for size in own}, reverse=True):
@@ -57,18 +61,20 @@ class _Disjoint:
         return None
 
     def _fastest(self, allowed: Sequence[Sequence[int]]) -> list[int]:
+        """The fastest of each call's allowed options."""
         options = self.tables.options
         return [min(numbers, key=lambda n: options[c][n].seconds) for c, numbers in enumerate(allowed)]
 
     def rank(self, sizes: Sizes) -> Rank:
-        """How good the best choice on meshes of these sizes is; infinite when they have no room."""
+        """The rank of the best choice on meshes of these sizes, lower is better; infinite if they do not fit side by
+        side."""
         if sizes not in self.best:
             self.best[sizes] = self._settle(sizes)
         found = self.best[sizes]
         return found[0] if found else (float("inf"), 0.0, 0.0)
 
     def _settle(self, sizes: Sizes) -> tuple[Rank, list[int]] | None:
-        """The best option of one call after the other, until none gets better."""
+        """Coordinate descent: the best option of one call after another, until none improves."""
         allowed = self._allowed(sizes)
         if allowed is None:
             return None
@@ -91,7 +97,7 @@ class _Disjoint:
         return value.excess_bytes, value.time_s, seconds
 
     def _allowed(self, sizes: Sizes) -> list[list[int]] | None:
-        """Call -> its options on its role's mesh; None when the meshes do not fit side by side."""
+        """[calls] numbers of each call's options on its role's mesh; None if the meshes do not fit side by side."""
         allowed: list[list[int]] = [[] for _ in self.tables.calls]
         position = 0
         for role in sorted(range(len(sizes)), key=lambda role: -sizes[role]):
@@ -112,12 +118,12 @@ class _Disjoint:
         return allowed if all(allowed) else None
 
     def grown(self, sizes: Sizes) -> Iterator[Sizes]:
-        """One role's mesh a step larger."""
+        """All ways to make one role's mesh a step larger."""
         for role in range(len(sizes)):
             yield from self._stepped(sizes, role, 1)
 
     def exchanged(self, sizes: Sizes) -> Iterator[Sizes]:
-        """One role's mesh a step smaller, and another's larger or not."""
+        """All ways to make one role's mesh a step smaller, and another's a step larger or not."""
         for loser, winner in permutations(range(len(sizes)), 2):
             for smaller in self._stepped(sizes, loser, -1):
                 yield smaller
@@ -130,8 +136,10 @@ class _Disjoint:
 
 
 def side_by_side(tables: Tables) -> list[int] | None:
-    """A choice with every role on its own devices, about as many for each, whether it fits memory or not; None when
-    there is none. It takes no search; near it are other plans than near those that share devices."""
+    """A choice with every role on its own devices, about equally many for each; None if there is none.
+
+    It may lack memory. It takes no search, and it is a start for annealing that is far from plans that share devices.
+    """
     return _Disjoint(tables).largest()
 
 

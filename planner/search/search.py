@@ -1,4 +1,4 @@
-"""One interface to all ways of finding a plan, and what each result says about itself."""
+"""The entry point of the plan search: all modes, and the result with its proof."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,16 +38,16 @@ from planner.search.compiled.tables import Tables, uncollected
 from planner.search.disjoint import disjoint_choice, side_by_side
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
-ROUNDING = 1e-9  # relative; a gap below it is none
-BOUNDING = 0.25  # share of the time after which walks through groups give way to annealing
-ANNEALING = 0.75  # share of the time after which annealing gives way to proofs
-FIRST = 80  # parts of annealing before any proof: good plans in the first second
-RESERVE = 1.25  # times what pricing a plan from its lists has taken: the time kept for the plan found last
+ROUNDING = 1e-9  # relative; a smaller gap counts as zero
+BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
+ANNEALING = 0.75  # share of the time limit at which annealing ends
+FIRST = 80  # parts of annealing before any proof, for good plans in the first second
+RESERVE = 1.25  # time kept for pricing the final plan from its message lists, as a multiple of the last such pricing
 
 
 class TracePoint(NamedTuple):
-    """The best plan's seconds per iteration and the lower bound (0 before there is one), `seconds` after the search
-    began."""
+    """The state of a search `seconds` after it began: the best plan's seconds per iteration, and the lower bound in
+    seconds (0 before there is one)."""
 
     seconds: float
     time_s: float
@@ -56,16 +56,17 @@ class TracePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A plan, what it costs, and how far from the best it may be.
+    """A plan, its price, and its distance from the optimum.
 
-    price          from the transfer lists that the executors run; iteration_time_s is its steady state
-    lower_bound_s  no plan of the class takes less
-    gap            by how much the plan exceeds the lower bound, as a share of the plan's time
+    price          from the message lists that the executors run
+    iteration_time_s  seconds per iteration in the steady state
+    lower_bound_s  no plan of the class takes fewer seconds per iteration
+    gap            1 - lower bound / the plan's time
     proof_class    the plans for which the lower bound holds, in one sentence
-    mode           how it was found: a key of MODES
-    seconds        that the search took, compilation left out; evaluations: plans that it priced
-    compile_s      seconds in which its code was compiled, or loaded, before the clock started
-    trace          how the best plan and the bound came closer
+    mode           how the plan was found: a key of MODES
+    seconds        duration of the search, without compilation; evaluations: number of plans priced
+    compile_s      seconds to compile or load the code, before the clock started
+    trace          the best plan and the bound over time
     tables         of the problem
     """
 
@@ -85,7 +86,7 @@ class SearchResult:
 
 
 class Found(NamedTuple):
-    """What a mode has found: a plan, the best lower bound it knows, the plans it priced, and its trace."""
+    """A mode's result: a plan, a lower bound in seconds, the number of plans priced, and the trace."""
 
     priced: Priced
     lower_bound_s: float
@@ -95,7 +96,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """The plans by rule that fit memory, and the points of a trace at which they stood: before the tables do."""
+    """The plans by rule that fit memory, and their points of the trace. They are found before tables are made."""
 
     plans: tuple[Priced, ...] = ()
     trace: tuple[TracePoint, ...] = ()
@@ -103,7 +104,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Request:
-    """What a mode is asked. `started` is time.monotonic() at the beginning, later by what compilation took."""
+    """The input of a mode.
+
+    rules    empty unless the mode is `search`
+    started  time.monotonic() when the search began, plus the seconds of compilation
+    """
 
     problem: Problem
     rules: Rules
@@ -117,7 +122,7 @@ class Request:
 
 
 class Progress:
-    """The best plan so far and how it came about. It begins with the plans by rule and ends with none worse."""
+    """The best plan so far, and the trace. The plans by rule count too, so the result is no worse than they are."""
 
     def __init__(self, request: Request, start: Sequence[int]) -> None:
         self._request, self._rules = request, request.rules.plans
@@ -129,39 +134,42 @@ class Progress:
         self._trace_up_to(float("inf"))
 
     def deadline_of(self, share: float = 1.0) -> Deadline:
-        """Of the steps that get this share of the time. After the last one there is time to price a plan from its
-        lists, as soon as it is known what that takes."""
+        """The deadline of steps that may use this share of the time limit.
+
+        Time to price the final plan from its message lists is kept back, once a first pricing has measured it.
+        """
         limit_s = self._request.time_limit_s - RESERVE * self._pricing_s
         return Deadline(self._request.started + share * limit_s, self._request.called_off)
 
     def note(self, state: PricedChoice, n_priced: int, lower_bound_s: float = 0.0) -> None:
-        """A search has priced so many choices; `state` is the best, and no plan takes less than the bound."""
+        """Notes the best state, the number of choices priced since the last call, and a lower bound in seconds."""
         self._evaluations += n_priced
         self.lower_bound_s = max(self.lower_bound_s, lower_bound_s)
         self.state = state
         self._trace_up_to(state.time_s if state.excess_bytes <= 0 else float("inf"))
 
     def follow(self, parts: Iterable[tuple[PricedChoice, int]]) -> None:
-        """Notes the parts of an annealing, while there is time for it."""
+        """Notes the parts of an annealing, until its share of the time has passed."""
         for state, n_priced in parts:
             self.note(better(self.state, state), n_priced)
             if self.deadline_of(ANNEALING).is_past():
                 break
 
     def _trace_up_to(self, time_s: float) -> None:
-        """Notes the time of a plan, or the best one's before it if that is less, unless there is none yet."""
+        """Adds a point to the trace: the less of `time_s` and the last point's time, unless both are infinite."""
         best = min([time_s, *(point.time_s for point in self._trace[-1:])])
         if best < float("inf"):
             seconds = time.monotonic() - self._request.started
             self._trace.append(TracePoint(seconds, best, self.lower_bound_s))
 
     def price_ahead(self) -> None:
-        """Prices the best plan so far, unless one has been priced: from then on it is known what pricing takes, which
-        is seconds on ten thousand devices."""
+        """Prices a plan from its message lists, unless one has been priced already, to measure how long that takes:
+        seconds on ten thousand devices."""
         if not self._priced and self.state.excess_bytes <= 0:
             self._price()
 
     def _price(self) -> None:
+        """Prices the best plan so far from its message lists."""
         choice = tuple(self.state.choice.tolist())
         if choice not in self._priced:
             began = time.monotonic()
@@ -169,7 +177,7 @@ class Progress:
             self._pricing_s = time.monotonic() - began
 
     def found(self) -> Found:
-        """The best plan, priced from its transfer lists. Raises PlanError when nothing fits memory."""
+        """The best plan, priced from its message lists. Raises PlanError when nothing fits memory."""
         if self.state.excess_bytes <= 0 or not self._rules:
             self._price()
         candidates = [*self._rules, *self._priced.values()]
@@ -180,8 +188,8 @@ class Progress:
 @uncollected()
 def find_plan(
     problem: Problem,
-    mode: str = "search",
-    time_limit_s: float = 60.0,
+    mode: str,
+    time_limit_s: float,
     seed: int = 0,
     evaluate: Mapping[str, CallAssignment] | None = None,
     called_off: Callable[[], bool] = never,
@@ -190,18 +198,19 @@ def find_plan(
 
     mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
                   symmetric (all calls alike), disjoint (every role on its own devices), manual
-    time_limit_s  of search and mcmc, compilation left out; with less time they give the best plan so far. The plans
-                  by rule and the tables are made, and the plan found is priced, in any case: on 16,384 devices in
-                  about 20 s
-    seed          equal seeds give equal plans where the time limit does not cut
+    time_limit_s  seconds for search and mcmc, compilation excluded; when they have passed, the best plan so far is
+                  returned. Making the plans by rule and the tables, and pricing the final plan, may exceed the limit:
+                  on 16,384 devices they take about 20 s
+    seed          equal seeds give equal plans if the time limit does not end the search
     evaluate      the assignments that mode manual prices
-    called_off    asked again and again: as soon as it is true, time is over
-    An exception of a signal's handler that comes while compiled code returns ends the process (numba): where signals
-    raise, search in another thread than the main one (flows/cluster/shutdown.py `beside`).
+    called_off    polled; the search ends as soon as it returns true
 
-    Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that
-    would help, for an unknown mode, and for mode manual without assignments; ProblemError when a call
-    has no option that fits.
+    If a signal handler raises while compiled code returns, numba ends the process. A program with such handlers must
+    search outside the main thread (flows/cluster/shutdown.py `beside`).
+
+    Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that would help;
+    for an unknown mode; and for mode manual without assignments. Raises ProblemError when a call has no option that
+    fits.
     """
     if mode not in MODES:
         raise PlanError(f"There is no mode {mode!r}; known are {', '.join(MODES)}.")
@@ -239,7 +248,7 @@ def find_plan(
 
 
 def _compile(tables: Tables) -> float:
-    """Calls everything that is compiled once, with nothing to do; returns the seconds."""
+    """Compiles, or loads, all compiled functions by calling each with almost no work. Returns the seconds."""
     began = time.monotonic()
     start = start_state(tables, greedy_choice(tables))
     cycles, draws = call_cycles(tables.problem.graph), uniforms(0, "compiling", 0, 0)
@@ -255,7 +264,7 @@ def _compile(tables: Tables) -> float:
 
 
 def bound_of(tables: Tables) -> float:
-    """The root bound of a problem's options (planner/search/bounds/root_bound.py)."""
+    """The root bound of a problem's options, in seconds per iteration (planner/search/bounds/root_bound.py)."""
     problem = tables.problem
     dispatch_s = problem.model.classes.dispatch_s
     fronts = [
@@ -266,7 +275,10 @@ def bound_of(tables: Tables) -> float:
 
 
 def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
-    """The plan of a choice, priced from its transfer lists. Raises PlanError when it does not fit memory."""
+    """The plan of a choice ([calls] option numbers), priced from its message lists.
+
+    Raises PlanError when it does not fit memory.
+    """
     plan = tables.plan(choice)
     price = price_plan(plan, tables.problem.model)
     missing = shortfall(price, tables.problem.model)
@@ -290,7 +302,7 @@ def proof_class(problem: Problem) -> str:
 
 
 def _meshes(cluster: Cluster) -> str:
-    """Which meshes the class has (planner/pricing/options.py `candidate_meshes`)."""
+    """The meshes of the class, in words (planner/pricing/options.py `candidate_meshes`)."""
     if cluster.n_hosts <= ALL_CUTS:
         return "all meshes"
     cuts = cut_points(cluster.n_hosts)
@@ -298,12 +310,12 @@ def _meshes(cluster: Cluster) -> str:
     even = all(cut == i * step for i, cut in enumerate(cuts))
     ends = f"multiples of {step} hosts" if even else f"hosts {', '.join(map(str, cuts))}"
     few = [str(n) for n in few_hosts(cluster.n_hosts)]
-    small = f"the first {' or '.join(few)} hosts and as many behind these, " if few else ""
+    small = f"the first {' or '.join(few)} hosts or the same number after them, " if few else ""
     return f"meshes that begin and end at {ends}, {small}the first host and its aligned parts"
 
 
 def _orders(graph: DataflowGraph) -> str:
-    """Which orders of the calls the class has (`call_orders`)."""
+    """The orders of calls of the class, in words (`call_orders`)."""
     which = f"of the first {MOST_ORDERS} orders" if has_more_orders(graph) else "order"
     return f"one {which} of the graph"
 
@@ -329,8 +341,7 @@ def _manual(request: Request) -> Found:
 
 
 def _search(request: Request) -> Found:
-    """Plans near the starts, some annealing, the bound that takes little time, the rest of annealing, then branch and
-    bound."""
+    """Mode search: polish the starts, anneal a little, bound by groups, anneal on, then branch and bound."""
     tables, seed, starts = request.tables, request.seed, _starts(request)
     progress = Progress(request, starts[0])
     near, cycles = neighbours(tables), call_cycles(request.problem.graph)
@@ -354,7 +365,7 @@ def _search(request: Request) -> Found:
 
 
 def _starts(request: Request) -> list[list[int]]:
-    """Choices that are unlike each other: with roles side by side, of the plans by rule, with all calls fast."""
+    """Different choices to start from: roles side by side, the plans by rule, the fastest option of every call."""
     tables = request.tables
     by_rule = [nearest_choice(tables, assignments_of(rule.plan)) for rule in request.rules.plans]
     apart = side_by_side(tables)
@@ -374,7 +385,7 @@ def _mcmc(request: Request) -> Found:
 
 
 def _by_rule(problem: Problem, started: float) -> Rules:
-    """The plans by rule. started: time.monotonic() when the search began"""
+    """The plans by rule. started: time.monotonic() when the search began."""
     plans, trace = list[Priced](), list[TracePoint]()
     for rule in (heuristic_plan, symmetric_plan):
         with suppress(PlanError):

@@ -1,4 +1,4 @@
 """RLHF algorithms: dataflow graphs and the functions of their calls.
 
-Nothing outside needs to know which ones there are.
+No code outside depends on which algorithms exist.
 """

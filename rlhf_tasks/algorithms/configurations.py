@@ -1,7 +1,7 @@
 """Run configuration: one YAML file, whose `type` names the algorithm.
 
-Torch-free and fast to import. Every configuration is frozen and refuses unknown keys; field names are those
-that users of TRL know. `load_config` reads a file with overrides and turns every fault into one sentence.
+Torch-free and fast to import. Every configuration is frozen and refuses unknown keys. Field names are TRL's where
+TRL has the same setting. `load_config` reads a file with overrides and reports every fault in one sentence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ from rlhf_tasks.system.reading import ConfigError, reading, shown
 
 ASSIGNMENTS: TypeAdapter[Assignments] = TypeAdapter(Assignments)
 MADE_PLANS = ("heuristic", "auto")
-"""What `plan` says where the plan is not given by hand."""
+"""The values of `plan` for which the program makes the plan."""
 
 FIGURES = (".yaml", ".yml")
-"""How a device ends that is a file with figures and no preset."""
+"""The suffixes that mark a `device` as a file of figures; without them it is the name of a preset."""
 
 
 class OfAnyAlgorithm:
-    """Annotation of a `RunConfig` in a schema: it is one of the registered algorithms' classes, by its `type`."""
+    """Annotation of a `RunConfig` in a schema: its `type` selects the class of a registered algorithm."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         union = reduce(or_, (algorithm(name).config for name in algorithm_names()))
@@ -39,8 +39,8 @@ class OfAnyAlgorithm:
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> RunConfig:
     """Read a run configuration from YAML, apply overrides and make its relative paths absolute.
 
-    overrides  `key.sub=value`, the value being YAML; a number addresses a list: `rewards.0.weight=2`
-    base       what relative paths mean; by default the current folder, as everywhere on a command line
+    overrides  `key.sub=value` with a YAML value; a number is an index into a list: `rewards.0.weight=2`
+    base       the folder that relative paths refer to; None: the current folder
     Raises ConfigError for a missing or malformed file and for every fault in a field.
     """
     document = read_yaml(Path(path))
@@ -63,7 +63,7 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
 
 
 def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """A configuration with some keys changed, as `load_config` does it. Raises ConfigError."""
+    """The configuration with overrides applied, as in `load_config`. Raises ConfigError for a fault in a field."""
     document = config.model_dump(mode="json")
     for change in overrides:
         _apply_override(document, change)
@@ -71,7 +71,7 @@ def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def manual_assignments(config: RunConfig) -> dict[str, CallAssignment] | None:
-    """The plan given by hand (inline, or in the YAML file that `plan` names); None: it has to be made.
+    """The plan given by hand, inline or in the YAML file that `plan` names; None: the program makes it.
 
     Raises ConfigError when the file is missing or malformed.
     """
@@ -100,7 +100,7 @@ def read_assignments(path: Path, devices_per_host: int) -> dict[str, CallAssignm
 
 
 def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
-    """The same with every relative path made absolute against `base`, as workers have other folders."""
+    """The configuration with every relative path made absolute, because workers have other current folders."""
 
     def absolute(path: str) -> str:
         with reading(path, "no path"):
@@ -129,7 +129,7 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
-    """Set one key of a parsed document in place; missing mappings on the way are made."""
+    """Set one key of a parsed document in place, and create missing mappings above it."""
     dotted, equals, text = override.partition("=")
     keys, what = dotted.strip().split("."), f"override {shown(override)}"
     if not equals or not all(keys):

@@ -1,4 +1,4 @@
-"""An algorithm's functions, imported where they run: on ranks."""
+"""Imports an algorithm's functions on the ranks, where they run."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -11,7 +11,7 @@ from rlhf_tasks.rewards.user_code import UserCodeError
 def load_functions(algorithm: Algorithm, calls: Iterable[str]) -> dict[str, CallFunction]:
     """The function of each call, by the call's name.
 
-    Raises UserCodeError naming the package where they cannot be imported: another rank would fare no better.
+    Raises UserCodeError naming the package when they cannot be imported: restarting the rank would not help.
     """
     assert algorithm.functions is not None, f"{algorithm.name} can only be planned"
     try:

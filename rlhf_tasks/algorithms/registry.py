@@ -1,7 +1,7 @@
-"""The algorithms, one record each, by the name that a configuration's `type` gives. Torch-free.
+"""The registry of algorithms: one record each, by the name in a configuration's `type`. Torch-free.
 
-Ours are the folders beside this file. Others are entry points of the group `prefect_rlhf.algorithms`, in whatever
-package is installed. A record is imported when it is asked for and not before.
+Built-in algorithms are the folders beside this file. Others are entry points of the group `prefect_rlhf.algorithms`
+in any installed package. A record is imported only when it is asked for.
 """
 
 import ast
@@ -15,32 +15,29 @@ from typing import Any, NamedTuple
 import rlhf_tasks.algorithms
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.config.sections import SamplingConfig
-from rlhf_tasks.data.rows import Reader
+from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
 from rlhf_tasks.system.reading import ConfigError, one_line, shown
 from rlhf_tasks.system.source import module_file, names_bound
 
 GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"
-SHARED = "shared"  # the one folder beside this file that is no algorithm
-FIRST = ("ppo", "grpo", "sft")  # what lists and forms begin with
-
-DatasetValue = list[int] | list[bool] | str
-"""Of one key of one sample: token ids, a mask, or text."""
+SHARED = "shared"  # the only folder beside this file that is not an algorithm
+FIRST = ("ppo", "grpo", "sft")  # lists and forms begin with these
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What the command line, flows, planner and ranks ask of an algorithm.
+    """The record of an algorithm: everything that the command line, flows, planner and ranks need to know of it.
 
     config        its class of configurations; the default of the field `type` is the algorithm's name
     graph         a configuration -> the model function calls of one iteration
-    dataset_keys  what the calls take from the data set
-    read_row      a row of the data -> an example, a tuple; its lists are token ids. Raises DataError for an unfit row
+    dataset_keys  the keys that the calls take from the data set
+    read_row      a row of the data -> an example, a tuple whose lists are token ids. Raises DataError for a bad row
     fetch         an example -> its value under each of `dataset_keys`
-    functions     name of the module that has a function for each call, by the call's name. Ranks alone import it, so
+    functions     name of the module that has a function for each call, named as the call. Only ranks import it, so
                   it may import torch. None: the algorithm can be drawn and planned, but not run
-    package       that it comes from, as it is installed; the registry fills it in
+    package       name of the installed package that it comes from; the registry sets it
     """
 
     config: type[RunConfig]
@@ -53,11 +50,11 @@ class Algorithm:
 
     @property
     def name(self) -> str:
-        """As `type` in a configuration."""
+        """The algorithm's name, as in a configuration's `type`."""
         return self.config.model_fields["type"].default
 
     def nominal(self) -> RunConfig:
-        """A configuration for drawing: every model is there, sizes are least, the rest is default."""
+        """A configuration for drawing the graph: with every model, the smallest sizes, and defaults otherwise."""
         models: Any = self.config.model_fields["models"].annotation
         named = models.model_construct(**dict.fromkeys(models.model_fields, ""))
         return self.config.model_construct(
@@ -65,60 +62,60 @@ class Algorithm:
         )
 
     def calls(self, config: RunConfig) -> list[ModelFunctionCall]:
-        """The calls of a configuration. Raises ConfigError where one has no function."""
+        """The calls of a configuration. Raises ConfigError when one has no function."""
         calls = self.graph(config)
         if self.functions is not None:
             self._refuse_missing(self.functions, [call.name for call in calls])
         return calls
 
     def values(self, example: Any) -> dict[str, DatasetValue]:
-        """What an example is under each of `dataset_keys`. Raises ConfigError where `fetch` leaves one out."""
+        """An example's value under each of `dataset_keys`. Raises ConfigError when `fetch` leaves one out."""
         values = self.fetch(example)
         missing = [key for key in self.dataset_keys if key not in values]
         if missing:
             raise ConfigError(
-                f"{_whose(self.name, self.package)} takes the key {missing[0]!r} from the data set, and its fetch "
-                "gives none. Mend or uninstall that package."
+                f"{_whose(self.name, self.package)} takes the key {missing[0]!r} from the data set, but its fetch "
+                "does not return it. Fix or uninstall that package."
             )
         return {key: values[key] for key in self.dataset_keys}
 
     def _refuse_missing(self, module: str, calls: Sequence[str]) -> None:
-        """Looked up in the source: the module may import torch."""
+        """Raises ConfigError for a call without a function. Reads only the module's source: it may import torch."""
         try:
             file = module_file(module)
         except ModuleNotFoundError:
             raise ConfigError(
-                f"{_whose(self.name, self.package)} has its functions in {module}, and there is no such module. "
-                "Mend or uninstall that package."
+                f"{_whose(self.name, self.package)} has its functions in {module}, but there is no such module. "
+                "Fix or uninstall that package."
             ) from None
-        if file is None:  # compiled, for example: ranks will see
+        if file is None:  # e.g. a compiled module: the ranks will find out
             return
         try:
             bound = set(names_bound(ast.parse(file.read_bytes(), str(file)).body))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as fault:
             raise ConfigError(
                 f"{_whose(self.name, self.package)} has its functions in {file}, which is not valid Python "
-                f"({one_line(str(fault))}). Mend or uninstall that package."
+                f"({one_line(str(fault))}). Fix or uninstall that package."
             ) from None
         missing = [call for call in calls if call not in bound]
         if missing and "*" not in bound:
             raise ConfigError(
-                f"{_whose(self.name, self.package)} has the call {missing[0]!r} in its graph and no function of that "
-                f"name in {module}. Mend or uninstall that package."
+                f"{_whose(self.name, self.package)} has the call {missing[0]!r} in its graph but no function of that "
+                f"name in {module}. Fix or uninstall that package."
             )
 
 
 class _Source(NamedTuple):
-    """Where a record is to be found, and in which package."""
+    """The entry point of a record, and its package."""
 
     package: str
     entry: EntryPoint
 
 
 def algorithm_names() -> list[str]:
-    """The names of all algorithms; nothing is imported.
+    """The names of all algorithms, without importing any.
 
-    Raises ConfigError for a name that is none and for two algorithms of one name.
+    Raises ConfigError for an invalid name and for two algorithms with one name.
     """
     others = sorted(_sources().keys() - set(FIRST))
     return [*FIRST, *others]
@@ -128,8 +125,8 @@ def algorithm_names() -> list[str]:
 def algorithm(name: str) -> Algorithm:
     """The record of an algorithm.
 
-    Raises ConfigError naming the package where its record cannot be imported or is none, and naming the algorithms
-    where there is no such.
+    Raises ConfigError naming the package when its record cannot be imported or is not valid. For an unknown name the
+    error lists the algorithms.
     """
     if name not in _sources():
         raise ConfigError(
@@ -143,33 +140,35 @@ def algorithm(name: str) -> Algorithm:
     except Exception as fault:
         raise ConfigError(
             f"{_whose(name, package)} ({entry.value}) cannot be imported: {type(fault).__name__}: "
-            f"{one_line(str(fault))}. Mend or uninstall that package."
+            f"{one_line(str(fault))}. Fix or uninstall that package."
         ) from fault
     return _checked(found, name, package, entry.value)
 
 
 def _checked(found: Any, name: str, package: str, value: str) -> Algorithm:
-    """What another package has registered, with its name in it. Raises ConfigError where that is no record."""
-    whose, remedy = _whose(name, package), "Mend or uninstall that package."
+    """The record that another package has registered, with `package` set. Raises ConfigError if it is not valid."""
+    whose, remedy = _whose(name, package), "Fix or uninstall that package."
     if not isinstance(found, Algorithm):
-        raise ConfigError(f"{whose} ({value}) is no Algorithm but of type {type(found).__name__}. {remedy}")
+        raise ConfigError(
+            f"{whose} ({value}) is not an Algorithm but of type {type(found).__name__}. {remedy}"
+        )
     if not (isinstance(found.config, type) and issubclass(found.config, RunConfig)):
         raise ConfigError(
-            f"{whose} has a configuration that is no RunConfig: {shown(found.config)}. {remedy}"
+            f"{whose} has a configuration that is not a RunConfig: {shown(found.config)}. {remedy}"
         )
     for field in ("type", "models"):
         if field not in found.config.model_fields:
             raise ConfigError(f"{whose} has a configuration without the field {field!r}. {remedy}")
     if found.name != name:
         raise ConfigError(
-            f"{whose} has configurations of type {shown(found.name)}: give its entry point that name. {remedy}"
+            f"{whose} has configurations of type {shown(found.name)}: its entry point must have that name. {remedy}"
         )
     return replace(found, package=package)
 
 
 @cache
 def _sources() -> dict[str, _Source]:
-    """Name -> where its record is, ours first. Raises ConfigError."""
+    """Name -> source of its record, built-in ones first. Raises ConfigError as `algorithm_names` does."""
     found: dict[str, _Source] = {}
     for name, source in _registered():
         if not name.isidentifier():

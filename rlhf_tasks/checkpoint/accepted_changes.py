@@ -1,8 +1,7 @@
-"""Changes between two attempts of a run that its user has said are wanted, one line of `accepted.jsonl` each.
+"""Changes between two attempts of a run that its user has accepted: the lines of `accepted.jsonl`. Torch-free.
 
-A run goes on as its last commit left it: whatever differs is refused (flows/run/run_identity.py) until it stands
-here.
-Torch-free.
+A run is resumed as its last commit left it. Any difference is refused (flows/run/run_identity.py) unless it is
+recorded here.
 """
 
 from pathlib import Path
@@ -19,12 +18,12 @@ ACCEPTED = "accepted.jsonl"
 
 
 class Accepted(Frozen):
-    """What was accepted at a commit.
+    """The changes that were accepted at a commit.
 
-    step      of the commit that the run goes on from
-    changes   a sentence for each
-    config    the run's configuration from here on
-    journals  each journal -> what of it counts as committed, in place of what the commit's manifest says
+    step      of the commit that the run resumes from
+    changes   a sentence for each change
+    config    the run's configuration from now on
+    journals  each journal -> the part of it that counts as committed, instead of the part in the commit's manifest
     """
 
     step: int = Field(ge=0)
@@ -34,14 +33,14 @@ class Accepted(Frozen):
 
 
 def write_accepted(run_folder: Path, accepted: Accepted) -> None:
-    """Write down, durably, what was accepted. Raises OSError."""
+    """Append accepted changes to the file, and sync it. Raises OSError."""
     path = run_folder / ACCEPTED
     size_bytes = sum(len(line.encode()) + 1 for line in _lines(path))
     append_lines(path, size_bytes, [accepted.model_dump_json()])
 
 
 def last_accepted(run_folder: Path) -> Accepted | None:
-    """What was accepted last, if anything. Raises CheckpointError naming a file that is not as it was written."""
+    """The changes accepted last; None if there are none. Raises CheckpointError naming a damaged file."""
     path = run_folder / ACCEPTED
     lines = _lines(path)
     try:
@@ -51,5 +50,5 @@ def last_accepted(run_folder: Path) -> Accepted | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole lines of the file: one without its end was never counted on."""
+    """The complete lines of the file. A last line without line end was not acknowledged, so it is ignored."""
     return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []

@@ -1,8 +1,8 @@
-"""Commits of a run: `step-NNNNNNNN` folders that appear by a rename, whole or not at all. Torch-free.
+"""Commits of a run: `step-NNNNNNNN` folders, made by a rename, so that each is complete or absent. Torch-free.
 
-Ranks write their parts into `step-NNNNNNNN.tmp-<attempt>` (snapshots.py) and say when they are durable; then
-the controller writes the manifest there and renames the folder: that is the commit. The latest commit is the
-highest one whose manifest and files verify; nothing else says which it is.
+Ranks write their parts into `step-NNNNNNNN.tmp-<attempt>` (snapshots.py) and report when they are durable. Then the
+controller writes the manifest there and renames the folder: that is the commit. The latest commit is the one with the
+highest step whose manifest and files verify. No other record says which it is.
 """
 
 import logging
@@ -46,7 +46,6 @@ _STEP = re.compile(r"step-(\d{8})")
 _LEFTOVER = re.compile(r"step-\d{8}\.(tmp-.*|pruned)")
 _REFUSED = re.compile(r"step-\d{8}\.refused-\d+")
 ATTEMPTS = "attempts"
-KEPT_AT_LEAST = 2  # commits kept, so that there is one to fall back to
 
 
 class Commit(NamedTuple):
@@ -58,21 +57,21 @@ class Commit(NamedTuple):
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where a commit lies."""
+    """The folder of a commit."""
     return run_folder / f"step-{step:08d}"
 
 
 def unfinished_folder(run_folder: Path, step: int, attempt: int) -> Path:
-    """Where the parts of a commit are gathered until it is one."""
+    """The folder for the parts of a commit before it is committed."""
     return run_folder / f"step-{step:08d}.tmp-{attempt}"
 
 
 def commit(run_folder: Path, manifest: Manifest) -> Path:
-    """Make a commit of the parts that its ranks have written: manifest, rename, sync. Returns its folder.
+    """Make a commit from the parts that the ranks have written: manifest, rename, sync. Returns its folder.
 
-    What the manifest does not name (of an aborted generation) is removed. A folder that stands in its place
-    was refused when the run was resumed, and is put aside.
-    Raises CheckpointError when a part is not there, OSError when the manifest cannot be written.
+    Files that the manifest does not name (from an aborted generation) are removed. If the commit's folder exists, it
+    was refused when the run was resumed, and is renamed.
+    Raises CheckpointError when a part is missing, OSError when the manifest cannot be written.
     """
     unfinished = unfinished_folder(run_folder, manifest.step, manifest.attempt)
     unfinished.mkdir(exist_ok=True)
@@ -99,7 +98,7 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
 
 
 def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError]]:
-    """The highest step that verifies, and why each higher one was refused. Reads every byte of them."""
+    """The newest commit that verifies, and why each later one was refused. Reads every byte of these commits."""
     refused = []
     for step in sorted(steps_of(run_folder), reverse=True):
         folder = step_folder(run_folder, step)
@@ -115,12 +114,12 @@ def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError
 
 
 def prune(run_folder: Path, keep_last: int) -> None:
-    """Remove all but the newest commits, at least two, once the newest has been read back.
+    """Verify the newest commit, then remove all but the newest `keep_last`.
 
     Raises CheckpointError, and removes nothing, when the newest does not verify.
     """
     steps = sorted(steps_of(run_folder))
-    old = steps[: -max(keep_last, KEPT_AT_LEAST)]
+    old = steps[:-keep_last]
     if old:
         verify(step_folder(run_folder, steps[-1]))
     for step in old:
@@ -131,9 +130,10 @@ def prune(run_folder: Path, keep_last: int) -> None:
 
 
 def sweep(run_folder: Path) -> None:
-    """Remove what attempts that have ended left unfinished. Only for the holder of the run's lease.
+    """Remove the unfinished folders of earlier attempts. Only for the holder of the run's lease.
 
-    A rank that has not noticed yet may still be writing into one: that one stays for the next attempt to remove.
+    A rank that has not noticed the end of its attempt may still write into such a folder. It is then left for the
+    next attempt.
     """
     for path in run_folder.iterdir():
         if _LEFTOVER.fullmatch(path.name):
@@ -144,14 +144,14 @@ def sweep(run_folder: Path) -> None:
 
 
 def newest_step(run_folder: Path) -> int | None:
-    """The step of the newest commit, sound or not; None where there is none."""
+    """The step of the newest commit, whether it verifies or not; None without commits."""
     return max(steps_of(run_folder), default=None)
 
 
 def lost_commits(run_folder: Path) -> str | None:
-    """What a folder without commits says of commits that it once had, in one sentence; None where it had none.
+    """A sentence with the traces of lost commits in a run folder without commits; None if there are no traces.
 
-    Whoever begins anew there removes what is left of that run.
+    A new start in such a folder would remove what is left of the run.
     """
     if not run_folder.is_dir() or steps_of(run_folder):
         return None
@@ -165,8 +165,8 @@ def lost_commits(run_folder: Path) -> str | None:
     if not found:
         return None
     return (
-        f"{run_folder} has {', '.join(found)}, but no commit to go on from: its folders step-* are gone. Put them "
-        "back, or move the folder away to train anew."
+        f"{run_folder} has {', '.join(found)}, but no commit to resume from: its folders step-* are gone. Put them "
+        "back, or move the folder away to start from the beginning."
     )
 
 
@@ -186,7 +186,7 @@ def steps_of(run_folder: Path) -> list[int]:
 
 
 class RunIdentity(Protocol):
-    """What commits need to know of an attempt (`rlhf_tasks.protocol.messages.RunSpec` is one)."""
+    """The facts about an attempt that commits need (`rlhf_tasks.protocol.messages.RunSpec` is one)."""
 
     @property
     def run(self) -> str: ...
@@ -201,12 +201,12 @@ class RunIdentity(Protocol):
 
 
 def run_snapshots(spec: RunIdentity) -> "RunSnapshots":
-    """The commits of one attempt of a run, as its controller uses them."""
+    """The commits of one attempt of a run, for its controller."""
     return RunSnapshots(spec)
 
 
 class RunSnapshots:
-    """Finds the commit to go on from, and writes new ones and the run's journals. Both methods may block."""
+    """Finds the commit to resume from, and writes new commits and the run's journals. Both methods may block."""
 
     def __init__(self, spec: RunIdentity) -> None:
         self._spec = spec
@@ -218,9 +218,9 @@ class RunSnapshots:
     def latest(self) -> tuple[int, int] | None:
         """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
 
-        Puts the run folder into the state of that commit: unfinished folders go, journals are cut back.
-        Raises CheckpointError naming the files when there are commits and none can be used, when there were some,
-        and when what is committed of a journal has changed.
+        Restores the run folder to the state of that commit: removes unfinished folders and truncates journals.
+        Raises CheckpointError, naming the files, when no commit can be used, when commits have been lost, and when
+        the committed part of a journal has changed.
         """
         found, refused = latest_commit(self._folder)
         for error in refused:
@@ -229,7 +229,7 @@ class RunSnapshots:
             reasons = " ".join(map(str, refused))
             raise CheckpointError(
                 f"no commit in {self._folder} can be used. {reasons} Put one back from a copy, or move the folder "
-                "away to train anew."
+                "away to start from the beginning."
             )
         if found is None and (lost := lost_commits(self._folder)) is not None:
             raise CheckpointError(lost)
@@ -243,10 +243,10 @@ class RunSnapshots:
         return None if found is None else (found.step, found.manifest.cursor)
 
     def commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
-        """Commit a step: journals, manifest, rename; then remove commits that are no longer kept.
+        """Commit a step: journals, manifest, rename. Then remove commits that are no longer kept.
 
-        results  iteration -> node -> rank -> result, of `order.iterations`
-        Raises CheckpointError when the parts do not fit together, OSError with path and sizes on a full disk.
+        results  iteration -> node -> rank -> result, for `order.iterations`
+        Raises CheckpointError when the parts do not match, OSError with path and sizes on a full disk.
         """
         with at(iteration=order.step - 1, attempt=self._spec.attempt):
             self._commit(order, results)
@@ -264,7 +264,7 @@ class RunSnapshots:
             run=self._spec.run,
             attempt=self._spec.attempt,
             step=order.step,
-            seed=self._spec.config.get("seed", 0),
+            seed=self._spec.config["seed"],
             cursor=order.cursor,
             versions=versions,
             roles=roles,
@@ -285,12 +285,12 @@ class RunSnapshots:
             journal.keep()
         self._mark_attempt(order.step)
         try:
-            prune(self._folder, self._spec.config.get("keep_last", KEPT_AT_LEAST))
+            prune(self._folder, self._spec.config["keep_last"])
         except (CheckpointError, OSError) as error:
             logger.error("older commits are kept: %s", error)
 
     def _marks(self, found: Commit) -> Mapping[str, JournalMark]:
-        """What is committed of the journals: by the commit's manifest, or by what was accepted since."""
+        """The committed part of each journal, by the changes accepted at this commit, else by its manifest."""
         accepted = last_accepted(self._folder)
         return accepted.journals if accepted and accepted.step == found.step else found.manifest.journals
 
@@ -303,7 +303,7 @@ class RunSnapshots:
     def _append(
         self, iterations: Iterable[int], results: Mapping[int, IterationResults]
     ) -> dict[str, JournalMark]:
-        """Append to both journals behind the last commit. Returns what is then to be committed of them."""
+        """Append iterations to both journals after their committed parts. Returns the parts to commit."""
         lines = {
             METRICS: [self._metrics.line(i, results[i]) for i in iterations if i in results],
             LINEAGE: [line for i in iterations if i in results for line in lineage_lines(i, results[i])],
@@ -321,7 +321,7 @@ class RunSnapshots:
         return marks
 
     def _mark_attempt(self, step: int) -> None:
-        """Note in the attempt's own file that it has trained: without its commits, the run is not to begin anew."""
+        """Record in the attempt's file that it has trained: `lost_commits` needs that if all commits are lost."""
         if step > 0 and not self._marked:
             attempts = self._folder / ATTEMPTS
             try:
@@ -329,11 +329,11 @@ class RunSnapshots:
                 write_file(attempts / str(self._spec.attempt), f"{step}\n".encode())
                 self._marked = True
             except OSError as error:
-                logger.warning("%s: %s; the step is committed all the same", attempts, error)
+                logger.warning("%s: %s; the step is committed nevertheless", attempts, error)
 
 
 def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:
-    """Role -> its record, on which all its ranks must agree. Raises CheckpointError."""
+    """Role -> its record. Raises CheckpointError when the ranks of a role have different records."""
     roles: dict[str, RoleRecord] = {}
     for part in parts:
         role = part.stored.role

@@ -1,6 +1,6 @@
-"""What a commit appends to the run's journals: one line of metrics per iteration, one of lineage per node.
+"""The run's journals, to which each commit appends: one line of metrics per iteration, one of lineage per node.
 
-A commit names how much of them is committed, and the hash of that. Torch-free.
+A commit records the size of their committed parts and the hash of these. Torch-free.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ METRICS = "metrics.jsonl"
 LINEAGE = "lineage.jsonl"
 JOURNALS = (METRICS, LINEAGE)
 _CHUNK_BYTES = 1 << 22
-ITERATION_S = "time/iteration"  # metric: an iteration's seconds by the ranks' clocks
+ITERATION_S = "time/iteration"  # metric: seconds of an iteration by the ranks' clocks
 
 IterationResults = Mapping[str, Mapping[int, NodeResult]]
 """Node -> rank -> result."""
 
 
 class JournalMark(Frozen):
-    """How much of a journal is committed: its first `size_bytes` bytes, which have this hash."""
+    """The committed part of a journal: its first `size_bytes` bytes, with their hash."""
 
     size_bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -39,32 +39,32 @@ def _names_the_journals(marks: dict[str, JournalMark]) -> dict[str, JournalMark]
 
 
 JournalMarks = Annotated[dict[str, JournalMark], AfterValidator(_names_the_journals)]
-"""Each journal -> how much of it is committed. None may be missing: what has no mark is cut to nothing."""
+"""Each journal -> its committed part. None may be missing: a journal without a mark is truncated to nothing."""
 EMPTY = JournalMark(size_bytes=0, sha256=hashlib.sha256().hexdigest())
 
 
 class JournalError(ValueError):
-    """A journal is not as it was committed: which file, which line."""
+    """A journal differs from its committed state; the message names file and line."""
 
 
 class Journal:
-    """A journal as its run writes it: what is committed of it, and what the commit under way appends.
+    """A journal while its run writes it: the committed part, and the lines that the current commit appends.
 
-    The hash goes on where it stood: a long journal is read once in an attempt.
+    The hash is updated incrementally, so that a long journal is read only once per attempt.
     """
 
     def __init__(self, path: Path, mark: JournalMark = EMPTY) -> None:
-        """Raises JournalError when the file is not what `mark` says, OSError when it cannot be read."""
+        """Raises JournalError when the file does not match `mark`, OSError when it cannot be read."""
         self.path = path
         self._size_bytes, self._digest = mark.size_bytes, _hashed(path, mark)
         self._appended = (self._size_bytes, self._digest)
 
     def cut(self) -> None:
-        """Remove what is behind the committed part: lines of a commit that never was. Raises OSError."""
+        """Truncate the file to its committed part: later lines belong to a commit that failed. Raises OSError."""
         append_lines(self.path, self._size_bytes, ())
 
     def append(self, lines: Iterable[str]) -> JournalMark:
-        """Write lines behind the committed part, durably, in place of what a failed commit left there."""
+        """Write lines after the committed part, replacing those of a failed commit, and sync. Returns the mark."""
         written = list(lines)
         size_bytes, digest = append_lines(self.path, self._size_bytes, written), self._digest.copy()
         for line in written:
@@ -73,12 +73,12 @@ class Journal:
         return JournalMark(size_bytes=size_bytes, sha256=digest.hexdigest())
 
     def keep(self) -> None:
-        """What was appended last is committed."""
+        """Count the lines appended last as committed."""
         self._size_bytes, self._digest = self._appended
 
 
 def _hashed(path: Path, mark: JournalMark) -> "hashlib._Hash":
-    """The hash of a journal's committed part. Raises JournalError when it is another than the mark's."""
+    """The hash of a journal's committed part. Raises JournalError when it differs from the mark's."""
     digest, left = hashlib.sha256(), mark.size_bytes
     if path.is_symlink():
         raise JournalError(f"{path} is a symbolic link.")
@@ -100,7 +100,7 @@ def _hashed(path: Path, mark: JournalMark) -> "hashlib._Hash":
 
 
 def _damage(path: Path, size_bytes: int) -> str:
-    """Where the committed part of a journal is not what a run writes, as far as that shows."""
+    """The first committed line that is not a row, for an error message; if all are rows, a sentence that says so."""
     number = 0
     for number, line in enumerate(committed_lines(path, size_bytes), start=1):
         if not is_row(line):
@@ -109,7 +109,7 @@ def _damage(path: Path, size_bytes: int) -> str:
 
 
 def committed_lines(path: Path, size_bytes: int) -> Iterator[bytes]:
-    """The lines of a journal's first bytes, one of which may be cut."""
+    """The lines in the first `size_bytes` bytes of a journal; the last one may be cut."""
     left = size_bytes
     with open(path, "rb", opener=no_link) as file:
         while left > 0 and (line := file.readline(left)):
@@ -118,7 +118,7 @@ def committed_lines(path: Path, size_bytes: int) -> Iterator[bytes]:
 
 
 def is_row(line: bytes) -> bool:
-    """Whether a line is one that a run may have written."""
+    """Whether a line is a complete JSON object, as a run writes them."""
     try:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -126,9 +126,9 @@ def is_row(line: bytes) -> bool:
 
 
 class MetricsLines:
-    """The lines of an attempt's iterations, made in their order.
+    """The metrics lines of an attempt. They must be made in the order of the iterations.
 
-    peak_flops_per_s  of all the run's devices together; None where nobody knows it, and `mfu` is left out
+    peak_flops_per_s  FLOPs per second of all the run's devices together; None: unknown, and `mfu` is left out
     """
 
     def __init__(self, peak_flops_per_s: float | None = None) -> None:
@@ -137,16 +137,16 @@ class MetricsLines:
         self._ended_s = 0.0
 
     def line(self, iteration: int, results: IterationResults) -> str:
-        """`metrics` as a line of JSON."""
+        """The result of `metrics` as a line of JSON."""
         return json.dumps(self.metrics(iteration, results), allow_nan=False)
 
     def metrics(self, iteration: int, results: IterationResults) -> dict[str, float | None]:
-        """One iteration's metrics: those of `reported`, ITERATION_S, and `mfu`: the models' work (parallel/flops.py)
-        over what the devices could have done meanwhile.
+        """One iteration's metrics: those of `reported`, ITERATION_S, and `mfu`, the models' FLOPs (layout/flops.py)
+        divided by the peak FLOPs of the devices in that time.
 
-        An iteration's seconds are those since the one before ended, for iterations overlap; from its own start where
-        the one before was of another generation or attempt.
-        A value that is not finite stands as null: JSON has no other word for it (a step that was skipped has such).
+        Iterations overlap, so the seconds of an iteration count from the end of the previous one. They count from its
+        own start if the previous one was in another generation or attempt.
+        Values that are not finite, e.g. of skipped steps, become null, because JSON cannot express them.
         """
         line = reported(iteration, results)
         seconds = self._seconds([result for ranks in results.values() for result in ranks.values()])
@@ -168,8 +168,8 @@ class MetricsLines:
 
 
 def reported(iteration: int, results: IterationResults) -> dict[str, float]:
-    """`iteration`, what its nodes report, and `time/<node>` in seconds, from the first rank's start to the last
-    rank's end. A name that several nodes use is prefixed with the node's.
+    """`iteration`, the metrics of its nodes, and `time/<node>`: seconds from the first rank's start to the last
+    rank's end. A metric's name that several nodes use is prefixed with the node's name.
     """
     told = {node: next(iter(ranks.values())).metrics for node, ranks in results.items() if ranks}
     names = [name for metrics in told.values() for name in metrics]
@@ -185,7 +185,7 @@ def reported(iteration: int, results: IterationResults) -> dict[str, float]:
 
 
 def lineage_lines(iteration: int, results: IterationResults) -> Iterator[str]:
-    """What each node of an iteration ran on: attempt, generation, versions, clocks, bytes, work, memory, digest."""
+    """A JSON line per node: attempt, generation, clocks (s), versions, bytes sent, FLOPs, peak bytes, digest."""
     for node, ranks in results.items():
         if not ranks:
             continue

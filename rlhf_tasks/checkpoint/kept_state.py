@@ -1,7 +1,7 @@
-"""State that outlives its generation: when the plan changes, trained roles go from rank to rank, not through files.
+"""State kept across generations: when the plan changes, trained roles move by messages instead of files.
 
-A rank that is reset for a change of the plan keeps what its engines hold. When every rank still has its part of the
-commit that the next generation starts from, they exchange it; else all read the commit.
+A rank that is reset for a change of plan keeps the state of its engines. If every rank still has its part of the
+commit that the next generation starts from, the ranks exchange the state. Otherwise all read the commit.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from rlhf_tasks.system.invariants import require
 
 
 class KeptState(NamedTuple):
-    """What the engines of one rank held at a commit: trained role -> this rank's part, in host memory."""
+    """The state of one rank's engines at a commit: trained role -> this rank's shards, in host memory."""
 
     run: str
     attempt: int
@@ -34,7 +34,7 @@ class KeptState(NamedTuple):
 
 
 def host_shards(engines: Mapping[str, TrainedRole]) -> dict[str, list[StateShard]]:
-    """The state of trained roles in host memory: on a CPU it stays where it is, no engine may go on with it."""
+    """The state of trained roles in host memory. On a CPU it is not copied: do not use the engines any more."""
     found: dict[str, list[StateShard]] = {}
     for role, engine in engines.items():
         assert engine.optimizer is not None, f"role {role!r} is not trained here"
@@ -45,10 +45,11 @@ def host_shards(engines: Mapping[str, TrainedRole]) -> dict[str, list[StateShard
 
 
 class KeptCommit:
-    """The commit that a generation starts from, as its ranks may have kept it.
+    """The commit that a generation starts from, from the state that its ranks may have kept.
 
-    kept    this rank's; None when it has none
-    groups  of the generation: building and `take_over` are collective over all ranks, which have a group
+    kept    this rank's state; None when it has none
+    groups  of the generation; must have a group of all ranks
+    Building it and `take_over` are collective over all ranks.
     """
 
     def __init__(self, kept: KeptState | None, spec: GenerationSpec, groups: ProcessGroups) -> None:
@@ -61,7 +62,7 @@ class KeptCommit:
         self.is_whole = self._ask_all()
 
     def _ask_all(self) -> bool:
-        """Whether every device that owned a part of the commit is a rank that still has it."""
+        """Whether every device that has written a part of the commit is a rank that still has this part."""
         owners = {role: set(record.placement.devices) for role, record in self._manifest.roles.items()}
         owned = {role for role, devices in owners.items() if self._groups.rank in devices}
         here = all(devices <= set(self._ranks) for devices in owners.values())
@@ -69,11 +70,11 @@ class KeptCommit:
         return bool(all_reduce(has, self._groups[self._ranks], dist.ReduceOp.MIN))
 
     def take_over(self, role: str, layout: Layout, engine: TrainedRole | None) -> None:
-        """Bring a role to the commit: weights, moments, version and state.
+        """Set a role to the commit: weights, moments, version and state.
 
-        layout  that the role is trained in from now on
-        engine  this rank's; None outside that layout's placement
-        Raises as `snapshots.restore` does.
+        layout  the role's new training layout
+        engine  this rank's engine; None on a rank outside that layout's placement
+        Raises the same errors as `snapshots.restore`.
         """
         require(self.is_whole, "some rank lacks its part: read the commit")
         record = stored_role(role, layout, self._manifest, self._folder)
@@ -85,4 +86,4 @@ class KeptCommit:
             take_state(engine, shards, record)
         else:
             for shard in shards:
-                raise AssertionError(f"{shard.name} of role {role!r} came, which is not trained here")
+                raise AssertionError(f"{shard.name} of role {role!r} arrived, which is not trained here")

@@ -1,4 +1,4 @@
-"""What a commit consists of: its manifest, and the check that all it names is there unchanged. Torch-free."""
+"""The manifest of a commit, and the check that all files in it are there and unchanged. Torch-free."""
 
 import hashlib
 import json
@@ -24,15 +24,15 @@ _CHUNK_BYTES = 1 << 22
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used: which file, and why."""
+    """A checkpoint cannot be used; the message names the file and the reason."""
 
 
 class RoleRecord(Frozen):
-    """What is saved of a role besides tensors, and how its tensors are laid out over the files.
+    """The saved state of a role besides tensors, and the layout of its tensors over the files.
 
     version         number of train calls applied
     optimizer_step  number of optimizer updates applied
-    state           KL coefficient, value normaliser and the like
+    state           e.g. KL coefficient and value normaliser
     """
 
     version: int
@@ -57,7 +57,7 @@ class StoredFile(Frozen):
 
 
 class Part(Frozen):
-    """What a rank says when its part of a role's snapshot is durable (`SavedPart.details`)."""
+    """A rank's report that its part of a role's snapshot is durable (`SavedPart.details`)."""
 
     stored: StoredFile
     record: RoleRecord
@@ -66,12 +66,12 @@ class Part(Frozen):
 class Manifest(Frozen):
     """The table of contents of a commit.
 
-    step      number of committed iterations
-    cursor    global id of the first sample not yet fetched
-    versions  trained role -> number of its train calls
-    journals  each of the two journals -> what of it is committed
-    config    the run's configuration
-    plan_sha256     names the execution plan of the last committed iteration; of step 0, the first plan
+    step         number of committed iterations
+    cursor       global id of the first sample not yet fetched
+    versions     trained role -> number of its train calls
+    journals     each of the two journals -> its committed part
+    config       the run's configuration
+    plan_sha256  digest of the execution plan of the last committed iteration; at step 0, of the first plan
     """
 
     schema_version: int = SCHEMA
@@ -89,7 +89,7 @@ class Manifest(Frozen):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest and checksum, durably. Raises OSError."""
+    """Write manifest and checksum, and sync them. Raises OSError."""
     data = manifest.model_dump_json(indent=1).encode()
     write_file(folder / MANIFEST, data)
     reach(Point.MANIFEST_WRITTEN)
@@ -112,8 +112,8 @@ def read_manifest(folder: Path) -> Manifest:
         schema = json.loads(data).get("schema_version")
         if schema != SCHEMA:
             raise CheckpointError(
-                f"{path}: schema {shown(schema)}; this version of prefect-rlhf reads {SCHEMA}. Go on with the "
-                "version that wrote it."
+                f"{path}: schema {shown(schema)}; this version of prefect-rlhf reads {SCHEMA}. Use the version that "
+                "wrote it."
             )
         try:
             return Manifest.model_validate_json(data)
@@ -122,8 +122,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """Check that a commit is whole: manifest, and size and hash of every file. Raises CheckpointError naming
-    the first file that is not as it was written. Nothing else in the folder is opened."""
+    """Check the manifest of a commit, and the size and hash of every file in it.
+
+    Raises CheckpointError naming the first file that is missing or has changed. Other files are not opened.
+    """
     manifest = read_manifest(folder)
     for stored in manifest.files:
         path = folder / stored.file

@@ -1,8 +1,9 @@
-"""The plans of a run in its folder, and the log of which iteration each begins at. Torch-free.
+"""The plans of a run in its folder, and the log of the iteration at which each begins. Torch-free.
 
-`plan.json` is the plan that the run began by, `plan-2.json`, `plan-3.json`, ... are later ones, and each line of
-`plans.jsonl` names one and its first iteration. A line is written before any iteration goes by its plan and never
-taken back: a resumed run, and one that repeats iterations after a fault, changes its plan where it did before.
+`plan.json` is the run's first plan; `plan-2.json`, `plan-3.json`, ... are later ones. Each line of `plans.jsonl`
+names a later plan and its first iteration. A line is written before any iteration runs by its plan, and is never
+removed. So a run that is resumed, or repeats iterations after a fault, changes its plan at the same iterations as
+before.
 """
 
 import hashlib
@@ -34,12 +35,12 @@ class PlanChange(Frozen):
 
 
 def plan_digest(plan: ExecutionPlan) -> str:
-    """SHA-256 of a plan: what names it in the log and in manifests."""
+    """SHA-256 of a plan, which identifies it in the log and in manifests."""
     return hashlib.sha256(json.dumps(plan.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
 
 def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:
-    """Keep a plan in the run folder and write down, durably, at which iteration it begins. Raises OSError."""
+    """Write a plan into the run folder, append its first iteration to the log, and sync both. Raises OSError."""
     lines = _lines(folder)
     file = f"plan-{2 + len(lines)}.json"
     change = PlanChange(iteration=iteration, file=file, sha256=plan_digest(plan))
@@ -51,7 +52,7 @@ def log_change(folder: Path, iteration: int, plan: ExecutionPlan) -> PlanChange:
 
 
 def logged_changes(folder: Path) -> tuple[ScheduledPlan, ...]:
-    """The plans that a run has changed to, in order. Raises ConfigError naming a file that is not as written."""
+    """The plans that a run has changed to, in order. Raises ConfigError naming a missing or changed file."""
     return tuple(
         ScheduledPlan(iteration=change.iteration, plan=_read(folder / change.file, change))
         for change in _changes(folder)
@@ -59,27 +60,30 @@ def logged_changes(folder: Path) -> tuple[ScheduledPlan, ...]:
 
 
 def read_plan(path: Path, remedy: str) -> ExecutionPlan:
-    """A plan in a file. Raises ConfigError naming the file and the fault, with what to do, for one that is none: its
-    nodes must have names of their own, wait for nodes that stand before them, and name devices that there are."""
-    plan = read_document(path, _PLAN, "no execution plan", remedy=remedy)
+    """The plan in a file.
+
+    Its nodes must have different names, wait only for earlier nodes, and use only the plan's devices. Otherwise
+    ConfigError names the file and the fault, followed by `remedy`.
+    """
+    plan = read_document(path, _PLAN, "not an execution plan", remedy=remedy)
     names, fault = [node.name for node in plan.nodes], None
     for i, node in enumerate(plan.nodes):
         if node.name in names[:i]:
             fault = f"two nodes are named {shown(node.name)}"
         elif unknown := [name for name in node.after if name not in names[:i]]:
-            fault = f"node {shown(node.name)} waits for {shown(unknown[0])}, which does not stand before it"
+            fault = f"node {shown(node.name)} waits for {shown(unknown[0])}, which does not come before it"
         elif unknown := [name for name in node.after_previous if name not in names]:
-            fault = f"node {shown(node.name)} waits for {shown(unknown[0])}, which is no node"
+            fault = f"node {shown(node.name)} waits for {shown(unknown[0])}, which is not a node"
         elif not all(0 <= device < plan.n_devices for device in node.devices):
             fault = f"node {shown(node.name)} names devices that are not among the plan's {plan.n_devices}"
         if fault is not None:
-            raise ConfigError(f"{path}: no execution plan: {fault}. {remedy}")
+            raise ConfigError(f"{path}: not an execution plan: {fault}. {remedy}")
     return plan
 
 
 def _read(path: Path, change: PlanChange) -> ExecutionPlan:
     plan = read_plan(
-        path, f"The run goes by it from iteration {change.iteration} on. Put it back, or start a new run."
+        path, f"The run uses it from iteration {change.iteration} on. Put it back, or start a new run."
     )
     if plan_digest(plan) != change.sha256:
         raise ConfigError(
@@ -102,6 +106,6 @@ def _changes(folder: Path) -> Sequence[PlanChange]:
 
 
 def _lines(folder: Path) -> list[str]:
-    """The whole lines of the log: one without its end was never counted on."""
+    """The complete lines of the log. A last line without line end was not acknowledged, so it is ignored."""
     path = folder / CHANGES
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []

@@ -1,4 +1,4 @@
-"""A rank's side of checkpoints: copying a role's state aside, writing it in the background, restoring it."""
+"""A rank's part in checkpoints: copies a role's state to host memory, writes it in the background, restores it."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +24,7 @@ from rlhf_tasks.system.failpoints import Point, at, reach
 
 
 class TrainedRole(Protocol):
-    """What a checkpoint holds of an engine: all that training changes."""
+    """The parts of an engine that a checkpoint needs: all that training changes."""
 
     layout: Layout
     groups: ProcessGroups
@@ -36,8 +36,8 @@ class TrainedRole(Protocol):
 class SnapshotWriter:
     """Saves the trained roles of one rank in one generation.
 
-    on_saved  called from the writing thread, once per `save`, when the part is durable or has failed; of an aborted
-              generation's last part maybe not
+    on_saved  called from the writing thread, once per `save`, when the part is durable or has failed; perhaps not for
+              the last part of an aborted generation
     """
 
     def __init__(self, spec: GenerationSpec, on_saved: Callable[[SavedPart], None]) -> None:
@@ -46,9 +46,9 @@ class SnapshotWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def save(self, role: str, engine: TrainedRole, step: int) -> None:
-        """Copy a role's state as it stands and write it in the background.
+        """Copy a role's state to host memory and write the copy in the background.
 
-        Copying aside is all that the caller waits for. Saves are written in the order of the calls.
+        The caller waits only for the copy. Saves are written in the order of the calls.
         """
         assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to save"
         shards = [
@@ -66,16 +66,16 @@ class SnapshotWriter:
         path = self._path(role, step)
         reach(Point.SAVE)
         writing = self._thread.submit(self._write, path, role, record.model_copy(deep=True), shards, step)
-        # A callback of `writing` would run here, in the caller's thread, when the write was quicker than this line.
+        # Not add_done_callback: if the write has already ended, the callback would run in the caller's thread.
         self._thread.submit(self._report, writing, path, state_size_bytes(shards), role, step)
 
     def close(self, wait: bool = True) -> None:
-        """End the thread: after it has written everything, or (aborted generation) after its current part."""
+        """End the thread after all its parts; with wait=False (aborted generation) after its current part."""
         self._thread.shutdown(wait=wait, cancel_futures=not wait)
 
     def _path(self, role: str, step: int) -> Path:
-        """Where a part goes. The name holds the generation, so that what an aborted one still writes cannot
-        touch a file of this one."""
+        """The file of a part. Its name includes the generation, so that an aborted generation that still writes
+        cannot overwrite a file of this one."""
         spec = self._spec
         folder = unfinished_folder(Path(spec.run_folder), step, spec.attempt)
         return folder / f"{role}.rank-{spec.rank:05d}.gen-{spec.generation}.safetensors"
@@ -93,7 +93,7 @@ class SnapshotWriter:
         return Part(stored=stored, record=record)
 
     def _report(self, done: Future[Part], path: Path, needed_bytes: int, role: str, step: int) -> None:
-        """Say how a save has ended, whatever happened."""
+        """Report the end of a save, successful or not."""
         error = done.exception()
         if isinstance(error, OSError):
             error = explained(error, path, needed_bytes)
@@ -116,11 +116,10 @@ class SnapshotWriter:
 
 
 def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None:
-    """Bring a role to a commit: weights, moments, version and state, whatever layout they were saved in.
+    """Restore a role from a commit: weights, moments, version and state, saved in any layout.
 
-    The commit has been verified (`latest_commit`). Collective over each dp group of the engine's placement.
-    Raises CheckpointError when the commit has no such role or is of another model, ValueError when it lacks
-    values.
+    The commit must have been verified (`latest_commit`). Collective over each dp group of the engine's placement.
+    Raises CheckpointError when the commit lacks the role or has another model, ValueError when it lacks elements.
     """
     assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to restore"
     folder, layout = step_folder(run_folder, step), engine.layout
@@ -133,7 +132,7 @@ def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None
 
 
 def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> RoleRecord:
-    """What the commit in a folder says of a role. Raises CheckpointError when it has none, or another model."""
+    """A role's record in a commit. Raises CheckpointError when the commit lacks the role or has another model."""
     if role not in manifest.roles:
         raise CheckpointError(f"{folder} has the roles {sorted(manifest.roles)}, not {role!r}.")
     record = manifest.roles[role]
@@ -143,13 +142,13 @@ def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> 
     if difference:
         changes = ", ".join(f"{name} {saved} (now {ours})" for name, (saved, ours) in difference.items())
         raise CheckpointError(
-            f"{folder}: {role!r} was saved as another model: {changes}. Name that model folder."
+            f"{folder}: the saved {role!r} has another shape: {changes}. Name the original model folder."
         )
     return record
 
 
 def take_state(engine: TrainedRole, shards: Iterable[StateShard], record: RoleRecord) -> None:
-    """Let an engine be what a commit says. Collective over each dp group of its placement."""
+    """Load a commit's state into an engine. Collective over each dp group of its placement."""
     assert engine.optimizer is not None
     engine.optimizer.load_shard_state(shards, record.optimizer_step)
     engine.version = record.version

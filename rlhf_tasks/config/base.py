@@ -27,7 +27,7 @@ from rlhf_tasks.config.sections import (
 )
 
 if TYPE_CHECKING:
-    from rlhf_tasks.data.dataset import Rows
+    from rlhf_tasks.data.token_file import TokenFile
 
 
 class RunConfig(Settings):
@@ -88,7 +88,7 @@ class RunConfig(Settings):
     def iterations(self, n_rows: int) -> int:
         """The number of iterations of a run whose data set has `n_rows` rows."""
 
-    def row_of(self, rows: "Rows", sample: int) -> int:
+    def row_of(self, rows: "TokenFile", sample: int) -> int:
         """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
         return rows.row_of(sample, self.seed)
 

@@ -26,23 +26,16 @@ from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
 from rlhf_tasks.protocol.messages import (
     HOST,
-    Aborted,
-    Committed,
     Deliver,
     Done,
     Enterable,
     Failed,
     Faulted,
-    Finished,
     GaveUp,
     GenerationSpec,
-    Held,
     IterationRan,
     NodeBegun,
     NodeEnded,
-    NotEntered,
-    PlanChanged,
-    PlanKept,
     Reset,
     Restore,
     RunSpec,
@@ -60,7 +53,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.2
 GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
 CONNECT_DEADLINE_S = 300.0  # a rank first imports torch and transformers, and other ranks share its cores
-RESET_S = 10.0  # longer than a rank with a stuck job needs to exit by itself
 ALIVE_S = (
     2.0  # a running process answers within this; killing one that does not frees the peers that it blocks
 )
@@ -97,23 +89,11 @@ class Attempt:
             do.RestoreRank: self._restore_rank,
             do.Send: self._deliver,
             do.WriteCommit: lambda i: self._background(self._commit(i)),
-            do.IterationCommitted: self._committed,
             do.LogPlan: lambda i: self._background(self._log_plan(i.planned)),
-            do.PlanChanges: lambda i: tell(PlanChanged(planned=i.planned)),
-            do.RefusePlan: lambda i: tell(PlanKept(reason=i.reason)),
-            do.AbortIteration: self._aborted,
-            do.Fault: self._faulted,
-            do.Held: lambda i: tell(Held(step=i.step)),
-            do.Finished: lambda i: tell(Finished(step=i.step)),
-            do.GiveUp: lambda i: tell(
-                GaveUp(reason=i.reason, committed_step=i.committed_step, traceback=i.traceback)
-            ),
-            do.RefuseEntry: lambda i: tell(
-                NotEntered(iteration=i.iteration, generation=i.generation, reason=i.reason)
-            ),
             do.Ready: lambda i: None,  # `_apply` reads `Ledger.enterable` and tells `Enterable`
-            do.NodeDone: self._node_done,
             do.IterationDone: self._ran,
+            Faulted: self._faulted,
+            NodeEnded: self._node_ended,
         }
 
     @property
@@ -160,7 +140,6 @@ class Attempt:
             snapshot_every=spec.snapshot_every,
             max_rebuilds=spec.max_rebuilds,
             rebuilds=spec.rebuilds,
-            timeouts=Timeouts(reset_s=RESET_S),
             deadlines=Deadlines(factor=spec.deadline_factor, floor_s=spec.deadline_floor_s),
         )
         for order, facts in self._ordered_early:
@@ -282,7 +261,9 @@ class Attempt:
 
     def _apply(self, instructions: list[Any]) -> None:
         for instruction in instructions:
-            self._act[type(instruction)](instruction)
+            self._act.get(type(instruction), self._tell)(
+                instruction
+            )  # what the ledger tells is told as it is
         enterable = self.ledger.enterable
         place = None if enterable is None else (enterable, self.ledger.generation)
         if place != self._enterable:
@@ -290,20 +271,9 @@ class Attempt:
             if place is not None:
                 self._tell(Enterable(iteration=place[0], generation=place[1]))
 
-    def _node_done(self, instruction: do.NodeDone) -> None:
-        iteration, node = instruction.iteration, instruction.node
-        summary = self.ledger.account.summary(iteration, node)
-        assert summary is not None, f"{node} of iteration {iteration} is done"
-        self._inside.discard((iteration, node))
-        self._tell(
-            NodeEnded(
-                iteration=iteration,
-                generation=self.ledger.generation,
-                node=node,
-                started_s=summary.started_s,
-                ended_s=summary.ended_s,
-            )
-        )
+    def _node_ended(self, ended: NodeEnded) -> None:
+        self._inside.discard((ended.iteration, ended.node))
+        self._tell(ended)
 
     def _reset_rank(self, instruction: do.ResetRank) -> None:
         spec, rank = self.spec, instruction.rank
@@ -369,30 +339,12 @@ class Attempt:
         metrics = self._metrics.metrics(iteration, ledger.account.results(iteration))
         self._tell(IterationRan(iteration=iteration, generation=ledger.generation, metrics=metrics))
 
-    def _committed(self, instruction: do.IterationCommitted) -> None:
-        found = self.ledger.account.results(instruction.iteration)
-        results = {node: tuple(ranks.values()) for node, ranks in found.items()}
-        self._tell(Committed(iteration=instruction.iteration, results=results))
-
-    def _aborted(self, instruction: do.AbortIteration) -> None:
-        cause = instruction.cause
-        self._tell(
-            Aborted(
-                iteration=instruction.iteration,
-                generation=instruction.generation,
-                cause=str(cause),
-                traceback=cause.traceback,
-            )
-        )
-
-    def _faulted(self, instruction: do.Fault) -> None:
-        cause = instruction.cause
-        logger.error("generation %d has ended: %s\n%s", instruction.generation, cause, cause.traceback)
+    def _faulted(self, faulted: Faulted) -> None:
+        cause = faulted.cause
+        logger.error("generation %d has ended: %s\n%s", faulted.generation, cause, cause.traceback)
         self._inside.clear()
         if not cause.lasting:
-            self._tell(
-                Faulted(generation=instruction.generation, cause=str(cause), traceback=cause.traceback)
-            )
+            self._tell(faulted)
 
     async def _commit(self, order: do.WriteCommit) -> None:
         account = self.ledger.account

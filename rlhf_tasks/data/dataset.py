@@ -1,8 +1,7 @@
-"""Rows of JSONL and Parquet files, in a stable order, found by global sample id. Torch-free.
+"""Rows of JSONL and Parquet files, in a stable order, one after another. Torch-free.
 
-A data set is one file, a glob or a folder; several files are read in the order of their names. Rows are kept
-as they are stored (raw lines, Arrow columns) and parsed when asked for: each process needs little more
-memory than the files have bytes.
+A data set is one file, a glob or a folder; several files are read in the order of their names. Rows are parsed while
+the files are read, and none is kept: a data set may be larger than memory.
 """
 
 import codecs
@@ -11,22 +10,18 @@ import gzip
 import hashlib
 import json
 import re
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
-from numpy.typing import NDArray
 
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.sections import DataConfig
-from rlhf_tasks.system.counter_random import permutation
 from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Row = Mapping[str, Any]
@@ -44,157 +39,166 @@ ROWS_AT_ONCE = 256  # of Parquet
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character beyond 16 bits, written as an escape
 
 
+class PlacedRow(NamedTuple):
+    """A row and its place: the number of its file, from 0, and its line there (Parquet: its number), from 1."""
+
+    file: int
+    line: int
+    where: str
+    row: Row
+
+
 class _File(Protocol):
-    """One file's rows; `where` is how an error names row i."""
+    """One file's rows. `unread` gives each with its line; `read` parses one of these; `check_size` refuses a file
+    made to fill memory or time, before a row of it is parsed."""
 
-    def __len__(self) -> int: ...
-    def row(self, i: int) -> dict[str, Any]: ...
-    def where(self, i: int) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    def check_size(self) -> None: ...
 
-
-class _JsonLines:
-    """Lines of one JSONL file, kept as bytes one after another. Blank lines are no rows."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._content = path, _decompressed(path)
-        self._numbers, self._starts, self._ends = array("q"), array("q"), array("q")
-        start = len(codecs.BOM_UTF8) if self._content.startswith(codecs.BOM_UTF8) else 0
-        for number in count(1):
-            if start >= len(self._content):
-                break
-            end = self._content.find(b"\n", start)
-            end = len(self._content) if end < 0 else end
-            if end - start > MOST_LINE_BYTES:
-                raise DataError(f"{path}:{number}: the line has more than {MOST_LINE_BYTES:,} bytes.")
-            if self._content[start:end].strip():
-                self._numbers.append(number)
-                self._starts.append(start)
-                self._ends.append(end)
-            start = end + 1
-        for i in range(len(self)):
-            self.row(i)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def where(self, i: int) -> str:
-        return f"{self.path}:{self._numbers[i]}"
-
-    def row(self, i: int) -> dict[str, Any]:
-        line = self._content[self._starts[i] : self._ends[i]]
-        with reading(self.where(i), "not valid JSON", DataError):
-            row = json.loads(line.decode())
-            if _HALF.search(line):
-                json.dumps(row, ensure_ascii=False).encode()  # refuses a half without the other
-            if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_deeper(row, MAX_DEPTH):
-                raise RecursionError
-        if not isinstance(row, dict):
-            raise DataError(f"{self.where(i)}: expected a JSON object, found {type(row).__name__}.")
-        return row
-
-
-class _Parquet:
-    """Rows of one Parquet file, kept as Arrow columns."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        batches, held, most = list[pyarrow.RecordBatch](), 0, _most_bytes(path)
-        with reading(path, "cannot be read as Parquet", DataError), pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(ROWS_AT_ONCE):
-                batches.append(batch)
-                held += batch.nbytes + ROW_BYTES * batch.num_rows
-                if held > most:
-                    raise DataError(_too_much(path))
-            self._table = pyarrow.Table.from_batches(batches, file.schema_arrow)
-            self._table.validate(full=True)
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def where(self, i: int) -> str:
-        return f"{self.path}:{i + 1}"
-
-    def row(self, i: int) -> dict[str, Any]:
-        with reading(self.where(i), "cannot be read as Parquet", DataError):
-            return self._table.slice(i, 1).to_pylist()[0]
+    def unread(self) -> Iterator[tuple[int, Any]]: ...
+    def read(self, line: int, unread: Any) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[Row]):
-    """All rows of a data set, with its columns renamed.
+class _JsonLines:
+    """The lines of one JSONL file. Blank lines are no rows."""
 
-    digest  SHA-256 of the files' contents in order: it names the data in manifests and model cards
+    path: Path
+
+    def check_size(self) -> None:
+        if not self.path.name.endswith(".gz"):
+            return
+        with reading(self.path, "cannot be read", DataError), gzip.open(self.path, "rb") as file:
+            _check_growth(self.path, map(len, iter(lambda: file.read(PIECE_BYTES), b"")))
+
+    def unread(self) -> Iterator[tuple[int, bytes]]:
+        path, opened = self.path, gzip.open if self.path.name.endswith(".gz") else open
+        with reading(path, "cannot be read", DataError), opened(path, "rb") as file:
+            for number in count(1):
+                line = file.readline(MOST_LINE_BYTES + 2)
+                if not line:
+                    break
+                if len(line.removesuffix(b"\n")) > MOST_LINE_BYTES:
+                    raise DataError(f"{path}:{number}: the line has more than {MOST_LINE_BYTES:,} bytes.")
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    yield number, line
+
+    def read(self, line: int, unread: bytes) -> dict[str, Any]:
+        where = f"{self.path}:{line}"
+        with reading(where, "not valid JSON", DataError):
+            row = json.loads(unread.decode())
+            if _HALF.search(unread):
+                json.dumps(row, ensure_ascii=False).encode()  # refuses a half without the other
+            if unread.count(b"[") + unread.count(b"{") > MAX_DEPTH and _is_deeper(row, MAX_DEPTH):
+                raise RecursionError
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}.")
+        return row
+
+
+@dataclass(frozen=True)
+class _Parquet:
+    """The rows of one Parquet file."""
+
+    path: Path
+
+    def check_size(self) -> None:
+        _check_growth(self.path, (batch.nbytes + ROW_BYTES * batch.num_rows for batch in self._batches()))
+
+    def unread(self) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
+        before = 0
+        for batch in self._batches():
+            for i in range(batch.num_rows):
+                yield before + i + 1, batch.slice(i, 1)
+            before += batch.num_rows
+
+    def _batches(self) -> Iterator[pyarrow.RecordBatch]:
+        path = self.path
+        with reading(path, "cannot be read as Parquet", DataError), pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE):
+                batch.validate(full=True)
+                yield batch
+
+    def read(self, line: int, unread: pyarrow.RecordBatch) -> dict[str, Any]:
+        with reading(f"{self.path}:{line}", "cannot be read as Parquet", DataError):
+            return unread.to_pylist()[0]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """The files of a data set, with their columns renamed.
+
+    name  as the configuration has it: a file, a glob or a folder
     """
 
+    name: str
     files: tuple[_File, ...]
     column_map: Mapping[str, str]
-    digest: str
 
     @cached_property
-    def _starts(self) -> list[int]:
-        return [0, *accumulate(len(file) for file in self.files)]
+    def digest(self) -> str:
+        """SHA-256 of the files' contents in order: it names the data in manifests and model cards."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            with reading(file.path, "cannot be read", DataError), file.path.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        return digest.hexdigest()
 
-    @cached_property
-    def _orders(self) -> dict[tuple[int, int], NDArray[np.int64]]:
-        return {}
+    def __iter__(self) -> Iterator[PlacedRow]:
+        """All rows. Raises DataError for a malformed one, and where there is none at all."""
+        self._check_sizes()
+        return self._every(1)
 
-    def __len__(self) -> int:
-        return self._starts[-1]
+    def some(self, most: int) -> list[PlacedRow]:
+        """At most so many of the rows, at even distances. Rows between them are not parsed."""
+        self._check_sizes()
+        rows = sum(1 for file in self.files for _ in file.unread())
+        return list(self._every(step_between(rows, most)))
 
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  one row, never a slice
-        file, i = self._locate(index)
-        return {self.column_map.get(name, name): value for name, value in file.row(i).items()}
+    def _check_sizes(self) -> None:
+        for file in self.files:
+            file.check_size()
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
+    def _every(self, step: int) -> Iterator[PlacedRow]:
+        unread = ((number, *each) for number, file in enumerate(self.files) for each in file.unread())
+        empty = True
+        for number, line, content in islice(unread, 0, None, step):
+            file = self.files[number]
+            row, where = file.read(line, content), f"{file.path}:{line}"
+            if empty:
+                self._check_renamed(row, where)
+            empty = False
+            yield PlacedRow(number, line, where, {self.column_map.get(k, k): v for k, v in row.items()})
+        if empty:
+            raise DataError(f"{self.name}: has no rows.")
 
-    def where(self, index: int) -> str:
-        """`file:line` of a row, for errors."""
-        file, i = self._locate(index)
-        return file.where(i)
-
-    def row_of(self, sample_id: int, seed: int) -> int:
-        """The row that a global sample id means: position in the epoch's own random order of all rows."""
-        epoch, position = divmod(sample_id, len(self))
-        order = self._orders.get((seed, epoch))
-        if order is None:
-            while len(self._orders) > 1:  # an iteration touches two epochs at most where one begins
-                self._orders.pop(next(iter(self._orders)))
-            order = self._orders[seed, epoch] = permutation(len(self), seed, "rows", epoch)
-        return int(order[position])
-
-    def _locate(self, index: int) -> tuple[_File, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        place = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self.files[place], index - self._starts[place]
+    def _check_renamed(self, row: Row, where: str) -> None:
+        for name, renamed in self.column_map.items():
+            if name not in row:
+                raise DataError(
+                    f"{where}: has no column {name!r}, which data.column_map renames to {renamed!r} "
+                    f"(columns: {one_line(', '.join(row))})."
+                )
 
 
-def load_rows(data: DataConfig) -> Rows:
-    """Read and check all files of a data set.
+def step_between(rows: int, most: int) -> int:
+    """The distance between rows of which at most `most` are taken, at least 1."""
+    return max(1, -(-rows // most))
 
-    Raises DataError when nothing matches, a file's kind is not known, a row is malformed, a renamed column is
-    nowhere, or there is no row at all.
+
+def data_set(data: DataConfig) -> DataSet:
+    """The files of a data set; nothing of them is read yet.
+
+    Raises DataError when nothing matches or a file's kind is not known.
     """
-    paths = _paths(data.train)
-    digest = hashlib.sha256()
     files: list[_File] = []
-    for path in paths:
+    for path in _paths(data.train):
         if not path.name.endswith(SUFFIXES):
             raise DataError(f"{path}: unknown kind of file. Use one of {', '.join(SUFFIXES)}.")
-        with reading(path, "cannot be read", DataError), path.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
         files.append(_Parquet(path) if path.name.endswith(".parquet") else _JsonLines(path))
-    rows = Rows(tuple(file for file in files if len(file)), data.column_map, digest.hexdigest())
-    if not len(rows):
-        raise DataError(f"{data.train}: has no rows.")
-    for name, renamed in data.column_map.items():
-        if name not in rows.files[0].row(0):
-            raise DataError(
-                f"{rows.where(0)}: has no column {name!r}, which data.column_map renames to {renamed!r} "
-                f"(columns: {one_line(', '.join(rows.files[0].row(0)))})."
-            )
-    return rows
+    return DataSet(data.train, tuple(files), data.column_map)
 
 
 def _paths(pattern: str) -> list[Path]:
@@ -216,28 +220,14 @@ def _paths(pattern: str) -> list[Path]:
     return found
 
 
-def _decompressed(path: Path) -> bytearray:
-    """A file's content. Raises DataError for one that cannot be read, or grows too much."""
-    content, most = bytearray(), _most_bytes(path)
-    opened = gzip.open if path.name.endswith(".gz") else open
-    with reading(path, "cannot be read", DataError), opened(path, "rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            content += piece
-            if len(content) > most:
-                raise DataError(_too_much(path))
-    return content
-
-
-def _most_bytes(path: Path) -> int:
-    """How many bytes a file's rows may have."""
-    return max(FREE_BYTES, MOST_GROWTH * path.stat().st_size)
-
-
-def _too_much(path: Path) -> str:
-    return (
-        f"{path}: its rows have more than {_most_bytes(path):,} bytes, {MOST_GROWTH} times the file's: it is made to "
-        "fill memory. Store the rows uncompressed where they are your own."
-    )
+def _check_growth(path: Path, sizes: Iterable[int]) -> None:
+    """Raises DataError where the parts of a file's rows have more bytes together than the file may hold."""
+    most = max(FREE_BYTES, MOST_GROWTH * path.stat().st_size)
+    if any(held > most for held in accumulate(sizes)):
+        raise DataError(
+            f"{path}: its rows have more than {most:,} bytes, {MOST_GROWTH} times the file's: it is made to "
+            "fill memory. Store the rows uncompressed where they are your own."
+        )
 
 
 def _is_deeper(value: Any, most: int) -> bool:

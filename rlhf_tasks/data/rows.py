@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rlhf_tasks.data.tokenizer import Tokenizer
 
 T = TypeVar("T")
+DatasetValue = list[int] | list[bool] | str
+"""Of one key of one sample: token ids, a mask, or text."""
 Reading = Generator["list[Conversation]", list[str], T]
 """A row being read: it asks once for the texts of conversations, and returns what was read. So the conversations of
 many rows are rendered together."""

@@ -1,4 +1,4 @@
-"""3D-parallel engines on plain `torch.distributed`: they know neither Prefect nor Dask nor runs.
+"""3D-parallel engines on plain `torch.distributed`. Nothing here knows Prefect, Dask or runs.
 
-What is in it is told by its subpackages.
+Each subpackage says what it contains.
 """

@@ -1,4 +1,4 @@
-"""Measured profiles: what ranks time, and the run that has them do it.
+"""Measured profiles: the operations that ranks time, and the profile run that makes them do it.
 
-What the planner makes of the figures is in planner/pricing.
+The planner's use of the figures is in planner/pricing.
 """

@@ -1,4 +1,4 @@
-"""The executor of a profile run: its nodes measure pieces of calls on the engine's own modules and groups."""
+"""The executor of a profile run: its nodes time parts of calls on the engine's own modules and groups."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from rlhf_tasks.system.memory import give_back, process_bytes
 
 
 def make_executor(rank: int, on_saved: Callable[[SavedPart], None]) -> "ProfileExecutor":
-    """The factory that the engine host is given; see docs/interfaces.md."""
+    """The factory for the engine host; see docs/interfaces.md."""
     return ProfileExecutor(rank)
 
 
@@ -39,7 +39,7 @@ class ProfileExecutor:
         self._spec: ProfileSpec | None = None
 
     def load(self, spec: GenerationSpec) -> None:
-        """Join the groups of all that will be measured."""
+        """Join the groups of all pieces that will be measured."""
         self._spec = ProfileSpec.model_validate(spec.config)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         server = dist.TCPStore(spec.store_host, spec.store_port, is_master=False)
@@ -63,8 +63,7 @@ class ProfileExecutor:
         )
 
     def measure(self, piece: Piece) -> Measurements:
-        """What a piece asks for, and the memory of the process after it: the first pass of each kind loads
-        libraries that stay."""
+        """The figures of a piece, and the process's bytes of memory after it, with the libraries then loaded."""
         assert self._groups is not None
         if piece.kind == "idle":
             return Measurements()

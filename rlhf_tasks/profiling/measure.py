@@ -1,10 +1,12 @@
-"""Measures on real ranks what a profile is made of: layers, ends, optimizer steps and collectives.
+"""Times the operations of a profile on real ranks: layers, ends (embedding and head), optimizer steps, collectives.
 
-A layer's time is the difference between models of two depths, taken on the engine's own calls (`inference`,
-`train_step`, `generate`), so that what a call costs besides its tensors is in the figures too: it stays with the
-ends. All ranks call these functions together; tensor-parallel groups of neighbours measure beside each other, as
-they work beside each other in a run. All works of a model are timed in rounds, each of which gives every work its
-turn: what slows the machine for some seconds then slows a few works in one round, and not one work in all of them.
+A layer's time is the difference between models of two depths, divided by the difference in layers. It is measured
+with the engine's own calls (`inference`, `train_step`, `generate`), so that the fixed cost of a call is measured too;
+it counts as part of the ends. All ranks call these functions together. The tensor parallel groups measure at the same
+time, as they work at the same time in a run.
+
+All works of a model are timed in rounds, in each of which every work has one turn. A slow phase of the machine, of
+some seconds, then affects few works in one round, not one work in all rounds.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
+from rlhf_tasks.config.sections import OptimizerConfig
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.redistribution import redistribute
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
@@ -33,29 +36,30 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
-from rlhf_tasks.parallel.train.optimizer import OptimizerSettings, all_gather, reduce_scatter
+from rlhf_tasks.parallel.train.optimizer import all_gather, reduce_scatter
 from rlhf_tasks.profiling.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
+from rlhf_tasks.rank.role_engines import optimizer_settings
 from rlhf_tasks.spec import DataSide
 
 Clock = Callable[[], float]
 Work = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
 
-SHALLOW, DEEP = 1, 4  # layers of the two models whose difference is a layer's time
+SHALLOW, DEEP = 1, 4  # layers of the two models whose difference gives a layer's time
 FEW_STEPS, MORE_STEPS = 12, 44
-"""Decoding steps of the two generations whose difference is a step's time; with fewer, generation would not pack its
-weights (generation.py)."""
+"""Decoding steps of the two generations whose difference gives a step's time. With fewer than 12, generation would
+not pack its weights (generation.py)."""
 ROUNDS = 5
 LEARNING_RATE = 1e-6
-SAMPLES = 32  # of a redistribution
+SAMPLES = 32  # samples of a measured redistribution
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the measuring functions share.
+    """The common arguments of the measuring functions.
 
-    config, shape  the whole model's
-    clock          seconds; process CPU time where a machine is too busy for the wall's
+    config, shape  of the whole model
+    clock          returns seconds; process CPU time on a machine too busy for wall-clock time
     """
 
     config: PreTrainedConfig
@@ -65,7 +69,7 @@ class Bench:
     clock: Clock
 
     def engine(self, layers: int, head: Head, tp: int) -> Engine:
-        """A trainable model of this shape with another number of layers, on the tp neighbours of this rank."""
+        """A trainable model of this shape with `layers` layers, on this rank and its tp - 1 neighbours."""
         first = self.groups.rank // tp * tp
         placement = Placement(tuple(range(first, first + tp)), ParallelStrategy(tp=tp))
         config = deepcopy(self.config)
@@ -82,17 +86,17 @@ class Bench:
             dtype=self.dtype,
         )
         initialise(stage, seed=0)
-        return Engine(stage, stage.layout, self.groups, OptimizerSettings())
+        return Engine(stage, stage.layout, self.groups, optimizer_settings(OptimizerConfig()))
 
 
 def _means_s(
     works: Mapping[Name, Work], devices: Sequence[int], groups: ProcessGroups, clock: Clock
 ) -> dict[Name, float]:
-    """Mean seconds of some works over rounds in which each has its turn, after one to warm up.
+    """Mean seconds of each work over rounds in which each has one turn, after a warm-up round.
 
-    Each work's quickest and slowest times are left out. The mean of the others holds the share of slow phases that
-    runs meet too, which a median would not.
-    The devices begin each work together: who is done early must not wait for the others in the next one.
+    The fastest and the slowest time of each work are left out. The mean of the others includes a share of slow
+    phases, which real runs have too; a median would not.
+    All devices start each work together, so that waiting for a slower rank does not count in the next work's time.
     """
     together = groups[tuple(devices)] if len(devices) > 1 else None
     one = torch.zeros(1, device=groups.device)
@@ -111,18 +115,18 @@ def _means_s(
 
 
 def _finish(groups: ProcessGroups) -> None:
-    """Wait for the device, whose clock is not the host's."""
+    """Wait until the device has finished: CUDA kernels run asynchronously."""
     if groups.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def tp_sets(n_ranks: int, tps: Sequence[int]) -> list[tuple[int, ...]]:
-    """The device sets that the measured models communicate in: `ProcessGroups` must have been given them."""
+    """The device sets in which the measured models communicate. `ProcessGroups` must be built with them."""
     return [tuple(range(first, first + tp)) for tp in tps for first in range(0, n_ranks, tp)]
 
 
 def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
-    """Every operation of a model under tensor parallelism of degree tp, which divides the number of ranks."""
+    """Seconds of every operation of a model under tensor parallelism of degree tp, a divisor of the ranks."""
     models = {
         "shallow": bench.engine(SHALLOW, "lm", tp),
         "deep": bench.engine(DEEP, "lm", tp),
@@ -140,7 +144,7 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
 
 
 def _works(models: Mapping[str, Engine], vocab: int, grid: Grid) -> dict[tuple, Work]:
-    """What is timed of a model: (kind, model where there are several, sizes) -> work."""
+    """The works that are timed for a model: (kind, model where there are several, sizes) -> work."""
     works: dict[tuple, Work] = {}
     for name, engine in models.items():
         works["update", name] = partial(_update, engine)
@@ -168,7 +172,7 @@ Means = Mapping[tuple, float]
 
 
 def _forward_and_backward(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
-    """layer, lm and scalar: forward, and what a training step without its update adds."""
+    """layer, lm and scalar: forward; and backward, which is a training step without forward pass and update."""
     models = ("shallow", "deep", "scalar")
     for length in grid.lengths:
         for tokens in grid.tokens:
@@ -186,7 +190,7 @@ def _forward_and_backward(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
 
 
 def _embedding(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
-    """The vocabulary-parallel embedding alone; the heads' figures contain it too, and the cost model knows."""
+    """The vocabulary-parallel embedding alone. The heads' figures include it; the cost model subtracts it."""
     for tokens in grid.tokens:
         forward_s, both_s = found["embed", tokens], found["embed and back", tokens]
         yield _timed("embedding/forward", tp, tokens, 0, forward_s)
@@ -194,7 +198,7 @@ def _embedding(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
 
 
 def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
-    """layer and lm: prefill (by tokens of the prompts), and a decoding step (by sequences and KV length)."""
+    """layer and lm: prefill (by tokens of the prompts), and a decoding step (by sequences and KV cache length)."""
     for prompt in grid.contexts:
         for rows in grid.rows:
             few, more = (
@@ -202,7 +206,7 @@ def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
                 for steps in (FEW_STEPS, MORE_STEPS)
             )
             step = [(b - a) / (MORE_STEPS - FEW_STEPS) for a, b in zip(few, more, strict=True)]
-            # The first token comes with the prefill.
+            # The prefill gives the first token, so FEW_STEPS tokens need FEW_STEPS - 1 decoding steps.
             prefill = [whole - (FEW_STEPS - 1) * each for whole, each in zip(few, step, strict=True)]
             context = prompt + (FEW_STEPS + MORE_STEPS) // 2
             for kind, (shallow, deep), tokens, length in (
@@ -215,13 +219,13 @@ def _generation(found: Means, tp: int, grid: Grid) -> Iterator[Timed]:
 
 
 def _optimizer(found: Means, tp: int, models: Mapping[str, Engine]) -> Iterator[Timed]:
-    """The update alone, of models of several sizes."""
+    """The optimizer update alone, for models of two sizes."""
     for name in ("shallow", "deep"):
         parameters = sum(p.numel() for p in models[name].stage.parameters())
         yield _timed("optimizer", tp, parameters, 0, found["update", name])
 
 
-# The work that is timed
+# The works that are timed
 
 
 def _infer(engine: Engine, batch: SampleBatch) -> None:
@@ -239,7 +243,8 @@ def _train(engine: Engine, batch: SampleBatch) -> None:
         ratio = logprobs.clamp(-1, 1).exp()
         return LossTerms(-ratio.sum(), {"entropy": entropy.detach().sum(), "ratio": ratio.detach().sum()})
 
-    engine.train_step(batch, loss, float(len(batch)), micro_batches=1, learning_rate=LEARNING_RATE)
+    metrics = () if engine.layout.head == "scalar" else ("entropy", "ratio")
+    engine.train_step(batch, loss, float(len(batch)), 1, LEARNING_RATE, metrics)
 
 
 def _update(engine: Engine) -> None:
@@ -263,7 +268,7 @@ def _generate(engine: Engine, rows: int, prompt: int, steps: int) -> None:
 
 
 def _sequences(tokens: int, length: int, vocab: int) -> SampleBatch:
-    """A batch of random sequences of one length, `tokens` in all; the last one may be shorter."""
+    """A batch of `tokens` random tokens in sequences of `length` tokens; the last one may be shorter."""
     lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab, (tokens,), generator=generator)
@@ -280,7 +285,7 @@ def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -
 
 
 def exchange_sets(n_ranks: int, devices_per_host: int) -> list[tuple[int, ...]]:
-    """The sets that exchanges are measured in: neighbours, 2, 4, ... and all of them, and one rank of some hosts."""
+    """The sets in which exchanges are measured: 2, 4, ... neighbours; all ranks; one rank each of 2, 4, ... hosts."""
     sets = [tuple(range(n_ranks))] if n_ranks > 1 else []
     size = 2
     while size <= n_ranks:
@@ -293,7 +298,7 @@ def exchange_sets(n_ranks: int, devices_per_host: int) -> list[tuple[int, ...]]:
 
 
 def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock) -> Iterator[TimedExchange]:
-    """Every exchange in every set that this rank is in; sets of one size work beside each other."""
+    """Time every exchange in every set that contains this rank; sets of one size work at the same time."""
     n_ranks = dist.get_world_size()
     for devices in exchange_sets(n_ranks, devices_per_host):
         if groups.rank not in devices:
@@ -312,15 +317,14 @@ def measure_exchanges(groups: ProcessGroups, devices_per_host: int, clock: Clock
             )
 
 
-EXCHANGE_BYTES = tuple(2**power for power in range(10, 23, 3))  # 1 KiB to 4 MiB; beyond, bandwidth is all
+EXCHANGE_BYTES = tuple(2**power for power in range(10, 23, 3))  # 1 KiB to 4 MiB; above, only bandwidth counts
 
 
 def _exchanges(
     groups: ProcessGroups, devices: tuple[int, ...]
 ) -> Iterator[tuple[Exchange, int, Callable[[], object]]]:
-    """(kind, bytes, work) of all exchanges among some devices."""
+    """(kind, bytes, work) for every exchange among some devices."""
     group, n, device = groups[devices], len(devices), groups.device
-    yield "objects", 0, lambda: dist.all_gather_object([None] * n, {"loss": 1.0}, group=group)
     for size_bytes in EXCHANGE_BYTES:
         whole = torch.zeros(size_bytes // 4 // n * n, device=device)
         part = torch.zeros(whole.numel() // n, device=device)
@@ -339,7 +343,7 @@ def _exchanges(
 
 
 def _cut(values: Tensor, n: int) -> Packed:
-    """Values as n samples of like sizes."""
+    """Values [rows, ...] cut into n samples of similar size."""
     parts = values.tensor_split(n)
     return Packed.of(parts)
 
@@ -357,7 +361,7 @@ def _share(batch: SampleBatch, placement: Placement, groups: ProcessGroups) -> N
 
 
 def _pass_round(x: Tensor, devices: tuple[int, ...], groups: ProcessGroups) -> None:
-    """There and back: two messages."""
+    """Send to the second device and back: two messages."""
     first, second = devices
     blank = Blank(x.dtype, tuple(x.shape))
     group = groups[devices]

@@ -1,4 +1,4 @@
-"""What a profile is made of: the figures that ranks measure and the planner reads. Torch-free."""
+"""The figures of a profile, which ranks measure and the planner reads. Torch-free."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 from rlhf_tasks.spec import Frozen
 
 Pass = Literal["forward", "backward", "prefill", "decode"]
-"""What a layer or the model's ends do: inference's forward pass; what training adds to it; a prompt's pass, the
-weights' packing included; one decoding step."""
+"""A pass of a layer or of the model's ends: inference's forward pass; the additional time of a training step; the
+prefill of prompts, including the packing of weights; one decoding step."""
 
 Operation = Literal[
     "layer/forward",
@@ -24,23 +24,22 @@ Operation = Literal[
     "embedding/backward",
     "optimizer",
 ]
-"""`lm` and `scalar` are the heads: all of a micro-batch's work besides embedding and layers."""
+"""`lm` and `scalar` are the heads: everything that a call does besides its layers."""
 
-Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects", "redistribute"]
-"""`send`: one message between two stages; `share`: a batch from its head to the replica; `objects`: small Python
-objects of all ranks to all; `redistribute`: samples from one head to another, with what heads tell each other."""
+Exchange = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "share", "redistribute"]
+"""`send`: one message between two stages; `share`: a batch broadcast from its head to the replica; `redistribute`:
+samples from one head to another, including the exchange of which samples each head holds."""
 
 
 LEAST_S, MOST_S, MOST_BYTES = 1e-12, 1e6, 2**60
-"""Nothing that is measured takes less or more seconds, or is of more bytes: figures beyond are errors."""
+"""Bounds of measured seconds and bytes. Figures outside them are errors."""
 
 
 class Timed(Frozen):
-    """Seconds of an operation on one model under tensor parallelism of degree tp, its sums over tp included.
+    """Seconds of an operation on one model under tensor parallelism of degree tp, including its all-reduces over tp.
 
-    tokens   of the micro-batch; of a decoding step: sequences; of the optimizer: parameters of the device
-    context  length of the sequences in tokens; while decoding, of their KV cache; of ends and optimizer 0 where it
-             does not matter
+    tokens   tokens of the micro-batch; for a decoding step sequences; for the optimizer parameters of the device
+    context  length of the sequences in tokens; while decoding, of their KV cache; 0 where it does not matter
     """
 
     operation: Operation
@@ -51,7 +50,7 @@ class Timed(Frozen):
 
 
 class TimedExchange(Frozen):
-    """Seconds of a collective or message of size_bytes (in all; of a share, a batch's data) among some ranks."""
+    """Seconds of a collective or message of size_bytes in all (for a share, the batch's data) among some ranks."""
 
     kind: Exchange
     ranks: int
@@ -61,9 +60,9 @@ class TimedExchange(Frozen):
 
 
 class Measurements(Frozen):
-    """What one rank measured of one model.
+    """One rank's figures of one piece (see `Piece`).
 
-    process_bytes  anonymous memory of the rank's process besides tensors
+    process_bytes  anonymous memory of the rank's process without tensors
     """
 
     operations: tuple[Timed, ...] = ()
@@ -72,10 +71,12 @@ class Measurements(Frozen):
 
 
 class Grid(NamedTuple):
-    """Where to measure: powers of two that enclose the work of a run.
+    """The sizes at which to measure: powers of two that enclose the sizes of a run.
 
-    tokens   of a micro-batch; lengths of its sequences
-    rows     sequences that decode in step; contexts: lengths of their prompts
+    tokens    tokens of a micro-batch
+    lengths   tokens of each of its sequences
+    rows      sequences that are decoded together
+    contexts  tokens of each of their prompts
     """
 
     tokens: tuple[int, ...]
@@ -85,9 +86,10 @@ class Grid(NamedTuple):
 
     @staticmethod
     def around(n_seqs: int, prompt_tokens: int, total_tokens: int, context: int) -> "Grid":
-        """For batches of up to n_seqs sequences with prompts and whole sequences of these lengths.
+        """The grid for batches of up to n_seqs sequences.
 
-        context  the longest sequence that the model can bear
+        prompt_tokens, total_tokens  tokens of a prompt and of a whole sequence
+        context                      tokens of the longest sequence that the model takes
         """
         tokens = min(n_seqs * total_tokens, MOST_TOKENS)
         longest = min(total_tokens, context)
@@ -99,11 +101,11 @@ class Grid(NamedTuple):
         )
 
 
-MOST_TOKENS, MOST_ROWS = 8192, 256  # beyond, seconds grow linearly: devices are busy
+MOST_TOKENS, MOST_ROWS = 8192, 256  # above, devices are fully used and seconds grow linearly
 
 
 def _powers(low: int, high: int, at_most: int | None = None) -> tuple[int, ...]:
-    """Powers of two from the last one up to `low` to the first one from `high` on, bounded by `at_most`."""
+    """Powers of two, from the largest <= `low` to the smallest >= `high`, each bounded by `at_most`."""
 
     def all_of() -> Iterator[int]:
         power = 1 << (max(low, 1).bit_length() - 1)

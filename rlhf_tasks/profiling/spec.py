@@ -1,4 +1,4 @@
-"""What a profile run asks of its ranks. A run like any other, whose plan's nodes measure. Torch-free."""
+"""The work of a profile run: a run like any other, but the nodes of its plan measure. Torch-free."""
 
 from typing import Literal
 
@@ -7,11 +7,13 @@ from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, Frozen, ModelFunctionCall, RolePlacements
 
-IDLE_NODES = 8  # nodes without work at the plan's end: the gaps between them are what a node's dispatch costs
+IDLE_NODES = (
+    8  # nodes without work at the plan's end: the gaps between them are the cost of dispatching a node
+)
 
 
 class Piece(Frozen):
-    """One node's work: a model under one tp degree, all exchanges, or (for dispatch) nothing."""
+    """One node's work: a model under one tp degree, all exchanges, or nothing (to measure dispatch)."""
 
     kind: Literal["model", "exchanges", "idle"]
     folder: str = ""
@@ -20,7 +22,7 @@ class Piece(Frozen):
 
 
 class ProfileSpec(Frozen):
-    """What a profile run's executor is given as its configuration.
+    """The configuration of a profile run's executor.
 
     dtype   of the parameters, as in run configurations
     pieces  node -> its work
@@ -34,7 +36,7 @@ class ProfileSpec(Frozen):
 def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -> dict[str, Piece]:
     """The pieces of a profile: every model folder under each tp degree that divides a host, then exchanges.
 
-    The process' own memory is measured with the exchanges: by then it has loaded all that it will load.
+    The exchanges come last, so that the process's memory after them includes every library that it loads.
     """
     pieces = {}
     tps = [tp for tp in range(1, devices_per_host + 1) if devices_per_host % tp == 0 and n_devices % tp == 0]
@@ -46,7 +48,7 @@ def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -
 
 
 def profile_plan(pieces: dict[str, Piece], n_devices: int, devices_per_host: int) -> ExecutionPlan:
-    """A plan of one iteration: the pieces one after the other, each on all devices."""
+    """The plan of a profile run, of one iteration: the pieces one after the other, each on all devices."""
     placement = Placement(tuple(range(n_devices)), ParallelStrategy(dp=n_devices))
     names = list(pieces)
     nodes = tuple(
@@ -75,7 +77,7 @@ class NoSnapshots:
         pass
 
     def latest(self) -> None:
-        """There is nothing to go on from."""
+        """None: there is never a commit to resume from."""
 
     def commit(self, order: object, results: object) -> None:
-        """Its figures travel with the results."""
+        """Write nothing: the figures are in the results of the nodes."""

@@ -9,15 +9,12 @@ from typing import Any
 from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
 from rlhf_tasks.protocol.instructions import (
     SETUP,
-    AbortIteration,
-    Cause,
-    IterationCommitted,
     IterationDone,
     LedgerInstruction,
-    NodeDone,
     Send,
     WriteCommit,
 )
+from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, NodeEnded
 from rlhf_tasks.protocol.phases import State, Timeouts
 from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, NodeSummary, Occupancy
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
@@ -168,7 +165,15 @@ class Account:
         progress.expect_part(rank, key.node, now + self._timeouts.durable_s)
         if not node_done:
             return []
-        done = NodeDone(key.iteration, key.node, dict(progress.nodes[key.node].results))
+        summary = progress.nodes[key.node].summary
+        assert summary is not None, f"{key.node} of iteration {key.iteration} is done"
+        done = NodeEnded(
+            iteration=key.iteration,
+            generation=progress.generation,
+            node=key.node,
+            started_s=summary.started_s,
+            ended_s=summary.ended_s,
+        )
         return [done, IterationDone(key.iteration)] if progress.nodes_done else [done]
 
     def durable(self, rank: int, key: NodeKey, parts: Any) -> None:
@@ -216,12 +221,16 @@ class Account:
             if progress.committed:
                 progress.forget_results()
         covered = self.commits.written(step)
+        told: list[LedgerInstruction] = []
         for iteration in covered:
             self._iterations[iteration].committed = True
+            if iteration != SETUP:
+                results = {node: tuple(by_rank.values()) for node, by_rank in self.results(iteration).items()}
+                told.append(Committed(iteration=iteration, results=results))
         oldest = covered.start - REMEMBERED
         self._iterations = {i: p for i, p in self._iterations.items() if i >= oldest and i != SETUP}
         self._aborted = {name: cause for name, cause in self._aborted.items() if name[0] >= oldest}
-        return [IterationCommitted(i) for i in covered if i != SETUP]
+        return told
 
     def abort(self, cause: Cause) -> list[LedgerInstruction]:
         """After a fault: abort every iteration that no commit can cover any more."""
@@ -230,7 +239,7 @@ class Account:
             generation = self._iterations.pop(iteration).generation
             self._aborted[iteration, generation] = cause
             if iteration != SETUP:
-                instructions.append(AbortIteration(iteration, generation, cause))
+                instructions.append(Aborted(iteration=iteration, generation=generation, cause=cause))
         return instructions
 
     def begin_generation(self, generation: int) -> None:

@@ -8,24 +8,19 @@ table of its phases.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from rlhf_tasks.protocol.instructions import (
     RESET,
     RESTORE,
     SETUP,
-    Answer,
-    AnswerFailure,
     Clear,
-    Entered,
-    Gap,
     Interrupt,
     Load,
     RankInstruction,
-    Refuse,
-    ResetDone,
-    RestoreDone,
     Run,
 )
+from rlhf_tasks.protocol.messages import Done, Failed, Told
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 
@@ -103,7 +98,7 @@ class Inbox:
         """Drop all requests and answers of the generation."""
         self._next_number = 0
         self._held: dict[int, NodeRequest] = {}
-        self._stored: dict[int, Answer] = {}  # by number, for repeats
+        self._stored: dict[int, NodeResult] = {}  # by number, for repeats
         self._failure: NodeFailure | None = None
         self._newest_iteration = SETUP
         self._gap_since: float | None = None
@@ -132,7 +127,7 @@ class Inbox:
         if reason is None and self.lease == wanted and generation < self.generation:
             reason = f"generation {generation} has ended; this rank is at generation {self.generation}."
         if reason is not None:
-            return [Refuse(NodeKey(run, attempt, generation, SETUP, RESET), reason)]
+            return [self._refusal(NodeKey(run, attempt, generation, SETUP, RESET), reason)]
         if self.lease == wanted and self.generation == generation and self.phase is not InboxPhase.FREE:
             return self._repeat_reset()
         self.lease, self.generation, self._keep_state = wanted, generation, keep_state
@@ -147,14 +142,14 @@ class Inbox:
         if reason is None and self.phase in (InboxPhase.DRAINING, InboxPhase.CLEARING):
             reason = "the reset has not ended."
         if reason is not None:
-            return [Refuse(key, reason)]
+            return [self._refusal(key, reason)]
         if self.phase is InboxPhase.CLEAN:
             self._move(InboxPhase.LOADING)
             self._job = key
             return [Load(key, step)]
         if self.phase is InboxPhase.BROKEN:
             return self._repeat_failure()
-        return [RestoreDone(key)] if self.phase is InboxPhase.READY else []
+        return [self._told("restored", key)] if self.phase is InboxPhase.READY else []
 
     def deliver(self, requests: Sequence[NodeRequest], now: float) -> list[RankInstruction]:
         """Requests of one iteration, in order. They may be repeats, or arrive before an earlier iteration's."""
@@ -163,13 +158,13 @@ class Inbox:
         if reason is None and self.phase not in (InboxPhase.READY, InboxPhase.BROKEN):
             reason = f"this rank is not ready: {self.phase.value}."
         if reason is not None:
-            return [Refuse(first, reason)]
+            return [self._refusal(first, reason)]
         instructions: list[RankInstruction] = []
         for request in requests:
             instructions += self._accept(request)
         self._newest_iteration = max(self._newest_iteration, first.iteration)
         oldest = self._newest_iteration - 1
-        self._stored = {n: a for n, a in self._stored.items() if a.result.key.iteration >= oldest}
+        self._stored = {n: r for n, r in self._stored.items() if r.key.iteration >= oldest}
         return instructions + self._advance(now)
 
     def client_lost(self, client: str, now: float) -> list[RankInstruction]:
@@ -192,7 +187,7 @@ class Inbox:
             self._move(InboxPhase.FREE)
             return []
         self._move(InboxPhase.CLEAN)
-        return [ResetDone(key)]
+        return [self._told("reset", key)]
 
     def loaded(self, key: NodeKey, now: float) -> list[RankInstruction]:
         """The job of a `Load` has succeeded."""
@@ -202,7 +197,7 @@ class Inbox:
         if self.phase is InboxPhase.DRAINING:
             return self._start_clearing()
         self._move(InboxPhase.READY)
-        return [RestoreDone(key)]
+        return [self._told("restored", key)]
 
     def finished(self, result: NodeResult, now: float) -> list[RankInstruction]:
         """The job of a `Run` has succeeded."""
@@ -211,9 +206,8 @@ class Inbox:
         self._job = None
         if self.phase is InboxPhase.DRAINING:
             return self._start_clearing()
-        answer = Answer(result)
-        self._stored[self._next_number - 1] = answer
-        return [answer, *self._advance(now)]
+        self._stored[self._next_number - 1] = result
+        return [Done(result=result), *self._advance(now)]
 
     def failed(self, failure: NodeFailure, now: float) -> list[RankInstruction]:
         """A job has failed. The failure's key says which job (`Clear` and `Load` have keys too)."""
@@ -236,7 +230,13 @@ class Inbox:
             f"request {self._next_number} was not delivered within {self.gap_deadline_s:g} s "
             f"although request {first.number} was."
         )
-        return [Gap(first.key, self._next_number, reason)]
+        return [self._refusal(first.key, reason)]
+
+    def _told(self, kind: Literal["entered", "reset", "restored"], key: NodeKey) -> Told:
+        return Told(kind=kind, rank=self.rank, key=key)
+
+    def _refusal(self, key: NodeKey, reason: str) -> Told:
+        return Told(kind="refused", rank=self.rank, key=key, reason=reason)
 
     # --- inside --------------------------------------------------------------------------------------
 
@@ -269,10 +269,10 @@ class Inbox:
             return []
         if self._failure is not None and self._failure.key.node == RESET:
             return self._repeat_failure()
-        return [ResetDone(self._setup_key(RESET))]
+        return [self._told("reset", self._setup_key(RESET))]
 
     def _repeat_failure(self) -> list[RankInstruction]:
-        return [] if self._failure is None or self.lease is None else [AnswerFailure(self._failure)]
+        return [] if self._failure is None or self.lease is None else [Failed(failure=self._failure)]
 
     def _accept(self, request: NodeRequest) -> list[RankInstruction]:
         """Hold a new request; answer a repeated one."""
@@ -283,7 +283,7 @@ class Inbox:
         if self._failure is not None and self._failure.key == request.key:
             return self._repeat_failure()
         stored = self._stored.get(request.number)  # None: it is running, or too old to be asked for again
-        return [] if stored is None else [stored]
+        return [] if stored is None else [Done(result=stored)]
 
     def _advance(self, now: float) -> list[RankInstruction]:
         """Run the next number if it is here and nothing runs."""
@@ -299,4 +299,4 @@ class Inbox:
         self._gap_since, self._gap_told = None, False
         self._next_number += 1
         self._job = request.key
-        return [Entered(request.key), Run(request)]
+        return [self._told("entered", request.key), Run(request)]

@@ -12,17 +12,19 @@ from rlhf_tasks.protocol.account import Account
 from rlhf_tasks.protocol.commit import SnapshotSchedule
 from rlhf_tasks.protocol.instructions import (
     SETUP,
-    Cause,
-    Fault,
-    Finished,
-    GiveUp,
-    Held,
     LedgerInstruction,
     LogPlan,
-    PlanChanges,
     Ready,
-    RefuseEntry,
-    RefusePlan,
+)
+from rlhf_tasks.protocol.messages import (
+    Cause,
+    Faulted,
+    Finished,
+    GaveUp,
+    Held,
+    NotEntered,
+    PlanChanged,
+    PlanKept,
 )
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild
@@ -60,12 +62,12 @@ class Ledger:
         attempt: int,
         n_ranks: int,
         total_iterations: int,
+        snapshot_every: int,
+        max_rebuilds: int,
+        deadlines: Deadlines,
         committed_step: int | None = None,
         cursor: int = 0,
-        snapshot_every: int = 1,
-        max_rebuilds: int = 3,
         rebuilds: int = 0,
-        deadlines: Deadlines | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
         self.n_ranks = n_ranks
@@ -81,9 +83,9 @@ class Ledger:
                 plan_at(plans, committed_step or 0).plan,
                 run,
                 attempt,
+                deadlines,
                 first_iteration=committed_step or 0,
                 first_sample=cursor,
-                deadlines=deadlines or Deadlines(),
             ),
             plans,
             SnapshotSchedule(snapshot_every, total_iterations),
@@ -132,7 +134,7 @@ class Ledger:
             return []
         reason = self._entry_refusal(iteration, generation)
         if reason is not None:
-            return [RefuseEntry(iteration, generation, reason)]
+            return [NotEntered(iteration=iteration, generation=generation, reason=reason)]
         if self._paused:
             self.account.commits.want_snapshot(iteration)
         return self.account.deliver(iteration, now)
@@ -182,10 +184,12 @@ class Ledger:
         latest = self._unlogged or account.plans[-1]
         if latest.iteration > account.newest_delivered:
             return [
-                RefusePlan(f"the plan that begins at iteration {latest.iteration + 1} has not been used yet.")
+                PlanKept(
+                    reason=f"the plan that begins at iteration {latest.iteration + 1} has not been used yet."
+                )
             ]
         if first > self.last_iteration:
-            return [RefusePlan(f"the run ends with iteration {self.last_iteration + 1}.")]
+            return [PlanKept(reason=f"the run ends with iteration {self.last_iteration + 1}.")]
         self._unlogged = ScheduledPlan(iteration=first, plan=plan, predicted_s=predicted_s)
         return [LogPlan(self._unlogged)]
 
@@ -195,12 +199,12 @@ class Ledger:
         if planned is None or self._is_over:
             return []
         self.account.plans += (planned,)
-        return [PlanChanges(planned), *self._advance(now)]
+        return [PlanChanged(planned=planned), *self._advance(now)]
 
     def plan_not_logged(self, error: str, now: float) -> list[LedgerInstruction]:
         """The change of plan could not be logged: the run keeps its plan."""
         self._unlogged = None
-        return [RefusePlan(f"it could not be written to the log of plans: {error}")]
+        return [PlanKept(reason=f"it could not be written to the log of plans: {error}")]
 
     # --- stimuli from the ranks: news of other generations is ignored -----------------------------------
 
@@ -384,7 +388,7 @@ class Ledger:
         if not reached or step is None or step == self._held:
             return []
         self._held = step
-        return [Held(step)]
+        return [Held(step=step)]
 
     @property
     def _plan_is_due(self) -> bool:
@@ -407,11 +411,11 @@ class Ledger:
     def _finish(self) -> list[LedgerInstruction]:
         assert self.committed_step is not None
         self._move(Phase.STOPPED)
-        return [Finished(self.committed_step)]
+        return [Finished(step=self.committed_step)]
 
     def _give_up(self, reason: str, traceback: str = "") -> list[LedgerInstruction]:
         self._move(Phase.STOPPED)
-        return [GiveUp(reason, self.committed_step, traceback)]
+        return [GaveUp(reason=reason, committed_step=self.committed_step, traceback=traceback)]
 
     def _overdue(self, now: float) -> Cause | None:
         """The first wait, other than that for a commit, that is past its deadline."""
@@ -443,7 +447,7 @@ class Ledger:
     def _abort(self, cause: Cause) -> list[LedgerInstruction]:
         """End the generation: abort every iteration that cannot be committed."""
         self.fault, self._suspect = cause, None
-        return [Fault(self.generation, cause), *self.account.abort(cause)]
+        return [Faulted(generation=self.generation, cause=cause), *self.account.abort(cause)]
 
     def _declare(self, cause: Cause, now: float, lost: Collection[int] = ()) -> list[LedgerInstruction]:
         """A fault of the ranks or the disk: end the generation and build a new one."""

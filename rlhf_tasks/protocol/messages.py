@@ -10,6 +10,7 @@ is a fault, and nothing is sent again. The state machines in rlhf_tasks/protocol
 Torch-free.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -19,6 +20,32 @@ from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeReq
 
 HOST = "host"
 """Node name in the key of a failure that belongs to no node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why iterations were aborted: which ranks, in which node of which iteration, and what happened.
+
+    lasting  no rank is at fault, and a repeated iteration would fail again
+    """
+
+    error: str
+    ranks: tuple[int, ...] = ()
+    node: str | None = None
+    iteration: int | None = None
+    traceback: str = ""
+    lasting: bool = False
+
+    def __str__(self) -> str:
+        where: list[str] = []
+        if self.ranks:
+            where.append(("rank " if len(self.ranks) == 1 else "ranks ") + ", ".join(map(str, self.ranks)))
+        if self.node is not None:
+            where.append(f"call {self.node}")
+        if self.iteration is not None:
+            where.append(f"iteration {self.iteration + 1}")
+        return f"{', '.join(where)}: {self.error}" if where else self.error
+
 
 # --- a run ----------------------------------------------------------------------------------------------
 
@@ -47,14 +74,14 @@ class RunSpec(Frozen):
     config: dict[str, Any]
     run_folder: str
     iterations: int = Field(gt=0)
-    snapshot_every: int = Field(default=1, gt=0)
+    snapshot_every: int = Field(gt=0)
     executor: str = "rlhf_tasks.rank.executor:make_executor"
     snapshots: str = "rlhf_tasks.checkpoint.commits:run_snapshots"
-    deadline_factor: float = 10.0
-    deadline_floor_s: float = 60.0
+    deadline_factor: float
+    deadline_floor_s: float
     predicted_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)
-    max_rebuilds: int = 3
+    max_rebuilds: int
     rebuilds: int = Field(default=0, ge=0)
     changes: tuple[ScheduledPlan, ...] = ()
     blocks: dict[str, str] = Field(default_factory=dict, repr=False)
@@ -130,7 +157,10 @@ class Deliver(Frozen):
 
 
 class Told(Frozen):
-    """News from a rank about a node, its reset or its restore. Only a refusal has a `reason`."""
+    """News from a rank about a node, its reset or its restore. Only a refusal has a `reason`.
+
+    A request that is missing although later ones came is refused too, with the key of the first that is held back.
+    """
 
     kind: Literal["entered", "reset", "restored", "refused"]
     rank: int
@@ -285,7 +315,7 @@ class IterationRan(Frozen):
 
 
 class Committed(Frozen):
-    """The iteration is part of a written commit.
+    """The iteration is part of a written commit: nothing can undo it.
 
     results  node -> one result per rank
     """
@@ -301,21 +331,22 @@ class Aborted(Frozen):
     kind: Literal["aborted"] = "aborted"
     iteration: int
     generation: int
-    cause: str
-    traceback: str = ""
+    cause: Cause
 
 
 class Faulted(Frozen):
-    """A generation has ended by an error. The ranks are being rebuilt."""
+    """A generation has ended by an error.
+
+    `Aborted` follows for each lost iteration. Then the ranks are rebuilt, or `GaveUp` follows after a lasting cause.
+    """
 
     kind: Literal["faulted"] = "faulted"
     generation: int
-    cause: str
-    traceback: str = ""
+    cause: Cause
 
 
 class Held(Frozen):
-    """The run is paused at a commit: the ranks are idle."""
+    """The run is paused: every delivered iteration is committed, and the ranks are idle."""
 
     kind: Literal["held"] = "held"
     step: int

@@ -54,7 +54,7 @@ class Timeouts:
 
     blame_s: float = 1.0
     entry_s: float = 60.0
-    reset_s: float = 20.0
+    reset_s: float = 10.0  # longer than a rank with a stuck job needs to exit by itself
     restart_s: float = 300.0
     restore_s: float = 300.0
     durable_s: float = 600.0

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks.protocol.instructions import Cause
+from rlhf_tasks.protocol.messages import Cause
 from rlhf_tasks.spec import NodeRequest, NodeResult
 
 

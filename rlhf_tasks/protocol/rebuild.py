@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Collection
 from enum import Enum
 
-from rlhf_tasks.protocol.instructions import Cause, LedgerInstruction, ResetRank, RestartRank, RestoreRank
+from rlhf_tasks.protocol.instructions import LedgerInstruction, ResetRank, RestartRank, RestoreRank
+from rlhf_tasks.protocol.messages import Cause
 from rlhf_tasks.protocol.phases import Timeouts
 
 

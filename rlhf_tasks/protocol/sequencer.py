@@ -25,14 +25,14 @@ from rlhf_tasks.spec import (
 class Deadlines:
     """How long a node may take once its last rank has entered it.
 
-    predicted_s  node name -> seconds that the plan predicts; nodes without one get the floor
     factor       a node may take this many times its predicted seconds
     floor_s      seconds that every node gets at least
+    predicted_s  node name -> seconds that the plan predicts; nodes without one get the floor
     """
 
+    factor: float
+    floor_s: float
     predicted_s: Mapping[str, float] = field(default_factory=dict[str, float])
-    factor: float = 10.0
-    floor_s: float = 60.0
 
     def of(self, node: str) -> float:
         """The deadline of one node, in seconds."""
@@ -52,11 +52,11 @@ class Sequencer:
     plan: ExecutionPlan
     run: str
     attempt: int
+    deadlines: Deadlines
     generation: int = 0
     first_iteration: int = 0
     first_sample: int = 0
     first_versions: Mapping[str, int] | None = None
-    deadlines: Deadlines = field(default_factory=Deadlines)
 
     def starting_at(self, generation: int, iteration: int, planned: ScheduledPlan) -> "Sequencer":
         """The same run's sequencer for a generation that starts at an iteration and follows a plan."""

@@ -129,13 +129,9 @@ class EngineHost:
             do.Load: self._load,
             do.Run: self._run,
             do.Interrupt: self._interrupt,
-            do.Entered: lambda i: self._tell(Told(kind="entered", rank=self._inbox.rank, key=i.key)),
-            do.ResetDone: lambda i: self._tell(Told(kind="reset", rank=self._inbox.rank, key=i.key)),
-            do.RestoreDone: lambda i: self._tell(Told(kind="restored", rank=self._inbox.rank, key=i.key)),
-            do.Refuse: self._refuse,
-            do.Gap: self._refuse,
-            do.Answer: lambda i: self._tell(Done(result=i.result)),
-            do.AnswerFailure: lambda i: self._tell(Failed(failure=i.failure)),
+            Told: self._tell,
+            Done: self._tell,
+            Failed: self._tell,
         }
 
     # --- what the worker answers ------------------------------------------------------------------------
@@ -193,8 +189,8 @@ class EngineHost:
             names = (request.run, request.attempt, request.generation)
             instructions = self._inbox.reset(*names, client, now, request.keep_state)
             for instruction in instructions:
-                if isinstance(instruction, do.Refuse):
-                    self._refuse(instruction, writer)
+                if isinstance(instruction, Told) and instruction.kind == "refused":
+                    self._tell(instruction, writer)
                     return
             self._holder, self._inbox.rank = writer, request.rank
             self._wanted = (request.rank, make_executor)
@@ -266,10 +262,6 @@ class EngineHost:
         """Abort the engine thread's current job."""
         target = self._engine.finished + 1
         threading.Thread(target=self._abort, args=(target,), name="abort", daemon=True).start()
-
-    def _refuse(self, instruction: do.Refuse | do.Gap, writer: Writer | None = None) -> None:
-        rank = self._inbox.rank
-        self._tell(Told(kind="refused", rank=rank, key=instruction.key, reason=instruction.reason), writer)
 
     # --- the engine thread and the news ------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
+from functools import cached_property, singledispatchmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.data.dataset import load_rows
+from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
@@ -70,8 +70,6 @@ class RankRun:
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
         reach(Point.JOINED)
-        self._rows = load_rows(self._config.data)
-        self._tokenizer = Tokenizer.from_folder(self._config.models.tokenizer)
         self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks)
         self._samples = SampleStore()
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
@@ -81,6 +79,15 @@ class RankRun:
         ] = {}  # role -> the step it was saved as; removed when it is trained again
         own = spec.plan.on(spec.rank)
         self._last_node = own[-1].name if own else ""
+
+    @cached_property
+    def _rows(self) -> TokenFile:
+        """Opened by the ranks that read samples, and by no other."""
+        return TokenFile.open(Path(self._spec.run_folder, ROWS))
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self._config.models.tokenizer)
 
     def start(self, kept: KeptState | None) -> None:
         """Restore the commit that the generation starts from; without one, save the initial state as step 0.
@@ -143,7 +150,7 @@ class RankRun:
     def _fetch(self, node: FetchNode, request: NodeRequest) -> Outcome:
         if self._spec.rank in node.placement.heads:
             mine = shares(node.side, self._ids(request))[self._spec.rank]
-            fetched = fetch(self._algorithm, self._rows, self._tokenizer, self._config, mine)
+            fetched = fetch(self._rows, self._config, mine)
             reach(Point.FETCH)
             self._samples.put(fetched.to(self._groups.device))
         return Outcome()

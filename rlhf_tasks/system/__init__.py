@@ -1,4 +1,4 @@
-"""What the operating system does for us: durable files, parsers of foreign text, child processes, failpoints, memory.
+"""Services near the operating system: durable files, safe parsing, child processes, failpoints, memory.
 
-Nothing here knows of models, plans or runs.
+Nothing here knows models, plans or runs.
 """

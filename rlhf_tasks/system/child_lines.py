@@ -15,7 +15,7 @@ LOOK_EVERY_S = 0.25
 class Lines:
     """Our ends of a child's standard input and output.
 
-    `look` is called while we wait, about every LOOK_EVERY_S; what it raises ends the waiting.
+    While a method waits, it calls `look` about every LOOK_EVERY_S seconds; an exception from `look` ends the waiting.
     """
 
     def __init__(self, child: "subprocess.Popen[bytes]") -> None:
@@ -23,11 +23,14 @@ class Lines:
         assert child.stdout is not None
         self.child = child
         self._to, self._from = child.stdin.fileno(), child.stdout.fileno()
-        os.set_blocking(self._to, False)  # who does not read must not keep us
+        os.set_blocking(self._to, False)  # a child that does not read must not block us
         self._unread = b""
 
     def send(self, line: str, until_s: float, look: Callable[[], None] = lambda: None) -> None:
-        """Hand over a line; where nobody is left to read it, `read` says so. Raises TimeoutError."""
+        """Send a line, until `time.monotonic()` is `until_s` seconds, then raise TimeoutError.
+
+        A child that has ended is not reported here, but by `read`.
+        """
         left = memoryview(line.encode() + b"\n")
         with contextlib.suppress(BrokenPipeError):
             while left:
@@ -35,7 +38,10 @@ class Lines:
                 left = left[os.write(self._to, left) :]
 
     def read(self, until_s: float, look: Callable[[], None] = lambda: None) -> dict[str, Any] | None:
-        """The next line; None when the child has ended its output. Raises TimeoutError."""
+        """The next line; None when the child has closed its output.
+
+        Raises TimeoutError when `time.monotonic()` is `until_s` seconds.
+        """
         pieces = [self._unread]
         while b"\n" not in pieces[-1]:
             _wait(self._from, select.POLLIN, until_s, look)
@@ -47,8 +53,8 @@ class Lines:
 
 
 def _wait(pipe: int, event: int, until_s: float, look: Callable[[], None]) -> None:
-    """Until a pipe can be used, or has no other end any more. Raises TimeoutError, and what `look` raises."""
-    waiting = select.poll()  # select takes no numbers from 1024 on
+    """Wait until a pipe is ready or its other end is closed. Raises TimeoutError, and what `look` raises."""
+    waiting = select.poll()  # select.select does not accept file descriptors from 1024 on
     waiting.register(pipe, event)
     while True:
         left_s = until_s - time.monotonic()

@@ -1,9 +1,9 @@
-"""Processes that end with whoever started them, whatever they are doing: parent-death signals, and keepers.
+"""Child processes that end with the process that started them, in any state: parent-death signals, and keepers.
 
-Two keepers, one below the other, stand between us and a process that runs a user's code. They never run that code
-themselves, so they are always able to act: when we are gone, or what they keep has ended, they kill everything that
-was started below them. Where one of the two is killed, the other does so. Linux. The standard library only: a keeper
-stays small.
+Between us and a process that runs a user's code there are two keepers, one the child of the other. They never run the
+user's code, so they can always act: when we are gone, or the kept process has ended, they kill every process below
+them. If one keeper is killed, the other does this. Linux only. Standard library only, so that a keeper needs little
+memory.
 """
 
 import ctypes
@@ -20,15 +20,15 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STDIN = 0
 REAP_EVERY_MS = 1000
 KILL_S = 5.0
-"""What killing everything below a keeper may take."""
+"""Most seconds that a keeper spends on killing the processes below it."""
 
 
 def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent ends, also while it is stopped or holds its interpreter.
+    """Make the kernel end this process when its parent ends, even while it is stopped or its interpreter is blocked.
 
-    parent  the process that this one was started by: if it has ended by now, so does this one
-    by      the signal; another than SIGKILL waits while this process is stopped
-    The kernel goes by the thread that started this process: that must live as long as this one is to.
+    parent  id of the process that has started this one; if it has ended already, this process exits
+    by      the signal; a signal other than SIGKILL has no effect while this process is stopped
+    The kernel watches the thread that has started this process, so that thread must live as long as this process.
     """
     _prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
@@ -38,18 +38,18 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 def keep(function: str) -> None:
     """Fork a process that calls `module:function`, and keep it until it ends or standard input is closed.
 
-    All that it has started is dead when this returns to nobody: the exit status is the kept process', 128 + the
-    signal's number where one has killed it.
+    Then every process that it has started is killed, and this process exits; the function does not return. The exit
+    status is that of the kept process, or 128 + the number of the signal that killed it.
     """
     _keep(signal.SIGTERM, lambda: _keep(signal.SIGKILL, lambda: resolve_name(function)()))
 
 
 def _keep(by: signal.Signals, run: Callable[[], None]) -> None:
-    """Fork a process that runs, and keep it.
+    """Fork a process that calls `run`, and keep it.
 
     by  the signal that it gets when its keeper is killed
     """
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent below becomes our child, and is found
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans below become our children, so that we find them
     keeper = os.getpid()
     child = os.fork()
     if child == 0:
@@ -57,9 +57,9 @@ def _keep(by: signal.Signals, run: Callable[[], None]) -> None:
         run()
         os._exit(0)
     silent = os.open(os.devnull, os.O_RDWR)
-    os.dup2(silent, sys.stdout.fileno())  # whoever reads the kept one's output sees its end
+    os.dup2(silent, sys.stdout.fileno())  # else a reader of the kept process's output would not see its end
     ended = select.poll()
-    ended.register(STDIN, 0)  # hang-up alone: the requests are not ours to read
+    ended.register(STDIN, 0)  # hang-up only: the kept process reads the requests
     ended.register(os.pidfd_open(child), select.POLLIN)
     signal.signal(signal.SIGTERM, lambda *_: _end(child))
     while not ended.poll(REAP_EVERY_MS):
@@ -73,8 +73,8 @@ def _end(child: int) -> NoReturn:
 
 
 def _kill_below(child: int) -> int:
-    """Kill every process below this one; the exit status of one of them, which may have ended by itself."""
-    import psutil  # only now: keepers should be small as long as they wait
+    """Kill every process below this one. Returns the exit status of `child`, which may have ended by itself."""
+    import psutil  # imported late, so that a waiting keeper needs little memory
 
     status = -signal.SIGKILL
     end_s = time.monotonic() + KILL_S
@@ -94,7 +94,7 @@ def _kill_below(child: int) -> int:
 
 
 def _reap(spared: int) -> dict[int, int]:
-    """Take leave of our children that have ended, but one; their exit statuses."""
+    """Reap our children that have ended, but stop at `spared`. Returns process id -> exit status."""
     statuses: dict[int, int] = {}
     while True:
         try:

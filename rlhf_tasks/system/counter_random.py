@@ -1,10 +1,9 @@
-"""Counter-based random numbers: each is a pure function of what it is for. No torch, no generator state.
+"""Counter-based random numbers: each is a pure function of its seed, purpose and counters. No torch, no state.
 
-The generator is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
-2014), addressed instead of stepped: number i of the stream with key k is `mix(k + (i + 1) * GOLDEN)`. A
-stream of streams gives one number per (key, sample id, position). The arithmetic is 64-bit and wraps, and is
-written with operators that NumPy int64 arrays and torch int64 tensors share, so that both give the same
-bits on every device.
+The generator is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) with
+random access: number i of the stream with key k is `mix(k + (i + 1) * GOLDEN)`. Using the numbers of one stream as
+the keys of others gives one number per (key, sample id, position). The 64-bit arithmetic wraps around. It uses only
+operators that NumPy int64 arrays and torch int64 tensors share, so that both give the same bits on every device.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that carries it."""
+    """The int64 with the same 64 bits as an unsigned number."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -31,7 +30,7 @@ def stream_key(seed: int, purpose: str, iteration: int) -> int:
 
 
 def _shift_right(x: Any, bits: int) -> Any:
-    """Logical shift to the right: int64's own shift copies the sign bit."""
+    """Logical right shift; the operator >> of int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -39,7 +38,7 @@ def stream(key: Any, index: Any) -> Any:
     """Number `index` of the stream `key`: 64 random bits.
 
     key    int, or int64 array or tensor (one stream per element)
-    index  int64 array or tensor, broadcast against key
+    index  int64 array or tensor that broadcasts with key
     Returns int64 of the broadcast shape.
     """
     x = (index + 1) * _GOLDEN + key
@@ -49,9 +48,9 @@ def stream(key: Any, index: Any) -> Any:
 
 
 def counter_bits(seed: int, purpose: str, iteration: int, sample_ids: Any, positions: Any) -> Any:
-    """53 random bits per (sample id, position), as int64 in [0, 2**53).
+    """53 random bits per (sample id, position): int64 in [0, 2**53), of the broadcast shape.
 
-    sample_ids, positions  int64 arrays or tensors that broadcast against each other
+    sample_ids, positions  int64 arrays or tensors whose shapes broadcast
     """
     per_sample = stream(stream_key(seed, purpose, iteration), sample_ids)
     return _shift_right(stream(per_sample, positions), 11)

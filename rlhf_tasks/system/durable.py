@@ -1,6 +1,7 @@
-"""Files that survive a crash: written, synced, and only then counted on. Torch-free.
+"""Files that survive a crash: they are used only after they have been written and synced. Torch-free.
 
-None is written through a symbolic link: whoever may write into a run folder could lead a run to any other file.
+No file is written through a symbolic link. Otherwise anyone who can write into a run folder could make a run
+overwrite any other file.
 """
 
 import errno
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a whole file and make it durable. Raises OSError."""
+    """Write a whole file and sync it. Raises OSError."""
     with open(path, "wb", opener=no_link) as file:
         file.write(data)
         file.flush()
@@ -19,8 +20,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give a file a new content all at once: whoever reads it, and whenever this process ends, it is the old or the
-    new one. Raises OSError."""
+    """Replace a file's content atomically: readers, and a crash at any time, see either the old or the new content.
+
+    Raises OSError.
+    """
     fresh = path.with_name(f".{path.name}.fresh")
     write_file(fresh, text.encode())
     fresh.rename(path)
@@ -28,12 +31,12 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Opens a file that is no symbolic link; for `open`. Raises OSError for one that is."""
+    """An opener for `open` that raises OSError for a symbolic link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def sync(path: Path) -> None:
-    """Make a file's content durable, or a folder's entries (new, renamed and removed files)."""
+    """Sync a file's content, or a folder's entries (new, renamed and removed files), to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,9 +45,9 @@ def sync(path: Path) -> None:
 
 
 def append_lines(path: Path, size_bytes: int, lines: Iterable[str]) -> int:
-    """Make a journal its first `size_bytes` bytes and these lines, durably. Returns its new size.
+    """Truncate a file to its first `size_bytes` bytes, append lines, and sync it. Returns its new size in bytes.
 
-    So what a failed attempt to append has left behind is overwritten.
+    So the remains of an earlier append that failed are overwritten.
     """
     with open(path, "ab", opener=no_link) as file:
         file.truncate(min(size_bytes, os.fstat(file.fileno()).st_size))
@@ -56,41 +59,48 @@ def append_lines(path: Path, size_bytes: int, lines: Iterable[str]) -> int:
         return file.tell()
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the process' limit
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # full disk, user's quota, process's limit
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class NotWritable(OSError):
-    """A file cannot be written now nor in a moment: there is no room, or no right to. The message has its path and
-    what to do, and where it does not fit the bytes it needs and those that are free."""
+    """A file cannot be written, and trying again does not help: the disk is full, or permission is missing.
+
+    The message has the path and what to do; for a full disk also the needed and the free bytes.
+    """
 
 
 def refuse_full(path: Path, needed_bytes: int) -> None:
-    """Raises NotWritable when a file of this size does not fit beside what lies there. Before a long write, that is:
-    others may take the room meanwhile."""
+    """Raises NotWritable when the disk has fewer than `needed_bytes` bytes free.
+
+    It is a check before a long write. Other processes may still fill the disk meanwhile.
+    """
     free_bytes = _free_bytes(path)
     if free_bytes is not None and free_bytes < needed_bytes:
         raise NotWritable(_no_room(path, needed_bytes))
 
 
 def explained(error: OSError, path: Path, needed_bytes: int) -> OSError:
-    """What went wrong with a file, with its path."""
+    """The error to raise for a failed write: NotWritable for a full disk or missing permission; names the path.
+
+    needed_bytes  bytes that were to be written
+    """
     if isinstance(error, NotWritable):
         return error
     if error.errno in _FULL:
         return NotWritable(_no_room(path, needed_bytes))
     if error.errno in _FORBIDDEN:
-        return NotWritable(f"{path} cannot be written: {error.strerror}. Mend that and resume.")
+        return NotWritable(f"{path} cannot be written: {error.strerror}. Fix that and resume.")
     return OSError(f"{path}: {error.strerror or error}")
 
 
 def existing(path: Path) -> Path:
-    """A path, or the nearest folder above it that is there. Raises OSError."""
+    """A path, or the nearest folder above it that exists. Raises OSError."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def _free_bytes(path: Path) -> int | None:
-    """What is free on a path's disk; None where nobody can know. Raises nothing: it serves to tell of errors."""
+    """Free bytes on a path's disk; None if unknown. Raises nothing, because error messages are made with it."""
     try:
         return shutil.disk_usage(existing(path)).free
     except OSError:
@@ -100,4 +110,4 @@ def _free_bytes(path: Path) -> int | None:
 def _no_room(path: Path, needed_bytes: int) -> str:
     free_bytes = _free_bytes(path)
     free = "an unknown number" if free_bytes is None else free_bytes
-    return f"no space left: {path} needs {needed_bytes} bytes, {free} are free. Free some and resume."
+    return f"no space left: {path} needs {needed_bytes} bytes, {free} are free. Free some space and resume."

@@ -1,8 +1,9 @@
-"""Places in the code at which a process can be made to die, stop, fail or wait, so that tests see what comes of it.
+"""Failpoints: places in the code at which tests can make a process die, stop, fail or wait.
 
 `PREFECT_RLHF_FAILPOINT=NAME:ACTION[@rankN][@iterN][@genN][@attemptN]`, several separated by commas, arms a process
-and all that it starts; tests arm a running one by `arm`. `@iter3` is iteration 3, counted from 0; of a commit it is
-the last iteration in it. What is not named may be anything: without `@gen0` a rank that was replaced dies again.
+and all that it starts. Tests arm a running process with `arm`. `@iter3` is iteration 3, counted from 0; for a commit
+it is the last iteration in it. A condition that is not given always holds: without `@gen0`, a replaced rank dies
+again.
 
     kill         SIGKILL to this process
     stop         SIGSTOP to this process
@@ -10,8 +11,8 @@ the last iteration in it. What is not named may be anything: without `@gen0` a r
     full         the error of a full disk
     delay=S      wait S seconds
 
-Every place is named in `Point`. One that is not armed costs a call and a comparison. What is armed is an attribute of
-this module, as a place in the engine knows nothing of who made the process.
+Every place is a `Point`. A place that is not armed costs a call and a comparison. The armed failpoints are a global
+of this module, because the code at a place does not know who has started the process.
 """
 
 import errno
@@ -30,45 +31,45 @@ RANK, CONTROLLER, FLOW = "rank", "controller", "flow"
 
 
 class Point(Enum):
-    """A place: its name, the process that comes there, and what has happened by then."""
+    """A place: its name, the process that reaches it, and what has happened by then."""
 
-    RESET = ("reset", RANK, "the rank is to give up what it holds of an older generation")
+    RESET = ("reset", RANK, "the rank was told to drop its state of an older generation")
     JOIN = ("join", RANK, "the rank is about to join the groups of a generation")
-    JOINED = ("joined", RANK, "the groups stand, nothing is loaded")
-    RESTORE = ("restore", RANK, "the commit's files of a role are named, none is read")
-    LOADED = ("loaded", RANK, "the generation is loaded, nobody knows it")
+    JOINED = ("joined", RANK, "the groups are built, nothing is loaded")
+    RESTORE = ("restore", RANK, "the commit's files of a role are known, none is read")
+    LOADED = ("loaded", RANK, "the generation is loaded, but not reported")
     FETCH = ("fetch", RANK, "rows are read, no node has them")
     GENERATION = ("generation", RANK, "a step of decoding is done")
-    REWARD = ("reward", RANK, "the rewards have answered, nothing is scored")
-    BACKWARD = ("backward", RANK, "a mini-batch has its gradients, they are not summed over ranks")
-    OPTIMIZER_STEP = ("optimizer_step", RANK, "this rank has changed its weights, nobody knows it")
-    TRAINED = ("trained", RANK, "a train_step is done and its version counted, nobody knows it")
-    REALLOCATION = ("reallocation", RANK, "slices of weights have arrived, they are not compared")
-    REALLOCATED = ("reallocated", RANK, "a copy is installed, nobody knows it")
-    TRANSFER = ("transfer", RANK, "heads know what they lack, nothing is sent")
-    ONLOAD = ("onload", RANK, "an offloaded model is on its way to the device")
+    REWARD = ("reward", RANK, "the rewards have returned, nothing is scored")
+    BACKWARD = ("backward", RANK, "a mini-batch's gradients are computed, but not reduced over ranks")
+    OPTIMIZER_STEP = ("optimizer_step", RANK, "this rank has changed its weights, but not reported it")
+    TRAINED = ("trained", RANK, "a train_step is done and its version counted, but not reported")
+    REALLOCATION = ("reallocation", RANK, "slices of weights have arrived, but are not verified")
+    REALLOCATED = ("reallocated", RANK, "a copy is installed, but not reported")
+    TRANSFER = ("transfer", RANK, "heads know which samples they lack, nothing is sent")
+    ONLOAD = ("onload", RANK, "the copy of an offloaded model to the device has begun")
     OFFLOAD = ("offload", RANK, "a model is off the device")
-    ANSWER = ("answer", RANK, "a node is done, nobody knows it")
-    SAVE = ("save", RANK, "a role's state is copied aside")
-    SHARD_BEGUN = ("shard_begun", RANK, "a shard has its header and no tensor")
-    SHARD_WRITTEN = ("shard_written", RANK, "a shard is written and not synced")
+    ANSWER = ("answer", RANK, "a node is done, but not reported")
+    SAVE = ("save", RANK, "a role's state is copied to host memory, nothing is written")
+    SHARD_BEGUN = ("shard_begun", RANK, "a shard has its header, but no tensor")
+    SHARD_WRITTEN = ("shard_written", RANK, "a shard is written, but not synced")
     SHARD_SYNCED = ("shard_synced", RANK, "a shard is synced, its folder's entry is not")
-    PART_DURABLE = ("part_durable", RANK, "a part is durable, nobody knows it")
-    LEASE = ("lease", CONTROLLER, "an attempt is begun, nothing is read")
-    SWEEP = ("sweep", CONTROLLER, "leftovers of earlier attempts are gone, journals are not cut back")
-    RESETTING = ("resetting", CONTROLLER, "a rank was told to go to the next generation")
+    PART_DURABLE = ("part_durable", RANK, "a part is durable, but not reported")
+    LEASE = ("lease", CONTROLLER, "an attempt has begun, nothing is read")
+    SWEEP = ("sweep", CONTROLLER, "leftovers of earlier attempts are removed, journals are not truncated")
+    RESETTING = ("resetting", CONTROLLER, "a rank was told to join the next generation")
     DELIVERED = ("delivered", CONTROLLER, "a rank was sent the requests of an iteration")
     COMMIT = ("commit", CONTROLLER, "all parts of a step are durable, nothing else is written")
     METRICS = ("metrics", CONTROLLER, "the metrics are appended, the lineage is not")
     JOURNALS = ("journals", CONTROLLER, "both journals are appended, there is no manifest")
     MANIFEST_WRITTEN = ("manifest_written", CONTROLLER, "the manifest is written, its checksum is not")
     MANIFEST_SYNCED = ("manifest_synced", CONTROLLER, "manifest and checksum are synced, nothing is renamed")
-    RENAMED = ("renamed", CONTROLLER, "the commit has its name, the run folder is not synced")
-    COMMITTED = ("committed", CONTROLLER, "the commit is durable, nobody knows it")
-    PRUNE = ("prune", CONTROLLER, "a commit that is no longer kept is out of the way, its files are there")
-    PLAN_LOGGED = ("plan_logged", CONTROLLER, "a change of the plan is written down, nobody knows it")
-    ATTEMPT = ("attempt", FLOW, "an attempt has its number and no lease")
-    ENTER = ("enter", FLOW, "an iteration may be entered, nobody was told to")
+    RENAMED = ("renamed", CONTROLLER, "the commit's folder is renamed, the run folder is not synced")
+    COMMITTED = ("committed", CONTROLLER, "the commit is durable, but not reported")
+    PRUNE = ("prune", CONTROLLER, "a commit that is no longer kept is renamed, but not removed")
+    PLAN_LOGGED = ("plan_logged", CONTROLLER, "a change of plan is logged, but not reported")
+    ATTEMPT = ("attempt", FLOW, "an attempt has its number, but no lease")
+    ENTER = ("enter", FLOW, "an iteration may begin, but nobody was told to begin it")
     ENTERED = ("entered", FLOW, "the controller was told to deliver an iteration")
     EXPORT = ("export", FLOW, "the last step is committed, no model is exported")
     EXPORTED = ("exported", FLOW, "the model is exported, there is no summary")
@@ -78,7 +79,7 @@ class Point(Enum):
 
 
 class Whereabouts(NamedTuple):
-    """Where a thread is; None where that is not said."""
+    """The rank, iteration, generation and attempt in which a thread works; None where unknown."""
 
     rank: int | None = None
     iter: int | None = None
@@ -87,7 +88,7 @@ class Whereabouts(NamedTuple):
 
 
 class Failpoint(NamedTuple):
-    """A place, and what is to be done there."""
+    """A place, the action to take there, and the conditions under which it is taken."""
 
     point: Point
     action: str
@@ -104,7 +105,7 @@ _armed: tuple[Failpoint, ...] = ()
 
 
 def parse(text: str) -> tuple[Failpoint, ...]:
-    """The failpoints in a text, as the environment variable has it. Raises ValueError naming what is none."""
+    """The failpoints in a text of the environment variable's form. Raises ValueError naming an invalid one."""
     return tuple(_parse_one(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -123,7 +124,7 @@ def _parse_one(text: str) -> Failpoint:
 
 
 def arm(text: str) -> None:
-    """Arm this process, in place of what it was armed with; an empty text disarms it. Raises ValueError."""
+    """Replace the armed failpoints of this process; an empty text disarms it. Raises ValueError as `parse` does."""
     global _armed
     _armed = parse(text)
 
@@ -135,7 +136,7 @@ def at(
     generation: int | None = None,
     attempt: int | None = None,
 ) -> Iterator[None]:
-    """Inside, what this thread (or asyncio task) reaches is of this rank, iteration, generation and attempt."""
+    """Inside, the places that this thread (or asyncio task) reaches belong to this rank, iteration and so on."""
     token = _here.set(Whereabouts(rank, iteration, generation, attempt))
     try:
         yield
@@ -144,7 +145,7 @@ def at(
 
 
 def reach(point: Point) -> None:
-    """This process has come to a place: what is armed for it happens."""
+    """Take the action that is armed for a place. Code calls this when it reaches the place."""
     if _armed:
         _act(point)
 

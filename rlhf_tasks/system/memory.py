@@ -1,4 +1,4 @@
-"""Memory of one rank: anonymous memory of the process on the CPU, torch's own account on CUDA."""
+"""Memory of one rank: on the CPU the process's anonymous memory, on CUDA the memory that torch has allocated."""
 
 import contextlib
 import ctypes
@@ -14,20 +14,19 @@ _RESET_PEAK = "5"  # see proc(5)
 
 
 class OutOfMemory(RuntimeError):
-    """A device, or the host, has no memory left for what a rank was told to do."""
+    """A device, or the host, has too little memory for a rank's work."""
 
 
 @contextlib.contextmanager
 def told_when_out(what: str, device: torch.device) -> Iterator[None]:
-    """Where memory runs out inside, say what needed it and what makes it less.
+    """Raises OutOfMemory when memory runs out inside, with what needed it and how to need less.
 
-    Raises:
-        OutOfMemory: from torch's error, or Python's
+    what  the start of the sentence: what needed the memory
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # torch has a class for devices alone; its allocator on the CPU raises a RuntimeError.
+        # torch.OutOfMemoryError is for devices only; torch's allocator on the CPU raises RuntimeError.
         if not isinstance(
             error, (MemoryError, torch.OutOfMemoryError)
         ) and "can't allocate memory" not in str(error):
@@ -35,20 +34,19 @@ def told_when_out(what: str, device: torch.device) -> Iterator[None]:
         held = process_bytes(device) / 2**30
         raise OutOfMemory(
             f"{what} has no memory left on {device} (this rank holds {held:.1f} GiB): give it more micro_batches, "
-            f"more devices (tp, pp) or shorter sequences, or say plan: auto ({str(error).partition(chr(10))[0]})"
+            f"more devices (tp, pp) or shorter sequences, or set plan: auto ({str(error).partition(chr(10))[0]})"
         ) from error
 
 
 def process_bytes(device: torch.device) -> int:
-    """What this rank holds now. On the CPU without the mapped pages of weight files (RssAnon, not RSS)."""
+    """Bytes that this rank holds now. On the CPU without the mapped pages of weight files (RssAnon, not RSS)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status("RssAnon")
 
 
 def give_back() -> None:
-    """Return free memory to the kernel and to the devices, so that it does not count as held. Does nothing to the
-    former where libc cannot."""
+    """Return unused memory to the kernel (where libc can) and to the devices, so that it does not count as held."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -57,7 +55,7 @@ def give_back() -> None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_bytes` count from here on."""
+    """Make `peak_bytes` count from now on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -65,10 +63,10 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this rank has held since the last reset.
+    """Most bytes that this rank has held since the last reset.
 
-    On the CPU the kernel keeps the peak of all resident pages; files and shared pages are taken off as they are
-    now, since they hardly change.
+    On the CPU the kernel records the peak of all resident pages. The present bytes of file and shared pages are
+    subtracted, because they hardly change.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -80,4 +78,4 @@ def _status(field: str) -> int:
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024
-    raise OSError(f"{_STATUS} has no {field}: this kernel does not tell.")
+    raise OSError(f"{_STATUS} has no {field}: this kernel does not report it.")

@@ -1,8 +1,8 @@
-"""The boundary to whatever reads what others wrote: parsers, decoders, templates. Standard library alone.
+"""Wraps parsers, decoders and templates of files that others wrote. Standard library only.
 
-A parser fails in more ways than it documents: by an error of its own, by too deep a recursion, for want of memory.
-What is read inside `reading` fails in one way: with one sentence that names the place and the fault. Only calls of
-parsers stand inside it, so that no mistake of ours is taken for the user's.
+A parser fails in more ways than it documents: with an error of its own, a RecursionError, a MemoryError. Inside
+`reading`, every failure becomes one error with one sentence that names the place and the fault. Put only calls of
+parsers inside it, so that our own mistakes are not reported as the user's.
 """
 
 import json
@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 MOST_JSON_BYTES = 64 << 20
-"""Of a JSON file that is read whole: the largest of a model folder besides its tokenizer have a few MB."""
+"""Most bytes of a JSON file that is read whole. Files of model folders, except tokenizers, have at most a few MB."""
 
 
 class ConfigError(ValueError):
-    """What a user gave cannot be used: one sentence naming the place, the value and what to change."""
+    """A user's input cannot be used. The message is one sentence with the place, the value and what to change."""
 
 
 class DataError(ConfigError):
-    """A data set that cannot be used: one sentence that names `file:line` (Parquet: `file:row`)."""
+    """A data set cannot be used. The message is one sentence that names `file:line` (Parquet: `file:row`)."""
 
 
 @dataclass
 class Place:
-    """What is read. line: where the parser stands, from 1; 0 where it does not say."""
+    """The file or text being read. line: the parser's current line, from 1; 0 if it does not report one."""
 
     name: str
     line: int = 0
@@ -37,22 +37,24 @@ class Place:
 def reading(
     where: Path | str, predicate: str, error: type[ValueError] = ConfigError, remedy: str = ""
 ) -> Iterator[Place]:
-    """Run a parser; whatever it raises becomes an `error` of one sentence.
+    """Run a parser; any exception becomes an `error` of one sentence.
 
-    where      the file, or else what a sentence about it begins with (then without a line's number)
-    predicate  what stands before the fault, as in `not valid JSON`
+    where      the file (a Path), or a text with which the sentence begins; only a file's errors have line numbers
+    predicate  comes before the fault in the sentence, e.g. `not valid JSON`
     remedy     a sentence that says what to do
     """
     place, end = Place(str(where)), remedy and f" {remedy}"
     try:
         yield place
-    except (ConfigError, error):  # a sentence already
+    except (ConfigError, error):  # is a sentence already
         raise
     except FileNotFoundError:
         raise error(f"{where}: no such file.{end}") from None
     except OSError as fault:
         raise error(f"{where}: cannot be read ({one_line(fault.strerror or str(fault))}).{end}") from None
-    except BaseException as fault:  # the only one: this is what the boundary is for
+    except (
+        BaseException
+    ) as fault:  # the only place in the code that catches everything: parsers may raise anything
         if not isinstance(fault, Exception) and type(fault).__module__ != "pyo3_runtime":  # a panic of Rust
             raise
         mark = getattr(fault, "problem_mark", None)  # YAML's
@@ -62,7 +64,7 @@ def reading(
 
 
 def sentence_of(fault: BaseException) -> str:
-    """What a parser's error says, as one line without a full stop."""
+    """A parser's error as one line without a full stop."""
     match fault:
         case RecursionError():
             return "nested too deeply"
@@ -79,14 +81,14 @@ def sentence_of(fault: BaseException) -> str:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """A text of any size and content as one printable line without a full stop at its end."""
+    """A text as one printable line without a full stop at its end, of at most about `most` characters."""
     words = " ".join(text[: 4 * most].split())
     printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
     return (printable if len(printable) <= most else f"{printable[:most]}...").rstrip(". ")
 
 
 class _Short(reprlib.Repr):
-    """`repr` of a value of any size."""
+    """A shortened `repr`, for values of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,16 +103,16 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """A value in a sentence, cut short where it is large."""
+    """A value's `repr` for a sentence, shortened if it is long."""
     return one_line(_SHORT.repr(value))
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """A file's content; stands inside `reading`. Raises ConfigError for a file that is larger."""
+    """A file's content. Call it inside `reading`. Raises ConfigError for a file of more than `most_bytes` bytes."""
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise ConfigError(f"{path}: has more than {most_bytes:,} bytes, which is no file of this kind.")
+        raise ConfigError(f"{path}: has more than {most_bytes:,} bytes, too many for a file of this kind.")
     return content
 
 

@@ -1,6 +1,6 @@
-"""Python source, looked at without running it: where a module is, and which names it binds. Standard library alone.
+"""Inspects Python source without running it: where a module is, and which names it binds. Standard library only.
 
-Packages may do anything when they are imported, and what runs on ranks may load torch.
+It does not import, because packages may do anything when they are imported, and code for ranks may load torch.
 """
 
 import ast
@@ -14,7 +14,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def module_file(module: str) -> Path | None:
-    """The source of an importable module; None when it has none, being compiled for example, or cannot be seen.
+    """The source file of an importable module; None if it has none, e.g. is compiled, or cannot be located.
 
     Raises ModuleNotFoundError.
     """
@@ -29,12 +29,15 @@ def module_file(module: str) -> Path | None:
         if count == len(parts):
             return source
         if source is not None and b"__path__" in source.read_bytes():
-            return None  # the package says itself, when it runs, where its modules are
+            return None  # the package decides at import where its modules are
     return None
 
 
 def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """As importlib finds a module, without importing the packages around it; `path` is the innermost's."""
+    """A module's spec, as importlib finds it, but without importing its parent packages.
+
+    path  the parent package's search path; None for a top-level module
+    """
     if "." in name and path is None:
         return None
     for finder in sys.meta_path:
@@ -50,7 +53,7 @@ def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
 
 
 def names_bound(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that a module's top level binds, inside if, try and with too; `*` for a star import."""
+    """The names that a module's top level binds, also inside if, try and with; `*` for a star import."""
     for node in body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             yield node.name

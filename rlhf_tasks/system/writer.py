@@ -1,4 +1,4 @@
-"""The writing end of a Dask connection: messages leave in order, from the event loop."""
+"""The writing end of a Dask connection: messages are sent in order, from the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from pydantic import BaseModel
 class Writer:
     """Writes messages to one connection, in order, from the event loop.
 
-    A function among them is called when everything before it has been handed to the kernel: it arrives,
-    even if this process is killed the next moment. When the connection is closed, what is left is dropped:
-    whoever reads from it learns that.
+    A function in the queue is called when all messages before it have been passed to the kernel: these arrive even if
+    this process is killed at once. When the connection is closed, remaining messages are dropped; the reader notices
+    the closed connection.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -22,11 +22,11 @@ class Writer:
         self._task = asyncio.create_task(self._write())
 
     def put(self, item: BaseModel | Callable[[], None]) -> None:
-        """Write a message, or call a function, after what was put before."""
+        """Queue a message to write, or a function to call, after everything queued before."""
         self._items.put_nowait(item)
 
     def close(self) -> None:
-        """Close the connection. What is left is dropped, functions apart."""
+        """Close the connection. Remaining messages are dropped; remaining functions are still called."""
         self._comm.abort()
         self._items.put_nowait(None)
 

@@ -11,6 +11,7 @@ from flows.cluster.server import prefect_server
 from flows.cluster.shutdown import ending_in_time
 from flows.run.training import run_training
 from tests.rlhf_tasks.plans import small_plan
+from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
 
 
 def main(folder: Path, iterations: int, fault: str) -> None:
@@ -24,7 +25,7 @@ def main(folder: Path, iterations: int, fault: str) -> None:
     with (
         ending_in_time() as watch,
         prefect_server(folder),
-        local_cluster(2, folder=folder / "dask") as cluster,
+        local_cluster(2, folder=folder / "dask", deadline_s=STARTUP_S) as cluster,
     ):
 
         @flow(name="rlhf-fake", persist_result=False)
@@ -40,7 +41,7 @@ def main(folder: Path, iterations: int, fault: str) -> None:
                 on_commit=on_commit,
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
-                max_rebuilds=1,
+                **{**SETTINGS, "max_rebuilds": 1},
             )
 
         asyncio.run(parent())

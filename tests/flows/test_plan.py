@@ -97,7 +97,7 @@ def test_warnings_of_cluster_and_profile_are_shown(planned):
     _, artifacts, _ = planned
     told = [line for line in artifacts["plan-timeline"].data.splitlines() if line.startswith("> ")]
     assert len(told) == 2
-    assert "between_hosts.bytes_per_s=25 is hardly true" in told[0]
+    assert "between_hosts.bytes_per_s=25 is implausible" in told[0]
     assert "The measured profile of cpu-slot ends at " in told[1]
 
 

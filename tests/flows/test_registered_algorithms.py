@@ -43,7 +43,7 @@ def test_its_run_is_checked_and_planned(call, tuned):
     ("files", "sentence"),
     [
         ({"tuned/__init__.py": "import no_such_thing"}, "cannot be imported: ModuleNotFoundError"),
-        ({"tuned/functions.py": ""}, "has the call 'actor_train' in its graph and no function of that name"),
+        ({"tuned/functions.py": ""}, "has the call 'actor_train' in its graph but no function of that name"),
     ],
 )
 @pytest.mark.parametrize("command", [("run", "tuned"), ("config", "validate"), ("plan",), ("profile",)])
@@ -86,8 +86,8 @@ def test_a_faulty_one_is_refused_before_torch_or_prefect_are_loaded(document, tu
     assert done.returncode == 2, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     assert done.stderr == (
-        "error: the algorithm 'tuned' of the package tuned-models has the call 'actor_train' in its graph and no "
-        "function of that name in tuned.functions. Mend or uninstall that package.\n"
+        "error: the algorithm 'tuned' of the package tuned-models has the call 'actor_train' in its graph but no "
+        "function of that name in tuned.functions. Fix or uninstall that package.\n"
     )
 
 

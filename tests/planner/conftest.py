@@ -113,8 +113,8 @@ def ppo_cost(llama) -> Callable[..., CostModel]:
             role: RoleModel(shape=shape, head="lm" if role in ("actor", "ref") else "scalar")
             for role in ("actor", "ref", "critic", "reward")
         }
-        sizes = {"prompt_tokens": 128, "new_tokens": Lengths.fixed(128), **workload}
-        return CostModel(cluster, device or preset("a100-80g-sxm"), models, Workload(**sizes))
+        sizes = {"prompt_tokens": 128, "new_tokens": Lengths.fixed(128), "itemsize": 2, "recompute": True}
+        return CostModel(cluster, device or preset("a100-80g-sxm"), models, Workload(**(sizes | workload)))
 
     return make
 

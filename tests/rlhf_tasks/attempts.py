@@ -8,6 +8,7 @@ from distributed import Client
 from flows.cluster.cluster import found_cluster
 from rlhf_tasks.protocol.messages import Committed
 from tests.rlhf_tasks.fake_flow import follow
+from tests.rlhf_tasks.settings import STARTUP_S
 
 PATIENCE_S = 400.0
 
@@ -27,7 +28,7 @@ def committed(events):
 
 def found(cluster, folder):
     """The cluster as it is now: a controller that died has another address."""
-    return found_cluster(cluster.scheduler_address, len(cluster.ranks), folder=folder)
+    return found_cluster(cluster.scheduler_address, len(cluster.ranks), folder=folder, deadline_s=STARTUP_S)
 
 
 def resume(cluster, folder, gone, spec_of):

@@ -8,6 +8,7 @@ from pathlib import Path
 from distributed.core import connect, rpc
 
 from rlhf_tasks.protocol.messages import EVENT, ChangePlan, Enter, Enterable, Finished, GaveUp, RunSpec
+from tests.rlhf_tasks.settings import SETTINGS
 
 
 def run_spec(cluster, plan, folder: Path, **options) -> RunSpec:
@@ -18,6 +19,7 @@ def run_spec(cluster, plan, folder: Path, **options) -> RunSpec:
         "iterations": 5,
         "executor": "tests.rlhf_tasks.fake_rank:make_executor",
         "snapshots": "tests.rlhf_tasks.fake_rank:make_snapshots",
+        **SETTINGS,
         **options,
     }
     names = tuple(member.name for member in cluster.ranks[: plan.n_devices])

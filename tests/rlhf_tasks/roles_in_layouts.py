@@ -59,7 +59,8 @@ def build(layout: Layout, groups: ProcessGroups, dtype) -> Role:
         name: torch.nn.Parameter(torch.zeros(layout.slice_shape(name, groups.rank), dtype=dtype))
         for name in layout.held(groups.rank)
     }
-    return Role(layout, groups, Optimizer(slices, layout, groups, OptimizerSettings()), slices)
+    settings = OptimizerSettings((0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+    return Role(layout, groups, Optimizer(slices, layout, groups, settings), slices)
 
 
 def expected(shard: StateShard, whole, layout: Layout, rank: int) -> torch.Tensor:

@@ -114,15 +114,17 @@ def test_a_header_larger_than_its_file_is_not_read(tmp_path: Path, length: int):
         with path.open("r+b") as file:
             file.truncate(length + 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert f"its header is said to have {length:,} bytes" in said(weight_files, tmp_path, SPECS, True)
+    assert f"its first bytes announce a header of {length:,} bytes" in said(
+        weight_files, tmp_path, SPECS, True
+    )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
 @pytest.mark.parametrize(
     ("weight_map", "sentence"),
     [
-        ({"a": "../model.safetensors"}, "names '../model.safetensors', which is no plain file name"),
-        ({"a": "/etc/passwd"}, "names '/etc/passwd', which is no plain file name"),
+        ({"a": "../model.safetensors"}, "names '../model.safetensors', which is not a plain file name"),
+        ({"a": "/etc/passwd"}, "names '/etc/passwd', which is not a plain file name"),
         ({"a": 1}, "has no weight_map {parameter: file}"),
         ({"a": "x" * 5000}, "names files that are not there: xxx"),
         ({"a": "\0"}, "names files that are not there"),

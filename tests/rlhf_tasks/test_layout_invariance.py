@@ -15,6 +15,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan
 from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
 ALONE = {"devices": [0]}
@@ -73,7 +74,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
         )
     )
     seen = []
-    sequencer = Sequencer(plan, "test", 0)
+    sequencer = Sequencer(plan, "test", 0, DEADLINES)
     for iteration in range(3):
         metrics: dict[str, float] = {}
         for request in sequencer.requests(iteration, in_snapshot=iteration == 2).get(rank, ()):
@@ -92,9 +93,11 @@ def trajectory(ranks, tmp_path: Path, name: str) -> list[dict[str, float]]:
         plan=assignments,
         cluster={"devices_per_host": n_ranks},
     )
-    plan = prepare(config).plan
+    prepared = prepare(config)
+    plan = prepared.plan
     folder = tmp_path / f"run-{n_ranks}-{len(name)}"
     folder.mkdir()
+    prepared.rows.keep(folder)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     per_rank = ranks.run(
         n_ranks,

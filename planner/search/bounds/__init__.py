@@ -1,4 +1,4 @@
-"""Lower bounds on the period of every plan that completes a partial choice: what proofs are made of.
+"""Lower bounds on the period of every plan that completes a partial choice, and the tree search that uses them.
 
-The walk that uses them is called by search/branch_and_bound.
+search/branch_and_bound calls the tree search.
 """

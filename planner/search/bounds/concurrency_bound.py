@@ -1,20 +1,26 @@
 """A lower bound on the period of a plan, from which of its calls can run at the same time.
 
-Two calls never run at the same time, whatever their iterations, if they lie on a cycle that reaches one iteration
-ahead: they alternate. Nor do two calls whose meshes share a device. So at any moment a set of calls runs that share
-no such cycle, on disjoint meshes, whose sizes add up to the cluster at most. Give each call a weight such that no
-set that may run at once weighs more than 1: then the weighted seconds of all calls are at most the period,
-because each call runs once per period, and at each moment at most 1 is counted. (It is the dual of covering every
-call's seconds by sets that run at once.)
+Two calls never run at the same time, in whatever iterations, if they lie on a cycle with a delay of one iteration:
+then they alternate. Two calls whose meshes share a device never run at the same time either. So the calls that run at
+any moment share no such cycle, and are on disjoint meshes that fit in the cluster together. Such a set is called
+possible here.
 
-Cycles come from data and versions, and from devices: on a device all of an iteration precedes the next one. So
-where y follows x in an iteration and both share a device, x of the next iteration follows y. A reallocation that
-brings x the version of the iteration before occupies its trainer's devices too, directly before x.
+Give each call a weight such that no possible set has a total weight above 1. Each call runs once per period, and at
+any moment the running calls weigh at most 1. So the weighted seconds of all calls are at most the period. (This is
+the dual of the linear program that covers every call's seconds by possible sets.)
 
-Weights of 0, 1/2 and 1 are listed beforehand, with the sets that they break if these may run. Another weighting
-starts from the share of the cluster that each call occupies, which is the load, and is lifted as far as
-the sets allow: devices that stand idle because nothing may run on them count as busy. Where both calls of
-a reallocation weigh 1, so may it, if nothing else that weighs can run at once with it.
+Cycles come from data, from versions and from devices. A device finishes an iteration before it begins the next one.
+So if y follows x in an iteration and both share a device, x of the next iteration follows y. A reallocation that
+brings x the version of the previous iteration runs directly before x, and occupies the trainer's devices too.
+
+Two kinds of weightings are used:
+- Weightings of 0, 1/2 and 1 are listed beforehand. For each, the sets with a total above 1 are noted: the weighting
+  is valid only if none of these sets is possible.
+- Another weighting starts from the share of the cluster that each call occupies, which gives the load. Then weights
+  are raised as far as the possible sets allow. Devices that are idle because nothing can run on them thus count as
+  busy.
+If both calls of a reallocation weigh 1, the reallocation may weigh 1 too, unless another call with a weight can run
+at the same time.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -35,17 +41,18 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-MOST_CALLS = 6  # of larger graphs only cycles and load bound the plans
-FAR = 9  # iterations: calls that do not wait for each other
+MOST_CALLS = 6  # in larger graphs, only cycles and load bound the period
+FAR = 9  # iterations; stands for infinity: the calls do not wait for each other
 
 
 class Cover(NamedTuple):
-    """What the bound knows of a graph.
+    """The bound's data about a graph.
 
-    ahead     [calls, calls] iterations that the second call lies behind when it waits for the first: 0, 1 or FAR
-    sets      [sets, calls] two or more calls
-    weights   [weightings, calls]
-    breaks    [weightings] bit s: the weighting gives set s more than 1, so it holds only where that set cannot run
+    ahead     [calls, calls] int64: b of iteration t + ahead[a, b] waits for a of iteration t; 0, 1, or FAR if never
+    sets      [sets, calls] bool: sets of two or more calls that data and versions allow to run at the same time
+    weights   [weightings, calls] float64
+    breaks    [weightings] int64: bit s says that set s weighs more than 1, so the weighting is valid only if set s
+              is not possible
     """
 
     ahead: Ints
@@ -55,7 +62,7 @@ class Cover(NamedTuple):
 
 
 def cover(graph: DataflowGraph) -> Cover:
-    """The cover of a graph."""
+    """The bound's data about a graph."""
     names = [call.name for call in graph.calls]
     n, ordered = len(names), data_order(graph)
     ahead = np.full((n, n), FAR)
@@ -65,9 +72,10 @@ def cover(graph: DataflowGraph) -> Cover:
     for edge in graph.across:
         a, b = names.index(edge.writer), names.index(edge.reader)
         ahead[a, b] = min(ahead[a, b], 1)
+    # Floyd-Warshall: the shortest delay of any path. k is the outermost index.
     for k, a, b in product(range(n), repeat=3):
         ahead[a, b] = min(ahead[a, b], ahead[a, k] + ahead[k, b])
-    apart = ahead + ahead.T > 1
+    apart = ahead + ahead.T > 1  # not on a cycle with a delay of at most one iteration
     several = (c for size in range(2, n + 1) for c in combinations(range(n), size))
     alike = [c for c in several if all(apart[a, b] for a, b in combinations(c, 2))]
     if n > MOST_CALLS:
@@ -81,7 +89,7 @@ def cover(graph: DataflowGraph) -> Cover:
 
 
 def _undominated(weights: Floats, broken: Bools) -> list[int]:
-    """The weightings that no other one matches: at least as heavy, breaking no more."""
+    """Indices of the weightings that no other one dominates (weights at least as large, no further broken set)."""
     kept: list[int] = []
     for i in range(len(weights)):
         matched = (weights >= weights[i]).all(axis=1) & (broken <= broken[i]).all(axis=1)
@@ -93,11 +101,13 @@ def _undominated(weights: Floats, broken: Bools) -> list[int]:
 class PartialChoice(NamedTuple):
     """A partial choice as the bound sees it.
 
-    seconds     [calls] at least; least_load [calls] seconds times devices, at least
-    sizes       [calls] of meshes, 0 where unknown
-    meet        [calls, calls] pairs that surely share a device
-    trainer, reader, moves, moved_s  of reallocations between iterations: whether there surely is one, and seconds at
-                least
+    seconds     [calls] float64: lower bounds on seconds
+    least_load  [calls] float64: lower bounds on seconds x devices
+    sizes       [calls] int64: devices of each mesh, 0 if unknown
+    meet        [calls, calls] bool: whether two meshes certainly share a device
+    trainer, reader  [moves] int64: the calls of each reallocation
+    moves       [moves] bool: whether it certainly happens, with the version of the previous iteration
+    moved_s     [moves] float64: lower bounds on its seconds
     """
 
     seconds: Floats
@@ -112,7 +122,7 @@ class PartialChoice(NamedTuple):
 
 @compiled
 def cover_s(c: Cover, p: PartialChoice, n_devices: int) -> float:
-    """Seconds that the period is at least, by the weighting that says most."""
+    """A lower bound on the period, in seconds: that of the best weighting."""
     possible = _possible_sets(c, p, n_devices)
     most = _lifted_s(c, p, possible, n_devices)
     for w in range(len(c.weights)):
@@ -126,19 +136,23 @@ def cover_s(c: Cover, p: PartialChoice, n_devices: int) -> float:
 
 @inner
 def _possible_sets(c: Cover, p: PartialChoice, n_devices: int) -> int:
-    """Bits of the sets that may run at once."""
+    """The possible sets: bit s for set s."""
     ahead = c.ahead.copy()
     n = len(ahead)
     for a in range(n):
         for b in range(n):
-            if c.ahead[a, b] == 0 and p.meet[a, b]:
+            if (
+                c.ahead[a, b] == 0 and p.meet[a, b]
+            ):  # b follows a on a device: a of the next iteration follows b
                 ahead[b, a] = min(ahead[b, a], 1)
     for k in range(len(p.moves)):
         if p.moves[k]:
+            # The move runs on the trainer's devices just before its reader. A call that shares these devices and
+            # follows the reader precedes the next iteration's move, and so the next iteration's reader.
             for call in range(n):
                 if p.meet[call, p.trainer[k]] and c.ahead[p.reader[k], call] == 0:
                     ahead[call, p.reader[k]] = min(ahead[call, p.reader[k]], 1)
-    for k in range(n):
+    for k in range(n):  # Floyd-Warshall again, with the edges of devices
         for a in range(n):
             for b in range(n):
                 ahead[a, b] = min(ahead[a, b], ahead[a, k] + ahead[k, b])
@@ -157,10 +171,11 @@ def _possible_sets(c: Cover, p: PartialChoice, n_devices: int) -> int:
 
 @inner
 def _carried_s(c: Cover, p: PartialChoice, w: int) -> float:
-    """Seconds of the reallocations that weigh 1 beside a weighting: next to nothing that could run meanwhile.
+    """Seconds of the reallocations that may weigh 1 in addition to weighting w.
 
-    Not meanwhile run calls that share its devices, and those between its reader and its trainer or a call that
-    follows the reader and shares its devices.
+    That is so if no call with a weight can run at the same time. A call cannot run at the same time if it shares a
+    device with the reallocation. Nor can it if it follows the reader, and precedes the trainer or another call that
+    shares a device with the reallocation: it then runs between two reallocations.
     """
     total, n = 0.0, len(p.seconds)
     for k in range(len(p.moves)):
@@ -177,6 +192,7 @@ def _carried_s(c: Cover, p: PartialChoice, w: int) -> float:
                         if p.meet[last, trainer] or p.meet[last, reader]:
                             beside = beside and c.ahead[call, last] != 0
                 alone = not beside
+        # Two moves may both weigh 1 only if they share a device; else this one does not count.
         for other in range(k):
             a, b = p.trainer[other], p.reader[other]
             together = p.meet[a, trainer] or p.meet[a, reader] or p.meet[b, trainer] or p.meet[b, reader]
@@ -189,7 +205,8 @@ def _carried_s(c: Cover, p: PartialChoice, w: int) -> float:
 
 @inner
 def _lifted_s(c: Cover, p: PartialChoice, possible: int, n_devices: int) -> float:
-    """The load of the cluster, with the weights of calls lifted as far as the sets allow, the longest call first."""
+    """The cluster's load in seconds, with the calls' weights raised as far as the possible sets allow, the longest
+    call first."""
     n, total = len(p.seconds), 0.0
     weight = np.empty(n)
     for a in range(n):

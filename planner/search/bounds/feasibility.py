@@ -1,5 +1,8 @@
-"""Whether the calls of a partial choice find room in a period (by load, by what can run at once, by memory), and
-whether their meshes can lie to each other as it says: which share a device, and which do not."""
+"""Feasibility tests of partial choices.
+
+Do the calls fit within a period, by load, by what can run at the same time, and by memory? Can the meshes be placed
+so that exactly the given pairs share a device?
+"""
 
 # pyright: reportArgumentType=false, reportReturnType=false
 # (compiled code takes elements of arrays for the numbers they are)
@@ -27,20 +30,24 @@ from planner.search.compiled.compile import compiled, inner
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-SLACK = 1 + 1e-9  # periods that exceed a threshold by less do not count
-MOST_TRIES = 10_000  # places that are tried; a tenth of a millisecond
+SLACK = 1 + 1e-9  # a period that exceeds a threshold by less counts as equal
+MOST_TRIES = 10_000  # positions that `can_be_arranged` tries; this takes a tenth of a millisecond
 
 
 @inner
 def groups_fit(r: Relaxation, choice: Ints) -> bool:
-    """Whether memory may suffice for the chosen groups, by options and stages that hold least.
+    """Whether memory may suffice for the chosen groups, by lower bounds over their options and stages.
 
-    Meshes so large that each two of them share a device all have one in common: they are intervals.
+    choice  [calls] int64 rows of groups, or OPEN
+
+    Meshes are intervals of devices. If every two of them share a device, all of them have one in common (Helly). So
+    the largest meshes are taken as long as the next one is too large to be disjoint from the smallest taken so far;
+    the common device must hold all of them.
     """
     o, n = r.arrays.options, r.arrays.n_calls
     static, peak, smallest, seen = 0.0, 0.0, 2 * r.n_devices, 0
     while True:
-        call = -1  # the largest mesh that is left
+        call = -1  # the call with the largest mesh that is not taken yet
         for c in range(n):
             if choice[c] == OPEN or seen >> c & 1:
                 continue
@@ -49,7 +56,7 @@ def groups_fit(r: Relaxation, choice: Ints) -> bool:
         if call < 0 or smallest + o[choice[call]].size <= r.n_devices:
             return static + peak <= r.arrays.memories.bytes.max()
         row, shared = choice[call], False
-        for c in range(n):  # calls of a frozen role may share its parameters
+        for c in range(n):  # calls of a frozen role may share its parameters, which then count once
             shared = shared or (
                 seen >> c & 1 == 1 and r.arrays.role[c] == r.arrays.role[call] and r.arrays.trainer[c] < 0
             )
@@ -71,8 +78,13 @@ def groups_fit(r: Relaxation, choice: Ints) -> bool:
 def covers(
     r: Relaxation, t: Tree, choice: Ints, meet: Ints, moves: Floats, allowed: Floats, threshold: float
 ) -> bool:
-    """Whether the calls find room in the threshold, by what can run at once
-    (planner/search/bounds/concurrency_bound.py)."""
+    """Whether the concurrency bound (concurrency_bound.py) does not exceed the threshold, in seconds.
+
+    choice   [calls] int64 rows, or OPEN
+    meet     [calls, calls] int64: UNKNOWN, APART or MEET
+    moves    [moves, 4] float64 seconds (Relaxation.moves_s)
+    allowed  [calls] float64: the most seconds that each open call may take
+    """
     o, n, seconds = r.arrays.options, r.arrays.n_calls, seconds_of(r, choice)
     load, sizes, meeting = np.empty(n), np.zeros(n, np.int64), meet == MEET
     for call in range(n):
@@ -94,8 +106,14 @@ def covers(
 
 @inner
 def least_load(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: float) -> float:
-    """The least load of all calls: of its row, or of the lightest group in the time that is left to an open call by
-    the cycles and by the emptiest device. Infinite when there is none."""
+    """The least load of all calls, in seconds x devices; infinite if some call has no option that is fast enough.
+
+    choice   [calls] int64 rows, or OPEN
+    allowed  [calls] float64: the most seconds that the cycles allow each call
+
+    A call with a row has that row's load. An open call has that of its lightest group that is fast enough for
+    `allowed` and for the time that is left on the least loaded device.
+    """
     options, total = r.arrays.options, 0.0
     free = threshold - _emptiest(options, r.load, r.n_devices, choice)
     for call in range(len(choice)):
@@ -111,7 +129,7 @@ def least_load(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold:
 
 @inner
 def _last_within(seconds: Floats, low: int, high: int, limit: float) -> int:
-    """The slowest of a call's groups, low .. high - 1, that keeps to a limit; the first one if none does."""
+    """The last of a call's groups low .. high - 1 (fastest first) with seconds within a limit; `low` if none is."""
     while high - low > 1:
         middle = (low + high) // 2
         if seconds[middle] <= limit:
@@ -123,7 +141,11 @@ def _last_within(seconds: Floats, low: int, high: int, limit: float) -> int:
 
 @inner
 def _emptiest(options: Rows, load: Floats, n_devices: int, choice: Ints) -> float:
-    """The least load of a device by the rows with a place. Loads change only where a mesh begins or ends."""
+    """The load in seconds of the least loaded device, from the calls with a placement.
+
+    Loads change only where a mesh begins or ends. So device 0 (point -1), and the first device (even points) and the
+    device after the last (odd points) of each mesh stand for all.
+    """
     least = np.inf
     for point in range(-1, 2 * len(choice)):
         device = 0
@@ -146,7 +168,10 @@ def _emptiest(options: Rows, load: Floats, n_devices: int, choice: Ints) -> floa
 
 @inner
 def lies_as_said(r: Relaxation, choice: Ints, meet: Ints, call: int) -> bool:
-    """Whether the mesh of a call with a place shares a device with those of the others with which it should."""
+    """Whether a placed call shares a device with exactly those placed calls with which `meet` says so.
+
+    choice  [calls] int64 rows; meet  [calls, calls] int64: APART or MEET
+    """
     o = r.arrays.options
     for other in range(len(choice)):
         there = choice[other]
@@ -157,11 +182,14 @@ def lies_as_said(r: Relaxation, choice: Ints, meet: Ints, call: int) -> bool:
 
 @compiled
 def can_be_arranged(r: Relaxation, order: Ints, choice: Ints, meet: Ints) -> bool:
-    """Whether the calls without a place have one each, so that all meshes lie to each other as they should; or
-    whether that has not been found out in MOST_TRIES.
+    """Whether the meshes of all calls can be placed as `meet` says; also true if MOST_TRIES do not decide it.
 
-    order   [calls] in which calls are given places; where one finds none, the call before it takes another
-    choice  [calls] rows, none of them OPEN; meet  [calls, calls] UNKNOWN, APART or MEET
+    order   [calls] int64: the order in which calls are placed
+    choice  [calls] int64 rows, none of them OPEN
+    meet    [calls, calls] int64: UNKNOWN, APART or MEET
+
+    Backtracking: a call takes the next position of its group; if there is none, the call before it moves on. Calls
+    that have a placement come first and stay where they are.
     """
     o, n = r.arrays.options, len(choice)
     call, size, first = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
@@ -171,11 +199,11 @@ def can_be_arranged(r: Relaxation, order: Ints, choice: Ints, meet: Ints) -> boo
         for c in order:
             row = choice[c]
             if placed(o, row) == with_place:
-                while not with_place and o[row].strategy != OPEN:
+                while not with_place and o[row].strategy != OPEN:  # up from a kind to its group
                     row = r.above[row]
                 call[i], size[i], first[i] = c, o[row].size, o[row].first
                 if not with_place:
-                    group = row - r.arrays.start[-1]
+                    group = row - r.arrays.start[-1]  # rows behind the options are counted from 0
                     spot[i] = begin[i] = r.spots[group]
                     end[i] = r.spots[group + 1]
                 i += 1
@@ -183,7 +211,7 @@ def can_be_arranged(r: Relaxation, order: Ints, choice: Ints, meet: Ints) -> boo
     i, tries = n_placed, 0
     while n_placed <= i < n and tries < MOST_TRIES:
         tries += 1
-        if spot[i] == end[i]:
+        if spot[i] == end[i]:  # no position left: backtrack
             spot[i] = begin[i]
             i -= 1
             spot[i] += 1
@@ -198,7 +226,7 @@ def can_be_arranged(r: Relaxation, order: Ints, choice: Ints, meet: Ints) -> boo
 
 @inner
 def _lies(i: int, first: Ints, size: Ints, call: Ints, meet: Ints) -> bool:
-    """Whether mesh i shares a device with those before it with which it should."""
+    """Whether mesh i shares a device with exactly those meshes before it with which `meet` says so."""
     for j in range(i):
         shares = first[i] < first[j] + size[j] and first[j] < first[i] + size[i]
         if meet[call[i], call[j]] == (APART if shares else MEET):

@@ -1,24 +1,25 @@
 """A compiled lower bound on the period of every plan that completes a partial choice of options.
 
-A partial choice gives some calls an option, others a row that stands for many (planner/search/bounds/relaxation.py),
-says of some meshes whether they share devices, and leaves the rest open. Every plan that completes
-it has the steady state of a graph with more nodes and edges than the one here, so a cycle here whose seconds exceed
-its delay times T proves that the plan's period exceeds T. The graph has
+A partial choice gives some calls an option, and others a row that stands for many options
+(planner/search/bounds/relaxation.py). It says of some pairs of meshes whether they share a device. The rest is open.
 
-- the calls, an open one with the seconds of its fastest option;
+The bound is a test: does the period exceed T? It builds a graph that every completion's steady-state graph contains.
+A cycle whose seconds exceed its delay times T proves that the period of every completion exceeds T. The graph has
+
+- the calls; an open one has the seconds of its fastest option;
 - the reallocation of each copy that the choice makes necessary, on the devices of both sides;
-- edges for data, for versions and for two iterations in flight, as planner/search/bounds/root_bound.py has them, and
-  the dispatch of a transfer where data change ranks;
-- for each pair of nodes that surely share a device, the order of the calls and its repetition in the next
-  iteration. Calls that the graph leaves unordered are tried in every order of planner/plan/call_order.py, and T is
-  exceeded only if every order exceeds it.
+- edges for data, for versions and for two iterations in flight, as in planner/search/bounds/root_bound.py, and the
+  dispatch of a transfer where data certainly change ranks;
+- for each pair of nodes that certainly share a device, their order, and the order's repetition in the next iteration.
+  If the dataflow graph leaves calls unordered, every order of planner/plan/call_order.py is tried. T is exceeded
+  only if every order exceeds it.
 
-Where a reallocation is short only between slow options, it and the calls beside it take longer together than the
-least of each: the edges into the reader, and the trainer's own, have what is missing
+A reallocation may be short only between slow options. It and its calls then take longer together than the sum of
+their minima. The difference is added to the edges into the reader and to the trainer's own cycle
 (planner/search/bounds/relaxation.py, moves).
 
-Left out are onloads, offloads and copies, so the bound is the same for an option and its offloaded twin, and the
-devices of transfers; so the bound of a complete choice may lie some dispatches below its period.
+Onloads, offloads and their copies are left out, so the bound is the same for an option and its offloaded twin. The
+devices of transfers are left out too, so the bound of a complete choice may be a few dispatches below its period.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -46,24 +47,26 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-TOLERANCE = 1e-9  # relative; a cycle that exceeds a period by less is rounding
-MOST_BITS, NO_PATTERN = 62, -1
+TOLERANCE = 1e-9  # relative; a cycle that exceeds a period by less does so by rounding
+MOST_BITS, NO_PATTERN = 62, -1  # bits of an int64 that `_pattern` may use; its result if these are too few
 
 
 @compiled
 def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: float, allowed: Floats) -> bool:
-    """Whether every plan that completes a choice has a longer period.
+    """Whether every plan that completes a choice has a longer period than `period` seconds.
 
-    choice   [calls] rows, or OPEN
-    meet     [calls, calls] whether their meshes share a device: UNKNOWN, APART, MEET
-    moves    [moves, 4] seconds of each reallocation (Relaxation.moves_s)
-    allowed  [calls] out, if not: the most seconds that each call without an option may take in such a plan of this
-             period
+    choice   [calls] int64 rows, or OPEN
+    meet     [calls, calls] int64: whether meshes share a device (UNKNOWN, APART, MEET)
+    moves    [moves, 4] float64: seconds of each reallocation (planner.search.bounds.relaxation.moves_s)
+    allowed  [calls] float64, output if the result is false: the most seconds that each call without an option may
+             take in a plan with this period
     """
     seconds, saves, n = seconds_of(r, choice), np.zeros(len(choice)), len(choice)
     for call in range(n):
         if choice[call] != OPEN and r.arrays.trainer[call] == call:
             saves[call] = r.arrays.options[choice[call]].save_s
+    # occupied: seconds on the call's devices; before: seconds of the moves directly before a node;
+    # joined: seconds of slower options that the moves' columns count already, so `allowed` adds them again
     occupied, before, joined = seconds + saves, np.zeros(n + len(moves)), np.zeros(n)
     for k in range(len(moves)):
         if r.alone[k]:
@@ -77,6 +80,7 @@ def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: floa
         return True
     related = _shared_devices(r, meet, moves)
     ahead, behind = _device_edges(r, related, moves, occupied, before, period)
+    # Orders that agree on every pair of nodes that share devices have the same graph: each is tested once.
     known = np.empty(len(r.position), np.int64)
     place, n_known = np.empty(len(weight), np.int64), 0
     allowed[:] = -np.inf
@@ -90,6 +94,7 @@ def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: floa
             for b in range(len(weight)):
                 weight[a, b] = max(free[a, b], ahead[a, b] if place[a] < place[b] else behind[a, b])
         if not _has_gain(weight, period):
+            # weight is now the longest paths. A call's heaviest cycle leaves it -weight[call, call] more seconds.
             for call in range(len(choice)):
                 spare = seconds[call] + joined[call] - weight[call, call]
                 allowed[call] = max(allowed[call], spare)
@@ -98,7 +103,7 @@ def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: floa
 
 @inner
 def _pattern(related: Bools, place: Ints) -> int:
-    """Which of each two nodes that share devices stands first, as bits; NO_PATTERN when there are too many."""
+    """Which node of each pair that shares a device comes first, as bits; NO_PATTERN if there are too many pairs."""
     bits, bit = 0, 0
     for a in range(len(related)):
         for b in range(a):
@@ -111,7 +116,11 @@ def _pattern(related: Bools, place: Ints) -> int:
 
 @inner
 def _places(r: Relaxation, position: Ints, place: Ints) -> None:
-    """The places of all nodes in an order of the calls: a move stands directly before its reader."""
+    """Writes the places of all nodes, calls then moves, in an order of the calls. A move is directly before its
+    reader: calls have even places, moves odd ones.
+
+    position  [calls] int64 place of each call; place  [nodes] int64, output
+    """
     n = len(position)
     for call in range(n):
         place[call] = 2 * position[call]
@@ -130,7 +139,10 @@ def _free_edges(
     occupied: Floats,
     period: float,
 ) -> Floats:
-    """[nodes, nodes] seconds less delays of the edges that hold in every order; nodes are calls, then moves."""
+    """The edges that exist in every order: [nodes, nodes] float64, seconds minus delay x period; -inf without edge.
+
+    Nodes are the calls, then the moves: call a is node a, move k is node n + k.
+    """
     n, n_moves, dispatch_s = len(choice), len(moves), r.arrays.dispatch_s
     weight = np.full((n + n_moves, n + n_moves), -np.inf)
     for a in range(n):
@@ -149,8 +161,9 @@ def _free_edges(
         weight[n + k, reader] = moves[k, READER]
         weight[trainer, reader] = max(weight[trainer, reader], before + moves[k, BOTH])
         if moves[k, ALONE] > 0:
-            # The trainer's own devices send; its slower options count here, for else they could count twice: on the
-            # way into the trainer and, with the move of the next iteration, out of it
+            # The trainer's devices send, so the trainer and the move alternate. The surplus of the trainer's slower
+            # options counts here. On the edge from the move into the trainer (below) it does not: it could count
+            # twice, because an edge out of the trainer, with the next iteration's move, may have it too.
             both = occupied[trainer] + moves[k, TRAINER]
             weight[trainer, trainer] = max(weight[trainer, trainer], both - period)
             if r.delay[k]:
@@ -160,7 +173,7 @@ def _free_edges(
 
 @inner
 def _sends(options: Rows, a: int, b: int, related: int) -> bool:
-    """Whether data between two rows surely change ranks; related: what is known of their meshes."""
+    """Whether data between two rows certainly change ranks. related: UNKNOWN, APART or MEET, of their meshes."""
     if a == OPEN or b == OPEN:
         return False
     where, other = options[a].where, options[b].where
@@ -169,7 +182,7 @@ def _sends(options: Rows, a: int, b: int, related: int) -> bool:
 
 @inner
 def _shared_devices(r: Relaxation, meet: Ints, moves: Floats) -> Bools:
-    """[nodes, nodes] whether two nodes surely share a device."""
+    """[nodes, nodes] bool: whether two nodes certainly share a device."""
     n, n_moves = len(meet), len(moves)
     related = np.zeros((n + n_moves, n + n_moves), np.bool_)
     for a in range(n):
@@ -193,11 +206,13 @@ def _shared_devices(r: Relaxation, meet: Ints, moves: Floats) -> Bools:
 def _device_edges(
     r: Relaxation, related: Bools, moves: Floats, occupied: Floats, before: Floats, period: float
 ) -> tuple[Floats, Floats]:
-    """[nodes, nodes] edges between nodes that share a device: where the first stands before the second, and where it
-    stands behind it and precedes it in the next iteration.
+    """Edges (a, b) between nodes that share a device: two arrays [nodes, nodes] float64, -inf without edge.
 
-    occupied  [calls] seconds, with the save or release that follows on the same devices
-    before    [nodes] seconds that a node takes beyond its least, with the move that may stand directly before it
+    The first array is for orders in which a is before b. The second is for orders in which a is after b, so that a
+    precedes b of the next iteration.
+
+    occupied  [calls] seconds of a call with the save or release that follows on the same devices
+    before    [nodes] seconds of the moves directly before a node, with the surplus of the node's slower options
     """
     n = len(occupied)
     ahead, behind = np.full(related.shape, -np.inf), np.full(related.shape, -np.inf)
@@ -217,7 +232,10 @@ def _device_edges(
 
 @inner
 def _has_gain(weight: Floats, period: float) -> bool:
-    """Whether a cycle's weights add up to more than nothing (longest paths between all nodes; overwrites)."""
+    """Whether some cycle has a positive weight.
+
+    weight  [nodes, nodes] float64, overwritten by the longest paths between all nodes (Floyd-Warshall)
+    """
     n = len(weight)
     slack = TOLERANCE * period
     for k in range(n):

@@ -1,8 +1,13 @@
-"""What the bounds on partial choices know of a problem: rows that stand for many options, seconds of moves, memory.
+"""The data of the bounds on partial choices: rows that stand for many options, seconds of moves, least memory.
 
-Above the options stand rows for all of them at one placement (they differ in micro-batches), above these rows for all
-under one strategy on meshes of one size (a kind), above these rows for all on meshes of one size (a group). In all
-that the bounds ask for, such a row is as good as the best of those that it stands for.
+Rows form a hierarchy with four levels:
+- an option;
+- a placement: all options at it, which differ in micro-batches;
+- a kind: all options with one strategy on meshes of one size;
+- a group: all options on meshes of one size.
+In every figure that the bounds use, a row is as good as the best of the options that it stands for.
+
+A move is the reallocation of a trained role's parameters to one of its readers.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -29,31 +34,29 @@ OPEN = -1
 UNKNOWN, APART, MEET = range(3)
 """Whether the meshes of two calls share a device."""
 ALONE, TRAINER, READER, BOTH = range(4)
-"""Columns of a move's seconds: of the move itself, and what it and the trainer, the reader, or both take at least
-beyond the least seconds of these."""
-KNOWN_MOVES = 1 << 18  # that are remembered; newer ones displace older ones
+"""Columns of a move's seconds. ALONE: the least seconds of the move itself. TRAINER, READER, BOTH: the least seconds
+of the move plus the surplus of the trainer's, the reader's, or both calls' options over the fastest of their rows."""
+KNOWN_MOVES = 1 << 18  # entries of the cache of moves; newer entries replace older ones
 
 
 class Relaxation(NamedTuple):
-    """What the bounds need beside the arrays of a problem. Options are named by their row.
+    """The bounds' data about a problem, besides its arrays. Options are given by row. Numbers are int64 and float64.
 
-    arrays        of the problem; behind its options are the rows of placements, kinds and groups, whose first, where
-                  and place are OPEN where they have no placement, and whose strategy is where they have none
-    above         [rows] the row next above; OPEN of groups and of offloaded options
-    begin, below  row i behind the options stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest
-                  first, where i counts from 0
-    spots, spot   a group's meshes begin at the devices spot[spots[i]] .. spot[spots[i + 1] - 1]
-    load          [rows] seconds x devices, with the save of a train_step, at least
+    arrays        of the problem. After the options come the rows of placements, kinds and groups. first, where and
+                  place are OPEN in rows without placement (kinds, groups); strategy is OPEN in groups
+    above         [rows] the row one level up; OPEN for groups and for offloaded options
+    begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
+    spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
+    load          [rows] least seconds x devices, with the save of a train_step
     least         [rows, 3] the smallest of resident, copy, active bytes over the stages
     fastest       [calls] seconds of the fastest option
-    data          [calls, calls] whether data lead from one to the other
-    ends, begins  [calls] whether the call is the last, the first of a path of data
-    trainer, reader, delay  [moves] a copy of the role that `trainer` trains is made for `reader`, from the
-                  version of `delay` iterations before; alone: no other call may share the copy
+    data          [calls, calls] bool: whether an edge of data leads from one to the other
+    ends, begins  [calls] bool: whether the call is the last, the first of a path of data
+    trainer, reader, delay  [moves] `reader` needs the parameters that `trainer` left `delay` iterations before
+    alone         [moves] bool: no other call can share the reader's copy
     position      [orders, calls] place of each call
-    source        the call behind the fetch
-    keys, known_s  [KNOWN_MOVES] moves, pairs of rows and whether they are apart, in one number; [KNOWN_MOVES, 4] the
-                  seconds (`moves_s`)
+    source        the call that the fetch feeds
+    keys, known_s  a cache of `moves_s`: [KNOWN_MOVES] keys, [KNOWN_MOVES, 4] seconds
     """
 
     arrays: Arrays
@@ -80,7 +83,7 @@ class Relaxation(NamedTuple):
 
 
 def relaxation(tables: Tables) -> Relaxation:
-    """The relaxation of a problem's tables."""
+    """The bounds' data about a problem."""
     graph, arrays, names = tables.problem.graph, tables.arrays, tables.calls
     number = {name: i for i, name in enumerate(names)}
     ordered = data_order(graph)
@@ -112,7 +115,7 @@ def relaxation(tables: Tables) -> Relaxation:
 
 
 class _Ladder(NamedTuple):
-    """All rows, and what is above and below them; least: [rows, 4] load, and resident, copy, active bytes."""
+    """All rows and their hierarchy, as in Relaxation; least: [rows, 4] load, and resident, copy, active bytes."""
 
     options: Rows
     above: Ints
@@ -126,10 +129,11 @@ _RUNGS = (
     (("size", "strategy"), ("first", "where", "place")),
     (("size",), ("first", "where", "place", "strategy")),
 )
-"""Of placements, kinds and groups: what their rows agree in, and what is open."""
+"""For placements, kinds and groups: the columns that their members have in common, and those that become OPEN."""
 
 
 def _ladder(arrays: Arrays) -> _Ladder:
+    """The rows of all levels: each pass of the loop groups the rows of one level into those of the next."""
     options, n = arrays.options, len(arrays.options)
     call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
     members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
@@ -142,7 +146,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
         order = np.lexsort((options.seconds[members], *keys[::-1]))
         members, new = members[order], np.diff(keys[:, order]).any(axis=0)
         starts = np.concatenate([[0], 1 + np.flatnonzero(new)])
-        rows = options[members[starts]].copy()
+        rows = options[members[starts]].copy()  # the fastest member, since each run is sorted by seconds
         rows["save_s"] = np.minimum.reduceat(options.save_s[members], starts)
         for name in opened:
             rows[name] = OPEN
@@ -159,7 +163,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
 
 
 def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
-    """Of each group, where its meshes may begin."""
+    """(spots, spot) of Relaxation: the devices at which each group's meshes may begin."""
     o, n = ladder.options, len(ladder.options) - len(ladder.begin) + 1
     begin, found = [0], list[Ints]()
     for row in range(n, len(o)):
@@ -183,7 +187,7 @@ def _least_stages(arrays: Arrays) -> Floats:
 
 
 def _moves(tables: Tables, number: dict[str, int]) -> list[tuple[int, int, int, bool]]:
-    """(trainer, reader, delay, alone) of every copy that may have to be made."""
+    """(trainer, reader, delay, alone) of every possible move."""
     graph, found = tables.problem.graph, []
     for call in graph.calls:
         trainer = graph.trainer(call.role)
@@ -207,7 +211,10 @@ def placed(options: Rows, row: int) -> bool:
 
 @compiled
 def relation(options: Rows, n_devices: int, a: int, b: int) -> int:
-    """Whether the meshes of two rows share a device, as far as their sizes and placements say."""
+    """Whether the meshes of two rows (int64, or OPEN) share a device, from their sizes and placements.
+
+    Without placements, two meshes certainly meet if they have more devices together than the cluster.
+    """
     if a == OPEN or b == OPEN:
         return UNKNOWN
     one, other = options[a], options[b]
@@ -219,7 +226,7 @@ def relation(options: Rows, n_devices: int, a: int, b: int) -> int:
 
 @inner
 def seconds_of(r: Relaxation, choice: Ints) -> Floats:
-    """[calls] seconds at least."""
+    """[calls] float64: lower bounds on seconds."""
     seconds = r.fastest.copy()
     for call in range(len(choice)):
         if choice[call] != OPEN:
@@ -229,25 +236,27 @@ def seconds_of(r: Relaxation, choice: Ints) -> Floats:
 
 @compiled
 def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> float:
-    """Seconds of a reallocation between two placements, by row, its dispatch included; 0 when none is needed.
+    """Seconds of a move between two rows with placements, dispatch included; 0 if they are equal.
 
-    exact  else at least so many, at once"""
+    exact  price its messages; else a lower bound, which is fast
+    """
     place = r.arrays.options.place
     if place[trainer] == place[reader]:
         return 0.0
     role = r.arrays.role[r.trainer[move]]
     if not exact:
         return r.arrays.dispatch_s + least_reallocation(r.arrays, role, trainer, reader)
-    return r.arrays.dispatch_s + reallocation(r.arrays, role, trainer, reader)
+    return r.arrays.dispatch_s + reallocation(r.arrays, r.arrays.known, role, trainer, reader)
 
 
 @compiled
 def moves_s(
     r: Relaxation, move: int, trainer: int, reader: int, related: int, exact: bool, out: Floats
 ) -> None:
-    """Seconds of a reallocation between two rows in all of its columns.
+    """Writes the seconds of a move between two rows to out, [4] float64 (ALONE, TRAINER, READER, BOTH).
 
-    related  of the two meshes; exact: between two placements: else at least so many, at once
+    related  of the two meshes: UNKNOWN, APART or MEET
+    exact    as in `move_s`, if both rows have placements
     """
     o = r.arrays.options
     if o[trainer].first != OPEN and o[reader].first != OPEN:
@@ -255,6 +264,7 @@ def moves_s(
         return
     a = _unplaced(r, trainer)
     b = _unplaced(r, reader)
+    # One number for move, rows and whether they are apart. The cache is direct-mapped: a slot for each remainder.
     key = ((move * len(o) + a) * len(o) + b) * 2 + (related == APART)
     slot = key % len(r.keys)
     if r.keys[slot] != key:
@@ -265,7 +275,7 @@ def moves_s(
 
 @inner
 def _unplaced(r: Relaxation, row: int) -> int:
-    """The kind of a row that has a placement; else the row."""
+    """The kind of a row with a placement; any other row itself."""
     while r.arrays.options[row].first != OPEN:
         row = r.above[row]
     return row
@@ -273,7 +283,7 @@ def _unplaced(r: Relaxation, row: int) -> int:
 
 @inner
 def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, apart: bool, out: Floats) -> None:
-    """`moves_s` of two rows without placement, by the kinds of groups."""
+    """`moves_s` of two rows without placement: the minima over the kinds of both."""
     o = r.arrays.options
     out[:] = np.inf
     for i in range(_n_kinds(r, trainer)):
@@ -290,27 +300,30 @@ def _least_moves(r: Relaxation, move: int, trainer: int, reader: int, apart: boo
 
 @inner
 def _n_kinds(r: Relaxation, row: int) -> int:
-    """The number of a group's kinds; 1 of a kind."""
+    """The number of a group's kinds; 1 for a kind."""
     i = row - r.arrays.start[-1]
     return r.begin[i + 1] - r.begin[i] if r.arrays.options[row].strategy == OPEN else 1
 
 
 @inner
 def _kind(r: Relaxation, row: int, i: int) -> int:
-    """One of a group's kinds; a kind itself."""
+    """Kind i of a group; a kind itself."""
     return r.below[r.begin[row - r.arrays.start[-1]] + i] if r.arrays.options[row].strategy == OPEN else row
 
 
 @inner
 def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> float:
-    """Seconds that a move between options of two kinds takes at least, wherever their meshes lie."""
+    """A lower bound on the seconds of a move between options of two kinds, over all positions of their meshes."""
     o, per_host = r.arrays.options, r.arrays.links.per_host
     if o[a].strategy == o[b].strategy and not apart:
         return 0.0
+    # Upper bounds: devices in both meshes, and devices of the destination on hosts of the source.
     shared = 0 if apart else min(o[a].size, o[b].size)
     near = min(max(o[a].size, per_host), o[b].size)
     if apart and o[a].size + o[b].size > per_host:
-        near = 0  # a mesh that is no part of a host has its hosts for itself
+        near = (
+            0  # the meshes do not fit on one host; larger meshes than a host have whole hosts for themselves
+        )
     role = r.arrays.role[r.trainer[move]]
     return r.arrays.dispatch_s + least_move_s(r.arrays, role, a, b, shared, near)
 
@@ -323,8 +336,13 @@ def may_offload(arrays: Arrays, call: int) -> bool:
 
 @compiled
 def lacks(r: Relaxation, choice: Ints) -> bool:
-    """Whether some device lacks memory for the decided calls already, by the stages that hold least, whether or not
-    what may be offloaded is."""
+    """Whether some device certainly lacks memory for the calls with placements.
+
+    choice  [calls] int64 rows, or OPEN
+
+    Each call counts with its least stage, and as if it were offloaded if it can be. Only the first device of each
+    mesh is checked: one of these holds the most.
+    """
     o, n = r.arrays.options, r.arrays.n_calls
     static, needed = np.zeros(n), np.zeros(n)
     for call in range(n):
@@ -354,7 +372,7 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
 
 @inner
 def _stands_before(options: Rows, role: Ints, choice: Ints, call: int) -> bool:
-    """Whether an earlier call of the same role has the same placement."""
+    """Whether an earlier call of the same role has the same placement, so that they share parameters."""
     for other in range(call):
         same = role[other] == role[call] and placed(options, choice[other])
         if same and options[choice[other]].place == options[choice[call]].place:

@@ -1,20 +1,19 @@
-"""Lower bounds on the seconds per iteration of every plan of a problem.
+"""The root bound: a lower bound on the seconds per iteration of every plan of a problem.
 
-The root bound relaxes a plan to the seconds of its calls. Three facts hold in the steady state of every plan
-with period T, whatever the order of its nodes (planner/plan/steady_state.py, whose edges these are):
+It relaxes a plan to the seconds of its calls. Three facts hold in the steady state of every plan with period T,
+whatever the order of its nodes (their edges are those of planner/plan/steady_state.py):
 
-- *Model cycles.* Data order an iteration's calls, and a call that reads a trained role waits for the train_step
-  of the iteration before, also where a copy is made for it. Calls along a cycle of these edges take at most T
-  for each iteration that the cycle reaches ahead. Such are generation, the slowest inference, training. (That a
-  train_step waits for the readers of the old version is no such edge: with a copy it need not.)
-- *Iterations in flight.* Iteration t + 2 starts after t has ended, so the calls along a path of one iteration
-  take at most 2 T.
-- *Load.* A device runs all of its iteration t before its t + 1, so its calls take at most T. Summed over the
-  devices: the seconds times devices of all calls are at most T times the devices of the cluster.
+- *Model cycles.* Data order an iteration's calls. A call that reads a trained role waits for the train_step of the
+  previous iteration, even if it reads a copy. The calls along a cycle of these edges take at most T times the cycle's
+  delay in iterations. An example is generation, the slowest inference, training. (A train_step need not wait for the
+  readers of the old version, because they may have a copy. So there is no such edge.)
+- *Iterations in flight.* Iteration t + 2 starts after t has ended, so the calls along a path of one iteration take at
+  most 2 T.
+- *Load.* A device finishes iteration t before it begins t + 1, so its calls take at most T. Summed over the devices,
+  the seconds x devices of all calls are at most T times the number of devices.
 
-Inserted nodes (transfers, reallocations, saves) only lengthen cycles and loads. The root bound is the smallest
-T for which one option per call satisfies all three. A call's options enter as its front: those of which none
-is both shorter and lighter.
+Inserted nodes (transfers, reallocations, saves) only make cycles and loads longer. The root bound is the smallest T
+for which one option per call satisfies all three. A call's options enter as its Pareto front of seconds and load.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -33,14 +32,14 @@ from planner.search.compiled.compile import compiled, inner
 
 Floats = NDArray[np.float64]
 
-PRECISION = 1e-4  # relative: the root bound lies at most this much below the smallest such T
+PRECISION = 1e-4  # relative: the root bound is at most this much below the smallest such T
 
 
 class Cycles(NamedTuple):
-    """Sets of calls that take at most `delays` times the period in every plan.
+    """Sets of calls whose seconds are at most `delays` times the period in every plan.
 
-    members  [n_cycles, n_calls] bool
-    delays   [n_cycles] iterations that the cycle reaches ahead
+    members  [cycles, calls] bool
+    delays   [cycles] float64: iterations
     """
 
     members: NDArray[np.bool_]
@@ -48,14 +47,14 @@ class Cycles(NamedTuple):
 
 
 class Front(NamedTuple):
-    """What a call's options offer: seconds ascending, load (seconds x devices) descending."""
+    """A call's Pareto front: [options] float64 seconds, ascending, and load (seconds x devices), descending."""
 
     seconds: Floats
     load: Floats
 
 
 def call_cycles(graph: DataflowGraph) -> Cycles:
-    """The model cycles of a graph and the paths of one iteration, without those that others imply."""
+    """The model cycles of a graph and the paths of one iteration, without those that another one implies."""
     names = [call.name for call in graph.calls]
     ordered = data_order(graph)
     found: dict[frozenset[str], int] = {}
@@ -85,7 +84,7 @@ def call_cycles(graph: DataflowGraph) -> Cycles:
 
 
 def data_order(graph: DataflowGraph) -> nx.DiGraph:
-    """The calls with the edges that hold wherever copies are made."""
+    """The calls with the edges that exist whether or not copies are made."""
     trainers = {trainer.name for role in graph.roles if (trainer := graph.trainer(role)) is not None}
     ordered = nx.DiGraph()
     ordered.add_nodes_from(graph.digraph)
@@ -96,7 +95,7 @@ def data_order(graph: DataflowGraph) -> nx.DiGraph:
 
 
 def front(seconds: Sequence[float] | Floats, devices: Sequence[int] | NDArray[np.int64]) -> Front:
-    """The front of options that take so many seconds on so many devices."""
+    """The front of options: [options] seconds, [options] numbers of devices."""
     time = np.asarray(seconds, dtype=np.float64)
     load = time * np.asarray(devices)
     order = np.lexsort((load, time))
@@ -107,7 +106,7 @@ def front(seconds: Sequence[float] | Floats, devices: Sequence[int] | NDArray[np
 
 
 def root_bound(fronts: Sequence[Front], cycles: Cycles, n_devices: int) -> float:
-    """The smallest T, less at most PRECISION of it, that model cycles, iterations in flight and load allow.
+    """The smallest T in seconds that model cycles, iterations in flight and load allow, or up to PRECISION less.
 
     fronts  of each call, in the order of the cycles' members
     """
@@ -123,6 +122,7 @@ def root_bound(fronts: Sequence[Front], cycles: Cycles, n_devices: int) -> float
         sum(float(f.load[-1]) for f in fronts) / n_devices,
     )
     high = sum(float(f.seconds[-1]) for f in fronts)
+    # Calls with many options on many cycles are decided first.
     order = np.argsort([-len(f.seconds) * cycles.members[:, i].sum() for i, f in enumerate(fronts)])
     sizes = np.array([len(f.seconds) for f in fronts])
 
@@ -153,13 +153,18 @@ def _feasible(
 ) -> bool:
     """Whether one option per call keeps all cycles within `period` and the load within the cluster.
 
-    Depth first over the calls in `order`. At each step every undecided call is given the time that the others
-    leave it when they are at their fastest, and the lightest of its options within that time: if these loads
-    already exceed the cluster, the branch is dead; if they keep the cycles too, it is a solution.
+    seconds, load  [calls, options] float64, padded with infinity
+    sizes          [calls] numbers of options; order: [calls] numbers of calls
+
+    Depth-first search over the calls in `order`. At each node, every undecided call gets the time that the others
+    leave it at their fastest, and its lightest option within that time. If these loads exceed the cluster, the branch
+    is cut. If these options keep the cycles too, they are a solution.
     """
     n_calls = len(sizes)
-    time = seconds[:, 0].copy()  # of the chosen option; of undecided calls, of the fastest
-    leisure = seconds[:, 0].copy()  # of the chosen option; of undecided calls, of the lightest in time
+    time = seconds[:, 0].copy()  # of decided calls, the chosen option's; of others, the fastest option's
+    leisure = seconds[
+        :, 0
+    ].copy()  # of decided calls, the same; of others, that of the lightest option in time
     weight = np.zeros(n_calls)
     choice = np.zeros(n_calls, dtype=np.int64)
     decided = np.zeros(n_calls, dtype=np.bool_)
@@ -197,7 +202,7 @@ def _feasible(
 
 @inner
 def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> bool:
-    """Whether calls that take `time` keep all cycles within `period`."""
+    """Whether calls that take `time` ([calls] seconds) keep all cycles within `period`."""
     for cycle in range(len(delays)):
         total = 0.0
         for call in range(len(time)):
@@ -210,7 +215,7 @@ def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: flo
 
 @inner
 def allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> float:
-    """The most seconds that the cycles leave a call when all others take `time`."""
+    """The most seconds that the cycles leave a call if the others take `time`, [calls] float64 seconds."""
     allowed = np.inf
     for cycle in range(len(delays)):
         if members[cycle, call]:

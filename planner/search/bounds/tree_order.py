@@ -1,7 +1,7 @@
-"""What a walk through partial choices goes by: the calls' order, and their groups by size.
+"""The data of a walk through partial choices: the order of calls, and each call's groups.
 
-A group is all options of a call on meshes of one size. Offloaded ones are in no group: bounds are the same for their
-resident twins (planner/search/compiled/arrays.py), and the walk tries them at complete choices.
+A group is all options of a call on meshes of one size. Offloaded options are in no group: the bounds are the same for
+their resident twins (planner/search/compiled/arrays.py), and the walk tries them at complete choices.
 """
 
 from itertools import pairwise
@@ -20,12 +20,14 @@ Ints = NDArray[np.int64]
 
 
 class Tree(NamedTuple):
-    """What a walk goes by.
+    """The data of a walk. Integers are int64, other numbers float64.
 
     order     [calls] calls by the least load of their options, the heaviest first
     start     [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
-    group     [groups] rows; seconds: of each
-    lightest  [groups] the least load of the call's groups up to this one; lightest_bare: the same without saves
+    group     [groups] rows of planner.search.bounds.relaxation.Relaxation
+    seconds   [groups] seconds of the fastest option
+    lightest  [groups] least load (seconds x devices) of the call's groups up to and including this one
+    lightest_bare  [groups] the same without saves
     """
 
     order: Ints
@@ -39,11 +41,11 @@ class Tree(NamedTuple):
 
 
 def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
-    """The tree of a problem's partial choices."""
+    """The data of walks through a problem's partial choices."""
     o, n = r.arrays.options, r.arrays.start[-1]
     groups = n + np.flatnonzero(o.strategy[n:] == OPEN)
     member = groups
-    while (member >= n).any():
+    while (member >= n).any():  # down to some option of each group, whose row tells the call
         member = r.below[r.begin[member - n]]
     call = np.searchsorted(r.arrays.start, member, side="right") - 1
     groups = groups[np.lexsort((o.seconds[groups], call))]

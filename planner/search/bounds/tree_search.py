@@ -1,15 +1,16 @@
-"""A walk through the tree of partial choices, compiled: it looks for a choice with a period below a threshold.
+"""A depth-first search of the tree of partial choices, compiled: is there a choice with a period below a threshold?
 
-First come the groups of all calls (the sizes of their meshes), then of each two meshes whether they share a device,
-then a strategy and a place for one call after another, then micro-batches (planner/search/bounds/relaxation.py). So
-a mesh is placed only where sizes, strategies and what is shared leave hope, not once for each of the many places
-that come to the same. A branch is cut as soon as its meshes cannot lie as they should
-(feasibility.py), or its completions provably exceed the threshold (concurrency_bound.py, period_bound.py) or lack
-memory. Complete choices that are left are priced exactly, with every set of their offloaded twins
-(planner/search/compiled/arrays.py).
+The search is called a walk. The levels of the tree are: the group of every call (the size of its mesh); for each pair
+of meshes, whether they share a device; for one call after another, a strategy and a placement; and the micro-batches
+(planner/search/bounds/relaxation.py). So a mesh is placed only if sizes, strategies and shared devices allow a
+solution. Many placements are equivalent up to then, and are not visited one by one.
 
-Mirror images are walked both: samples lie on the last stage of a pipeline, so a plan and its image (devices numbered
-from the other end) need not cost the same.
+A branch is cut if its meshes cannot be placed as the pairs say (feasibility.py), if all its completions provably
+exceed the threshold (concurrency_bound.py, period_bound.py), or if they lack memory. The remaining complete choices
+are priced exactly, with every subset of calls replaced by their offloaded twins (planner/search/compiled/arrays.py).
+
+Mirror images are both visited. Samples are on the last stage of a pipeline, so a plan and its image (devices numbered
+from the other end) may differ in cost.
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -53,21 +54,22 @@ Ints = NDArray[np.int64]
 
 DONE, FOUND, PAUSED = range(3)
 GROUP, PAIR, BELOW = range(3)
-"""What a step gives: a call its group, two calls whether their meshes share a device, a call a row below its own."""
+"""Decision per step: the group of a call (its mesh size); whether the meshes of two calls share a device; a more
+specific row for a call (one level below its row)."""
 
 
 class Walk(NamedTuple):
-    """Where a walk stands.
+    """The state of a walk. Integers are int64, other numbers float64.
 
-    steps   [steps, 3] per depth, what is given, and to which call or calls
-    depth   [1]
-    place   [steps] per depth, place among what may be given
+    steps   [steps, 3] for each depth: kind of decision (GROUP, PAIR, BELOW), call, second call of a PAIR
+    depth   [1] current depth
+    place   [steps] for each depth: index of the current alternative
     choice  [calls] rows, or OPEN
     found   [calls] rows of the last complete choice that was found
     meet    [calls, calls] whether meshes share a device: UNKNOWN, APART, MEET
     moves   [moves, 4] seconds of the moves between rows (planner.search.bounds.relaxation.moves_s)
-    allowed [steps + 1, calls] per depth, the most seconds that each call may take
-    counts  [2] rows and relations tried, complete choices priced
+    allowed [steps + 1, calls] for each depth: the most seconds that each call may take
+    counts  [2] number of alternatives tried, number of complete choices priced
     """
 
     steps: Ints
@@ -82,7 +84,7 @@ class Walk(NamedTuple):
 
 
 def new_walk(r: Relaxation, steps: Ints) -> Walk:
-    """A walk at its beginning."""
+    """A walk at its beginning. steps: [steps, 3] int64, as in Walk."""
     n = r.arrays.n_calls
     return Walk(
         steps,
@@ -99,11 +101,13 @@ def new_walk(r: Relaxation, steps: Ints) -> Walk:
 
 @compiled
 def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) -> tuple[int, float]:
-    """Goes on with a walk for so many rows and relations.
+    """Continues a walk for about `nodes` alternatives. threshold: seconds per iteration.
 
-    Returns (DONE, infinity) when no further choice takes less than the threshold, (FOUND, seconds per iteration)
-    at a choice that does, which is then walk.found, else (PAUSED, infinity). Where the steps do not lead to options,
-    what the bounds let pass is FOUND without seconds (infinity).
+    The result is
+    - (DONE, infinity) if no further choice has a period below the threshold;
+    - (FOUND, seconds per iteration) at a choice that has; it is written to walk.found;
+    - (PAUSED, infinity) otherwise.
+    If the steps do not lead down to options, a partial choice that the bounds do not exclude gives (FOUND, infinity).
     """
     depth, until = walk.depth[0], walk.counts[0] + nodes
     while depth >= 0 and walk.counts[0] <= until:
@@ -127,14 +131,18 @@ def walk_on(r: Relaxation, t: Tree, walk: Walk, threshold: float, nodes: int) ->
 
 @inner
 def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
-    """The seconds of the fastest that fits and takes less than the threshold of a complete choice and those with
-    offloaded twins: then walk.found is that one. Infinite if there is none."""
+    """Prices a complete choice and its variants with offloaded twins.
+
+    Returns the least seconds per iteration, and writes that variant to walk.found, if it fits memory and is below the
+    threshold; else infinity.
+    """
     a, n, fastest_s = r.arrays, r.arrays.n_calls, np.inf
-    for twins in range(1 << n):
+    for twins in range(1 << n):  # bit c: call c takes its offloaded twin
         choice, exist = walk.choice.copy(), True
         for call in range(n):
             if twins >> call & 1:
                 exist = exist and may_offload(a, call)
+                # Twins are in the same order as the resident options, at a constant distance.
                 choice[call] += a.offloaded[call] - a.start[call]
         if exist:
             walk.counts[1] += 1
@@ -146,7 +154,8 @@ def _complete(r: Relaxation, walk: Walk, threshold: float) -> float:
 
 @inner
 def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
-    """Gives what comes next at a depth; takes it back when there is nothing left that the cycles allow."""
+    """Takes the next alternative at a depth and returns True; if none is left that the cycles allow, undoes the
+    decision and returns False."""
     kind, call, n_options = walk.steps[depth, 0], walk.steps[depth, 1], r.arrays.start[-1]
     walk.place[depth] += 1
     walk.counts[0] += 1
@@ -155,8 +164,10 @@ def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
     if kind == GROUP:
         above, among, low, high = OPEN, t.group, t.start[call], t.start[call + 1]
     else:
+        # At the first alternative the call still has the row above; later it has one of the rows below that.
         above = walk.choice[call] if walk.place[depth] == 0 else r.above[walk.choice[call]]
         among, low, high = r.below, r.begin[above - n_options], r.begin[above - n_options + 1]
+    # Rows are sorted by seconds, so the first one that is too slow ends the alternatives.
     at = low + walk.place[depth]
     left = at < high and r.arrays.options[among[at]].seconds <= walk.allowed[depth, call]
     walk.choice[call] = among[at] if left else above
@@ -172,7 +183,10 @@ def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
 
 @inner
 def _relate_next(r: Relaxation, walk: Walk, a: int, b: int, place: int) -> bool:
-    """Says of two calls that their meshes share a device, then that they do not, unless their sizes have said so."""
+    """Takes the next alternative for two calls: their meshes share a device, then they do not.
+
+    If their sizes imply that they do, that is the only alternative.
+    """
     if relation(r.arrays.options, r.n_devices, walk.choice[a], walk.choice[b]) == MEET:
         return place == 0
     walk.meet[a, b] = walk.meet[b, a] = MEET if place == 0 else APART if place == 1 else UNKNOWN
@@ -183,13 +197,12 @@ def _relate_next(r: Relaxation, walk: Walk, a: int, b: int, place: int) -> bool:
 
 @inner
 def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) -> bool:
-    """Whether some completion may keep to memory, threshold and the cluster's load. If so, notes what is allowed
-    next."""
+    """Whether the bounds admit a completion. If so, writes what is allowed at the next depth."""
     kind, call, other = walk.steps[depth]
     o, allowed, choice = r.arrays.options, walk.allowed[depth + 1], walk.choice
     allowed[:] = walk.allowed[depth]
     if kind == PAIR and relation(o, r.n_devices, choice[call], choice[other]) == MEET:
-        return True  # the sizes have said so, and all else is as it was
+        return True  # implied by the sizes: nothing has changed
     has_place = kind == BELOW and placed(o, choice[call])
     if has_place and not lies_as_said(r, choice, walk.meet, call):
         return False
@@ -208,7 +221,10 @@ def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) 
 
 @inner
 def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: float) -> bool:
-    """Notes what the cycles allow beside the least seconds of all calls; whether they allow these."""
+    """Writes the seconds that the cycles allow each call if the others take their least seconds.
+
+    Returns whether every call's least seconds are allowed.
+    """
     least_s = seconds_of(r, choice)
     for call in range(len(allowed)):
         spare = allowance(call, least_s, t.cycles.members, t.cycles.delays, threshold) * SLACK
@@ -220,9 +236,11 @@ def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: flo
 
 @inner
 def _is_exceeded(r: Relaxation, walk: Walk, depth: int, threshold: float) -> bool:
-    """Whether all completions exceed the threshold (planner/search/bounds/period_bound.py). Prices the moves that
-    the depth's call decides, but only when the bound with their least seconds lets the choice pass. If not, notes
-    what is allowed next."""
+    """Whether all completions exceed the threshold (planner/search/bounds/period_bound.py).
+
+    First the moves of the depth's call have their least seconds. Only if the bound then admits the choice, they are
+    priced exactly. If the result is false, writes what is allowed at the next depth.
+    """
     allowed, call = walk.allowed[depth + 1], walk.steps[depth, 1]
     for exact in (False, True):
         if not _note_moves(r, walk, call, exact) and exact:
@@ -236,7 +254,10 @@ def _is_exceeded(r: Relaxation, walk: Walk, depth: int, threshold: float) -> boo
 
 @inner
 def _fast_enough(r: Relaxation, walk: Walk, threshold: float) -> bool:
-    """Whether, once all calls have placements, the fastest options there take less than the threshold."""
+    """Whether the fastest options at the calls' placements, with unlimited memory, have a period below the threshold.
+
+    True if some call has no placement yet.
+    """
     a, n_options = r.arrays, r.arrays.start[-1]
     rows = walk.choice.copy()
     for call in range(len(rows)):
@@ -250,8 +271,11 @@ def _fast_enough(r: Relaxation, walk: Walk, threshold: float) -> bool:
 
 @inner
 def _note_moves(r: Relaxation, walk: Walk, call: int, exact: bool) -> bool:
-    """Notes the seconds of the moves that a call has part in, exactly between placements, if wanted; returns whether
-    any of these moves."""
+    """Writes the seconds of a call's moves to walk.moves.
+
+    exact  price moves between placements exactly, else give lower bounds
+    Returns whether some move between two placements takes time, so that an exact price may differ.
+    """
     between_placements = False
     for k in range(len(r.trainer)):
         a, b = r.trainer[k], r.reader[k]

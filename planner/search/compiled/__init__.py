@@ -1,4 +1,4 @@
-"""What a choice of options costs, as arrays and compiled code.
+"""The price of a choice of options, from arrays by compiled code.
 
-It equals what planner/pricing says in Python.
+It equals the price that planner/pricing computes in Python.
 """

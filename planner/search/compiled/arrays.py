@@ -48,7 +48,7 @@ _KINDS: dict[SlotKind, int] = {
 }
 
 MEMORY_SLOTS = 1 << 18
-"""Prices of moves that are remembered, of each kind; newer ones displace older ones."""
+"""Prices of moves that are remembered, of each kind."""
 
 
 OPTION_ROW = np.dtype(
@@ -128,6 +128,23 @@ class Models(NamedTuple):
     itemsize: int
 
 
+class KnownMoves(NamedTuple):
+    """Prices of moves that were computed before: a memory that `redistribution` and `reallocation` are given to read
+    and to write (resharding_memo.py). What it holds changes no price.
+
+    redistributions, reallocations  [slots] PRICE_ROW: one price in each slot, newer ones displace older ones
+    """
+
+    redistributions: Rows
+    reallocations: Rows
+
+    @staticmethod
+    def empty(slots: int = MEMORY_SLOTS) -> "KnownMoves":
+        """A memory without any price."""
+        nothing = np.array([(-1, 0.0)], PRICE_ROW)
+        return KnownMoves(*(np.repeat(nothing, slots).view(np.recarray) for _ in range(2)))
+
+
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
@@ -141,7 +158,7 @@ class Arrays(NamedTuple):
     sides    [sides, 4] int64: first head, distance of heads, dp, blocks that are dealt separately
     models   the models that move, by role
     memory_bytes  of the smallest device; memories  [runs] MEMORY_ROW: of all, ascending
-    redistributions, reallocations  [MEMORY_SLOTS] PRICE_ROW: prices that are remembered
+    known    prices of moves: the only part that is written to after it was made
     """
 
     n_calls: int
@@ -159,8 +176,7 @@ class Arrays(NamedTuple):
     sides: Ints
     skeletons: Skeletons
     models: Models
-    redistributions: Rows
-    reallocations: Rows
+    known: KnownMoves
 
 
 def make_arrays(
@@ -195,8 +211,7 @@ def make_arrays(
         sides=sides,
         skeletons=_skeletons(problem, orders, offloadable),
         models=_models(shapes, model.workload.itemsize),
-        redistributions=_no_prices(),
-        reallocations=_no_prices(),
+        known=KnownMoves.empty(),
     )
 
 
@@ -215,11 +230,6 @@ def _models(roles: Sequence[RoleModel], itemsize: int) -> Models:
 
 def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
     return np.array([*rows], row).view(np.recarray)
-
-
-def _no_prices() -> Rows:
-    """A memory of prices that has none yet."""
-    return np.repeat(np.array([(-1, 0.0)], PRICE_ROW), MEMORY_SLOTS).view(np.recarray)
 
 
 def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:

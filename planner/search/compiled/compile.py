@@ -1,7 +1,7 @@
 """How the plan search's inner loops are compiled.
 
-Numba links what a function calls into it and optimises all of that anew at each level, wrappers for Python
-included. So only the few functions that Python calls get wrappers, and only they are kept beside the source.
+Numba links every called function into its caller and optimises all of it again at each level, including wrappers for
+Python. So only the few functions that Python calls have wrappers, and only these are cached next to the source.
 """
 
 from collections.abc import Callable
@@ -21,26 +21,28 @@ LINKED = (
     *(f"search.compiled.{name}" for name in ("arrays", "compile", "evaluator", "memory_peaks")),
     *(f"search.compiled.resharding_{name}" for name in ("memo", "pieces", "seconds")),
 )
-"""The planner's modules whose functions and constants go into compiled code."""
+"""The planner's modules whose functions and constants are linked into compiled code."""
 
 PLANNER = Path(__file__).parents[2]
 
 _njit: Any = njit  # its type lists neither all options nor the cache
 
 inner: Callable[..., Any] = _njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""For functions that only compiled code calls. A call from Python would crash."""
+"""Decorator of functions that only compiled code calls. A call from Python crashes."""
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """For functions that Python calls: compiled at the first call; later processes load them."""
+    """Decorator of functions that Python calls: compiled at the first call; later processes load them."""
     dispatcher = _njit(error_model="numpy")(function)
     dispatcher._cache = _Cache(function)
     return dispatcher
 
 
 class _Cache(FunctionCache):
-    """Compiled code that is stale as soon as any source changes that is linked into it; numba itself looks only at
-    the file of the function."""
+    """A cache of compiled code that becomes stale when any source linked into it changes.
+
+    Numba itself checks only the file of the function.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -50,7 +52,7 @@ class _Cache(FunctionCache):
 
 @cache
 def _source_stamp(module: str) -> str:
-    """Of the sources of a module and of those in LINKED that it imports, and so on."""
+    """A hash of the sources of a module and of the modules in LINKED that it imports, directly or indirectly."""
     sources: dict[str, bytes] = {}
     waiting = [module]
     while waiting:

@@ -50,7 +50,7 @@ def pattern(arrays: Arrays, rows: Ints) -> int:
 @inner
 def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, exact: bool) -> None:
     """Seconds of every slot of a skeleton, 0 of idle ones. exact: else at least so many, without pricing any move."""
-    options = arrays.options
+    options, known = arrays.options, arrays.known
     for i in range(len(out)):
         slot = arrays.skeletons.slots[made, i]
         here, there = int(rows[slot.call]), int(rows[slot.source])
@@ -65,9 +65,9 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
         else:
             out[i] = arrays.dispatch_s
             if slot.kind == TRANSFER and exact:
-                out[i] += redistribution(arrays, slot.moved, options[there].where, options[here].where)
+                out[i] += redistribution(arrays, known, slot.moved, options[there].where, options[here].where)
             elif slot.kind == REALLOCATE and exact:
-                out[i] += reallocation(arrays, int(arrays.role[slot.call]), there, here)
+                out[i] += reallocation(arrays, known, int(arrays.role[slot.call]), there, here)
             elif slot.kind == REALLOCATE:
                 out[i] += least_reallocation(arrays, int(arrays.role[slot.call]), there, here)
 

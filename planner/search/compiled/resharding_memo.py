@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from planner.search.compiled.arrays import Arrays, Models
+from planner.search.compiled.arrays import Arrays, KnownMoves, Models
 from planner.search.compiled.compile import inner
 from planner.search.compiled.resharding_pieces import Parts
 from planner.search.compiled.resharding_seconds import reallocation_s, redistribution_s
@@ -13,21 +13,21 @@ _HOSTS_APART = 1 << 22  # stands for the distance of meshes that share no host
 
 
 @inner
-def redistribution(arrays: Arrays, moved: int, source: int, destination: int) -> float:
-    """Seconds in which samples go from one side to another; moved: index into sample_bytes."""
+def redistribution(arrays: Arrays, known: KnownMoves, moved: int, source: int, destination: int) -> float:
+    """Seconds in which samples go from one side to another, from `known` or put there; moved: index into
+    sample_bytes."""
     key = ((moved << 24) + source << 24) + destination
-    slot = _slot(key, len(arrays.redistributions))
-    known = arrays.redistributions[slot]
-    if known.key != key:
-        known.seconds = redistribution_s(
+    price = known.redistributions[_slot(key, len(known.redistributions))]
+    if price.key != key:
+        price.seconds = redistribution_s(
             arrays.sides[source],
             arrays.sides[destination],
             arrays.n_seqs,
             arrays.skeletons.sample_bytes[moved],
             arrays.links,
         )
-        known.key = key
-    return known.seconds
+        price.key = key
+    return price.seconds
 
 
 @inner
@@ -90,8 +90,9 @@ def _stages_per_host(width: int, pp: int, per_host: int) -> int:
 
 
 @inner
-def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> float:
-    """Seconds in which a role's parameters go from one option's placement to another's, by row.
+def reallocation(arrays: Arrays, known: KnownMoves, role: int, source: int, destination: int) -> float:
+    """Seconds in which a role's parameters go from one option's placement to another's, by row, from `known` or put
+    there.
 
     Where the meshes share no host, the price is the same wherever they are; else it depends on the distance of
     their first devices alone. (The classes along a mesh are part of its strategy's number.) Of very large meshes it
@@ -106,16 +107,16 @@ def reallocation(arrays: Arrays, role: int, source: int, destination: int) -> fl
     )
     distance = _HOSTS_APART if apart else b.first - a.first
     key = (((role << 18) + a.strategy << 18) + b.strategy << 24) + distance + _HOSTS_APART
-    known = arrays.reallocations[_slot(key, len(arrays.reallocations))]
-    if known.key != key:
-        known.seconds = reallocation_s(
+    price = known.reallocations[_slot(key, len(known.reallocations))]
+    if price.key != key:
+        price.seconds = reallocation_s(
             _parts(arrays.models, role),
             np.array([a.first, a.dp, a.tp, a.pp]),
             np.array([b.first, b.dp, b.tp, b.pp]),
             arrays.links,
         )
-        known.key = key
-    return known.seconds
+        price.key = key
+    return price.seconds
 
 
 @inner

@@ -1,4 +1,4 @@
-"""The tables of a plan search: all options of all calls, and what a choice among them costs."""
+"""The tables of a plan search: all options of all calls, and the price of a choice among them."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 
 class Value(NamedTuple):
-    """What a choice costs.
+    """The price of a choice under its best order of calls.
 
     time_s        steady-state seconds per iteration
-    excess_bytes  what the fullest device lacks of memory; the plan fits if it is 0
-    order         number of the order of calls in Tables.orders under which this holds: of least excess, of
-                  these of least time, of these the first
+    excess_bytes  bytes of memory that the fullest device lacks; the plan fits if it is 0
+    order         index of the order in Tables.orders: that of least excess; among these, of least time; among these,
+                  the first
     """
 
     time_s: float
@@ -33,11 +33,13 @@ class Value(NamedTuple):
 class Tables:
     """Options of every call and the price of every choice.
 
+    A choice is one option number for each call, in the order of `calls`: [calls] integers.
+
     calls    names of the calls, in the graph's order
-    options  call number -> its options
+    options  [calls] options of each call
     orders   the orders of calls that are tried (planner.plan.call_order)
-    arrays   all of this for compiled searches; planner.search.compiled.evaluator.value(arrays, choice, limit) prices
-    a choice there A choice is one option number per call, in the order of `calls`.
+    arrays   the same for compiled code, where planner.search.compiled.evaluator.value prices a choice
+
     Raises ProblemError when a call has no option that fits.
     """
 
@@ -53,7 +55,7 @@ class Tables:
         return Value(*value(self.arrays, np.asarray(choice, np.int64), np.inf))
 
     def assignments(self, choice: Sequence[int]) -> dict[str, CallAssignment]:
-        """The assignment of every call."""
+        """Call -> its assignment under a choice."""
         return {
             name: options[number].assignment
             for name, options, number in zip(self.calls, self.options, choice, strict=True)
@@ -64,7 +66,7 @@ class Tables:
         return self.plan_in(choice, self.evaluate(choice).order)
 
     def plan_in(self, choice: Sequence[int], order: int) -> ExecutionPlan:
-        """The execution plan of a choice under the order of that number."""
+        """The execution plan of a choice under order number `order`."""
         return build_plan(
             self.problem.graph,
             self.assignments(choice),
@@ -75,8 +77,8 @@ class Tables:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: tens of thousands of objects are made that all live on, and looking for garbage
-    among them takes as long again. Where it is off already, whoever did that turns it on."""
+    """Pauses garbage collection: scanning tens of thousands of new objects, all of which live on, takes as long as
+    making them. If it is off already, it stays off."""
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation, so far as it can be drawn and planned."""
+"""Group-relative policy optimisation: it can be drawn and planned, but not run."""
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.grpo.graph import DATASET_KEYS, graph

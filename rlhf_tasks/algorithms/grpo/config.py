@@ -9,7 +9,7 @@ from rlhf_tasks.config.sections import MOST_SEQS, GRPOModels, RewardFunction, Ro
 
 
 class GRPOConfig(Samples, TrainingConfig):
-    """Group-relative policy optimisation (arXiv:2402.03300): what its graph and its plan depend on."""
+    """Group-relative policy optimisation (arXiv:2402.03300): the settings that its graph and its plan depend on."""
 
     type: Literal["grpo"] = "grpo"
     models: GRPOModels

@@ -15,7 +15,7 @@ DATASET_KEYS = PROMPT_KEYS
 
 
 class GRPOSizes(RolloutSizes, Protocol):
-    """What the graph depends on in a GRPO configuration."""
+    """The fields of a GRPO configuration that the graph depends on."""
 
     @property
     def num_mini_batches(self) -> int: ...
@@ -24,8 +24,8 @@ class GRPOSizes(RolloutSizes, Protocol):
 def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
     """actor generate; reward and ref inference; actor train_step.
 
-    A sequence's advantage is its score against the others of its group (arXiv:2402.03300, eq. 3), so no values
-    are needed. The reward call is as in PPO.
+    A sequence's advantage is its score relative to its group (arXiv:2402.03300, section 4.1), so there is no critic.
+    The reward call is as in PPO.
     """
     return [
         *generate_and_score(config),

@@ -16,16 +16,18 @@ class PPOConfig(Scores, TrainingConfig):
     score_clip: float | None = Field(default=None, gt=0, description="Bound of a score; default: none.")
     truncated_responses: Literal["keep", "zero", "bootstrap"] = Field(
         default="keep",
-        description="A response without end token keeps its score, gets 0, or also the value of what is to come.",
+        description="A response without end token: keep its score, set it to 0, or keep it and bootstrap the return.",
     )
     kl_coef: float = Field(
-        default=0.05, ge=0, description="Factor of the KL penalty; its start when adaptive."
+        default=0.05, ge=0, description="Factor of the KL penalty; its initial value when adaptive."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         default="k1", description="Estimator of the per-token KL divergence."
     )
     kl_target: float | None = Field(
-        default=None, gt=0, description="KL per sequence that an adaptive kl_coef steers to; default: fixed."
+        default=None,
+        gt=0,
+        description="Target KL per sequence of an adaptive kl_coef; default: fixed kl_coef.",
     )
     kl_horizon: int = Field(
         default=10_000, gt=0, le=10**12, description="Sequences over which an adaptive kl_coef reacts."
@@ -43,25 +45,25 @@ class PPOConfig(Scores, TrainingConfig):
     dual_clip: float | None = Field(
         default=None,
         gt=1,
-        description="Ratio at which the loss of a token with a negative advantage stops growing; default: none.",
+        description="Policy ratio above which a token with a negative advantage costs no more; default: none.",
     )
     value_huber_delta: float | None = Field(
         default=None,
         gt=0,
-        description="Value errors beyond it cost linearly (Huber loss); default: squared everywhere.",
+        description="Value errors above it count linearly (Huber loss); default: squared error everywhere.",
     )
     num_ppo_epochs: int = Field(default=1, gt=0, le=1000, description="Passes over an iteration's batch.")
     early_stop_ratio: float | None = Field(
         default=None,
         gt=1,
-        description="Mean ratio of a mini-batch above which the actor skips the rest of the iteration.",
+        description="Mean policy ratio of a mini-batch above which the actor skips the iteration's remaining steps.",
     )
     critic_warmup_iterations: int = Field(
         default=0, ge=0, le=MOST_ITERATIONS, description="First iterations, in which only the critic trains."
     )
     critic_optimizer: OptimizerConfig | None = Field(
         default=None,
-        description="The critic's optimizer, whose rate stands for TRL's vf_coef; default: like the actor's.",
+        description="The critic's optimizer; its learning rate replaces TRL's vf_coef. Default: as the actor's.",
     )
 
     @property
@@ -71,7 +73,7 @@ class PPOConfig(Scores, TrainingConfig):
 
     @property
     def records_kept(self) -> bool:
-        """Whether samples carry what top-k and top-p kept: training must leave out the same tokens again."""
+        """Whether samples record which tokens top-k and top-p kept: training must leave out the same tokens."""
         return self.sampling.top_p < 1 or self.sampling.top_k > 0
 
     def roles(self) -> dict[str, Role]:
@@ -91,7 +93,7 @@ class PPOConfig(Scores, TrainingConfig):
     def _is_complete(self) -> Self:
         if self.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature=0 is greedy, and PPO must explore. Choose 1.0, for example."
+                "sampling.temperature=0 is greedy, but PPO must explore. Choose 1.0, for example."
             )
         if self.critic_warmup_iterations >= self.total_iterations:
             raise ValueError(

@@ -1,7 +1,7 @@
 """PPO's calls (arXiv:1707.06347; arXiv:2203.02155).
 
-Each function runs on all ranks of its call's mesh. The walk of a batch: actor_generate -> reward_inference,
-ref_inference, critic_inference -> actor_train, critic_train.
+Each function runs on all ranks of its call's mesh. Their order: actor_generate; then reward_inference, ref_inference
+and critic_inference; then actor_train and critic_train.
 """
 
 from functools import partial
@@ -33,10 +33,10 @@ __all__ = [
 
 
 def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `logprobs` of the responses under a frozen model, at the temperature they were sampled with.
+    """Compute `logprobs` of the responses under a frozen model, at the temperature of sampling.
 
-    What top-k and top-p left out is left out here too: the KL penalty is of like distributions, and 0 where
-    the policy is the reference.
+    Tokens that top-k and top-p left out are left out here too. So the KL penalty compares distributions over the same
+    tokens, and it is 0 where policy and reference are equal.
     """
     temperature = _ppo(context).sampling.temperature
 
@@ -51,9 +51,9 @@ def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> C
 
 
 def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `values` in reward units: of the state before each response token.
+    """Compute `values`, in reward units: the value of the state before each response token.
 
-    Where truncated responses are bootstrapped also `final_values`: of the state after each sample's last token.
+    If truncated responses are bootstrapped, also `final_values`: the value after each sample's last token.
     """
     norm = ValueNorm.of(engine.state)
 
@@ -74,16 +74,18 @@ def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Clipped policy steps; none in the critic's warm-up.
+    """Optimizer steps on the clipped policy loss; none during the critic's warm-up.
 
-    Once a step's mean ratio over its global mini-batch exceeds `early_stop_ratio`, the iteration's other
-    steps are not taken, on every rank alike. Metrics besides those of `learning_targets`, means over tokens of
-    the steps applied: loss/policy, entropy, clip_ratio, policy/ratio, policy/approx_kl (k3 of old to new);
-    policy/mismatch, mean |logprobs - old_logprobs| before the first step: rounding, if all is sound;
-    policy/steps (those applied), grad_norm/actor, learning_rate/actor, skipped_steps/actor.
+    Once a step's mean ratio over its global mini-batch exceeds `early_stop_ratio`, the iteration's remaining steps
+    are skipped on all ranks. Metrics, besides those of `learning_targets`:
+        loss/policy, entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (nats; estimator k3): means over
+            the response tokens of the applied steps
+        policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault
+        policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
     """
     config = _ppo(context)
     targets = learning_targets(engine, batch, context)
+    engine.state.update(targets.state)
     if context.iteration < config.critic_warmup_iterations:
         return CallOutput(metrics={**targets.metrics, "policy/steps": 0.0})
     lengths = batch["input_ids"].lengths
@@ -95,7 +97,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     )
 
     loss = partial(_policy_terms, engine, config)
-    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches)
+    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, POLICY_SUMS)
     mismatch = 0.0
     first = config.critic_warmup_iterations
     for step in optimizer_steps(learned, context, config.optimizer, config.num_ppo_epochs, first):
@@ -118,8 +120,11 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     return CallOutput(metrics={**targets.metrics, **metrics})
 
 
+POLICY_SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch")
+
+
 def _policy_terms(engine: Engine, config: PPOConfig, logits: Tensor, micro: MicroBatch) -> LossTerms:
-    """The clipped loss of one micro-batch, and the sums over its response tokens that the metrics are made of."""
+    """The clipped loss of one micro-batch, and the sums over its response tokens for the metrics."""
     mask, old = micro.data["response_mask"], micro.data["old_logprobs"]
     logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
     logprobs = torch.where(mask, logprobs, 0.0)
@@ -141,14 +146,16 @@ def _policy_terms(engine: Engine, config: PPOConfig, logits: Tensor, micro: Micr
 
 
 def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Clipped value steps, on normalised targets where `normalize_values` says so.
+    """Optimizer steps on the clipped value loss, with normalised targets where `normalize_values` is set.
 
-    The running mean and std take in this iteration's returns first. Old values are clipped around as the net
-    gave them: normalised as they were at inference. Metrics, means over the response tokens: loss/value,
-    value/clip_ratio; grad_norm/critic, learning_rate/critic, skipped_steps/critic.
+    First the running mean and std are updated with this iteration's returns. The old values, around which values are
+    clipped, are normalised with the mean and std of the inference, so they are what the model gave then.
+    Metrics: loss/value and value/clip_ratio (means over the response tokens), grad_norm/critic, learning_rate/critic,
+    skipped_steps/critic.
     """
     config = _ppo(context)
     targets = learning_targets(engine, batch, context)
+    engine.state.update(targets.state)
     before = after = ValueNorm.of(engine.state)
     if config.normalize_values:
         after = before.updated(targets.returns_mean, targets.returns_square)
@@ -172,7 +179,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
         )
         return LossTerms(torch.where(mask, terms, 0.0).sum(), {"clip_ratio": (mask & clipped).sum()})
 
-    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches)
+    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, ["clip_ratio"])
     settings = config.critic_optimizer or config.optimizer
     for step in optimizer_steps(learned, context, settings, config.num_ppo_epochs):
         steps.take(step)

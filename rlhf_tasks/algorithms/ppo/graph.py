@@ -15,7 +15,7 @@ DATASET_KEYS = PROMPT_KEYS
 
 
 class PPOSizes(RolloutSizes, Protocol):
-    """What the graph depends on in a PPO configuration."""
+    """The fields of a PPO configuration that the graph depends on."""
 
     @property
     def num_mini_batches(self) -> int: ...
@@ -28,8 +28,8 @@ class PPOSizes(RolloutSizes, Protocol):
 def graph(config: PPOSizes) -> list[ModelFunctionCall]:
     """actor generate; reward, ref and critic inference; actor and critic train_step.
 
-    Which tokens top-k and top-p kept goes where log-probabilities are computed; which responses were truncated,
-    and the value of where they were, to training.
+    The tokens that top-k and top-p kept are inputs of the calls that compute log-probabilities. The flag of truncated
+    responses and their final values are inputs of the train calls.
     """
     n_seqs, mini_batches = config.batch_size, config.num_mini_batches
     kept = ("kept_counts", "kept_tokens") if config.records_kept else ()

@@ -1,13 +1,13 @@
-"""What PPO's two train calls learn from: rewards shaped by the KL penalty, advantages and returns.
+"""The targets of PPO's two train calls: rewards shaped by the KL penalty, advantages and returns.
 
-Actor and critic train on meshes of their own and compute this each for itself, from the same keys: nothing is
-sent from one to
-the other, and both come to the same numbers, since every statistic is global and in float64.
+Actor and critic train on separate meshes. Each computes the targets itself from the same keys, so they need not be
+sent. Both get the same numbers, because every statistic is global and in float64.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,15 @@ WHITENING_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Per-token targets of this replica's samples, [T] each, and global statistics.
+    """Per-token targets of this replica's samples, and global statistics.
 
-    advantages       whitened where the configuration says so
-    returns          in reward units
-    mini_batch_tokens  response tokens of each mini-batch, over all replicas: the losses' denominators
+    advantages         [T], whitened where the configuration says so
+    returns            [T], in reward units
+    mini_batch_tokens  response tokens of each mini-batch, over all replicas: the denominators of the losses
     returns_mean, returns_square  mean of the returns and of their squares, over all response tokens
-    metrics          kl (mean over sequences of the KL per sequence, in nats), kl_coef, shaped_reward (mean
-                     over sequences of the sum of rewards),
-                     advantages/std (before whitening), returns/mean, explained_variance of the old values
+    metrics            kl (mean KL per sequence, in nats), kl_coef, shaped_reward (mean over sequences of the sum of
+                       rewards), advantages/std (before whitening), returns/mean, explained_variance of the old values
+    state              what the call puts into `engine.state`: the next KL coefficient, where it adapts
     """
 
     advantages: Tensor
@@ -42,16 +42,18 @@ class Targets:
     returns_mean: float
     returns_square: float
     metrics: Mapping[str, float]
+    state: Mapping[str, Any]
 
 
 def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
-    """Shape rewards, estimate advantages and returns, whiten; and move the adaptive KL coefficient.
+    """Shape rewards, estimate advantages and returns, whiten advantages, compute the next adaptive KL coefficient.
 
-    A response that ended by length keeps its score, has 0 instead, or also has the value of the state that it
-    was truncated in to come (`truncated_responses`: keep, zero, bootstrap).
-    A KL that is not finite leaves the coefficient as it is.
-    Must be called once per iteration by each trained role, on all ranks of its mesh. The coefficient is in
-    `engine.state`, so each role has its own copy; the one used is that of before the update.
+    A truncated response keeps its score, gets 0 instead, or keeps its score and is bootstrapped with the critic's
+    value of its last state (`truncated_responses`: keep, zero, bootstrap).
+
+    All ranks of a trained role's mesh call it together. The KL coefficient is in `engine.state`, so each role has its
+    own copy. Nothing is changed there: the call stores the next one, once per iteration. A KL that is not finite
+    leaves the coefficient as it is.
     """
     config = context.config
     assert isinstance(config, PPOConfig)
@@ -86,11 +88,12 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     variances = [total / count for total in engine.sum_over_dp(torch.stack(deviations)).tolist()]
 
     kl_per_sequence = total_kl / context.n_seqs
+    state: dict[str, float] = {}
     if config.kl_target is not None and math.isfinite(kl_per_sequence):
-        engine.state[KL_STATE] = adapted_kl_coef(
+        state[KL_STATE] = adapted_kl_coef(
             kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
         )
-    std = (variances[0] * count / max(count - 1, 1)) ** 0.5  # unbiased, as TRL's
+    std = (variances[0] * count / max(count - 1, 1)) ** 0.5  # unbiased, as in TRL
     if config.whiten_advantages:
         whitened = (advantages.double() - means[0]) / (std + WHITENING_EPSILON)
         advantages = torch.where(mask, whitened, 0.0).to(values.dtype)
@@ -102,7 +105,7 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
         "returns/mean": means[1],
         "explained_variance": 1 - variances[2] / variances[1] if variances[1] > 0 else 0.0,
     }
-    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics)
+    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics, state)
 
 
 def _sum(values: Tensor) -> Tensor:

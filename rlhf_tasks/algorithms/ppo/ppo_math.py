@@ -1,7 +1,7 @@
 """The mathematics of PPO on packed tensors: pure functions, no engine, no communication.
 
-T tokens of n samples lie one after the other; `lengths` says how many tokens each has. A per-token tensor is
-[T]; `mask` [T] bool is True on response tokens. What is at masked tokens never matters and comes out as 0.
+The T tokens of n samples are concatenated; `lengths` has the number of tokens of each sample. A per-token tensor is
+[T]. `mask` [T] bool is True on response tokens. Inputs at other tokens have no influence, and outputs there are 0.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LOG_RATIO_BOUND = 20.0  # exp of it is 5e8: a log-ratio beyond is an accident, not information
+LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: a larger log-ratio carries no information
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(policy || reference) from each sampled token, in nats (Schulman, 2020).
+    """Estimate of KL(policy || reference) from each sampled token, in nats: [T] (Schulman, 2020).
 
+    logprobs, ref_logprobs  [T]
     With d = logprobs - ref_logprobs: k1 = d (unbiased), k2 = d^2 / 2 (biased, low variance),
     k3 = exp(-d) - 1 + d (unbiased, never negative). Raises KeyError for another name.
     """
@@ -28,8 +29,8 @@ def shaped_rewards(
 ) -> Tensor:
     """-kl_coef * kl per token, and the score at the last response token (arXiv:1909.08593, eq. 2).
 
-    kl [T]; scores [n]
-    Returns [T], 0 where mask is False. The score of a sample without response tokens is lost.
+    kl [T]; scores [n]; mask [T] bool
+    Returns [T], 0 where mask is False. The score of a sample without response tokens is not used.
     """
     rewards = torch.where(mask, -kl_coef * kl, 0.0)
     last = last_response_tokens(mask, lengths)
@@ -39,14 +40,14 @@ def shaped_rewards(
 
 
 def last_response_tokens(mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[n] int64: the place in 0 .. T - 1 of each sample's last response token, -1 where it has none."""
+    """The index into [T] of each sample's last response token: [n] int64; -1 where it has none."""
     places = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
     last = torch.full((len(lengths),), -1, device=mask.device)
     return last.scatter_reduce(0, sample_of_token(lengths, mask.device), places, "amax")
 
 
 def sample_of_token(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[T] int64: the sample, 0 .. n - 1, that each token belongs to."""
+    """The index of the sample that each token belongs to: [T] int64 of 0 .. n - 1."""
     counts = torch.tensor(lengths, dtype=torch.int64, device=device)
     return torch.arange(len(lengths), device=device).repeat_interleave(counts)
 
@@ -64,10 +65,11 @@ def gae(
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  R_t = A_t + V_t
 
-    t runs over a sample's response tokens only: masked tokens between them pass V and A on.
-    rewards, values [T]
-    final_values    [n] the value V after each sample's last response token: of the state that a response was
-                    truncated in (arXiv:1712.00378, section 3), 0 for one that ended; default: all 0
+    t counts a sample's response tokens only, so tokens where mask is False are skipped.
+    rewards, values  [T]
+    mask             [T] bool
+    final_values     [n], the value V after each sample's last response token: 0 for a response that ended; for a
+                     truncated one the critic's value, for bootstrapping (arXiv:1712.00378, section 3); None: all 0
     Returns (advantages, returns), both [T], 0 where mask is False.
     Raises ValueError when the sizes differ.
     """
@@ -82,7 +84,7 @@ def gae(
     steps = torch.arange(len(places), device=mask.device) - (counts.cumsum(0) - counts)[samples]
 
     longest = int(counts.max()) if len(lengths) else 0
-    padded = values.new_zeros(2, len(lengths), longest + 1)  # room for the value after the last token
+    padded = values.new_zeros(2, len(lengths), longest + 1)  # the last column is for the final value
     padded[0, samples, steps] = rewards[places].to(values.dtype)
     padded[1, samples, steps] = values[places]
     if final_values is not None:
@@ -101,17 +103,21 @@ def gae(
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: int, n_seqs: int) -> float:
-    """The adaptive controller of arXiv:1909.08593, section 2.2, once per iteration.
+    """The next KL coefficient by the adaptive controller of arXiv:1909.08593, section 2.2; once per iteration.
 
-    kl       mean KL per sequence, in nats
-    horizon  sequences over which the coefficient reacts; n_seqs of them were seen
+    kl, target  mean KL per sequence and its target, in nats
+    horizon     sequences over which the coefficient reacts
+    n_seqs      sequences of this iteration
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * n_seqs / horizon)
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """logprobs - old_logprobs, bounded so that its exp is finite in every precision; no gradient beyond."""
+    """logprobs - old_logprobs, clamped so that its exp is finite in float32: [T] from [T] and [T].
+
+    There is no gradient where it is clamped.
+    """
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
@@ -122,12 +128,12 @@ def policy_loss(
     cliprange: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Clipped surrogate objective per token (arXiv:1707.06347, eq. 7), to be minimised.
+    """The negative clipped surrogate objective per token (arXiv:1707.06347, eq. 7).
 
+    logprobs, old_logprobs, advantages  [T]
     dual_clip  c > 1: where the advantage A is negative the loss is at most -c A (arXiv:1912.09729, eq. 5), so
-               that a token which became much likelier by accident cannot dominate a step; default: no bound
-    Returns (loss, ratio, clipped), all [T]; clipped is True where a bound holds, so that the token gives no
-    gradient.
+               that a token which became much likelier by accident cannot dominate a step; None: no bound
+    Returns (loss, ratio, clipped), all [T]; clipped is True where a bound applies: such tokens give no gradient.
     """
     ratio = log_ratio(logprobs, old_logprobs).exp()
     free = -advantages * ratio
@@ -142,13 +148,14 @@ def policy_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float, huber_delta: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Clipped error per token (Engstrom et al., arXiv:2005.12729, section 3, item 1).
+    """Clipped value loss per token (Engstrom et al., arXiv:2005.12729, section 3, item 1).
 
-    huber_delta  an error e costs e^2 / 2 up to it, and delta (|e| - delta / 2) beyond (Huber, 1964); default:
-                 e^2 / 2 everywhere
-    Returns (loss, clipped), both [T]; clipped is True where the bounded value's error is the larger.
+    values, old_values, returns  [T]
+    huber_delta  an error e costs e^2 / 2 up to |e| = delta and delta (|e| - delta / 2) above (Huber, 1964);
+                 None: e^2 / 2 everywhere
+    Returns (loss, clipped), both [T]; clipped is True where the clipped value has the larger error.
     """
-    # Not old + clamp(values - old): that rounds, and a value inside the bounds would count as clipped.
+    # Not old + clamp(values - old): its rounding would make values inside the bounds count as clipped.
     near = values.clamp(old_values - cliprange, old_values + cliprange)
     free, bounded = (values - returns).abs(), (near - returns).abs()
     error = torch.maximum(free, bounded)
@@ -159,5 +166,9 @@ def value_loss(
 
 
 def shifted(stage_values: Tensor, position_ids: Tensor) -> Tensor:
-    """The value of the state *before* each token: one place later, 0 at each sample's first token."""
+    """The value of the state *before* each token: [T]; 0 at each sample's first token.
+
+    stage_values  [T], the value of the state after each token
+    position_ids  [T]
+    """
     return torch.where(position_ids == 0, 0.0, stage_values.roll(1))

@@ -1,7 +1,7 @@
 """Running mean and std of returns, so that the critic learns normalised values (after arXiv:1602.07714).
 
-The state is three numbers in `engine.state["value_norm"]`, float64 and JSON-able, so that it travels with the
-critic's parameters and stands in its snapshots. The average is exponential and debiased, as Adam's moments.
+The state is three JSON-able numbers in `engine.state["value_norm"]`, so it moves with the critic's parameters and is
+in its snapshots. The averages are exponential and bias-corrected, like Adam's moments.
 """
 
 import math
@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-DECAY = 0.9  # per iteration: the memory is about ten iterations, as the policy's returns drift
-VARIANCE_FLOOR = 1e-4  # returns that are all alike must not blow up the targets
+DECAY = 0.9  # per iteration: averages over about ten iterations, because the policy's returns drift
+VARIANCE_FLOOR = 1e-4  # otherwise the targets would become huge where all returns are equal
 STATE_KEY = "value_norm"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueNorm:
-    """weight is the sum of the averaging weights so far; 0 means that nothing was seen: mean 0, std 1."""
+    """Running statistics of returns. weight is the sum of the averaging weights; 0 without data: mean 0, std 1."""
 
     mean_sum: float = 0.0
     square_sum: float = 0.0
@@ -26,11 +26,11 @@ class ValueNorm:
 
     @staticmethod
     def of(state: MutableMapping[str, Any]) -> "ValueNorm":
-        """The one in a role's state; a fresh one where values are not normalised or nothing was seen yet."""
+        """The statistics in a role's state; without data where values are not normalised or at the start."""
         return ValueNorm(**state.get(STATE_KEY, {}))
 
     def put(self, state: MutableMapping[str, Any]) -> None:
-        """Keep it in a role's state."""
+        """Store it in a role's state."""
         state[STATE_KEY] = asdict(self)
 
     @property
@@ -44,9 +44,9 @@ class ValueNorm:
         return max(self.square_sum / self.weight - self.mean**2, VARIANCE_FLOOR) ** 0.5
 
     def updated(self, mean: float, square: float) -> "ValueNorm":
-        """After an iteration whose returns have this mean and this mean of squares, over the global batch.
+        """The statistics after an iteration whose returns have this mean and mean of squares, over the global batch.
 
-        What is not finite is left out: it would stay in the average for ever.
+        Numbers that are not finite are ignored, because the averages would never be finite again.
         """
         if not (math.isfinite(mean) and math.isfinite(square)):
             return self
@@ -57,7 +57,9 @@ class ValueNorm:
         )
 
     def normalize(self, values: Tensor) -> Tensor:
+        """Values in reward units -> normalised values; any shape."""
         return (values - self.mean) / self.std
 
     def denormalize(self, values: Tensor) -> Tensor:
+        """Normalised values -> values in reward units; any shape."""
         return values * self.std + self.mean

@@ -1,4 +1,4 @@
-"""A reward model from preference pairs."""
+"""Trains a reward model on preference pairs."""
 
 from rlhf_tasks.algorithms.registry import Algorithm
 from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig

@@ -9,12 +9,12 @@ from rlhf_tasks.config.sections import ActorOnly, Role
 
 
 class RewardModelConfig(TrainingConfig):
-    """Reward model from preference pairs (Bradley-Terry)."""
+    """Trains a reward model on preference pairs (Bradley-Terry)."""
 
     type: Literal["reward_model"] = "reward_model"
     models: ActorOnly
     center_rewards_coefficient: float = Field(
-        default=1e-3, ge=0, description="Factor of the squared scores in the loss, which keeps them near 0."
+        default=1e-3, ge=0, description="Factor of the squared scores in the loss; keeps scores near 0."
     )
 
     def roles(self) -> dict[str, Role]:

@@ -14,9 +14,9 @@ from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """One optimizer step per mini-batch, on the mean over its global number of pairs.
+    """One optimizer step per mini-batch, on the mean loss over all its pairs, of all replicas.
 
-    Metrics, over the iteration: loss/reward_model, accuracy (pairs whose chosen answer scores higher),
+    Metrics, over the iteration: loss/reward_model, accuracy (fraction of pairs whose chosen answer scores higher),
     reward/margin (mean difference of the scores), grad_norm/reward, learning_rate/reward,
     skipped_steps/reward.
     """
@@ -28,7 +28,7 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
         return pair_loss(scores[0::2], scores[1::2], config.center_rewards_coefficient)
 
     pairs = engine.sum_over_dp(counts_per_block(batch, context).to(engine.device))
-    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches)
+    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches, ["accuracy", "margin"])
     for step in optimizer_steps(batch, context, config.optimizer):
         steps.take(step._replace(batch=side_by_side(step.batch)))
     return CallOutput(
@@ -44,7 +44,8 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
 def pair_loss(chosen: Tensor, rejected: Tensor, centering: float) -> LossTerms:
     """Sum over pairs of -log sigmoid(chosen - rejected) + centering * (chosen^2 + rejected^2) / 2.
 
-    chosen, rejected  [n] scores. The second term keeps scores near 0, which the first leaves free.
+    chosen, rejected  [n] scores
+    The second term keeps scores near 0: the first depends only on their difference.
     """
     margin = chosen - rejected
     total = -logsigmoid(margin).sum() + centering * (chosen.square() + rejected.square()).sum() / 2
@@ -52,7 +53,7 @@ def pair_loss(chosen: Tensor, rejected: Tensor, centering: float) -> LossTerms:
 
 
 def side_by_side(batch: SampleBatch) -> SampleBatch:
-    """The two answers of each pair as two sequences after each other, under the pair's id."""
+    """A batch in which the two answers of each pair are consecutive sequences under the pair's id, chosen first."""
     pairs = zip(batch["chosen_ids"].split(), batch["rejected_ids"].split(), strict=True)
     sequences = [sequence for pair in pairs for sequence in pair]
     ids = tuple(sample for sample in batch.ids for _ in range(2))

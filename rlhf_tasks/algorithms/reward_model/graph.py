@@ -8,7 +8,7 @@ DATASET_KEYS = ("chosen_ids", "rejected_ids")
 
 
 class RewardModelSizes(Protocol):
-    """What the graph depends on in a reward-model configuration."""
+    """The fields of a reward-model configuration that the graph depends on."""
 
     @property
     def batch_size(self) -> int: ...
@@ -17,7 +17,7 @@ class RewardModelSizes(Protocol):
 
 
 def graph(config: RewardModelSizes) -> list[ModelFunctionCall]:
-    """Bradley-Terry loss; a sample is a pair."""
+    """One train_step with the Bradley-Terry loss; a sample is a pair."""
     return [
         ModelFunctionCall(
             name="reward_train",

@@ -1,4 +1,4 @@
-"""Samples from a model, scored."""
+"""Rollout: samples from a model and scores the samples."""
 
 from rlhf_tasks.algorithms.registry import Algorithm
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig

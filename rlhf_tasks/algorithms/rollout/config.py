@@ -8,26 +8,26 @@ from rlhf_tasks.config.base import Scores, refuse_split_groups
 from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
 
 if TYPE_CHECKING:
-    from rlhf_tasks.data.dataset import Rows
+    from rlhf_tasks.data.token_file import TokenFile
 
 
 class RolloutConfig(Scores):
-    """Samples from a model, scored and written as JSONL: all rows once, in file order."""
+    """Samples from a model, which are scored and written as JSONL: all rows once, in file order."""
 
     type: Literal["rollout"] = "rollout"
     models: RolloutModels
     num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Samples per prompt.")
 
     def iterations(self, n_rows: int) -> int:
-        """As many as pass once over the rows."""
+        """The number of iterations that pass once over all rows."""
         return -(-n_rows * self.num_generations // self.batch_size)
 
-    def row_of(self, rows: "Rows", sample: int) -> int:
-        """In file order, `num_generations` samples of each row."""
+    def row_of(self, rows: "TokenFile", sample: int) -> int:
+        """The index of the row of a sample: rows in file order, `num_generations` samples each."""
         return sample // self.num_generations % len(rows)
 
     def roles(self) -> dict[str, Role]:
-        """The frozen roles."""
+        """The frozen actor, and reward where there is a reward model."""
         roles = {"actor": Role.of(self.models.actor, "lm")}
         if self.models.reward is not None:
             roles["reward"] = Role.of(self.models.reward, "scalar")

@@ -10,5 +10,5 @@ __all__ = ["actor_generate", "reward_inference"]
 
 
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `scores`, and writes all of this head's samples into the run folder. Metrics: see `reward_metrics`."""
+    """Compute `scores`, and write all of this head's samples into the run folder. Metrics: see `reward_metrics`."""
     return score_and_write(engine, batch, context, len(batch))

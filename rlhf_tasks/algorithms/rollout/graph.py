@@ -1,4 +1,4 @@
-"""The dataflow graph of a rollout: generate, then score. Evaluation and sampling use it."""
+"""The dataflow graph of a rollout: generate, then score."""
 
 from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS, RolloutSizes, generate_and_score
 from rlhf_tasks.spec import ModelFunctionCall
@@ -7,6 +7,5 @@ DATASET_KEYS = PROMPT_KEYS
 
 
 def graph(config: RolloutSizes) -> list[ModelFunctionCall]:
-    """The calls `actor_generate` and `reward_inference` of PPO; `scoring_role` is the actor without a reward
-    model."""
+    """`actor_generate` and `reward_inference`. Without a reward model the reward call runs on the actor's mesh."""
     return generate_and_score(config)

@@ -13,7 +13,7 @@ from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """One optimizer step per mini-batch, on the mean over its global number of completion tokens.
+    """One optimizer step per mini-batch, on the mean loss over all its completion tokens, of all replicas.
 
     Metrics, over the iteration: loss/sft in nats per token, grad_norm/actor, learning_rate/actor,
     skipped_steps/actor.

@@ -8,7 +8,7 @@ DATASET_KEYS = ("input_ids", "response_mask")
 
 
 class SFTSizes(Protocol):
-    """What the graph depends on in an SFT configuration."""
+    """The fields of an SFT configuration that the graph depends on."""
 
     @property
     def batch_size(self) -> int: ...
@@ -17,7 +17,7 @@ class SFTSizes(Protocol):
 
 
 def graph(config: SFTSizes) -> list[ModelFunctionCall]:
-    """Cross-entropy on the tokens that `response_mask` marks."""
+    """One train_step with the cross-entropy loss on the tokens that `response_mask` marks."""
     return [
         ModelFunctionCall(
             name="actor_train",

@@ -1,4 +1,4 @@
-"""What a call's function is given beside its engine and its samples, and what it gives back."""
+"""The third argument of a call's function, after its engine and its samples, and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 class CallContext:
     """One execution of one call.
 
-    iteration      0-based
+    iteration      counted from 0
     first_sample   global id of the iteration's first sample; its ids are the `n_seqs` integers from there
-    micro_batches  micro-batches that this dp rank's share of one (mini-)batch is cut into
-    run_folder     shared by all hosts; a rollout writes its parts there
+    n_seqs         sequences of the iteration
+    micro_batches  micro-batches into which this dp rank's share of one (mini-)batch is cut
     rewards        this rank's helper process for Python rewards
+    run_folder     on a disk that all hosts share; samples are written there
     where          global id of a sample -> `file:line` of its row
     """
 
@@ -39,9 +40,9 @@ class CallContext:
 
 @dataclass(frozen=True, slots=True)
 class CallOutput:
-    """What a call leaves behind.
+    """The result of a call.
 
-    batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere, or without keys
+    batch    new keys of this dp rank's samples, on the data-parallel head; None elsewhere, or without new keys
     metrics  global values, equal on every rank of the mesh
     """
 

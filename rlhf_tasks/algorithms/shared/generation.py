@@ -13,12 +13,12 @@ from rlhf_tasks.parallel.train.engine import Engine
 
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Answer `prompt_ids`: gives `input_ids`, `response_mask`, `old_logprobs` and `truncated`; where the
-    configuration `records_kept` also `kept_counts` and `kept_tokens`.
+    """Sample responses to `prompt_ids`: `input_ids`, `response_mask`, `old_logprobs` and `truncated`; where the
+    configuration `records_kept`, also `kept_counts` and `kept_tokens`.
 
-    A response is a function of (seed, sample id, weights, prompt) alone, whatever the layout.
-    Metrics: completions/mean_length in tokens, completions/clipped_ratio (responses that ended by length),
-    throughput/tokens_per_s (response tokens of all ranks).
+    A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout.
+    Metrics: completions/mean_length in tokens, completions/clipped_ratio (fraction of truncated responses),
+    throughput/tokens_per_s (response tokens of all dp ranks per second).
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"

@@ -1,4 +1,4 @@
-"""The reward call: score, and write samples as JSONL."""
+"""The reward call: scores samples and writes some of them as JSONL."""
 
 import json
 import os
@@ -12,18 +12,18 @@ from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.rewards.samples_folder import SAMPLES
 
 EXAMPLES = 8
-"""Samples per iteration that are written for the eye."""
+"""Samples per iteration that are written for users to look at."""
 
 
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Gives `scores`, and writes a few samples of the first dp rank. Metrics: see `reward_metrics`."""
+    """Compute `scores`, and write a few samples of the first dp rank. Metrics: see `reward_metrics`."""
     return score_and_write(engine, batch, context, EXAMPLES if engine.coordinate.dp == 0 else 0)
 
 
 def score_and_write(engine: Engine, batch: SampleBatch, context: CallContext, written: int) -> CallOutput:
-    """Gives `scores`, and writes this head's first samples into the run folder. Metrics: see `reward_metrics`.
+    """Compute `scores`, and write this head's first `written` samples into the run folder.
 
-    written  how many samples
+    Metrics: see `reward_metrics`.
     """
     scored = score(engine, batch, context)
     metrics = reward_metrics(engine, scored, context)
@@ -36,11 +36,11 @@ def score_and_write(engine: Engine, batch: SampleBatch, context: CallContext, wr
 
 
 def write_samples(path: Path, batch: SampleBatch, scored: Scored, count: int) -> None:
-    """One line for each of the first `count` samples: id, prompt, completion, score, rewards, reward_model, logged
-    (by rewards: of the sample, or of its batch), truncated, columns.
+    """Write one line for each of the first `count` samples: id, prompt, completion, score, rewards, reward_model,
+    logged (values that rewards logged for the sample or its batch), truncated, columns.
 
-    The file appears whole or not at all, so that a repeated call leaves the same as one call. Half of a surrogate
-    pair, which is no UTF-8, stands there as JSON's own escape.
+    The file is renamed into place, so that a repeated call leaves the same file as one call. Half of a surrogate
+    pair, which UTF-8 cannot encode, is written as a JSON escape.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     answers = scored.answers
@@ -62,7 +62,7 @@ def write_samples(path: Path, batch: SampleBatch, scored: Scored, count: int) ->
 
 
 def _logged(scored: Scored, place: int) -> dict[str, Any]:
-    """What rewards have logged about a sample, or about the batch that it was judged in."""
+    """The values that rewards have logged for a sample, or for the batch in which it was judged."""
     n = len(scored.answers)
     return {
         f"{reward}/{name}": value[place] if isinstance(value, list) and len(value) == n else value

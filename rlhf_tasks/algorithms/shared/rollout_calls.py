@@ -1,4 +1,4 @@
-"""The calls that every algorithm which samples from its policy begins with. Torch-free."""
+"""The first calls of every algorithm that samples from its policy. Torch-free."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,13 +6,13 @@ from typing import Protocol
 from rlhf_tasks.spec import ModelFunctionCall
 
 PROMPT_KEYS = ("prompt_ids", "columns")
-"""What `fetch` provides to them."""
+"""The keys that `fetch` provides to them."""
 
 SEQUENCES = ("input_ids", "response_mask")
 
 
 class RolloutSizes(Protocol):
-    """What these calls depend on in a configuration."""
+    """The fields of a configuration that these calls depend on."""
 
     @property
     def batch_size(self) -> int: ...
@@ -23,9 +23,10 @@ class RolloutSizes(Protocol):
 def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[ModelFunctionCall]:
     """`actor_generate` and `reward_inference`.
 
-    The reward call combines the reward model's score with the Python rewards; without a reward model it only
-    runs the latter, on the mesh that `scoring_role` names.
-    kept  keys under which generation records what top-k and top-p kept
+    The reward call adds the reward model's score and the Python rewards. Without a reward model it only runs the
+    Python rewards, on the mesh of `scoring_role`.
+
+    kept  keys under which generation records which tokens top-k and top-p kept
     """
     return [
         ModelFunctionCall(
@@ -49,7 +50,7 @@ def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[M
 
 
 def ref_inference(config: RolloutSizes, kept: Sequence[str] = ()) -> ModelFunctionCall:
-    """Log-probabilities of the responses under the frozen reference policy."""
+    """The call that computes the responses' log-probabilities under the frozen reference policy."""
     return ModelFunctionCall(
         name="ref_inference",
         role="ref",

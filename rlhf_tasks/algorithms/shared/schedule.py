@@ -1,6 +1,6 @@
-"""Optimizer steps of a train call: on which samples, in which order, at which learning rate.
+"""The optimizer steps of a train call: on which samples, in which order, at which learning rate.
 
-All pure functions of configuration, iteration and ids, so that every rank takes the same steps.
+All are pure functions of configuration, iteration and ids, so that every rank takes the same steps.
 """
 
 import math
@@ -21,8 +21,8 @@ from rlhf_tasks.system.counter_random import permutation
 class Step(NamedTuple):
     """One optimizer step.
 
-    block  which mini-batch of the iteration it takes, 0-based
-    batch  the samples of that mini-batch that this replica has; there may be none
+    block  number of its mini-batch in the iteration, from 0
+    batch  this replica's samples of that mini-batch; there may be none
     """
 
     block: int
@@ -31,9 +31,9 @@ class Step(NamedTuple):
 
 
 def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Linear warm-up from 0, then the schedule; `step` is the 0-based number of the optimizer step.
+    """The learning rate of optimizer step number `step`, from 0: linear warm-up, then the schedule.
 
-    The first step after the warm-up has the peak rate; linear and cosine schedules reach 0 at `total_steps`.
+    The first step after the warm-up has the peak rate. Linear and cosine schedules reach 0 at `total_steps`.
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if step < warmup:
@@ -53,16 +53,16 @@ def iteration_ids(context: CallContext) -> range:
 
 
 def block_of_samples(batch: SampleBatch, context: CallContext, mini_batches: int) -> list[int]:
-    """The mini-batch, 0-based, of each sample of a batch."""
+    """The number of the mini-batch, from 0, of each sample of a batch."""
     blocks = mini_batch_blocks(iteration_ids(context), mini_batches)
     block_of = {sample: number for number, block in enumerate(blocks) for sample in block}
     return [block_of[sample] for sample in batch.ids]
 
 
 def counts_per_block(batch: SampleBatch, context: CallContext, mask: str | None = None) -> Tensor:
-    """[num_mini_batches] float64: how many samples this replica has in each of the iteration's mini-batches.
+    """This replica's samples in each of the iteration's mini-batches: [num_mini_batches] float64.
 
-    mask  key of a bool tensor per token: counts the tokens where it is True instead
+    mask  key of a bool tensor with one value per token; counts the tokens where it is True instead of samples
     """
     config = context.config
     assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
@@ -79,9 +79,9 @@ def optimizer_steps(
     epochs: int = 1,
     first_iteration: int = 0,
 ) -> Iterator[Step]:
-    """The steps of one train call: every epoch visits the same blocks, in an order drawn for it.
+    """The steps of one train call. Every epoch takes the same mini-batches, in a new random order.
 
-    first_iteration  where the role's own schedule begins: it does not train before
+    first_iteration  the role's first training iteration, at which its learning-rate schedule begins
     """
     config = context.config
     assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"

@@ -1,4 +1,4 @@
-"""What responses are worth: Python rewards and the reward model, summed with weights."""
+"""Scores of responses: the weighted sum of Python rewards and the reward model."""
 
 import json
 from collections.abc import Mapping
@@ -18,18 +18,18 @@ from rlhf_tasks.rewards.forms import Answers, RewardError, Values, shortened
 from rlhf_tasks.system.failpoints import Point, reach
 
 PROMPT_CHARACTERS = 100
-"""Of a prompt in an error."""
+"""Characters of a prompt that are shown in an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What the samples of one head are worth. n samples, in the batch's order.
+    """The scores of one head's n samples, in the batch's order.
 
     scores        [n] float64, the weighted sum
-    rewards       name of a Python reward -> n values, None where it has no opinion
-    logged        name of a Python reward -> what it logged, see `Judged`
+    rewards       name of a Python reward -> n values; None for a sample that it does not judge
+    logged        name of a Python reward -> the values that it logged, see `Judged`
     reward_model  [n] float64, raw scores of the reward model; None without one
-    answers       what was judged, as the rewards saw it
+    answers       the samples as the rewards got them
     """
 
     scores: Tensor
@@ -40,17 +40,18 @@ class Scored:
 
 
 def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBatch:
-    """The key `scores`, one per sample, in the run's precision."""
+    """The key `scores`, one row per sample: float64 if the model is float64, else float32."""
     dtype = torch.float64 if engine.stage.dtype == torch.float64 else torch.float32
     scores = scored.scores.to(engine.device, dtype)
     return SampleBatch(batch.ids, {"scores": Packed(scores, (1,) * len(batch))})
 
 
 def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | None:
-    """Score this replica's samples; on the head, None elsewhere.
+    """Score this replica's samples. Returns the scores on the head, None elsewhere.
 
     The Python rewards run in the head's helper process while the reward model computes.
-    Raises RewardError, with the sample, when a Python reward fails or is late, or none judges any.
+    Raises RewardError, naming the sample, when a Python reward fails or times out, or when there is no reward model
+    and the Python rewards judge no sample.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
@@ -81,14 +82,14 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
 
 
 def _refuse_unjudged(rewards: Mapping[str, Values]) -> None:
-    """Raises RewardError where no reward has an opinion on any answer: there is nothing to learn from."""
+    """Raises RewardError when no reward judges any sample: there is nothing to learn from."""
     if rewards and all(value is None for values in rewards.values() for value in values):
         names = ", ".join(map(repr, rewards))
-        raise RewardError(f"the rewards {names} returned None for every sample: none has an opinion.")
+        raise RewardError(f"the rewards {names} returned None for every sample, so there is no score.")
 
 
 def _about(place: int | None, batch: SampleBatch, answers: Answers, context: CallContext) -> str:
-    """Which sample a reward went wrong on: its number, its row, the begin of its prompt."""
+    """A sentence about the sample on which a reward failed: its number, its row, the start of its prompt."""
     if place is None:
         return f" It was judging samples {min(batch.ids)} to {max(batch.ids)}."
     prompt = json.dumps(shortened(answers.prompt_texts[place], PROMPT_CHARACTERS), ensure_ascii=False)
@@ -96,7 +97,10 @@ def _about(place: int | None, batch: SampleBatch, answers: Answers, context: Cal
 
 
 def reward_model_part(raw: Tensor, settings: RewardModelScore) -> Tensor:
-    """The reward model's share of the score: normalised, clipped, weighted."""
+    """The reward model's part of the scores: normalised, clipped and weighted.
+
+    raw, result  [one entry per sample]
+    """
     normalised = (raw - settings.mean) / settings.std
     if settings.clip is not None:
         normalised = normalised.clamp(-settings.clip, settings.clip)
@@ -104,12 +108,15 @@ def reward_model_part(raw: Tensor, settings: RewardModelScore) -> Tensor:
 
 
 def last_value(values: Tensor, micro: MicroBatch) -> Tensor:
-    """[n]: the scalar head's output at each sample's last token."""
+    """The scalar head's output at each sample's last token: [n].
+
+    values  [T], one per token
+    """
     return values[micro.cu_seqlens[1:].long() - 1]
 
 
 def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
-    """The prompts, responses and columns of a batch, as rewards take them."""
+    """The prompts, responses and columns of a batch, in the form that rewards take."""
     responses = [
         ids[mask].tolist()
         for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
@@ -123,7 +130,10 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
 
 
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:
-    """reward, reward_std over the iteration's samples, rewards/<name>/mean (reward_model: of raw scores)."""
+    """The metrics reward and reward_std over the iteration's samples, and rewards/<name>/mean for each reward.
+
+    rewards/reward_model/mean is the mean of the raw scores. Collective over the mesh.
+    """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
     names = [function.name for function in config.rewards]

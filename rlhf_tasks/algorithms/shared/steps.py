@@ -1,44 +1,53 @@
-"""The optimizer steps of one train call: taken, summed up, and not taken for ever where they come to nothing."""
+"""Takes the optimizer steps of one train call, averages their metrics, and ends a run whose steps all fail."""
 
 import math
+from collections.abc import Sequence
 
 from rlhf_tasks.algorithms.shared.schedule import Step
 from rlhf_tasks.parallel.train.engine import Engine, Loss
 
 MAX_SKIPPED_CALLS = 3
-"""Train calls of a role in a row that may end without one step applied: a bad batch or two is no reason to end a
-run, but weights from which nothing finite comes do not heal."""
+"""After this many train calls of a role in a row without any applied step, the run fails. One or two bad batches must
+not end a run, but weights that never give finite losses do not recover."""
 
 STATE_KEY = "skipped_calls"
-"""In `engine.state` while it is not 0, so that it goes where the role goes and stands in its snapshots."""
+"""The count's key in `engine.state` while it is not 0: so it is in the role's snapshots and moves with the role."""
 
 
 class Steps:
-    """Takes a train call's steps and keeps their means, over those that were applied.
+    """Takes the steps of a train call, and keeps the means of their metrics over the applied steps.
 
-    A step whose loss or gradient is not finite is not applied, on any rank (see `Engine.train_step`): it counts
-    in `skipped` and in nothing else. All ranks of the mesh decide alike, since reports are equal on all.
+    A step whose loss or gradient is not finite is not applied on any rank (see `Engine.train_step`). It counts only
+    in `skipped`. All ranks of the mesh decide the same, because their reports are equal.
 
-    denominators   of each mini-batch, over all replicas: tokens, or pairs
-    micro_batches  that this replica's share of a mini-batch is cut into
-    applied, skipped  steps so far
+    denominators      of each mini-batch, over all replicas: tokens, or pairs
+    micro_batches     micro-batches into which this replica's share of a mini-batch is cut
+    metrics           names of the sums that the loss gives besides itself
+    applied, skipped  numbers of steps so far
     """
 
-    def __init__(self, engine: Engine, loss: Loss, denominators: list[float], micro_batches: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        loss: Loss,
+        denominators: list[float],
+        micro_batches: int,
+        metrics: Sequence[str] = (),
+    ) -> None:
         self.applied = 0
         self.skipped = 0
         self._engine, self._loss = engine, loss
-        self._denominators, self._micro_batches = denominators, micro_batches
+        self._denominators, self._micro_batches, self._metrics = denominators, micro_batches, metrics
         self._learning_rate = 0.0
         self._weight = 0.0
         self._norms = 0.0
         self._sums: dict[str, float] = {}
 
     def take(self, step: Step) -> dict[str, float]:
-        """Take a step. Returns its report as means: of the loss, and of the sums that the loss gave beside it."""
+        """Take a step. Returns the means of the loss and of its metrics over the mini-batch."""
         weight = self._denominators[step.block]
         report = self._engine.train_step(
-            step.batch, self._loss, weight, self._micro_batches, step.learning_rate
+            step.batch, self._loss, weight, self._micro_batches, step.learning_rate, self._metrics
         )
         norm, skipped = report.pop("grad_norm"), report.pop("skipped")
         means = {name: value if name == "loss" else value / weight for name, value in report.items()}
@@ -54,20 +63,20 @@ class Steps:
         return means
 
     def mean(self, name: str) -> float:
-        """Of the steps applied, weighted by their denominators; NaN when there is none."""
+        """The mean of a metric over the applied steps, weighted by their denominators; NaN if none was applied."""
         return self._sums.get(name, 0.0) / self._weight if self.applied else math.nan
 
     def end(self, role: str) -> dict[str, float]:
-        """After the last step: the metrics grad_norm, learning_rate and skipped_steps of the role.
+        """Call after the last step. Returns the metrics grad_norm, learning_rate and skipped_steps of the role.
 
-        Raises ValueError when not one step of the last MAX_SKIPPED_CALLS calls was applied.
+        Raises ValueError when no step of the last MAX_SKIPPED_CALLS calls was applied.
         """
         calls = 0 if self.applied else self._engine.state.get(STATE_KEY, 0) + 1
         if calls >= MAX_SKIPPED_CALLS:
             raise ValueError(
-                f"{role}: no optimizer step of {calls} iterations in a row was applied, for losses or gradients "
-                "were not finite. Look for rewards or data that are NaN or infinite; if there are none, "
-                "lower the learning rate and go on from an earlier commit."
+                f"{role}: no optimizer step of {calls} iterations in a row was applied, because losses or gradients "
+                "were not finite. Look for rewards or data that are NaN or infinite. If there are none, "
+                "lower the learning rate and resume from an earlier commit."
             )
         self._engine.state.pop(STATE_KEY, None)
         if calls:

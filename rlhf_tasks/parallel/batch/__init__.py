@@ -1,4 +1,4 @@
-"""Samples and micro-batches on the ranks, and their way from one placement to another.
+"""Samples and micro-batches on the ranks, and their redistribution from one placement to another.
 
-Rows of files are in rlhf_tasks/data.
+Reading rows from files is in rlhf_tasks/data.
 """

@@ -1,4 +1,4 @@
-"""Micro-batches: the packed tensors that one forward pass of a stage sees."""
+"""Micro-batches: the packed tensors of one forward pass of a stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class MicroBatch:
     """Some samples of a batch, concatenated without padding. T = total tokens, n = number of samples.
 
     input_ids     [T] int64
-    cu_seqlens    [n + 1] int32, where each sample starts; ends with T
+    cu_seqlens    [n + 1] int32, the start of each sample; the last entry is T
     position_ids  [T] int64, from 0 in each sample
     ids           global sample ids, in packed order
-    lengths       tokens of each sample (what cu_seqlens says, without asking the device)
-    data          every other key of the batch, packed alike: [T, ...] for a key with a row per token,
-                  [n, ...] for one with a row per sample
+    lengths       tokens of each sample: as cu_seqlens, but without a synchronisation with the device
+    data          every other key of the batch, packed in the same order: [T, ...] for a key with a row per token,
+                  [n, ...] for a key with a row per sample
     """
 
     input_ids: Tensor
@@ -35,7 +35,7 @@ class MicroBatch:
         return int(self.input_ids.shape[0])
 
     def per_sample(self, values: Tensor) -> tuple[Tensor, ...]:
-        """One view [length, ...] per sample of a tensor with a row per token."""
+        """One view [length, ...] per sample, of a tensor [T, ...] with a row per token."""
         return values.split(list(self.lengths))
 
 
@@ -59,8 +59,8 @@ def micro_batch(batch: SampleBatch) -> MicroBatch:
 def split(batch: SampleBatch, micro_batches: int) -> list[MicroBatch]:
     """Cut a batch into at most `micro_batches` micro-batches of about equal token counts.
 
-    Deterministic: the longest sample goes first, each to the lightest micro-batch so far; in a micro-batch
-    samples keep the batch's order. With fewer samples there are fewer micro-batches, never an empty one.
+    Deterministic: the longest samples are placed first, each in the micro-batch with the fewest tokens so far. Inside
+    a micro-batch samples keep the batch's order. With few samples there are fewer micro-batches; none is empty.
     Neighbours with the same id (the two answers of a preference pair) stay together.
     """
     lengths = batch["input_ids"].lengths
@@ -73,8 +73,11 @@ def split(batch: SampleBatch, micro_batches: int) -> list[MicroBatch]:
 
 
 def balance(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Positions 0, 1, ... of `lengths` dealt to min(parts, len(lengths)) non-empty lists of like sums."""
-    loads = [(0, 0)] * min(parts, len(lengths))  # (tokens, samples): empty lists are filled first
+    """Distribute the indices of `lengths` over min(parts, len(lengths)) non-empty lists of similar total length.
+
+    lengths  e.g. the tokens of each sample
+    """
+    loads = [(0, 0)] * min(parts, len(lengths))  # (tokens, samples), so that empty lists are filled first
     dealt: list[list[int]] = [[] for _ in loads]
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         lightest = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Brings the samples of an iteration from the heads of one placement to the heads of another."""
+"""Moves the samples of an iteration from the heads of one placement to the heads of another."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -25,20 +25,20 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_MAX_DIMS = 3  # of one row of a key
+_MAX_DIMS = 3  # most dims of one row of a key
 _HEADER = 2 + _MAX_DIMS
 _ABSENT = -1
 
 
 def heads_set(source: Side, destination: Side) -> tuple[int, ...]:
-    """The set of devices that a redistribution communicates in: `ProcessGroups` must have been given it."""
+    """The set of devices in which a redistribution communicates. It must be among the sets of `ProcessGroups`."""
     return tuple(sorted({*source.placement.heads, *destination.placement.heads}))
 
 
 class Holdings(NamedTuple):
-    """What some heads hold of one key.
+    """The data of one key that some heads hold.
 
-    dtype, row_shape  of the key's data; a row is one token, byte or score
+    dtype, row_shape  of the key's data; a row is e.g. one token, byte or score
     held              head device -> ids of the samples it holds
     rows              sample id -> number of rows, over all heads
     """
@@ -49,14 +49,14 @@ class Holdings(NamedTuple):
     rows: Mapping[int, int]
 
     def blank(self, samples: Sequence[int]) -> Blank:
-        """Some samples' packed values, as their receiver must know them."""
+        """Dtype and shape of some samples' packed values, which their receiver must know."""
         return Blank(self.dtype, (sum(self.rows[sample] for sample in samples), *self.row_shape))
 
 
 def survey(
     store: SampleStore, ids: Sequence[int], keys: Sequence[str], heads: Sequence[int], groups: ProcessGroups
 ) -> dict[str, Holdings]:
-    """Lets each of some heads know what all of them hold. Collective over the heads, this rank among them.
+    """All-gather which samples each head holds: key -> holdings. Collective over `heads`, which include this rank.
 
     Raises LookupError naming a key that no head holds for any sample.
     """
@@ -84,16 +84,16 @@ def redistribute(
     devices_per_host: int,
     token_key: str = "",
 ) -> int:
-    """After this, every destination head's store holds `keys` of the samples that the destination works on.
+    """Bring `keys` of each head's samples in the destination into its store. Returns the bytes that this rank sent.
 
     ids        the iteration's sample ids
-    token_key  the key whose lengths `destination.balance == "tokens"` deals by, not used otherwise; each
-               sample must have it on one of the heads
-    groups     with the group of `heads_set`
+    token_key  the key whose lengths are balanced where `destination.balance == "tokens"`, else unused; each sample
+               must have it on one of the heads
+    groups     must have the group of `heads_set`
 
-    Collective over the heads of both sides; a rank that is no head returns at once. Where samples lie is what
-    the heads say, not what a rule predicts; the rest is planned alike on every head. A head is not sent what
-    it holds already; sources keep what they send. Returns the bytes that this rank sent.
+    Collective over the heads of both sides; any other rank returns at once. The heads first tell each other which
+    samples they hold; then each computes the same list of messages. A head does not receive what it already holds.
+    Sources keep what they send.
     """
     heads = heads_set(source, destination)
     if groups.rank not in heads:
@@ -123,7 +123,7 @@ def redistribute(
 def _moves(
     key: str, found: Holdings, wanted: Mapping[int, Sequence[int]], devices_per_host: int
 ) -> Iterable[tuple[int, int, tuple[int, ...]]]:
-    """The (source head, destination head, samples) of one key."""
+    """The messages of one key: (source head, destination head, samples)."""
     try:
         transfers = plan_redistribution(found.held, wanted, devices_per_host)
     except LookupError as error:
@@ -132,7 +132,7 @@ def _moves(
 
 
 def _all_gather(ours: Tensor, heads: Sequence[int], groups: ProcessGroups) -> dict[int, Tensor]:
-    """Head device -> its table."""
+    """Head device -> its table, int64 of the shape of `ours`."""
     group = groups[heads]
     if group is None:
         return {groups.rank: ours}

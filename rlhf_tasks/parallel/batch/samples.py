@@ -1,4 +1,4 @@
-"""Batches of variable-length samples as they live on the data-parallel heads: packed, never padded."""
+"""Batches of variable-length samples on the data-parallel heads: packed, never padded."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ class Packed:
 class SampleBatch:
     """Samples by global id, with the same keys for every sample.
 
-    ids   global sample ids, in the order of the packed data; an id stands once, but for the batch that a
-          reward model trains on, where the two answers of a pair follow each other under one id
+    ids   global sample ids, in the order of the packed data. Each id occurs once, except in the batch that a reward
+          model is trained on: there the two answers of a pair follow each other under one id
     data  key -> Packed of len(ids) samples
     """
 
@@ -66,14 +66,14 @@ class SampleBatch:
         return self.data[key]
 
     def select(self, ids: Sequence[int]) -> "SampleBatch":
-        """The samples `ids`, in that order. Raises KeyError for an id that is not here."""
+        """The samples `ids`, in that order. Raises KeyError for an id that is not in the batch."""
         if tuple(ids) == self.ids:
             return self
         position = {sample: i for i, sample in enumerate(self.ids)}
         return self.take([position[sample] for sample in ids])
 
     def take(self, places: Sequence[int]) -> "SampleBatch":
-        """The samples at the places 0, 1, ... of this batch, in that order."""
+        """The samples at the given places (from 0) of this batch, in that order."""
         data = {}
         for key, packed in self.data.items():
             parts = packed.split()
@@ -85,13 +85,13 @@ class SampleBatch:
 
 
 class SampleStore:
-    """What one data-parallel head holds: (key, sample id) -> tensor."""
+    """The samples on one data-parallel head: (key, sample id) -> tensor [length, ...]."""
 
     def __init__(self) -> None:
         self._data: dict[str, dict[int, Tensor]] = {}
 
     def put(self, batch: SampleBatch) -> None:
-        """Store every key of a batch. A sample that is already there is replaced."""
+        """Store every key of a batch. Existing data of a sample are replaced."""
         for key, packed in batch.data.items():
             self._data.setdefault(key, {}).update(zip(batch.ids, packed.split(), strict=True))
 

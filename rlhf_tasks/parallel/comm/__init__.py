@@ -1,4 +1,4 @@
 """Process groups and point-to-point messages.
 
-Which messages are sent is said by parallel/layout.
+parallel/layout decides which messages are sent.
 """

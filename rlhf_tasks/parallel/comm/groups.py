@@ -1,10 +1,10 @@
-"""Process groups: one for each distinct set of devices, built by all ranks alike. Device id = global rank.
+"""Process groups: one for each distinct set of devices. Device id = global rank.
 
-`torch.distributed` asks that *every* rank of the world enters each `new_group`, in one order. So all ranks
+`torch.distributed` requires that *every* rank of the world calls each `new_group`, in the same order. So all ranks
 build `ProcessGroups` from the same device sets (of all placements of the plan), sorted, before any call runs.
 
-A set of one device has no group: `groups[(3,)]` is None, and the functions here are the identity for None.
-Never hand None to `torch.distributed` itself: there it means the whole world.
+A set of one device has no group: `groups[(3,)]` is None, and for None the functions here are the identity.
+Never pass None to `torch.distributed` itself: there it means the whole world.
 """
 
 from collections.abc import Iterable
@@ -21,18 +21,18 @@ from rlhf_tasks.parallel.layout.topology import Placement
 def join_world(store: Store, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
     """Join the world of one generation of ranks: NCCL for tensors on CUDA, gloo for tensors on the CPU.
 
-    store      a rendezvous of this generation alone (give each generation its own `PrefixStore`)
+    store      the rendezvous of this generation only (give each generation its own `PrefixStore`)
     rank       this process's device id, 0 .. world_size - 1
-    timeout_s  after which a collective whose peers do not come raises on this rank
-    device     where this rank's tensors live; a CUDA device becomes the current one
+    timeout_s  seconds after which a collective raises on this rank when a peer does not join it
+    device     the device of this rank's tensors; a CUDA device becomes the current one
     Raises RuntimeError when this process is still in a world (see `leave_world`).
     """
     if dist.is_initialized():
         raise RuntimeError("this process is still in a world of ranks. Call leave_world() first.")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Groups meet under numbers that each process counts. torch counts on from a join that has failed, so that this
-    # process would wait for peers that begin at 0.
+    # Ranks find each other's groups by a number that each process counts. torch does not reset it after a failed
+    # join, so this process would wait for peers that count from 0.
     dist.distributed_c10d._world.group_count = 0
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -41,7 +41,7 @@ def join_world(store: Store, rank: int, world_size: int, timeout_s: float, devic
 
 
 def leave_world() -> None:
-    """Leave the world and with it all its groups. Harmless when this process is in none."""
+    """Leave the world and all its groups. Does nothing when this process is in no world."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -49,13 +49,13 @@ def leave_world() -> None:
 class ProcessGroups:
     """The groups of a plan on this rank.
 
-    device_sets  every set of devices that will communicate, the same on all ranks; order and repeats are free
+    device_sets  every set of devices that will communicate, the same on all ranks; order and repeats do not matter
     timeout_s    of every collective on these groups, in seconds
-    device       where this rank's tensors live
+    device       the device of this rank's tensors
 
-    Building is collective over the world and ends with one small all-reduce in each group, so that
-    connections stand before the first call and a wrong set shows here. Group ranks follow *ascending device
-    id*, which need not be the order of a placement: name peers by device (`src=`, `dst=`), not by group rank.
+    Building is collective over the world. It ends with one small all-reduce in each group, so that connections exist
+    before the first call and a wrong set is detected here. Group ranks follow *ascending device id*, which may differ
+    from the order of a placement: name peers by device (`src=`, `dst=`), not by group rank.
     """
 
     def __init__(self, device_sets: Iterable[Iterable[int]], timeout_s: float, device: torch.device) -> None:
@@ -79,9 +79,9 @@ class ProcessGroups:
                 assert int(ones) == len(devices), f"group {devices} counted {int(ones)} ranks"
 
     def __getitem__(self, devices: Iterable[int]) -> ProcessGroup | None:
-        """The group of a set of devices, None for a set of one.
+        """The group of a set of devices; None for a set of one.
 
-        Raises KeyError when the set was not given at the start or this rank is not in it.
+        Raises KeyError when the groups were built without this set or this rank is not in it.
         """
         key = tuple(sorted(set(devices)))
         if key not in self._groups:
@@ -96,7 +96,7 @@ class ProcessGroups:
     def abort(self) -> None:
         """Make collectives that other threads wait for raise soon. Afterwards the groups can only be closed.
 
-        NCCL obeys; gloo does not: there a waiting thread raises when its peer dies or the timeout has passed.
+        This works with NCCL only. With gloo a waiting thread raises when its peer dies or after the timeout.
         """
         for group in self._groups.values():
             if group is not None:
@@ -111,7 +111,7 @@ class ProcessGroups:
 
 
 def device_sets(placement: Placement) -> list[tuple[int, ...]]:
-    """The sets of devices that an engine on this placement communicates in.
+    """The sets of devices in which an engine on this placement communicates.
 
     These are its tp, dp and pp groups, its replicas, its stages, the whole mesh, and the holders of tied embeddings.
     """
@@ -124,12 +124,15 @@ def device_sets(placement: Placement) -> list[tuple[int, ...]]:
 
 
 def stage_set(placement: Placement, device: int) -> tuple[int, ...]:
-    """The devices of this device's stage, of all tp and dp ranks."""
+    """The devices of all tp and dp ranks on this device's stage."""
     return tuple(sorted(d for other in placement.tp_group(device) for d in placement.dp_group(other)))
 
 
 def tied_set(placement: Placement, device: int) -> tuple[int, ...]:
-    """The first and last stages of this device's tp rank, in all dp ranks: the holders of tied embeddings."""
+    """The devices of this device's tp rank on the first and last stages, in all dp ranks.
+
+    With tied embeddings these are the holders of a slice of them.
+    """
     stages = placement.pp_group(device)
     return tuple(sorted({d for end in (stages[0], stages[-1]) for d in placement.dp_group(end)}))
 
@@ -142,7 +145,7 @@ def group_size(group: ProcessGroup | None) -> int:
 def all_reduce(
     tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce a tensor over a group in place and give it back; the identity for a group of one (None)."""
+    """Reduce a tensor of any shape over a group in place, and return it; the identity for a group of one (None)."""
     if group is not None:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor

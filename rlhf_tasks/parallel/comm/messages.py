@@ -1,4 +1,4 @@
-"""Point-to-point messages between ranks: one flat buffer of bytes per pair, whatever tensors are in it."""
+"""Point-to-point messages between ranks: one flat buffer of bytes per pair, for tensors of any dtypes and shapes."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 
 
 class Blank(NamedTuple):
-    """A tensor to come: what its receiver must know."""
+    """Dtype and shape of a tensor to be received."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -28,11 +28,12 @@ def exchange(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, list[Tensor]]:
-    """Sends each peer its tensors and receives what it announced, all at once (`batch_isend_irecv`).
+    """Send each peer its tensors and receive from each peer, all at once (`batch_isend_irecv`).
 
-    outgoing, incoming  peer (global rank) -> tensors, blanks; both ends of a pair list the same, in one order
-    group               holds this rank and all its peers; ranks without messages need not call
-    Returns peer -> tensors as views of the peer's message. Bits are never converted.
+    outgoing  peer (global rank) -> tensors of any dtypes and shapes
+    incoming  peer -> blanks: the dtypes and shapes that this peer sends, in the same order
+    group     contains this rank and all its peers; ranks without messages need not call
+    Returns peer -> tensors, which are views of the peer's message. Bits are never converted.
     """
     packed = {peer: _pack(tensors) for peer, tensors in sorted(outgoing.items())}
     buffers = {
@@ -51,7 +52,7 @@ def exchange(
 
 
 def broadcast_json(value: Any, source: int, group: ProcessGroup | None, device: torch.device) -> Any:
-    """Gives every rank of a group the JSON-able value of rank `source`; the value itself without a group."""
+    """Broadcast the JSON-able value of rank `source` to a group and return it; without a group, `value` itself."""
     if group is None:
         return value
     encoded = json.dumps(value).encode() if dist.get_rank() == source else b""
@@ -65,18 +66,18 @@ def broadcast_json(value: Any, source: int, group: ProcessGroup | None, device: 
 
 
 def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Wider elements first, so that every tensor in a message is aligned for its dtype."""
+    """Indices in the order of a message: wider elements first, so that every tensor is aligned for its dtype."""
     return sorted(range(len(dtypes)), key=lambda index: -dtypes[index].itemsize)
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of some tensors one behind the other."""
+    """The bytes of some tensors, one after the other: [bytes] uint8."""
     order = _order([tensor.dtype for tensor in tensors])
     return torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in order])
 
 
 def _unpack(buffer: Tensor, blanks: Sequence[Blank]) -> list[Tensor]:
-    """Views of a message as the tensors that it was packed from."""
+    """The tensors of a message [bytes] uint8, as views."""
     tensors: list[Tensor] = [buffer] * len(blanks)
     offset = 0
     for index in _order([blank.dtype for blank in blanks]):

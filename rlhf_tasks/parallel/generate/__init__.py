@@ -1,4 +1,4 @@
-"""Generation: the decode loop, its KV cache, and the choice of tokens.
+"""Generation: the decode loop, its KV cache, and sampling.
 
 Passes over whole sequences are in parallel/train.
 """

@@ -1,4 +1,4 @@
-"""CUDA graphs for decoding: a step of a small batch is too short for launching its kernels one by one."""
+"""CUDA graphs for decoding: for a small batch, launching the kernels one by one takes longer than running them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +13,10 @@ Forward = Callable[[Tensor, MicroBatch, KVCache], Tensor]
 
 
 class DecodeGraphs:
-    """Graphs of one stage's decode step, one for each (rows, span of the cache) that comes up.
+    """CUDA graphs of one stage's decode step, one for each (rows, span of the cache) that occurs.
 
     forward  the stage: (x, micro-batch, cache) -> output
-    cache    of the sequences that decode; a graph is bound to its memory
+    cache    of the decoding sequences; a graph is bound to its memory
     """
 
     def __init__(self, forward: Forward, cache: KVCache) -> None:
@@ -27,15 +27,15 @@ class DecodeGraphs:
 
     @staticmethod
     def rows_for(remaining: int) -> int:
-        """The batch size to go on with: the next power of two, so that few sizes come up."""
+        """The batch size for `remaining` sequences: the next power of two, so that there are few sizes."""
         return 1 << (remaining - 1).bit_length() if remaining else 0
 
     def run(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        """The stage's output; it stays valid until the next call."""
+        """The stage's output for one token per row, valid until the next call. Shapes as in `Stage.forward`."""
         shape = (self._cache.rows, self._cache.span)
         if shape != self._shape:
-            # Rows and spans never come back once left. A graph's memory goes when the graph and its output are
-            # both gone; a capture into the pool of a graph that is gone is an error of torch's allocator.
+            # An earlier (rows, span) never occurs again. A graph's memory is freed once graph and output are both
+            # freed. Capturing into the memory pool of a freed graph is an error in torch's allocator.
             self._graph = self._output = None
             self._graph, self._output = self._capture(x, micro)
             self._shape = shape
@@ -47,11 +47,11 @@ class DecodeGraphs:
         return self._output
 
     def _capture(self, x: Tensor, micro: MicroBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Record a step, in memory of its own: the graph, and where a replay puts its output."""
+        """Capture a step in a new memory pool. Returns the graph and the tensor for the output of a replay."""
         self._x, self._positions = x.clone(), micro.position_ids.clone()
         micro = replace(micro, position_ids=self._positions)
-        # Run once outside: kernels load and libraries take their workspaces, which a capture does not allow.
-        # The step that is captured writes the same keys to the same column again.
+        # Run once before the capture: a capture does not allow loading kernels or allocating library workspaces.
+        # This is harmless: the captured step writes the same keys to the same column again.
         self._cache.forget_masks()
         self._forward(self._x, micro, self._cache)
         self._cache.forget_masks()

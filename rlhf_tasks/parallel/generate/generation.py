@@ -1,10 +1,10 @@
 """Generation: one decode loop for any (dp, tp, pp), with a static KV cache, on packed prompts.
 
-The sequences of a dp rank's share decode in groups. A pipeline stage takes the groups in turn, so with as
-many groups as stages none idles: while stage 1 computes group 0, stage 0 computes group 1. Hidden states go
-to the next stage point to point; the last stage samples and broadcasts the tokens over the pipeline. Each
-stage thus knows every token before it computes the next one, and derives from the tokens alone, as all others
-do, which sequences have finished and which shapes come next: nothing else is ever agreed on.
+The sequences of a dp rank are decoded in groups. A pipeline stage takes the groups in turn, so with as many groups
+as stages none idles: while stage 1 computes group 0, stage 0 computes group 1. Hidden states are sent to the next
+stage point to point; the last stage samples and broadcasts the tokens over the pipeline. Each stage thus knows every
+token before it computes the next one. From the tokens alone each stage derives which sequences have finished and
+which shapes come next, so no other communication is needed.
 """
 
 from collections.abc import Sequence
@@ -25,15 +25,15 @@ from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.system.failpoints import Point, reach
 
-PACK_FROM_STEPS = 12  # packing the weights takes about as long as it saves in 5 steps
+PACK_FROM_STEPS = 12  # packing the weights costs about what it saves in 5 steps
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a kind of device decodes.
+    """Decoding settings of a kind of device.
 
-    check_every    steps between looks at who has finished: each look waits for the device
-    span_multiple  columns of the cache that a read is rounded to
+    check_every    steps between checks for finished sequences; each check synchronises with the device
+    span_multiple  reads of the cache are rounded to a multiple of this many columns
     graphs         whether steps are captured as CUDA graphs
     """
 
@@ -56,24 +56,24 @@ def generate(
     groups_in_flight: int | None = None,
     record_kept: bool = False,
 ) -> SampleBatch | None:
-    """Draw one response per prompt. All ranks of a replica (one dp rank) call it together.
+    """Sample one response per prompt. All ranks of a replica (one dp rank) call it together.
 
-    batch             key `prompt_ids`: this dp rank's share, no prompt empty; may have no samples
-    seed, iteration, purpose  name the random numbers; with sample id and position they decide each token
-    groups_in_flight  groups that the share is cut into; by default one per pipeline stage
-    record_kept       also tell which tokens each token was drawn from: what top-k and top-p kept
+    batch             this dp rank's samples, with the key `prompt_ids`; no prompt may be empty, the batch may be
+    seed, iteration, purpose  together with sample id and position, they determine the random number of each token
+    groups_in_flight  groups into which the batch is cut; None: one per pipeline stage
+    record_kept       also record which tokens top-k and top-p kept, for each token of a response
 
-    Returns, on the head, the samples with the keys
+    Returns None, except on the head: there the samples with these keys, L being the tokens of a sample:
         input_ids      [L] int64: prompt and response; the response includes the stop id that ended it
         response_mask  [L] bool: True on the response
-        old_logprobs   [L] float32 (float64 in float64 runs): of the distribution drawn from; 0 on the prompt
-        truncated      [1] bool: the response ended by length
+        old_logprobs   [L] float32 (float64 in float64 runs): under the distribution drawn from; 0 on the prompt
+        truncated      [1] bool: the response reached max_new_tokens without a stop id
     with record_kept also
-        kept_counts    [L] int32: how many tokens there were to draw from; 0 on the prompt
-        kept_tokens    [sum(kept_counts)] int32: their ids, one place after the other
-    and None on other ranks. Tokens depend on layout and batch by rounding only: they differ where a uniform
-    number falls within rounding error of the border between two tokens. Raises ValueError for an empty prompt,
-    and, on the last stage, for logits that are not finite.
+        kept_counts    [L] int32: how many tokens could be drawn; 0 on the prompt
+        kept_tokens    [sum(kept_counts)] int32: their ids, position after position
+    Layout and batch influence tokens only by rounding: a token can differ where its uniform random number is within
+    rounding error of the border between two tokens. Raises ValueError for an empty prompt and, on the last stage, for
+    logits that are not finite.
     """
     empty = [i for i, n in zip(batch.ids, batch["prompt_ids"].lengths, strict=True) if n == 0]
     if empty:
@@ -95,14 +95,14 @@ def generate(
 
 
 def _multiplication(engine: Engine, params: SamplingParams) -> AbstractContextManager:
-    """How weights are multiplied: packed where that is possible and there are steps enough to earn it back."""
+    """The context for matrix products: packed weights, if they are possible and the steps are enough to save time."""
     stage = engine.stage
     pays = params.max_new_tokens >= PACK_FROM_STEPS and can_pack(stage.device, stage.dtype)
     return PackedWeights() if pays else nullcontext()
 
 
 def _decode(groups: Sequence["_Group"], max_new_tokens: int) -> None:
-    """The decode loop: all groups, until every one is done."""
+    """The decode loop, until all groups are done."""
     active = groups
     for step in range(max_new_tokens):
         for group in active:
@@ -117,11 +117,11 @@ def _decode(groups: Sequence["_Group"], max_new_tokens: int) -> None:
 
 
 class _Group:
-    """Sequences that decode in step: what one rank knows about them.
+    """One rank's state of a group: sequences that are decoded together, one token each per step.
 
-    A *row* is a place in what is computed now; `_order[row]` is the number of its sequence in the group.
+    A *row* is an index into the current batch; `_order[row]` is the number of its sequence in the group.
 
-    done      nothing is left to compute
+    done  whether all sequences have finished
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class _Group:
         self._check_every = pace.check_every
         self._cache = KVCache(lengths, params.max_new_tokens - 1, device, pace.span_multiple)
         self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None
-        self._step = -1  # number of the response token that was computed last
+        self._step = -1  # number of the last response token computed
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
-        # Of each row:
+        # One entry per row:
         self._order = torch.arange(len(lengths), device=device)
         self._positions = torch.tensor(lengths, device=device)  # of the response's first token
         self._finished = torch.zeros(len(lengths), dtype=torch.bool, device=device)
-        # Of each sequence and step:
+        # One entry per sequence and step:
         ids, steps = (
             torch.tensor(prompts.ids, device=device),
             torch.arange(params.max_new_tokens, device=device),
@@ -156,7 +156,7 @@ class _Group:
         self._kept: list[list[Tensor]] | None = [[] for _ in lengths] if record_kept else None
 
     def compute(self) -> None:
-        """Run this rank's stage on the next step: first on the prompts, then on each row's newest token."""
+        """Run this rank's stage for the next step: on the prompts at first, then on each row's newest token."""
         self._step += 1
         output = self._prefill() if self._step == 0 else self._decode()
         if not self._relay.is_last_stage:
@@ -194,7 +194,7 @@ class _Group:
         return self._stage(x, micro, self._cache) if self._graphs is None else self._graphs.run(x, micro)
 
     def settle(self) -> None:
-        """Take note of the tokens drawn in the last step, and let finished sequences leave."""
+        """Store the tokens drawn in the last step, and remove finished sequences from the batch."""
         tokens = self._relay.receive_tokens(self._cache.rows)
         self._tokens[self._order, self._step] = tokens
         self._finished |= torch.isin(tokens, self._stops)
@@ -203,8 +203,8 @@ class _Group:
             self._drop_finished(self._finished.tolist())
 
     def _refuse_unsound_logits(self) -> None:
-        """Raises ValueError naming sample and position of a token drawn since the last look from logits that
-        are not finite: it means nothing, and nor does what follows."""
+        """Raises ValueError, naming sample and position, if a token since the last check was drawn from logits that
+        are not finite: that token and all later ones are meaningless."""
         first = max(0, self._step + 1 - self._check_every)
         unsound = self._logprobs[:, first : self._step + 1].isnan().nonzero().tolist()
         if unsound:
@@ -229,7 +229,7 @@ class _Group:
         self._finished = self._finished[kept]
 
     def samples(self) -> dict[int, dict[str, Tensor]]:
-        """Sample id -> key -> data, as `generate` gives them, on the CPU; on the last stage."""
+        """Sample id -> key -> data, as `generate` returns them, on the CPU. Only for the last stage."""
         self._refuse_unsound_logits()
         stopped = torch.isin(self._tokens, self._stops)
         ended = stopped.any(1)

@@ -1,14 +1,14 @@
-"""The keys and values of the tokens so far, in static memory: what decoding attends to.
+"""The KV cache: keys and values of the tokens so far, in static memory.
 
-Sequences are right-aligned: each prompt ends in the same column, so that the new token of every sequence
-goes to the same column in each step.
+Sequences are right-aligned: all prompts end in the same column, so that the new tokens of all sequences go to the
+same column in each step.
 
             column   0 1 2 3 4 | 5 6 7
     sequence 0         a b c d | e f        start 1: a mask hides the columns before a sequence's start
     sequence 1             a b | c d        the next token of both goes to column 7
 
-Memory of a layer is allocated when its first keys come, so the cache needs not be told how many KV heads a
-tensor-parallel rank holds, nor how large they are.
+The memory of a layer is allocated when its first keys are written, which show how many KV heads a tensor parallel
+rank holds and how large they are.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ class KVCache:
     """The cache of some sequences on one pipeline stage.
 
     prompt_lengths  tokens of each prompt, none 0
-    new_tokens      columns to keep for tokens after the prompts
-    span_multiple   reads start and end at multiples of this many columns; 1 reads no column in vain, more
-                    means fewer different shapes (one CUDA graph each)
+    new_tokens      columns to reserve for tokens after the prompts
+    span_multiple   reads start and end at multiples of this many columns. With 1 no unneeded column is read; with
+                    more there are fewer different shapes (each needs a CUDA graph)
 
-    rows  sequences in the cache
-    span  the columns start .. stop - 1 that a read spans
+    rows  number of sequences in the cache
+    span  (start, stop): a read returns the columns start .. stop - 1
 
-    It is first in the prefill phase, in which attention writes whole prompts, packed in micro-batches
-    (`prefill` names the sequences of the next one); the first `advance` begins decoding, one token for every
-    sequence per step. Where the next token goes is a device tensor, so that a captured CUDA graph follows it.
+    It begins in the prefill phase, in which attention writes whole prompts, packed in micro-batches (`prefill` names
+    the sequences of the next micro-batch). The first `advance` begins decoding: one token per sequence and step. The
+    column of the next token is stored in a device tensor too, so that a captured CUDA graph reads its current value.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class KVCache:
     # For attention
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values of the micro-batch's tokens, both [T, kv heads, head_dim]."""
+        """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim]."""
         if layer not in self._layers:
             shape = (self.rows, keys.shape[1], self._columns, keys.shape[2])
-            # Zeros, not empty memory: what the mask hides still enters the sums, with weight 0.
+            # Zeros, not empty memory: masked columns still enter the sums with weight 0, and 0 * NaN is NaN.
             self._layers[layer] = (keys.new_zeros(shape), values.new_zeros(shape))
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
             if self.decoding:
@@ -68,11 +68,11 @@ class KVCache:
                 stored[rows, :, columns] = new
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys and values of a layer, the newest token's included, while decoding.
+        """All keys and values of a layer, including the newest token's. Only while decoding.
 
-        window  tokens that one may attend to, itself included (sliding-window attention); None for all
-        Returns keys and values, views [n, kv heads, S, head_dim], and the bool mask [n, 1, 1, S] of the
-        columns to attend to.
+        window  tokens that one may attend to, itself included (sliding-window attention); None: all
+        Returns views of keys and values [n, KV heads, S, head_dim], and a bool mask [n, 1, 1, S] of the columns to
+        attend to.
         """
         if window not in self._masks:
             self._masks[window] = self._mask(window)
@@ -106,11 +106,11 @@ class KVCache:
         self.forget_masks()
 
     def forget_masks(self) -> None:
-        """Make the masks anew at the next read (a graph under capture must hold their making)."""
+        """Compute the masks again at the next read. A captured CUDA graph must contain that computation."""
         self._masks.clear()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order; only rows that change place are copied."""
+        """Keep only these rows, in this order. Only rows that change place are copied."""
         moves = [(source, target) for target, source in enumerate(rows) if source != target]
         if moves:
             source, target = torch.tensor(moves, device=self._device).T
@@ -130,9 +130,10 @@ class KVCache:
 
 
 def vacate(finished: Sequence[bool], size: int) -> list[int]:
-    """Rows to keep, `size` of them, when finished ones leave: last rows move into the places that fall free.
+    """The `size` rows to keep when finished ones are removed: the last rows move into the free places.
 
-    size  at least the number of unfinished rows; where it is more, finished ones stay to fill the batch
+    finished  one entry per row
+    size      at least the number of unfinished rows; if it is more, finished rows stay to fill the batch
     Example: of 5 rows, 0 and 2 finished, size 3 keeps [4, 1, 3]: row 4 moves to place 0 and row 3 to place 2.
     """
     movers = [row for row in range(size, len(finished)) if not finished[row]]

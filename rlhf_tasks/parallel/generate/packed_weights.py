@@ -1,9 +1,9 @@
 """Faster matrix products for decoding on the CPU: weights packed once for oneDNN instead of in every product.
 
-A decode step multiplies a few rows with every weight of the model. The libraries bring the weights into blocks
-first, which costs as much as the product itself when the rows are few. Measured on one thread with weights of
-0.25 to 2 million elements, packed weights are at 8 rows 1.3 to 2.3 times as fast in float32 and 1.3 to 1.6 times
-in bfloat16, at 32 rows 1.15 to 1.7 and 1.15 to 1.25 times.
+A decode step multiplies a few rows with every weight of the model. The libraries first rearrange the weights in
+blocks, which for a few rows costs as much as the product itself. Speed-ups of packed weights, measured on one thread
+with weights of 0.25 to 2 million elements: at 8 rows 1.3 to 2.3 in float32 and 1.3 to 1.6 in bfloat16, at 32 rows
+1.15 to 1.7 and 1.15 to 1.25.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of torch packs weights of a dtype on a device."""
-    # Inductor's own operators: torch offers no public ones that keep a packed weight.
+    # These operators are internal to Inductor: torch has no public ones that keep a packed weight.
     return (
         device.type == "cpu"
         and dtype in _DTYPES
@@ -29,9 +29,9 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PackedWeights(TorchFunctionMode):
-    """While this context lasts, `F.linear` multiplies with packed copies of the weights, made at first use.
+    """A context in which `F.linear` multiplies with packed copies of the weights, made at first use. Inference only.
 
-    Weights must not change meanwhile. It takes the memory of a second copy, for inference only.
+    Weights must not change inside the context. The copies need as much memory as the weights.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Choosing the next token: one uniform number per (sample id, position), whatever the layout or the batch."""
+"""Sampling the next token, with one uniform random number per (sample id, position) in any layout and batch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from rlhf_tasks.system.counter_random import counter_bits
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How responses are drawn.
+    """How responses are sampled.
 
     temperature     divides the logits; 0 takes the likeliest token (greedy)
-    top_k           only the k likeliest tokens; 0 for all (tokens tied with the k-th stay)
-    top_p           only the smallest set of likeliest tokens whose probability reaches top_p; 1 for all
-    min_new_tokens  stop ids are excluded from this many first tokens of a response
-    max_new_tokens  a response that has not stopped by then is truncated
-    stop_ids        tokens that end a response; the one that did belongs to it
+    top_k           draw only from the k likeliest tokens, and those tied with the k-th; 0: from all
+    top_p           draw only from the smallest set of likeliest tokens whose probability reaches top_p; 1: from all
+    min_new_tokens  the first tokens of a response, this many, are never stop ids
+    max_new_tokens  a response of this many tokens is truncated
+    stop_ids        tokens that end a response; the stop id belongs to the response
 
     Raises ValueError naming the field that is out of range.
     """
@@ -48,23 +48,22 @@ class SamplingParams:
 
 
 def uniform(seed: int, purpose: str, iteration: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """One uniform number in [0, 1) per (sample id, position), a pure function of the arguments.
+    """One uniform random number in [0, 1) per (sample id, position), a pure function of the arguments.
 
-    sample_ids, positions  int64, broadcast against each other
+    sample_ids, positions  int64, of shapes that broadcast
     Returns float64 of the broadcast shape, on the device of the arguments; bit-equal on every device.
     """
     return counter_bits(seed, purpose, iteration, sample_ids, positions).to(torch.float64) * 2.0**-53
 
 
 class Draw(NamedTuple):
-    """Tokens drawn, one per row, and from what.
+    """Tokens drawn, one per row, and the distributions that they were drawn from.
 
     tokens    [n] int64
-    logprobs  [n] float64, of the distribution drawn from, after exclusion, temperature, top-k and top-p;
-              greedy sampling, whose distribution is a point, reports that of temperature 1 instead.
-              NaN where there is no distribution: a logit is NaN or +inf, or all are -inf. The token, one of
-              the vocabulary, then means nothing
-    scores    [n, vocab] float64, that distribution's logits; -inf for the tokens that could not be drawn
+    logprobs  [n] float64, under the distribution drawn from, after exclusion, temperature, top-k and top-p. Greedy
+              sampling reports the log-probability at temperature 1 instead. NaN where there is no distribution (a
+              logit is NaN or +inf, or all are -inf); the token is then arbitrary
+    scores    [n, vocab] float64, the logits of that distribution; -inf for the tokens that could not be drawn
     """
 
     tokens: Tensor
@@ -76,8 +75,8 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: 
     """Draw one token per row by inverting the cumulative distribution in float64.
 
     logits     [n, vocab] float, of the whole vocabulary
-    uniforms   [n] float64 in [0, 1); not read by greedy sampling
-    new_token  0 for the first token of the responses: stop ids are excluded below `params.min_new_tokens`
+    uniforms   [n] float64 in [0, 1); greedy sampling does not use them
+    new_token  number of the token in the response, from 0; below `params.min_new_tokens`, stop ids are excluded
     """
     scores = logits.double()
     if new_token < params.min_new_tokens and params.stop_ids:
@@ -93,15 +92,15 @@ def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: 
     scores = scores - scores.amax(-1, keepdim=True)
     cumulative = scores.exp().cumsum(-1)
     total = cumulative[:, -1:]
-    # u < 1, but u * total may round up to total, above which there is no token.
+    # u < 1, but u * total may be rounded up to total, which would select no token.
     threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, total.new_zeros(())))
     tokens = torch.searchsorted(cumulative, threshold, right=True)
-    tokens = tokens.clamp(max=scores.shape[-1] - 1)  # a NaN threshold is found behind the last token
+    tokens = tokens.clamp(max=scores.shape[-1] - 1)  # a NaN threshold gives an index past the last token
     return Draw(tokens[:, 0], (scores.gather(-1, tokens) - total.log())[:, 0], scores)
 
 
 def _keep_likeliest(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Scores [n, vocab] with -inf for the tokens that top-k, and then top-p, leave out."""
+    """Scores [n, vocab] with -inf for the tokens that top-k, and after it top-p, exclude."""
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)

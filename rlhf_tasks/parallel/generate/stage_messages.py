@@ -1,4 +1,4 @@
-"""What the ranks of one replica tell each other while they generate: hidden states, logits, tokens."""
+"""Messages between the ranks of one replica during generation: hidden states, logits, tokens."""
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,12 @@ from rlhf_tasks.parallel.train.engine import Engine
 
 
 class Relay:
-    """One group of sequences on its way through the pipeline.
+    """The messages of one group of sequences.
 
-    Per step: hidden states from each stage to the next (point to point, shapes known on both sides), the
-    logits over the tp group of the last stage, and the drawn tokens from the last stage to all others (one
-    broadcast over the pp group). All ranks of the replica make these calls in the same order. With one stage
-    and tp 1 nothing is sent.
+    Per step there are three: hidden states from each stage to the next (point to point, shapes known on both sides);
+    an all-gather of the logits over the tp group of the last stage; and a broadcast of the drawn tokens from the last
+    stage over the pp group. All ranks of the replica make these calls in the same order. With one stage and tp 1
+    nothing is sent.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -31,19 +31,19 @@ class Relay:
         self._tokens: Tensor | None = None
 
     def receive_hidden(self, tokens: int) -> Tensor:
-        """The hidden states [tokens, hidden] of the stage before."""
+        """The hidden states [tokens, hidden] from the previous stage."""
         hidden = torch.empty(tokens, self._layout.shape.hidden, dtype=self._dtype, device=self._device)
         dist.recv(hidden, src=self._stages[self._pp_rank - 1], group=self._pp_group)
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """Start to send hidden states to the next stage."""
+        """Start to send hidden states [tokens, hidden] to the next stage."""
         hidden = hidden.contiguous()
         work = dist.isend(hidden, dst=self._stages[self._pp_rank + 1], group=self._pp_group)
         self._in_flight.append((work, hidden))
 
     def gather_vocabulary(self, logits: Tensor) -> Tensor:
-        """The logits [n, vocab] of all tp ranks' slices [n, slice], bit-equal on each of them."""
+        """The whole logits [n, vocab] from all tp ranks' slices [n, vocab / tp]; bit-equal on all of them."""
         if self._tp_group is None:
             return logits
         sizes = [self._layout.units("vocab", tp_rank).size for tp_rank in range(len(self._tp_devices))]
@@ -58,14 +58,14 @@ class Relay:
         return torch.cat(slices, dim=1)
 
     def share_tokens(self, tokens: Tensor) -> None:
-        """Last stage: start to send the drawn tokens [n] int64 to the other stages."""
+        """On the last stage: start to send the drawn tokens [n] int64 to the other stages."""
         self._tokens = tokens
         if self._pp_group is not None:
             work = dist.broadcast(tokens, src=self._stages[-1], group=self._pp_group, async_op=True)
             self._in_flight.append((work, tokens))
 
     def receive_tokens(self, n: int) -> Tensor:
-        """The tokens [n] int64 drawn in the last step; what this rank sent in that step has left."""
+        """The tokens [n] int64 drawn in the last step. Waits until this rank's messages of that step are sent."""
         for work, _ in self._in_flight:
             if work is not None:
                 work.wait()

@@ -1,33 +1,37 @@
-"""Floating-point operations of a decoder: what the planner prices passes by, and what engines count as `mfu`'s.
+"""Floating-point operations (FLOPs) of a decoder. The planner prices passes with them, and engines count them for
+`mfu`.
 
-Two per parameter of a matrix that a token is multiplied by and four per pair of a query's column and an attended
-token (scores and weighted values), as in arXiv:2104.04473, eq. 3, here with causal attention: a token of a whole
-sequence attends to half of it on average. A backward pass does twice the work of a forward pass. What is computed
-beside a model's own work (recomputed activations, padding, sequences that ended) does not count.
+As in arXiv:2104.04473, eq. 3, a token costs two FLOPs per parameter of each matrix that it is multiplied by, and four
+per attended token and column of the query (scores and weighted values). Attention here is causal: a token attends to
+half of its sequence on average. A backward pass costs twice a forward pass. Recomputed activations, padding and
+sequences that have ended do not count.
 """
 
 from collections.abc import Iterable
 
 from rlhf_tasks.parallel.layout.shape import Head, ModelShape, parameters
 
-TRAINING = 3  # a forward and a backward pass, in forward passes
+TRAINING = 3  # cost of a forward and a backward pass, in forward passes
 
 
 def layer_flops(tokens: float, attended: float, size: float, query: float) -> float:
-    """A layer's forward pass over some tokens, each attending to `attended` others on average.
+    """FLOPs of one layer's forward pass.
 
-    size   parameters of the layer; query: width of its query heads
+    tokens    tokens that pass the layer
+    attended  tokens that each of them attends to, on average
+    size      parameters of the layer
+    query     columns of all query heads together
     """
     return 2 * tokens * size + 4 * tokens * attended * query
 
 
 def head_flops(tokens: float, hidden: int, vocab: int) -> float:
-    """The logits of some tokens; vocab: 1 for a scalar head."""
+    """FLOPs of the head for some tokens; vocab: 1 for a scalar head."""
     return 2 * tokens * hidden * vocab
 
 
 def forward_flops(shape: ModelShape, head: Head, lengths: Iterable[int]) -> float:
-    """A whole model's pass over sequences of these lengths in tokens."""
+    """FLOPs of a whole model's forward pass over sequences of these lengths in tokens."""
     vocab = 1 if head == "scalar" else shape.vocab
     return sum(
         _layers_flops(shape, head, length) + head_flops(length, shape.hidden, vocab) for length in lengths
@@ -35,11 +39,12 @@ def forward_flops(shape: ModelShape, head: Head, lengths: Iterable[int]) -> floa
 
 
 def generation_flops(shape: ModelShape, lengths: Iterable[int], new_tokens: int) -> float:
-    """Drawing responses with a KV cache: each token but the last goes through the layers once, and each new one is
-    drawn from logits of its own.
+    """FLOPs of generation with a KV cache.
 
-    lengths     of prompt and response, sample by sample
-    new_tokens  of all responses together
+    Each token but a sequence's last passes the layers once, and each new token needs the logits of one position.
+
+    lengths     tokens of prompt and response together, for each sample
+    new_tokens  tokens of all responses together
     """
     drawn = head_flops(new_tokens, shape.hidden, shape.vocab)
     return drawn + sum(_layers_flops(shape, "lm", length - 1) for length in lengths)

@@ -1,7 +1,7 @@
-"""What a model consists of: its sizes and the names and shapes of its parameters, read from `config.json`.
+"""A model's sizes, and the names and shapes of its parameters, read from `config.json`.
 
 Pure Python: `transformers.AutoConfig` would import torch (1.5 s), which neither the planner nor the flow
-needs. Parameter names are Hugging Face's. A family of models that we do not know is refused by its name.
+needs. Parameter names are Hugging Face's. Unknown model families are refused.
 """
 
 import math
@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 from rlhf_tasks.system.reading import ConfigError, read_json, shown
 
 Head = Literal["lm", "scalar"]
-"""What stands on the last stage: logits over the vocabulary, or one value per token (`score.weight`)."""
+"""The model's last layer: logits over the vocabulary, or one value per token (`score.weight`)."""
 
 Unit = Literal["query_head", "kv_head", "column", "vocab"]
-"""What a sharded dim is divided into: a unit is never cut."""
+"""The units that a sharded dim consists of. A unit is never divided between tp ranks."""
 
 Place = Literal["layer", "first", "last", "ends"]
 """Which stages hold a parameter: its layer's, the first, the last, or first and last (tied embeddings)."""
@@ -25,11 +25,13 @@ Place = Literal["layer", "first", "last", "ends"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the models of one `model_type` differ; also the defaults of keys that their configs may omit.
+    """Properties of the models of one `model_type`, and defaults of keys that their configs may omit.
 
-    qkv_bias, out_bias, mlp_bias  True, False, or the config key that says
+    qkv_bias, out_bias, mlp_bias  True, False, or the config key that says which
     qk_norm                       RMS norms on the heads of query and key, shared by all heads
-    head_dim, kv_heads            None: hidden_size // heads, as many as query heads
+    head_dim                      default size of a head; None: hidden_size // heads
+    kv_heads                      default number of KV heads; None: as many as query heads
+    tied                          default of tie_word_embeddings
     """
 
     qkv_bias: bool | str = False
@@ -64,7 +66,7 @@ _KNOWN = (
     "Use a dense decoder of one of the families Llama, Mistral, Qwen2, Qwen3 and Gemma (first generation)."
 )
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend on the position alone."""
+"""Kinds of rotary embedding whose angles depend only on the token's position."""
 
 
 MOST: Mapping[str, int] = {
@@ -77,12 +79,13 @@ MOST: Mapping[str, int] = {
     "vocab_size": 2**28,
     "max_position_embeddings": 2**31,
 }
-"""What no model comes near: larger figures are mistakes, and each layer of them has a dozen objects here."""
+"""Upper bounds that no real model reaches. A larger figure is a mistake and could exhaust memory: each layer has a
+dozen objects here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder. All counts are whole numbers; `context` is the longest sequence in tokens."""
+    """Sizes of a decoder. `context` is the length of the longest sequence in tokens."""
 
     family: str
     hidden: int
@@ -103,7 +106,7 @@ class ModelShape:
     def from_folder(folder: str | Path) -> "ModelShape":
         """Read `config.json` of a Hugging Face model folder.
 
-        Raises ConfigError naming the folder when there is no readable config or no decoder that we know.
+        Raises ConfigError naming the folder when the config is not readable or not that of a known decoder.
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
@@ -144,13 +147,13 @@ class ModelShape:
         return shape
 
     def difference(self, other: "ModelShape") -> dict[str, tuple[Any, Any]]:
-        """Fields in which two models differ: {field: (ours, theirs)}; empty when they are alike."""
+        """The fields in which two models differ: {field: (ours, theirs)}; empty when they are equal."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
-    """The model's family. Raises ConfigError saying why a model is not one that we can split."""
+    """The model's family. Raises ConfigError, with the reason, when the engine cannot split such a model."""
     kind = config.get("model_type")
     if "auto_map" in config:
         raise ConfigError(
@@ -174,7 +177,7 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
 
 
 def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
-    """Raises ConfigError for what the engine would compute otherwise than the model means it."""
+    """Raises ConfigError for settings under which the engine would compute something else than the model."""
     scaling: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ConfigError(
@@ -227,7 +230,7 @@ class _Reader:
         return value
 
     def option(self, known: bool | str) -> bool:
-        """A family's answer, or the config's where the family names a key."""
+        """The family's value, or the config's value where the family names a config key."""
         return self.flag(known, False) if isinstance(known, str) else known
 
 
@@ -238,10 +241,9 @@ class ParameterSpec:
     shape             global shape
     place, layer      which stages hold it; the layer's number when place is "layer"
     shard_dim         the dim that tensor parallelism splits; None: every tp rank holds all of it
-    unit, unit_size   what the dim is divided into, and a unit's number of rows
-    partial_gradient  the gradients of its copies inside one dp rank are contributions that must be summed
-                      (KV heads on several tp ranks, tied embeddings, norms inside heads); else every copy has
-                      the same gradient
+    unit, unit_size   the units that this dim consists of, and rows per unit
+    partial_gradient  True: the gradients of its copies inside one dp rank must be summed (KV heads on several tp
+                      ranks, tied embeddings, norms inside heads). False: every copy has the whole gradient
     """
 
     name: str
@@ -255,17 +257,17 @@ class ParameterSpec:
 
     @property
     def dim(self) -> int:
-        """The dim that intervals are counted on: the sharded one, else the first."""
+        """The dim to which intervals of rows refer: the sharded one, else the first."""
         return self.shard_dim or 0
 
     @property
     def length(self) -> int:
-        """Rows on that dim."""
+        """Number of rows, i.e. the size of that dim."""
         return self.shape[self.dim]
 
     @property
     def row_size(self) -> int:
-        """Elements per row of that dim."""
+        """Elements per row."""
         return math.prod(self.shape) // self.length
 
     @property

@@ -1,8 +1,8 @@
 """Which device of a placement holds which slice of which parameter. Pure Python.
 
-A slice is an interval on one dim (`ParameterSpec.dim`). Query heads, columns and vocabulary split over tp at
-floor(i n / tp), without padding; a rank holds every KV head that its query heads use, so neighbouring ranks
-may hold the same KV heads. Layers split over stages at floor(i L / pp); tied embeddings live on both ends.
+A slice is an interval on one dim (`ParameterSpec.dim`). Query heads, columns and vocabulary are split over tp at
+floor(i n / tp), without padding. A rank holds every KV head that its query heads use, so neighbouring ranks may hold
+the same KV heads. Layers are split over stages at floor(i L / pp). Tied embeddings are on the first and last stage.
 """
 
 from collections.abc import Mapping
@@ -33,13 +33,13 @@ class Interval(NamedTuple):
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def within(self, outer: "Interval") -> slice:
-        """Where these rows lie in a tensor that holds the rows `outer`."""
+        """The slice of these rows in a tensor that holds the rows `outer`."""
         assert outer.start <= self.start <= self.stop <= outer.stop, (self, outer)
         return slice(self.start - outer.start, self.stop - outer.start)
 
 
 class Shared(NamedTuple):
-    """Rows of a parameter that several devices of one dp rank hold, in the order of their tp and pp ranks."""
+    """Rows of a parameter that several devices of one dp rank hold; devices in the order of pp rank, then tp rank."""
 
     name: str
     interval: Interval
@@ -47,7 +47,7 @@ class Shared(NamedTuple):
 
 
 def split(length: int, parts: int, index: int) -> Interval:
-    """Part `index` of `length` rows cut into `parts` at floor(i * length / parts)."""
+    """Part number `index` of `length` rows that are cut into `parts` at floor(i * length / parts)."""
     return Interval(index * length // parts, (index + 1) * length // parts)
 
 
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """All parameters of the model, wherever they are."""
+        """All parameters of the model, on whichever device."""
         return parameters(self.shape, self.head)
 
     @cached_property
@@ -83,7 +83,7 @@ class Layout:
     # Splits
 
     def stage_layers(self, pp_rank: int) -> range:
-        """Numbers of a stage's layers."""
+        """The numbers of a stage's layers."""
         return range(*split(self.shape.layers, self.placement.strategy.pp, pp_rank))
 
     def stages(self, spec: ParameterSpec) -> tuple[int, ...]:
@@ -106,14 +106,14 @@ class Layout:
         return split(totals[unit], tp, tp_rank)
 
     def interval(self, spec: ParameterSpec, tp_rank: int) -> Interval:
-        """The rows of a parameter that a tp rank of a holding stage has; all where it is not sharded."""
+        """The rows of a parameter that a tp rank holds, on a stage that holds it; all rows if it is not sharded."""
         if spec.unit is None:
             return Interval(0, spec.length)
         units = self.units(spec.unit, tp_rank)
         return Interval(units.start * spec.unit_size, units.stop * spec.unit_size)
 
     def kv_head_map(self, tp_rank: int) -> tuple[int, ...]:
-        """For each local query head, the local KV head that it attends with."""
+        """The local KV head of each local query head of a tp rank: one entry per query head."""
         group = self.shape.query_heads // self.shape.kv_heads
         first = self.units("kv_head", tp_rank).start
         return tuple(head // group - first for head in range(*self.units("query_head", tp_rank)))
@@ -121,7 +121,7 @@ class Layout:
     # Holdings
 
     def held(self, device: int) -> Mapping[str, Interval]:
-        """What a device holds: parameter name -> rows. Equal on the devices of one dp group."""
+        """The slices that a device holds: parameter name -> rows. Equal for all devices of a dp group."""
         at = self.placement.coordinate(device)
         return self._held[at.pp][at.tp]
 
@@ -131,7 +131,7 @@ class Layout:
         return (*spec.shape[: spec.dim], rows, *spec.shape[spec.dim + 1 :])
 
     def owners(self, name: str) -> tuple[tuple[int, Interval], ...]:
-        """Every (device, rows) that holds a slice of a parameter, dp replicas included."""
+        """(device, rows) of every device that holds a slice of a parameter, in all dp ranks."""
         spec, s = self.specs[name], self.placement.strategy
         return tuple(
             (self.placement.device(dp_rank, tp_rank, pp_rank), self.interval(spec, tp_rank))
@@ -148,8 +148,10 @@ class Layout:
     # Copies inside one dp rank
 
     def primary(self, device: int) -> Mapping[str, Interval]:
-        """The rows for which a device answers, out of those it holds: over the devices of one dp rank every
-        row of every parameter counts exactly once. Gradient norms and digests sum over these."""
+        """The rows that a device counts in sums over the model, such as gradient norms and digests: name -> rows.
+
+        Of the rows that several devices of a dp rank hold, only one of these devices counts each.
+        """
         at = self.placement.coordinate(device)
         return self._primary[at.pp][at.tp]
 
@@ -190,8 +192,11 @@ class Layout:
         )
 
     def _untaken(self, spec: ParameterSpec, tp_rank: int, pp_rank: int) -> Interval:
-        """The rows of a tp rank that no lower tp rank and no earlier stage holds. Intervals never step back
-        from one tp rank to the next: what lower ranks hold lies below the predecessor's stop."""
+        """The rows of a tp rank that no lower tp rank and no earlier stage holds.
+
+        The stops of the intervals never decrease from one tp rank to the next, so all rows of lower tp ranks are
+        below the predecessor's stop.
+        """
         rows = self.interval(spec, tp_rank)
         taken = self.interval(spec, tp_rank - 1).stop if tp_rank else 0
         if pp_rank != self.stages(spec)[0]:

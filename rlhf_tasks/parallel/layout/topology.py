@@ -1,7 +1,7 @@
 """Parallel strategies and placements: which device holds which (dp, tp, pp) coordinate. Pure Python.
 
 We say *axis* for dp, tp, pp and *dim* for a tensor's dimension. The rank order inside a placement is
-pp-major, then dp, then tp, so that a tensor-parallel group is made of neighbouring devices:
+pp-major, then dp, then tp, so that a tensor-parallel group consists of neighbouring devices:
 
     devices[(pp_rank * dp + dp_rank) * tp + tp_rank]
 """
@@ -9,7 +9,8 @@ pp-major, then dp, then tp, so that a tensor-parallel group is made of neighbour
 from dataclasses import dataclass
 
 MAX_DEVICES = 131_072
-"""Of a cluster: eight times the largest that planning is tested with. More are a slip of the hand."""
+"""Most devices of a cluster: eight times the largest that planning is tested with. A larger number is a typing
+error."""
 
 
 def check_count(n_hosts: int, devices_per_host: int) -> None:
@@ -55,7 +56,7 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device ids (positions in the cluster, 0-based) together with the strategy that orders them.
+    """Device ids (positions in the cluster, from 0) in order, together with the parallel strategy.
 
     Raises ValueError when the number of devices differs from the strategy's size or a device repeats.
     """
@@ -105,7 +106,7 @@ class Placement:
         return tuple(self.device(dp_rank, t, p) for p in range(s.pp) for t in range(s.tp))
 
     def head(self, dp_rank: int) -> int:
-        """The data-parallel head: tp rank 0 of the last stage, where a dp rank's samples live."""
+        """The data-parallel head, which holds a dp rank's samples: tp rank 0 of the last stage."""
         return self.device(dp_rank, 0, self.strategy.pp - 1)
 
     @property

@@ -1,7 +1,7 @@
-"""Who sends what to whom: parameters between two layouts, samples between two placements. Pure Python.
+"""Which device sends what to which: parameters between two layouts, samples between two placements. Pure Python.
 
-Every rank evaluates these functions on the same arguments and gets the same lists; the planner prices the
-very lists that the executors (reallocation.py, redistribution.py) run.
+Every rank evaluates these functions on the same arguments and gets the same lists. The planner prices the same lists
+that the executors (reallocation.py, redistribution.py) run.
 """
 
 import heapq
@@ -20,7 +20,7 @@ Balance = Literal["count", "tokens"]
 
 
 class Slices(NamedTuple):
-    """The same rows of several parameters that are split alike; `rows` is None for whole parameters."""
+    """The same rows of several parameters that are split in the same way; `rows` is None for whole parameters."""
 
     names: tuple[str, ...]
     rows: Interval | None
@@ -28,7 +28,7 @@ class Slices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SliceTransfer:
-    """One message of a reallocation: what a source device sends to a destination device, in this order."""
+    """One message of a reallocation: the slices that a source device sends to a destination device, in this order."""
 
     source: int
     destination: int
@@ -52,21 +52,24 @@ class SampleTransfer:
 def plan_reallocation(
     source: Layout, destination: Layout, itemsize: int, devices_per_host: int
 ) -> tuple[SliceTransfer, ...]:
-    """The messages that bring a model from one layout to another.
+    """The messages that bring a model from one layout to another, one message per pair of devices.
 
     itemsize          bytes per element
     devices_per_host  devices with the same id // devices_per_host share a host
 
-    Each row that a destination device lacks is sent to it once, so that the bytes equal `reallocation_bound`.
-    It comes from a holder on the same host where there is one, else from any; holders with equal claims are
-    loaded evenly. Rows that a device holds in both layouts are not sent. One message per pair of devices.
+    Each row that a destination device lacks is sent to it once; rows that it already holds are not sent. So the bytes
+    equal `reallocation_bound`. The sender is a holder on the same host where there is one, else any holder. Holders
+    share the sending evenly.
     """
     assert (source.shape, source.head) == (destination.shape, destination.head), "two different models"
     needs = _needs(source, destination, itemsize, devices_per_host)
     loads: dict[int, int] = defaultdict(int)
     messages: dict[tuple[int, int], list[tuple[Slices, int]]] = defaultdict(list)
     for need in sorted(needs, key=lambda n: -n.size_bytes):  # largest first balances best
-        part = (need.slices, need.size_bytes)  # one object in all messages: there may be millions
+        part = (
+            need.slices,
+            need.size_bytes,
+        )  # all messages share one object: there may be millions of messages
         queue = [(loads[holder], holder) for holder in need.holders]
         heapq.heapify(queue)
         for wanter in need.wanters:
@@ -81,7 +84,7 @@ def plan_reallocation(
 
 
 def reallocation_bound(source: Layout, destination: Layout, itemsize: int) -> int:
-    """Least bytes that any reallocation must send: what each destination device does not hold already."""
+    """Fewest bytes that any reallocation must send: those that the destination devices do not hold already."""
     present = set(source.placement.devices)
     missing = 0
     for device in destination.placement.devices:
@@ -93,7 +96,7 @@ def reallocation_bound(source: Layout, destination: Layout, itemsize: int) -> in
 
 
 class _Need(NamedTuple):
-    """Some rows that each wanter lacks and each holder can give; `size_bytes` per wanter."""
+    """Rows that each wanter lacks and each holder can send; `size_bytes` is per wanter."""
 
     slices: Slices
     size_bytes: int
@@ -102,14 +105,14 @@ class _Need(NamedTuple):
 
 
 _Alike: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, int, int] | None]
-"""Stages that hold a parameter in both layouts, and how it is split: unit, unit size, length."""
+"""(Stages that hold a parameter in the old layout, in the new layout, (unit, unit size, length) or None)."""
 
 
 def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host: int) -> Iterable[_Need]:
     """All needs of a reallocation.
 
-    Parameters that are split alike on the same stages are handled as one (a 70B model has 723 parameters, but
-    only some 4 kinds per pair of stages), and each is cut at the borders of both layouts, so that a piece has
+    Parameters that are split in the same way on the same stages are handled together: a 70B model has 723 parameters,
+    but only about 4 kinds per pair of stages. Each kind is cut at the borders of both layouts, so that a piece has
     one set of holders and one set of wanters.
     """
     alike: dict[_Alike, list[ParameterSpec]] = defaultdict(list)
@@ -136,14 +139,14 @@ def _needs(source: Layout, destination: Layout, itemsize: int, devices_per_host:
 
 
 class _Holders:
-    """Who holds which rows in one layout; remembers the lists of devices, of which there are few."""
+    """Which devices hold which rows in one layout. Caches the lists of devices, of which there are few."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[int]] = {}
 
     def slices(self, spec: ParameterSpec) -> list[Interval]:
-        """Each tp rank's rows of a parameter."""
+        """The rows of a parameter that each tp rank holds."""
         return [self._layout.interval(spec, t) for t in range(self._layout.placement.strategy.tp)]
 
     def devices(self, stages: tuple[int, ...], slices: Sequence[Interval], rows: Interval) -> Sequence[int]:
@@ -158,15 +161,17 @@ class _Holders:
 
 
 def _parts(holders: int, wanters: int) -> int:
-    """Into how many parts to cut rows so that the holders can share the sending evenly: up to 8 for an exact
-    division, and always enough to give each holder something to send."""
+    """The number of parts into which rows are cut, so that the holders share the sending evenly.
+
+    It is the number for an exact division, but at most 8, unless more are needed to give each holder a part.
+    """
     return max(holders // wanters, min(8, holders // math.gcd(holders, wanters)))
 
 
 def _near(
     holders: Sequence[int], wanters: Sequence[int], devices_per_host: int
 ) -> Iterable[tuple[Sequence[int], Sequence[int]]]:
-    """Pairs (holders, wanters): by host where the host has a holder, the other wanters with all holders."""
+    """Pairs (holders, wanters): one per host that has both, and one of all holders with the remaining wanters."""
     if not wanters:
         return
     on_host: dict[int, list[int]] = defaultdict(list)
@@ -184,7 +189,7 @@ def _near(
 
 
 class Side(Protocol):
-    """How samples lie on the heads of a placement (`rlhf_tasks.spec.DataSide` is one)."""
+    """How samples are distributed over the heads of a placement (`rlhf_tasks.spec.DataSide` is one)."""
 
     @property
     def placement(self) -> Placement: ...
@@ -195,7 +200,7 @@ class Side(Protocol):
 
 
 def mini_batch_blocks(ids: Sequence[int], mini_batches: int) -> list[list[int]]:
-    """Cuts an iteration's ids into mini-batches: contiguous blocks whose sizes differ by at most one."""
+    """Cut an iteration's ids into mini-batches: contiguous blocks whose sizes differ by at most one."""
     return [list(ids[slice(*split(len(ids), mini_batches, m))]) for m in range(mini_batches)]
 
 
@@ -206,12 +211,12 @@ def partition(
     mini_batches: int = 1,
     lengths: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
-    """Deals an iteration's samples to dp ranks, mini-batch by mini-batch: dp rank -> ids.
+    """Distribute an iteration's samples over dp ranks, mini-batch by mini-batch. Returns the ids of each dp rank.
 
-    balance  "count": sample number i of a mini-batch goes to dp rank i mod dp; "tokens": the longest sample
-             left goes to the dp rank with the fewest tokens so far (ties: the smaller id, the lower rank)
-    lengths  tokens of each sample, used by "tokens" alone
-    Inside a rank the ids of a mini-batch ascend, and mini-batches follow each other.
+    balance  "count": sample number i of a mini-batch goes to dp rank i mod dp. "tokens": the longest remaining
+             sample goes to the dp rank with the fewest tokens so far (ties: the smaller id, the lower rank)
+    lengths  sample id -> tokens; only "tokens" needs it
+    In the list of a dp rank, the mini-batches follow each other, each with ascending ids.
     """
     shares: list[list[int]] = [[] for _ in range(dp)]
     for block in mini_batch_blocks(ids, mini_batches):
@@ -249,9 +254,9 @@ def plan_redistribution(
     held, wanted      head device -> sample ids
     devices_per_host  devices with the same id // devices_per_host share a host
 
-    What a head holds already is not sent; of several holders the one on the same host is asked, else the one
-    that sends the fewest samples so far. Sorted by (source, destination), one message per pair.
-    Raises LookupError naming a wanted sample that no head holds.
+    Samples that a head already holds are not sent. A sample comes from a holder on the same host where there is one;
+    among several, from the one with the fewest samples to send so far. One message per pair of devices, sorted by
+    (source, destination). Raises LookupError naming a wanted sample that no head holds.
     """
     holders: dict[int, list[int]] = defaultdict(list)
     for device, ids in sorted(held.items()):

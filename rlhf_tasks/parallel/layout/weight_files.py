@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face folder hold the weights, and whether they are the model's. Loads no torch."""
+"""Finds the weight files of a Hugging Face folder and checks them against the model. Loads no torch."""
 
 import json
 import math
@@ -25,19 +25,18 @@ BITS: Mapping[str, int] = {
 """Bits of an element of each dtype."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""What a parameter may be stored in: others are quantised, and would be read as if they were not."""
+"""The dtypes in which a parameter may be stored. Others are quantised and would be read as if they were not."""
 
-SAVE_ANEW, FETCH_AGAIN = "Save the model anew with save_pretrained.", "Fetch or save it again."
-MOST_HEADER_BYTES = 100_000_000  # by the format's own definition
-MOST_DIMS = 8  # of a tensor
-LENGTH_BYTES = 8  # of the number before a safetensors file's header: the header's bytes, little-endian
+SAVE_ANEW, FETCH_AGAIN = "Save the model again with save_pretrained.", "Fetch or save it again."
+MOST_HEADER_BYTES = 100_000_000  # as the safetensors format defines
+MOST_DIMS = 8  # dims of a tensor
+LENGTH_BYTES = 8  # a safetensors file begins with this many bytes, its header's length, little-endian
 
 
 def weight_files(folder: Path, specs: Iterable[ParameterSpec], needs_head: bool) -> dict[str, Path]:
-    """Parameter name -> the file that holds it, for those of `specs` that the folder has.
+    """Parameter name -> the file that holds it, for the parameters in `specs`. Reads only the headers of the files.
 
-    Of the files only the headers are read.
-    needs_head  False: a scalar head may be missing
+    needs_head  False: a scalar head may be missing, and is then left out
     Raises ConfigError, naming file and parameter, when a file is missing, damaged, cut off or quantised, and when the
     folder lacks a parameter or has one of another shape.
     """
@@ -46,7 +45,7 @@ def weight_files(folder: Path, specs: Iterable[ParameterSpec], needs_head: bool)
     missing = [name for name in wanted if name not in files]
     if needs_head and NEW_HEAD in missing:
         raise ConfigError(
-            f"Model folder {str(folder)!r} has no {NEW_HEAD}: it is a language model, which scores nothing. Name a "
+            f"Model folder {str(folder)!r} has no {NEW_HEAD}: it is a language model, which gives no scores. Name a "
             "trained reward model."
         )
     if set(missing) - {NEW_HEAD}:
@@ -64,13 +63,15 @@ def weight_files(folder: Path, specs: Iterable[ParameterSpec], needs_head: bool)
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """Parameter name -> its file: as the index says, or by the header of the one file of all."""
+    """Parameter name -> its file, from the index, or from the header of the only file."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         names = _weight_map(index)
         elsewhere = next((file for file in names.values() if Path(file).name != file), None)
         if elsewhere is not None:
-            raise ConfigError(f"{index} names {shown(elsewhere)}, which is no plain file name. {SAVE_ANEW}")
+            raise ConfigError(
+                f"{index} names {shown(elsewhere)}, which is not a plain file name. {SAVE_ANEW}"
+            )
         absent = sorted(set(names.values()) - {path.name for path in folder.iterdir() if path.is_file()})
         if absent:
             raise ConfigError(f"{index} names files that are not there: {one_line(', '.join(absent[:4]))}.")
@@ -107,15 +108,15 @@ def _check_shapes(file: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """Parameter name -> dtype, shape and data_offsets, by a safetensors file.
+    """The header of a safetensors file: parameter name -> dtype, shape and data_offsets.
 
-    Raises ConfigError when there is no such header, or when the data are not those that it describes.
+    Raises ConfigError when the header is damaged, or when the file has more or fewer bytes than it describes.
     """
     size_bytes = file.stat().st_size
     with reading(file, "not valid safetensors", remedy=FETCH_AGAIN), file.open("rb") as opened:
         length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         if length > min(MOST_HEADER_BYTES, size_bytes - LENGTH_BYTES):
-            raise ValueError(f"its header is said to have {length:,} bytes")
+            raise ValueError(f"its first bytes announce a header of {length:,} bytes")
         header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
         ends = _ends(header)
@@ -130,8 +131,11 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _ends(header: Mapping[str, Mapping[str, Any]]) -> int:
-    """The bytes of all tensors. Raises an error, for `reading`, unless they lie one after another without a gap and
-    each has as many bytes as its dtype and shape say."""
+    """Bytes of all tensors together.
+
+    Raises ValueError or another error that `reading` reports, unless the tensors follow each other without gaps and
+    each has the bytes that its dtype and shape require.
+    """
     at = 0
     for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (first, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]

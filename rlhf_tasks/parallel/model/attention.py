@@ -1,8 +1,8 @@
-"""Attention over packed sequences and over a KV cache: what the decoder layers call through transformers'
+"""Attention over packed sequences and over a KV cache. The decoder layers call it through transformers'
 `AttentionInterface`.
 
-The layers are called with a batch dim of 1 around all tokens of a micro-batch; which tokens belong together
-is known from the micro-batch, which travels to here as a keyword argument.
+The layers are called with a batch dim of 1 around all tokens of a micro-batch. The micro-batch is passed on as a
+keyword argument and says which tokens belong together.
 """
 
 from inspect import signature
@@ -21,7 +21,7 @@ PACKED = "rlhf_packed"
 """Name under which transformers finds `packed_attention`."""
 
 
-# Where varlen_attn has no such argument it takes fewer KV heads than query heads without being told.
+# A varlen_attn without this argument accepts fewer KV heads than query heads anyway.
 _GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
@@ -34,12 +34,17 @@ class Cache(Protocol):
         ...
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the micro-batch's keys and values [T, local KV heads, head_dim], after rotary embedding."""
+        """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim].
+
+        They come after rotary embedding; KV heads are those of this rank.
+        """
         ...
 
     def read(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values [n, local KV heads, S, head_dim] with the new token among them, and what each
-        sequence may attend to: bool [n, 1, 1, S], or None for all; `window`: the sliding window in tokens."""
+        """Keys and values [n, KV heads, S, head_dim], new token included, and the mask bool [n, 1, 1, S].
+
+        The mask is True where a sequence may attend; None: everywhere. window: the sliding window in tokens.
+        """
         ...
 
 
@@ -58,12 +63,13 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a micro-batch.
 
-    module     the attention module, with `layer_idx` and `kv_index` (see `kv_index`)
-    query      [1, local heads, T, head_dim], after rotary embedding
-    key, value [1, local KV heads, T, head_dim]
-    scaling    factor on the scores
-    cache      None, or where keys and values are written and, while decoding, read
-    Returns ([1, T, local heads, head_dim], None): what an attention function gives in transformers.
+    module          the attention module, with `layer_idx` and `kv_index` (see the function `kv_index`)
+    query           [1, heads, T, head_dim], this rank's heads, after rotary embedding
+    key, value      [1, KV heads, T, head_dim], likewise
+    scaling         factor on the scores
+    cache           keys and values are written to it and, while decoding, read from it; None: no cache
+    sliding_window  tokens that one may attend to, itself included; None: all before it
+    Returns ([1, T, heads, head_dim], None), as transformers expects of an attention function.
     """
     assert attention_mask is None, "the micro-batch says what attends to what"
     kv_index: Tensor | None = module.kv_index  # pyright: ignore[reportAssignmentType]
@@ -84,10 +90,12 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def kv_index(kv_head_map: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """The local KV head of each local query head [heads] int64, or None where they come in equal groups.
+    """The local KV head of each local query head: [heads] int64; None where all KV heads have equally many.
 
-    Equal groups are what the kernels understand; anything else (9 query and 3 KV heads split over 2 ranks) is
-    given to them with the KV heads repeated by this index.
+    The kernels need equal groups. Elsewhere (e.g. 9 query and 3 KV heads split over 2 ranks) the KV heads are
+    repeated by this index.
+
+    kv_head_map  as from `Layout.kv_head_map`
     """
     group = len(kv_head_map) // (kv_head_map[-1] + 1)
     if kv_head_map == tuple(i // group for i in range(len(kv_head_map))):
@@ -98,7 +106,7 @@ def kv_index(kv_head_map: tuple[int, ...], device: torch.device) -> Tensor | Non
 def _per_sequence(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float, window: int | None
 ) -> Tensor:
-    """One scaled_dot_product_attention for each sequence: any device and dtype."""
+    """One scaled_dot_product_attention per sequence, on any device and dtype. Shapes as in `packed_attention`."""
     outputs = []
     for stop, length in zip(accumulate(lengths), lengths, strict=True):
         tokens = slice(stop - length, stop)
@@ -126,7 +134,7 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scaling: float, window: int | None
 ) -> Tensor:
-    """All sequences in one flash-attention kernel: CUDA, 16-bit dtypes."""
+    """All sequences in one flash-attention kernel; CUDA and 16-bit dtypes only. Shapes as in `packed_attention`."""
     longest = max(micro.lengths)
     output = varlen_attn(
         query[0].transpose(0, 1),
@@ -155,7 +163,7 @@ def _decode(
     if kv_index is not None:
         keys, values = keys.index_select(1, kv_index), values.index_select(1, kv_index)
     _, heads, n, head_dim = query.shape
-    # The query heads of one KV head stand as so many rows of one query: no KV head is repeated.
+    # The query heads of a KV head become the rows of one query, so that no KV head is copied.
     grouped = query[0].transpose(0, 1).reshape(n, keys.shape[1], heads // keys.shape[1], head_dim)
     output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
     return output.reshape(1, n, heads, head_dim)

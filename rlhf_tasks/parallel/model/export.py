@@ -1,4 +1,4 @@
-"""A model's way out: a Hugging Face folder that `from_pretrained`, vLLM and SGLang load."""
+"""Exports a model as a Hugging Face folder that `from_pretrained`, vLLM and SGLang load."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE
 from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
 
-SHARD_BYTES = 5 * 1024**3  # transformers' habit of several years
+SHARD_BYTES = 5 * 1024**3  # the default of transformers for several years
 _BESIDE_WEIGHTS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -31,14 +31,14 @@ _BESIDE_WEIGHTS = (
 
 
 class FolderWriter:
-    """Writes a Hugging Face folder parameter by parameter; it appears, complete, at `close`.
+    """Writes a Hugging Face folder parameter by parameter. `close` renames it into place, so it is never incomplete.
 
-    folder  must not exist yet
-    source  the folder the model came from: its config, tokenizer and generation config are taken over
-    dtype   of the tensors that will come
-    shard_bytes  at which a new file begins
+    folder       must not exist yet
+    source       the folder that the model came from: its config, tokenizer and generation config are copied
+    dtype        dtype of the tensors that `add` will get
+    shard_bytes  most bytes of tensors in one file, unless one parameter alone is larger
 
-    Raises FileExistsError when the folder is there already.
+    Raises FileExistsError when the folder exists.
     """
 
     def __init__(
@@ -66,7 +66,11 @@ class FolderWriter:
         _write_config(self._unfinished, source, layout.head, dtype)
 
     def add(self, name: str, whole: Tensor) -> None:
-        """Take the next whole parameter, in the order of `layout.parameters`. Memory: one file's tensors."""
+        """Add the next whole parameter, in the order of `layout.parameters`.
+
+        whole  the parameter's global shape, of the writer's dtype
+        A file is written when all its parameters have come, so memory holds the tensors of one file at most.
+        """
         assert whole.shape == self._shapes[name], (name, whole.shape)
         assert whole.dtype == self.dtype, (name, whole.dtype)
         file = self._file_of[name]
@@ -77,14 +81,16 @@ class FolderWriter:
             self._waiting = {}
 
     def close(self) -> None:
-        """Write the index, and give the folder its name once all of it is on the disk."""
+        """Write the index, sync all files to disk, then rename the folder to its final name."""
         missing = self._file_of.keys() - self._written
         assert not missing, f"{len(missing)} parameters were not added, such as {min(missing)}"
         if set(self._file_of.values()) != {SINGLE}:
             total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        mode = self._unfinished.stat().st_mode & 0o666  # the umask's: writers and sources may have others
+        mode = (
+            self._unfinished.stat().st_mode & 0o666
+        )  # as the umask says; copied files have their source's mode
         for path in self._unfinished.iterdir():
             path.chmod(mode)
             sync(path)
@@ -94,7 +100,7 @@ class FolderWriter:
 
 
 def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:
-    """Parameter name -> file name, in order, in files of at most `shard_bytes` where parameters allow."""
+    """Parameter name -> file name, in order. A file exceeds `shard_bytes` only if one parameter alone does."""
     shards: list[list[str]] = [[]]
     filled = 0
     for spec in layout.parameters:

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens from vocabulary-parallel logits, never gathered over tp.
+"""Log-probabilities and entropies of tokens from vocabulary-parallel logits, which are never gathered over tp.
 
-Each tp rank holds the logits of its interval of the vocabulary. Only [T] vectors cross the tp group: the
-maximum and the sums below it (as in Megatron-LM, arXiv:1909.08053, section 3).
+Each tp rank holds the logits of its interval of the vocabulary. Only [T] vectors are all-reduced over the tp group:
+the maximum and the sums of the softmax (as in Megatron-LM, arXiv:1909.08053, section 3).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from torch import Tensor
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.comm.groups import all_reduce
 
-CHUNK_ELEMENTS = 1 << 20  # of float32 temporaries: 4 MiB each, whatever the number of tokens
-LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no inf - inf a NaN
+CHUNK_ELEMENTS = 1 << 20  # elements of a float32 temporary: 4 MiB, whatever the number of tokens
+LEFT_OUT = -1e30  # logit of a token that cannot be drawn: exp gives 0, and no NaN arises as from -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,10 @@ class VocabShard:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens that top-k and top-p kept where a response's tokens were drawn. Row p, as in logits, is about
-    token p + 1.
+    """The tokens that top-k and top-p kept when a response was sampled. As in logits, row p is about token p + 1.
 
-    counts  [T] int32: how many tokens there were to draw that one from; 0 where nothing was drawn
-    tokens  [sum(counts)] int32: their ids, one row after the other
+    counts  [T] int32: number of tokens that could be drawn; 0 where none was drawn
+    tokens  [sum(counts)] int32: their ids, row after row
     """
 
     counts: Tensor
@@ -46,18 +45,17 @@ class Kept:
 
     @staticmethod
     def of(micro: MicroBatch) -> "Kept | None":
-        """What a micro-batch carries under `kept_counts` and `kept_tokens`, as `generate` records them; None where
-        it does not."""
+        """From a micro-batch's keys `kept_counts` and `kept_tokens`; None if `generate` did not record them."""
         if "kept_counts" not in micro.data:
             return None
-        # By place they become by row; a sample's first token was not drawn, so the order of the ids stays.
+        # Shift counts from position p + 1 to row p. A sample's first token was not drawn, so no ids change place.
         return Kept(micro.data["kept_counts"].roll(-1), micro.data["kept_tokens"])
 
     def left_out(self, chunks: Sequence[slice], start: int, width: int) -> Iterator[Tensor]:
-        """For one chunk of rows after the other: [rows, width] bool, which of the `width` token ids from `start` on
-        could not be drawn. None is left out where nothing was drawn.
+        """For each chunk of rows: [rows, width] bool, True for token ids start .. start + width - 1 that could not be
+        drawn. A row where nothing was drawn is all False.
 
-        chunks  consecutive slices, all rows together
+        chunks  consecutive slices that cover all rows
         """
         counts = self.counts.long()
         last = torch.tensor([rows.stop - 1 for rows in chunks], dtype=torch.int64, device=counts.device)
@@ -83,10 +81,11 @@ def token_logprobs(
 ) -> Tensor:
     """log softmax(logits / temperature)[t, targets[t]]; differentiable in the logits.
 
-    logits   [T, V_local] this rank's slice of the vocabulary; targets [T] int64 ids of the whole vocabulary
-    kept     the softmax is over these tokens only; default: over all
-    Returns [T], float32 (float64 for float64 logits), equal on all tp ranks.
-    A cross entropy is minus this. All ranks of the tp group must call it together.
+    logits   [T, vocabulary / tp], this rank's slice of the vocabulary
+    targets  [T] int64, ids of the whole vocabulary
+    kept     the softmax is over these tokens only; None: over all
+    Returns [T] float32 (float64 for float64 logits), equal on all tp ranks. The cross entropy is its negative.
+    Collective over the tp group.
     """
     return _TokenStatistics.apply(logits, targets, shard, temperature, kept, False)[0]  # type: ignore[index]
 
@@ -98,15 +97,18 @@ def token_logprobs_and_entropy(
     temperature: float = 1.0,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `token_logprobs`, with each distribution's entropy in nats [T]; differentiable too."""
+    """`token_logprobs` [T] and each distribution's entropy [T] in nats; both are differentiable.
+
+    logits [T, vocabulary / tp]; targets [T] int64
+    """
     return _TokenStatistics.apply(logits, targets, shard, temperature, kept, True)  # type: ignore[return-value]
 
 
 def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0) -> Tensor:
-    """[T]: at p, the log-probability of token p given the tokens before it; 0 at each sample's first token.
+    """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token.
 
-    logits [T, V_local]: row p is the prediction for token p + 1 of the same sample. Where the micro-batch says
-    which tokens sampling kept (see `Kept`), the probability is that among them.
+    logits  [T, vocabulary / tp]; row p is the prediction for token p + 1 of the same sample
+    Where the micro-batch says which tokens sampling kept (see `Kept`), the softmax is over these only.
     """
     logprobs = token_logprobs(logits, _next_tokens(micro), shard, temperature, Kept.of(micro))
     return _shift(logprobs, micro)
@@ -115,7 +117,10 @@ def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temper
 def packed_logprobs_and_entropy(
     logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """As `packed_logprobs`, with the entropy [T] of the distribution that token p was drawn from."""
+    """`packed_logprobs` [T], and the entropy [T] in nats of the distribution that each token was drawn from.
+
+    logits  [T, vocabulary / tp]
+    """
     logprobs, entropy = token_logprobs_and_entropy(
         logits, _next_tokens(micro), shard, temperature, Kept.of(micro)
     )
@@ -123,7 +128,7 @@ def packed_logprobs_and_entropy(
 
 
 def _next_tokens(micro: MicroBatch) -> Tensor:
-    """The token after each position. What stands after a sample's last token is never used (see _shift)."""
+    """The token after each position: [T]. The entry at a sample's last token is not used (see _shift)."""
     return micro.input_ids.roll(-1)
 
 
@@ -133,7 +138,7 @@ def _shift(rows: Tensor, micro: MicroBatch) -> Tensor:
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """(log-probability of the target, entropy) per row. With x the scaled logits and p their softmax:
+    """(log-probability of the target, entropy), both [T]. With x the scaled logits and p their softmax:
 
     d logprob / dx_v = [v = target] - p_v        d entropy / dx_v = -p_v (log p_v + entropy)
     """
@@ -154,7 +159,7 @@ class _TokenStatistics(torch.autograd.Function):
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         tokens = logits.shape[0]
         maximum = torch.empty(tokens, dtype=dtype, device=logits.device)
-        # With x the distance to the maximum: sum of exp(x), of exp(x) x, and the target's logit itself.
+        # With x = logit - maximum: the sum of exp(x), the sum of exp(x) x, and the logit of the target.
         sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)
         for rows, left_out in _chunks(logits, kept, shard.start):
             x = logits[rows].to(dtype) / temperature
@@ -206,7 +211,10 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, kept: Kept | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Slices of rows with about CHUNK_ELEMENTS logits each, and which of a slice's logits are left out."""
+    """Slices of rows of about CHUNK_ELEMENTS logits each, and masks [rows, vocabulary / tp] of those to leave out.
+
+    A mask is None without `kept`.
+    """
     tokens, vocab = logits.shape
     step = max(1, CHUNK_ELEMENTS // max(1, vocab))
     chunks = [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]

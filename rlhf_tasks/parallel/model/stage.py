@@ -1,8 +1,8 @@
 """One pipeline stage of a decoder on one rank: Hugging Face's layers, their slices, our attention.
 
-The decoder layers are the classes of transformers with their real layer numbers, so that what a layer does by
-its number (sliding window or full attention) stays true. Which modules are split, and how, is the model's own
-`base_model_tp_plan`; which rows a rank holds is the `Layout`'s decision.
+The decoder layers are the classes of transformers with their real layer numbers, because some behaviour depends on
+the number (sliding window or full attention). The model's own `base_model_tp_plan` says which modules are split and
+how; the `Layout` says which rows a rank holds.
 """
 
 import re
@@ -28,7 +28,7 @@ from rlhf_tasks.parallel.model.tensor_parallel import RowParallelLinear, VocabPa
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What a family's model does outside its decoder layers, beyond embedding, final norm and head.
+    """Peculiarities of a family's model outside its decoder layers.
 
     scaled_embedding  token embeddings are multiplied by the square root of the hidden size
     norm_offset       added to the weight of every norm
@@ -38,7 +38,7 @@ class _Traits:
     norm_offset: float = 0.0
 
 
-# Families whose logits and gradients the tests compare with transformers.
+# Families whose logits and gradients the tests compare with those of transformers.
 _VERIFIED: Mapping[str, _Traits] = {
     "llama": _Traits(),
     "mistral": _Traits(),
@@ -50,9 +50,9 @@ _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 
 def check_model(config: PreTrainedConfig) -> None:
-    """Raises ValueError with a sentence for the user when it is unknown how to split a model faithfully.
+    """Raises ValueError, with a sentence for the user, when a model cannot be split faithfully.
 
-    What its config file alone tells, `ModelShape` has refused already.
+    Models that the config file alone rules out have been refused by `ModelShape` before.
     """
     family = config.model_type
     if family not in _VERIFIED:
@@ -71,10 +71,9 @@ def check_model(config: PreTrainedConfig) -> None:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467), that of every model family, computed in float32 or, for float64
-    inputs, in float64.
+    """Root mean square norm (arXiv:1910.07467), computed in float32, or in float64 for float64 inputs.
 
-    Hugging Face's norms round to float32 in any case: in float64 runs, layouts would then differ by 1e-7.
+    It replaces Hugging Face's norms, which always round to float32: in float64 runs, layouts would differ by 1e-7.
 
     size    length of the normalised last dim
     eps     added to the mean square
@@ -96,7 +95,7 @@ class RMSNorm(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What a stage holds of the model's `model.`; which of these there are depends on the stage."""
+    """The parts of a stage under the model's prefix `model.`; a stage has only those that it needs."""
 
     embed_tokens: VocabParallelEmbedding
     layers: nn.ModuleDict
@@ -105,17 +104,18 @@ class _Decoder(nn.Module):
 
 
 class Stage(nn.Module):
-    """The layers, and at the ends the embedding, final norm and head, that one (tp, pp) coordinate holds.
+    """The decoder layers of one coordinate; on the first stage also the embedding, on the last norm and head.
 
-    config      of the model, from `AutoConfig`
-    layout      of the same model; its head ("lm" or "scalar") is this stage's head
-    coordinate  whose slices this stage holds
-    tp_group    the ranks of the same dp and pp rank; None where tp is 1
+    config         the model's, from `AutoConfig`
+    layout         of the same model; its head ("lm" or "scalar") is this stage's head
+    coordinate     the coordinate whose slices this stage holds
+    tp_group       the ranks of the same dp and pp rank; None where tp is 1
     device, dtype  of parameters and activations; the parameters' memory is allocated, not filled (weights.py)
-    recompute   keep only each layer's input for the backward pass and run its forward again there
+    recompute      activation checkpointing: keep only each layer's input, and repeat its forward pass when
+                   the backward pass comes to it
 
-    Parameters have their Hugging Face names; on a rank with tp > 1 they are slices. Dropout is never applied:
-    a policy's log-probabilities must not change between two looks.
+    Parameters have their Hugging Face names; with tp > 1 they are slices. Dropout is never applied, so that a
+    policy's log-probabilities are the same in every pass.
     Raises ValueError when the model cannot be computed faithfully (`check_model`).
     """
 
@@ -146,7 +146,7 @@ class Stage(nn.Module):
         self.holder = layout.placement.device(coordinate.dp, coordinate.tp, coordinate.pp)
         self._traits = _VERIFIED[config.model_type]
         with torch.device("meta"):
-            # a copy of the config: from_config notes the attention function in it
+            # a copy, because from_config writes the name of the attention function into it
             skeleton = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=PACKED)
         self._build(skeleton)
         self._allocate()
@@ -157,12 +157,12 @@ class Stage(nn.Module):
     ) -> Tensor:
         """Run one micro-batch of T tokens through this stage.
 
-        x      first stage: token ids [T] int64; later stages: the hidden states [T, hidden] of the one before
+        x      first stage: token ids [T] int64; later stages: the hidden states [T, hidden] of the stage before
         micro  which tokens belong together, and their positions
-        cache  None, or the KV cache to fill (prefill) or to extend by one token per sequence (decoding)
+        cache  the KV cache to fill (prefill) or to extend by one token per sequence (decoding); None: no cache
         rows   last stage: positions [R] int64 of the tokens that pass the final norm and the head; None: all
-        Returns hidden states [T, hidden]; on the last stage this rank's logits [R, vocabulary slice] or, with
-        the scalar head, values [R], in float32 at least: returns and margins are computed from them.
+        Returns hidden states [T, hidden]; on the last stage this rank's logits [R, vocabulary / tp] or, with the
+        scalar head, values [R]. Values are at least float32, because returns and margins are computed from them.
         """
         hidden = self.model.embed_tokens(x) if self.is_first else x
         hidden = hidden[None]
@@ -186,11 +186,11 @@ class Stage(nn.Module):
 
     @property
     def neutral_norm(self) -> float:
-        """The weight at which a norm does not scale."""
+        """The stored weight of a norm that does not scale: 1.0; 0.0 for Gemma."""
         return 1.0 - self._traits.norm_offset
 
     def named_slices(self) -> dict[str, Tensor]:
-        """Every parameter that this rank holds, by its Hugging Face name: the rows `layout.held` says."""
+        """Hugging Face name -> this rank's slice (the rows in `layout.held`, of shape `layout.slice_shape`)."""
         return dict(self.named_parameters())
 
     def _head(self, hidden: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class Stage(nn.Module):
         return self.layout.specs["model.embed_tokens.weight"].place == "ends"
 
     def _build(self, skeleton: Any) -> None:
-        """Take this stage's layers out of the model's skeleton and replace what we compute ourselves."""
+        """Take this stage's layers from the model's skeleton and replace the modules that we compute ourselves."""
         whole, config = skeleton.model, skeleton.config
         self.model = _Decoder()
         self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
@@ -236,7 +236,7 @@ class Stage(nn.Module):
         )
 
     def _split_layer(self, layer: Any, prefix: str, plan: Mapping[str, str]) -> None:
-        """Replace a decoder layer's linear modules and norms; `copy_to_ranks` enters its blocks."""
+        """Replace a decoder layer's linear modules and norms, and put `copy_to_ranks` before its blocks."""
         for parent_name, parent in list(layer.named_modules()):
             styles = set()
             for name, child in list(parent.named_children()):
@@ -256,7 +256,7 @@ class Stage(nn.Module):
                 parent.kv_index = kv_index(self.layout.kv_head_map(self.coordinate.tp), self.device)
 
     def _enter_block(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The block's input, shared by its column-parallel modules, passes `copy_to_ranks` once."""
+        """Pass the block's input, which its column-parallel modules share, through `copy_to_ranks` once."""
         if args:
             return (copy_to_ranks(args[0], self.tp_group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": copy_to_ranks(kwargs["hidden_states"], self.tp_group)}
@@ -281,7 +281,7 @@ class Stage(nn.Module):
         return RMSNorm(whole.weight.shape[0], eps, self._traits.norm_offset, torch.device("meta"))
 
     def _allocate(self) -> None:
-        """Give the parameters memory, and hold them against the layout."""
+        """Allocate the parameters and check their shapes against the layout."""
         for module, name, parameter in list(_own_parameters(self)):
             real = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
             setattr(module, name, nn.Parameter(real))

@@ -1,11 +1,11 @@
 """Tensor parallelism inside one stage, after Megatron-LM (arXiv:1909.08053, section 3).
 
-A block (attention or MLP) is entered by `copy_to_ranks` (the paper's *f*), its first linear modules hold a
-slice of the output columns, its last one (`RowParallelLinear`) a slice of the input columns and leaves the
-block by `sum_over_ranks` (the paper's *g*): two all-reduces forward and two backward in each layer. A module
-with sliced output columns needs nothing special: it is an `nn.Linear` of its local size.
+The input of a block (attention or MLP) passes `copy_to_ranks` (the paper's *f*). The block's first linear modules
+hold a slice of the output columns: each is an `nn.Linear` of the local size. Its last linear module
+(`RowParallelLinear`) holds a slice of the input columns, and its output passes `sum_over_ranks` (the paper's *g*).
+That makes two all-reduces forward and two backward per layer.
 
-A group is None where tensor parallelism is 1; then every function here does what its plain counterpart does.
+A group is None where tp is 1. Every function here then does the same as its plain counterpart.
 """
 
 from functools import cache
@@ -43,7 +43,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The identity forward, an all-reduce of the gradient backward (*f* in the paper).
+    """Forward the identity, backward an all-reduce of the gradient (*f* in the paper).
 
     x  any shape, equal on all ranks of the group; each rank's gradient is the contribution of its slice
     """
@@ -51,7 +51,7 @@ def copy_to_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """An all-reduce forward, *in place*, the identity backward (*g* in the paper).
+    """Forward an all-reduce *in place*, backward the identity (*g* in the paper).
 
     x  any shape, contiguous: this rank's contribution to the sum
     """
@@ -59,9 +59,9 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear module that holds a slice of the input columns; the output is summed over ranks.
+    """A linear module that holds a slice of the input columns; its output is summed over the tp group.
 
-    in_features is the local number of columns. The bias is held by every rank and added once, after the sum.
+    in_features is the local number of columns. Every rank holds the whole bias and adds it after the sum.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class RowParallelLinear(nn.Linear):
 
 @cache
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """A number as a dtype holds it, found once: a forward pass that a CUDA graph records makes no tensor for it."""
+    """A number rounded to a dtype. Cached, because a forward pass captured in a CUDA graph must not make a tensor."""
     return torch.tensor(value, dtype=dtype, device="cpu").item()
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embeddings of which a rank holds the rows `vocab`; the other ranks' tokens come by an all-reduce.
+    """Token embeddings of which a rank holds the rows `vocab`; an all-reduce brings the other ranks' embeddings.
 
     scale        factor on the result (Gemma's square root of the hidden size), rounded to its dtype as Gemma does
     padding_idx  the token whose row gets no gradient from here, as in `nn.Embedding`; None: no such token

@@ -1,5 +1,5 @@
-"""Where a stage's parameters come from: a Hugging Face folder, of which a rank reads its own slices only, or
-a random start that is the same whole model in every layout."""
+"""Fills a stage's parameters: from a Hugging Face folder, of which a rank reads only its own slices, or at random,
+with the same whole model in every layout."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from rlhf_tasks.system.counter_random import stream_key
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
-    """The model's config from its folder, never from the network, never with code from the folder.
+    """The model's config from its folder. Never uses the network, and never runs code from the folder.
 
     Raises ValueError naming the folder when it has no config.json.
     """
@@ -31,8 +31,7 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
 def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
     """Fill a stage's parameters from a Hugging Face folder (safetensors, one file or many with an index).
 
-    Only this rank's slices are read. A scalar head that the folder does not have starts at random from
-    `seed`.
+    Only this rank's slices are read. A scalar head that the folder lacks is initialised at random from `seed`.
     Returns the names of the parameters that were not in the folder.
     Raises ValueError for what `weight_files` refuses.
     """
@@ -56,9 +55,9 @@ def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
 def initialise(stage: Stage, seed: int) -> None:
     """Fill a stage's parameters at random, as transformers does for a new model.
 
-    A parameter is drawn whole, one at a time, from a generator seeded with (seed, its name), and then cut:
-    the whole model is the same in every layout. Weights are normal with the config's `initializer_range`,
-    biases 0, norms 1.
+    Each whole parameter is drawn from a generator seeded with (seed, its name) and then cut, so the whole model is
+    the same in every layout. Weights are normal with the config's `initializer_range` as standard deviation, biases
+    are 0, and norms do not scale.
     """
     _randomise(stage, stage.named_slices(), seed)
 
@@ -76,7 +75,7 @@ def _randomise(stage: Stage, names: Iterable[str], seed: int) -> None:
 
 
 def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
-    """A whole weight [spec.shape] float32, with no embedding for the padding token."""
+    """A whole weight: spec.shape, float32. The embedding of the padding token is zero."""
     generator = torch.Generator().manual_seed(stream_key(seed, f"initial {spec.name}", 0))
     whole = torch.empty(spec.shape).normal_(0.0, config.initializer_range, generator=generator)
     if spec.name == "model.embed_tokens.weight" and config.pad_token_id is not None:

@@ -1,4 +1,4 @@
-"""A role's parameters and training state on their way: to other ranks, to the host, to files.
+"""Moves a role's parameters and training state: to other ranks, to host memory, to files.
 
 Commits of a run are in rlhf_tasks/checkpoint.
 """

@@ -1,4 +1,4 @@
-"""Brings a role's training state from one layout to another, from rank to rank: master weights and both moments."""
+"""Moves a role's training state, master weights and both moments, from one layout to another by messages."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,13 +20,13 @@ def exchange_state(
     groups: ProcessGroups,
     devices: Sequence[int],
 ) -> Iterator[StateShard]:
-    """Give and take one role's state, bit by bit. Collective over both placements.
+    """Send and receive one role's state, bit by bit. Collective over both placements.
 
     kept     this rank's state in the old layout, on any device; none on a rank outside it
-    wanted   which shards it takes; their contents are not touched
-    devices  whose group has the ranks of both placements in it
-    Yields the wanted shards one by one as they come: every rank must go through to the end, one without any
-    included. Raises ValueError when elements are lacking.
+    wanted   the shards that this rank receives; their contents are neither read nor changed
+    devices  all devices of both placements; they must have a group
+    Yields the wanted shards one by one as they arrive. Every rank must exhaust the iterator, also one that wants no
+    shards. Raises ValueError when elements are missing.
     """
     held = {(shard.name, shard.kind): shard for shard in kept}
     asked = {(shard.name, shard.kind): shard for shard in wanted}
@@ -52,7 +52,7 @@ def exchange_state(
 def _outgoing(
     old: StateLayout, gives: Iterable[StatePart], held: StateShard | None, groups: ProcessGroups
 ) -> dict[int, list[Tensor]]:
-    """What this rank gives: device (itself included) -> rectangles."""
+    """The rectangles that this rank sends: device (may be itself) -> tensors [rows, columns]."""
     tensors: dict[int, list[Tensor]] = defaultdict(list)
     for _, destination, part in gives:
         assert held is not None
@@ -62,7 +62,7 @@ def _outgoing(
 
 
 def _incoming(takes: Iterable[StatePart], asked: StateShard | None, rank: int) -> dict[int, list[Blank]]:
-    """What comes from other ranks: device -> blanks."""
+    """The tensors that arrive from other ranks: device -> their dtypes and shapes."""
     blanks: dict[int, list[Blank]] = defaultdict(list)
     for source, _, part in takes:
         assert asked is not None

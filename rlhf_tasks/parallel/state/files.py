@@ -1,7 +1,7 @@
-"""A rank's training state on disk: one safetensors file per rank, readable from any other layout.
+"""Training state on disk: one safetensors file per rank, which any other layout can read.
 
-A file holds the rank's `StateShard`s: flat ranges of its slices of parameters (as master weights) and
-moments. Over the dp ranks of a placement each range is written once. No pickle anywhere.
+A file holds the rank's `StateShard`s: ranges of its flattened slices of master weights and moments. Each element is
+written by one dp rank only. Nothing is pickled.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 from rlhf_tasks.system.failpoints import Point, reach
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_CHUNK_BYTES = 1 << 22  # hashed and written at a time
+_CHUNK_BYTES = 1 << 22  # bytes hashed and written at a time
 
 
 class Written(NamedTuple):
@@ -34,14 +34,14 @@ class Written(NamedTuple):
 
 
 def state_size_bytes(shards: Iterable[StateShard]) -> int:
-    """Bytes of the tensors of a file, without its header."""
+    """Bytes of the tensors in a file, without its header."""
     return sum(shard.tensor.nbytes for shard in shards)
 
 
 def write_shards(path: Path, device: int, shards: Sequence[StateShard]) -> Written:
-    """Write a rank's shards (tensors on the CPU) and make the file durable; its hash is taken on the way.
+    """Write a rank's shards (tensors on the CPU), and hash and fsync the file.
 
-    device  the rank's device id, which tells a reader whose slices these are
+    device  the rank's device id, by which a reader knows the slices
     Raises OSError when the disk is full or cannot be written.
     """
     entries: dict[str, Any] = {}
@@ -75,8 +75,8 @@ def read_shards(
 ) -> Iterator[StateShard]:
     """Read some shards of a device in the layout `new` from the files of all ranks of the layout `old`.
 
-    wanted  which shards, of which dtype, on which device; their contents are not touched
-    Yields fresh tensors one by one. Raises ValueError naming what the files do not hold.
+    wanted  the shards to read, with dtype and device; their contents are neither read nor changed
+    Yields shards with new tensors, one by one. Raises ValueError naming what the files lack.
     """
     with ExitStack() as stack:
         stored: dict[tuple[str, int], _Stored] = {}
@@ -99,7 +99,7 @@ def _key(name: str, kind: str) -> str:
 
 
 def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, piece by piece."""
+    """The bytes of a safetensors file, piece by piece."""
     yield len(header).to_bytes(8, "little")
     yield header
     for shard in shards:
@@ -109,14 +109,14 @@ def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | mem
 
 
 class _Stored(NamedTuple):
-    """One entry of a file: a flat range of a slice of the device that wrote it."""
+    """One entry of a file: a range of elements of a flattened slice of the device that wrote it."""
 
     file: Any  # safetensors' handle
     range: Interval
 
 
 class _StoredLayout(StateLayout):
-    """A layout whose devices have kept what their files say: whoever wrote them may have cut otherwise."""
+    """A layout whose devices keep the ranges that their files contain: the writer may have cut them differently."""
 
     def __init__(self, layout: Layout, stored: Mapping[tuple[str, int], _Stored]) -> None:
         super().__init__(layout)
@@ -130,7 +130,7 @@ class _StoredLayout(StateLayout):
 def _read(
     shard: StateShard, stored: Mapping[tuple[str, int], _Stored], transfer: StateTransfer, device: int
 ) -> Iterator[tuple[Rectangle, Tensor]]:
-    """The parts of a shard that the files have."""
+    """The parts of a shard that the files contain."""
     key = _key(shard.name, shard.kind)
     for source, _, part in transfer.taken(shard.name, device):
         if (key, source) in stored:
@@ -145,6 +145,6 @@ def _read(
 def _check_dtype(shard: StateShard, data: Tensor) -> None:
     if data.dtype != shard.tensor.dtype:
         raise ValueError(
-            f"the checkpoint has {shard.kind} of {shard.name} in {data.dtype}, the run wants "
+            f"the checkpoint has {shard.kind} of {shard.name} in {data.dtype}, but the run uses "
             f"{shard.tensor.dtype}. Resume with the dtype that the run began with."
         )

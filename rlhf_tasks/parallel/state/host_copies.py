@@ -1,8 +1,8 @@
-"""Frozen parameters that lie in host memory and come to the device for their calls only.
+"""Frozen parameters that are kept in host memory and are on the device only during their calls.
 
-Frozen weights never change: offloading only frees the device's memory, and a copy from the host's brings them back,
-beside whatever the device computes meanwhile. On CUDA the host's memory is pinned and copies have a stream of their
-own; on the CPU the "device" is a second buffer, filled by a background thread, so that order and waits are the same.
+Frozen weights never change, so offloading only frees the device's memory. Onloading copies the weights from host
+memory while the device computes other things. On CUDA the host memory is pinned and the copies have their own stream.
+On the CPU the "device" is a second buffer that a background thread fills, so that order and waits are the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 
 class Arrival(Protocol):
-    """A copy under way."""
+    """A copy in progress."""
 
     def wait(self) -> None:
-        """What is computed from now on finds the copy complete. Raises what went wrong with it."""
+        """Everything computed after this call sees the complete copy. Raises the copy's error."""
         ...
 
 
 class Copier(Protocol):
-    """Copies from host memory to one device; one copy after the other, in the order in which they are started."""
+    """Copies from host memory to one device, one copy after the other, in the order in which they are started."""
 
     def kept(self, parameter: Tensor) -> Tensor:
-        """The parameter's values in host memory."""
+        """The parameter's values in host memory: same shape and dtype."""
         ...
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
-        """Start to copy (values in host memory, tensor on the device); returns at once."""
+        """Start to copy pairs (values in host memory, tensor of the same shape on the device); returns at once."""
         ...
 
     def close(self) -> None:
-        """Returns when nothing is under way; copies that have not begun are dropped."""
+        """Wait for the copy in progress, and drop copies that have not begun."""
         ...
 
 
@@ -43,15 +43,17 @@ def copier(device: torch.device) -> Copier:
 
 
 class ThreadCopier:
-    """Copies between buffers in host memory, on a background thread."""
+    """A `Copier` between buffers in host memory, on a background thread."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="onload")
 
     def kept(self, parameter: Tensor) -> Tensor:
+        """The parameter itself, same shape: it is in host memory already."""
         return parameter
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
+        """Queue the copies of pairs of the same shape on the thread."""
         return _Running(self._thread.submit(_copy, pairs))
 
     def close(self) -> None:
@@ -69,16 +71,18 @@ class _Running:
 
 
 class StreamCopier:
-    """Copies from pinned memory on a CUDA stream of their own."""
+    """A `Copier` from pinned memory to a CUDA device, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def kept(self, parameter: Tensor) -> Tensor:
+        """A copy in pinned memory: same shape and dtype."""
         return torch.empty_like(parameter, device="cpu", pin_memory=True).copy_(parameter)
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Arrival:
-        # The memory of a new tensor may still be read by kernels that were queued before it was freed
+        """Queue the copies of pairs of the same shape on the stream."""
+        # Kernels queued earlier may still read the memory that the new tensors have been given.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             _copy(pairs)
@@ -106,10 +110,10 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class HostCopy:
-    """A frozen module whose parameters are kept in host memory; they are there first, and on no device.
+    """A frozen module whose parameters are kept in host memory. At first they are only there, not on the device.
 
-    Using the module while its parameters are away is an error of torch (they have no elements); whoever hands it out
-    calls `wait` before.
+    Using the module while its parameters are offloaded raises an error in torch, because they have no elements. Call
+    `wait` before using the module.
     """
 
     def __init__(self, module: nn.Module, copies: Copier) -> None:
@@ -124,11 +128,11 @@ class HostCopy:
 
     @property
     def is_away(self) -> bool:
-        """Whether no onload was started since the last offload."""
+        """Whether the parameters are offloaded: no onload was started since the last offload."""
         return self._arrival is None
 
     def onload(self) -> None:
-        """Start the copy to the device, into fresh tensors."""
+        """Start the copy to the device, into new tensors."""
         assert self.is_away, "the parameters are on the device already"
         pairs = []
         for name, parameter in self._parameters.items():
@@ -137,12 +141,12 @@ class HostCopy:
         self._arrival = self._copies.start(pairs)
 
     def wait(self) -> None:
-        """What is computed from now on finds the parameters on the device."""
+        """Everything computed after this call sees the parameters on the device."""
         assert self._arrival is not None, "the parameters are in host memory: no onload was started"
         self._arrival.wait()
 
     def offload(self) -> None:
-        """Free the device's tensors. A copy that nobody has waited for must not outlive them: it is waited for."""
+        """Free the device's tensors. Waits for a copy in progress first, because it still writes to them."""
         if self._arrival is not None:
             self._arrival.wait()
         self._arrival = None

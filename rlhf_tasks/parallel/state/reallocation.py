@@ -1,4 +1,4 @@
-"""Brings a role's parameters from one layout to another, slice by slice, without a whole model anywhere."""
+"""Moves a role's parameters from one layout to another, slice by slice; no rank ever holds the whole model."""
 
 import zlib
 from collections import defaultdict
@@ -18,19 +18,19 @@ from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import InvariantError
 
 ROUND_BYTES = 256 * 2**20
-"""A message is sent in rounds of about this size, which bounds the buffers: at most one round per peer."""
+"""A message is sent in rounds of about this many bytes. That bounds the buffers: at most one round per peer."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Item size -> what its bits are read as."""
+"""Item size in bytes -> the integer dtype that its bits are read as."""
 
 
 class Reallocated(NamedTuple):
-    """What a rank has after a reallocation.
+    """A rank's result of a reallocation.
 
-    slices          parameter name -> fresh tensor; None on a rank outside the destination
-    version, state  of the source's role, the same on every rank of both placements
+    slices          parameter name -> new tensor; None on a rank outside the destination
+    version, state  of the role, equal on every rank of both placements
     bytes_sent      by this rank
-    digest          of the model's bits: equal on every rank, and for equal models whatever their layouts
+    digest          of the model's bits: equal on every rank, and for equal models in any layout
     """
 
     slices: dict[str, Tensor] | None
@@ -41,7 +41,7 @@ class Reallocated(NamedTuple):
 
 
 def union_set(source: Placement, destination: Placement) -> tuple[int, ...]:
-    """The set of devices that a reallocation communicates in: `ProcessGroups` must have been given it."""
+    """The set of devices in which a reallocation communicates. It must be among the sets of `ProcessGroups`."""
     return tuple(sorted({*source.devices, *destination.devices}))
 
 
@@ -58,11 +58,12 @@ def reallocate(
 ) -> Reallocated:
     """Copy a model from one layout to another, bit by bit. Collective over both placements.
 
-    slices          this rank's slices in the source layout; None on a rank outside it
+    slices          parameter name -> this rank's slice in the source layout; None on a rank outside it
     dtype           of all parameters
-    groups          with the group of `union_set`
-    version, state  the role's version and its JSON-able state; read on the source's first device alone
-    Raises RuntimeError on every rank when a dp rank of the destination holds other bits than the source.
+    groups          must have the group of `union_set`
+    version, state  the role's version and its JSON-able state; used only on the source's first device
+    round_bytes     bytes of one message's round (see ROUND_BYTES)
+    Raises InvariantError on every rank when a dp rank of the destination holds other bits than the source.
     """
     rank = groups.rank
     group = groups[union_set(source.placement, destination.placement)]
@@ -89,7 +90,7 @@ def reallocate(
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """One rank's slices in one layout; none where the rank is outside it."""
+    """One rank's slices in one layout; none if the rank is not in the layout."""
 
     layout: Layout
     rank: int
@@ -121,8 +122,11 @@ def _keep(ours: _Holding, fresh: _Holding) -> None:
 def _rounds(
     layout: Layout, messages: Iterable[tuple[int, SliceTransfer]], dtype: torch.dtype, round_bytes: int
 ) -> Mapping[int, dict[int, list[tuple[str, Interval]]]]:
-    """Round number -> peer -> the (parameter, rows) to send or receive. A slice belongs to the round that its
-    first byte falls into; so both ends of a pair cut their message alike, and no other rank need agree."""
+    """Round number -> peer -> the (parameter, rows) to send or receive.
+
+    A slice belongs to the round that its first byte falls into. So both ends of a pair cut their message in the same
+    way, without regard to other ranks.
+    """
     rounds: dict[int, dict[int, list[tuple[str, Interval]]]] = defaultdict(dict)
     for peer, message in messages:
         offset = 0
@@ -135,7 +139,7 @@ def _rounds(
 
 
 def _verify(ours: _Holding, fresh: _Holding, groups: ProcessGroups) -> str:
-    """The digest of the source's first dp rank, after comparing every destination dp rank's with it."""
+    """The digest of the source's first dp rank. Raises InvariantError if a destination dp rank has another digest."""
     source, destination = ours.layout.placement, fresh.layout.placement
     sums = torch.zeros(1 + destination.strategy.dp, dtype=torch.int64, device=groups.device)
     if ours.slices and source.coordinate(ours.rank).dp == 0:
@@ -153,12 +157,14 @@ def _verify(ours: _Holding, fresh: _Holding, groups: ProcessGroups) -> str:
 
 
 def digest(slices: Mapping[str, Tensor], layout: Layout, device: int) -> Tensor:
-    """This device's summand of the digest of its dp rank's model: one int64 on the tensors' device.
+    """This device's summand of the digest of its dp rank's model: one int64 scalar on the tensors' device.
 
-    A digest is a checksum of a model's parameters that does not depend on how they are laid out.
-    The bit patterns of each row are summed, then weighted by the row's number and the parameter's name, so
-    that exchanged rows or parameters show. Sums wrap around at 2**64. The sum over a replica's devices is the
-    digest: each row counts on one device only (`Layout.primary`).
+    slices  parameter name -> this device's slice
+
+    A digest is a checksum of a model's parameters that does not depend on their layout. It is the sum of the summands
+    of a replica's devices; each row counts on one device only (`Layout.primary`). The bit patterns of a row are
+    summed, then weighted by the row's number and the parameter's name, so that swapped rows or parameters change the
+    digest. Sums wrap around at 2**64.
     """
     held, summands = layout.held(device), []
     for name, rows in layout.primary(device).items():

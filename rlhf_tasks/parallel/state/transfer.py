@@ -1,4 +1,4 @@
-"""Which rank takes which part of a role's training state from which, when the role goes to another layout."""
+"""Which rank gets which part of a role's training state from which rank, when the role moves to another layout."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
 
 
 class StatePart(NamedTuple):
-    """A rectangle of one parameter's state, which a destination takes from a source (device ids)."""
+    """A rectangle of one parameter's state that a destination gets from a source (device ids)."""
 
     source: int
     destination: int
@@ -22,7 +22,7 @@ class StatePart(NamedTuple):
 
 
 class StateTransfer:
-    """Which device gives which part of a role's state to which, between two layouts. Pure: equal on all ranks."""
+    """The parts of a role's state that devices send each other between two layouts. Pure: equal on all ranks."""
 
     def __init__(self, old: StateLayout, new: StateLayout) -> None:
         ours, theirs = new.layout, old.layout
@@ -30,7 +30,7 @@ class StateTransfer:
         self.old, self.new = old, new
 
     def parts(self, name: str, device: int) -> Iterator[StatePart]:
-        """The parts of a parameter that a device gives or takes, in an order in which both ends list them."""
+        """The parts of a parameter that a device sends or receives, in an order that is the same on both ends."""
         old, new = self.old.layout.placement.devices, self.new.layout.placement.devices
         destinations: Iterable[int] = (device,) if device in new else ()
         if device in old and self.old.range(name, device).size:
@@ -39,11 +39,12 @@ class StateTransfer:
             yield from self.taken(name, destination, None if destination == device else device)
 
     def taken(self, name: str, destination: int, source: int | None = None) -> Iterator[StatePart]:
-        """The parts of a parameter that a device takes; with a source, from that one alone.
+        """The parts of a parameter that a device receives; with a source, only those from that device.
 
-        Every element of its range comes once: from itself what it has, then from its own dp group, then from the
-        others that hold the parameter, where each destination begins with another. So replicas keep their own bits,
-        and files that are read by this rule (state_files.py) give those that ranks give each other.
+        Every element of the device's range comes once. It comes from the device itself if it has it, else from its
+        own dp group, else from other holders, where destinations begin with different ones to share the load. So
+        replicas keep their own bits, and reading files by the same rule (state/files.py) gives the same bits as an
+        exchange.
         """
         if not self.new.range(name, destination).size:
             return
@@ -56,7 +57,7 @@ class StateTransfer:
     def _givers(
         self, name: str, destination: int, wanted: Interval
     ) -> Iterator[tuple[Sequence[int], list[Interval]]]:
-        """Dp groups of the old layout, and the columns that a destination takes from each: every column once."""
+        """Dp groups of the old layout, each with the columns that a destination gets from it; every column once."""
         layout = self.old.layout
         place, stages = layout.placement, layout.stages(layout.specs[name])
         axes = place.strategy
@@ -74,7 +75,12 @@ class StateTransfer:
 def assemble(
     new: StateLayout, device: int, shard: StateShard, parts: Iterable[tuple[Rectangle, Tensor]], whence: str
 ) -> StateShard:
-    """A shard of a device put together from its parts. Raises ValueError when parts are lacking."""
+    """A shard with a new tensor, assembled from its parts.
+
+    parts   (rectangle, tensor [rows, columns]), together all elements of the shard
+    whence  the source of the parts, for the error message
+    Raises ValueError when parts are missing.
+    """
     target = new.columns(shard.name, device)
     values, lacking = torch.empty_like(shard.tensor), shard.tensor.numel()
     for part, tensor in parts:
@@ -88,7 +94,7 @@ def assemble(
 
 
 def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
-    """What of an interval lies before another, and what behind it."""
+    """The parts of `piece` before and after `taken`; either may be empty."""
     before, behind = min(piece.stop, taken.start), max(piece.start, taken.stop)
     return Interval(piece.start, before), Interval(behind, piece.stop)
 
@@ -96,7 +102,7 @@ def _without(piece: Interval, taken: Interval) -> tuple[Interval, Interval]:
 def _common(
     given: Iterable[Rectangle], wanted: Iterable[Rectangle], columns: Iterable[Interval]
 ) -> Iterator[Rectangle]:
-    """The parts that lie in a given rectangle, in a wanted one, and in some columns."""
+    """Every non-empty intersection of a given rectangle, a wanted one, and an interval of columns."""
     for theirs, ours, (left, right) in product(given, wanted, columns):
         part = theirs.intersect(ours)
         part = part and part.intersect(part._replace(left=left, right=right))

@@ -1,4 +1,4 @@
-"""The engine: passes through the pipeline, gradients, the sharded optimizer.
+"""The engine: forward and backward passes through the pipeline, gradients, the sharded optimizer.
 
 Decoding is in parallel/generate.
 """

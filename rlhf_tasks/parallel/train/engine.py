@@ -1,11 +1,11 @@
-"""The engine: one role's model on one placement, as one rank sees it.
+"""The engine: one rank's part of one role's model on one placement.
 
-All ranks of the placement call its methods together, each with the batch of its own replica. A replica may
-have more or fewer micro-batches than the others, or no samples at all; it still takes part in all sums.
+All ranks of the placement call its methods together, each with the batch of its own replica. Replicas may have
+different numbers of micro-batches. A replica without samples still takes part in all collectives.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,17 @@ from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings
+from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, all_gather
 from rlhf_tasks.parallel.train.pipeline import Pipeline
 from rlhf_tasks.system.failpoints import Point, reach
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A loss on one micro-batch, before the division by the global denominator.
+    """The loss of one micro-batch, before the division by the global denominator.
 
-    total    scalar: the sum of weighted terms; with a gradient
-    metrics  name -> scalar; sums that are added up over micro-batches and dp ranks
+    total    scalar with a gradient: the sum of weighted terms
+    metrics  name -> scalar; each is summed over micro-batches and dp ranks. The train step was told these names
     """
 
     total: Tensor
@@ -39,10 +39,10 @@ class LossTerms:
 
 
 Output = Callable[[Tensor, MicroBatch], Tensor]
-"""(what the last stage gives, its micro-batch) -> rows: one per token [T, ...] or one per sample [n, ...]."""
+"""(output of the last stage, its micro-batch) -> rows: one per token [T, ...] or one per sample [n, ...]."""
 
 Loss = Callable[[Tensor, MicroBatch], LossTerms]
-"""(what the last stage gives, its micro-batch) -> terms, the same on all tp ranks."""
+"""(output of the last stage, its micro-batch) -> terms, equal on all tp ranks."""
 
 
 class Engine:
@@ -50,10 +50,10 @@ class Engine:
 
     stage               this rank's part of the model, weights loaded
     optimizer_settings  None for frozen roles and read-only copies
-    version             the number of train calls applied to these weights; whoever runs the call counts it,
-                        for a call may be many steps
-    state               what the role keeps besides parameters and optimizer, JSON-able
-    flops               work of the model that this replica has done (parallel/flops.py); on its head, else 0
+    version             the number of train calls applied to these weights. The caller increments it, because one
+                        train call may be many calls of `train_step`
+    state               JSON-able state of the role besides parameters and optimizer
+    flops               FLOPs that this replica has computed (layout/flops.py); counted on its head, 0 elsewhere
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Engine:
         return self.pipeline.is_last
 
     def inference(self, batch: SampleBatch, output: Output, micro_batches: int) -> Packed | None:
-        """Run the model forward and `output` on what comes out, without gradients.
+        """A forward pass without gradients, followed by `output` on the last stage.
 
         batch          this replica's samples, with `input_ids`; the same on all its ranks
-        micro_batches  how many to cut the batch into, at most
-        Returns `output`'s rows in the batch's order on all ranks of the last stage, None on the others.
+        micro_batches  most micro-batches into which the batch is cut
+        Returns the rows of `output` in the batch's order on all ranks of the last stage, None on the others.
         """
         micros = split(batch, micro_batches)
 
@@ -109,58 +109,78 @@ class Engine:
         return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
 
     def train_step(
-        self, batch: SampleBatch, loss: Loss, denominator: float, micro_batches: int, learning_rate: float
+        self,
+        batch: SampleBatch,
+        loss: Loss,
+        denominator: float,
+        micro_batches: int,
+        learning_rate: float,
+        metrics: Sequence[str] = (),
     ) -> dict[str, float]:
         """One optimizer step on the gradient of sum(totals) / denominator over all replicas' samples.
 
-        denominator  of the whole global (mini-)batch; the same on every rank
+        denominator    e.g. tokens of the global mini-batch, so that the loss is a mean; equal on all ranks
+        micro_batches  most micro-batches for gradient accumulation
+        metrics        names of the loss's metrics, equal on all ranks: most ranks never compute the loss
         Returns, equal on every rank of the placement: the sums of the loss's metrics, and
             loss       sum(totals) / denominator
             grad_norm  the global gradient norm before clipping
-            skipped    1.0 when loss or norm was not finite and no rank has changed its weights, else 0.0
+            skipped    1.0 when loss or norm was not finite, so that no rank changed its weights; else 0.0
+        Raises ValueError where the loss gives other metrics than these.
         """
         assert self.optimizer is not None, "this engine holds a frozen model or a copy: it cannot be trained"
-        sums = _Sums()
+        names = (*metrics, "loss")
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
 
         def run(x: Tensor, micro: MicroBatch) -> Tensor:
             y = self.stage(x, micro)
             if not self.is_last_stage:
                 return y
             terms = loss(y, micro)
-            sums.add({**terms.metrics, "loss": terms.total})
+            if terms.metrics.keys() != set(metrics):
+                raise ValueError(
+                    f"the loss gives the metrics {sorted(terms.metrics)}, but the train step was told "
+                    f"{sorted(metrics)}: name all of them there, and no others"
+                )
+            given = {**terms.metrics, "loss": terms.total}
+            sums.add_(torch.stack([given[name].detach().double() for name in names]))
             return terms.total / denominator
 
         self.pipeline.forward_backward(split(batch, micro_batches), run)
         reach(Point.BACKWARD)
         forward = forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths)
         self.count(TRAINING * forward)
-        metrics = self._sum_by_name(sums.totals())
-        metrics["loss"] = metrics.get("loss", 0.0) / denominator
-        report = self.optimizer.apply(learning_rate, finite=math.isfinite(metrics["loss"]))
-        return {**metrics, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+        totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
+        totals["loss"] /= denominator
+        report = self.optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
+        return {**totals, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
 
     def count(self, flops: float) -> None:
-        """Add work that this replica has done."""
+        """Add FLOPs that this replica has computed; ignored except on its head."""
         if self.is_head:
             self.flops += flops
 
     def logprobs(self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
-        """[T] log-probability of each token given those before it; 0 at each sample's first.
+        """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token.
 
-        logits  [T, V_local], what the last stage gives. All tp ranks of the stage must call it.
+        logits  [T, vocabulary / tp], the output of the last stage
+        Collective over the tp ranks of the stage.
         """
         return packed_logprobs(logits, micro, self._shard, temperature)
 
     def logprobs_and_entropy(
         self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """As `logprobs`, with the entropy in nats [T] of the distribution that each token comes from."""
+        """`logprobs` [T], and the entropy [T] in nats of the distribution that each token was drawn from.
+
+        logits  [T, vocabulary / tp]
+        """
         return packed_logprobs_and_entropy(logits, micro, self._shard, temperature)
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Sum values over the replicas, in float64; equal on every rank of the placement.
+        """Sum over the replicas: float64 of the shape of `values`, equal on every rank of the placement.
 
-        values  any shape, the same on all ranks; only the heads' numbers count, others may pass zeros
+        values  any shape, the same on all ranks; only the values of the heads count, others may pass zeros
         """
         mine = (
             values.to(torch.float64, copy=True)
@@ -169,39 +189,23 @@ class Engine:
         )
         return all_reduce(mine, self._mesh)
 
-    def _sum_by_name(self, mine: dict[str, float]) -> dict[str, float]:
-        """Sums over the heads, whose names need not agree: a replica without samples knows none."""
-        parts: list[dict[str, float] | None] = [mine if self.is_head else None] * group_size(self._mesh)
-        if self._mesh is not None:
-            dist.all_gather_object(parts, parts[0], group=self._mesh)
-        totals: dict[str, float] = {}
+    def _sum_in_order(self, mine: Tensor) -> Tensor:
+        """Sum the heads' numbers, one head after the other: no bit depends on how a backend reduces."""
+        if self._mesh is None:
+            return mine
+        mine = mine if self.is_head else torch.zeros_like(mine)
+        parts = mine.new_empty(group_size(self._mesh), len(mine))
+        all_gather(parts.view(-1), mine, group=self._mesh)
+        total = torch.zeros_like(mine)
         for part in parts:
-            for name, value in (part or {}).items():
-                totals[name] = totals.get(name, 0.0) + value
-        return totals
-
-
-class _Sums:
-    """Adds up scalars by name on the device, in float64, without waiting for it."""
-
-    def __init__(self) -> None:
-        self._totals: dict[str, Tensor] = {}
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        for name, value in values.items():
-            value = value.detach().double()
-            self._totals[name] = self._totals[name] + value if name in self._totals else value
-
-    def totals(self) -> dict[str, float]:
-        if not self._totals:
-            return {}
-        return dict(zip(self._totals, torch.stack(list(self._totals.values())).tolist(), strict=True))
+            total += part
+        return total
 
 
 def _in_order(
     batch: SampleBatch, micros: list[MicroBatch], rows: list[Tensor], device: torch.device
 ) -> Packed:
-    """Put the rows of micro-batches into the order of the batch."""
+    """The rows of all micro-batches in the order of the batch."""
     if not micros:
         return Packed(torch.zeros(0, device=device), ())
     by_id: dict[int, Tensor] = {}
@@ -218,10 +222,10 @@ def _in_order(
 def share_batch(
     batch: SampleBatch | None, placement: Placement, groups: ProcessGroups, rank: int
 ) -> SampleBatch:
-    """Give the head's batch to all ranks of its replica, which call this together.
+    """Broadcast the head's batch to all ranks of its replica, which call this together.
 
     batch  on the head; None on the other ranks of the replica
-    Tensors arrive on the rank's device, bit for bit: one message of metadata, one with all tensors.
+    There are two messages: one of metadata, and one with all tensors, bit for bit, to the rank's device.
     """
     dp_rank = placement.coordinate(rank).dp
     group, head = groups[placement.replica(dp_rank)], placement.head(dp_rank)
@@ -254,5 +258,5 @@ def share_batch(
 
 
 def _padded(size: int, alignment: int = 16) -> int:
-    """Bytes up to the next multiple, so that the next tensor starts where any dtype may."""
+    """Bytes rounded up to a multiple of `alignment`, so that the next tensor is aligned for any dtype."""
     return -(-size // alignment) * alignment

@@ -1,9 +1,9 @@
 """AdamW with its state sharded over data parallelism (ZeRO stage 1, arXiv:1910.02054), in flat buffers.
 
-A rank's parameters lie one behind the other in one flat buffer, alike on all ranks of its dp group. Gradients
-are added up in a second one, in the precision of the master weights, then reduce-scattered over dp; each dp
-rank updates its share of master weights and moments, and the weights are gathered back. All state belongs
-to names and ranges, so a checkpoint can put it into any other layout.
+A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
+Gradients are accumulated in a second buffer, in the precision of the master weights, and reduce-scattered over dp.
+Each dp rank updates its share of master weights and moments; an all-gather distributes the new weights. State is
+addressed by parameter name and range of elements, so a checkpoint can be restored into any other layout.
 """
 
 import math
@@ -20,31 +20,31 @@ from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.train.state_layout import BufferRange, StateLayout
 from rlhf_tasks.system.failpoints import Point, reach
 
-# torch 2.13 renamed both and warns of the old names; 2.11 has the old ones alone.
+# torch 2.13 renamed both and warns of the old names; 2.11 has only the old ones.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 
 BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
-"""Elements updated at a time: a block's five tensors stay in a CPU's cache; on CUDA it bounds temporaries."""
+"""Elements updated at a time. On the CPU a block's five tensors stay in the cache; on CUDA it bounds temporaries."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """AdamW (arXiv:1711.05101). Weight decay leaves out parameters with one dim (norms, biases).
+    """AdamW (arXiv:1711.05101). Weight decay is not applied to parameters with one dim (norms, biases).
 
     max_grad_norm  bound of the gradient's global 2-norm; None: no clipping
     """
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float | None
 
 
 class StepReport(NamedTuple):
-    """What one step did, equal on all ranks.
+    """The result of one step, equal on all ranks.
 
     grad_norm  the global 2-norm before clipping
     skipped    True when nothing was updated because the norm or a loss was not finite
@@ -55,7 +55,10 @@ class StepReport(NamedTuple):
 
 
 class StateShard(NamedTuple):
-    """A piece of the state: elements start .. stop - 1 of the flattened local slice of a parameter."""
+    """A piece of the state: elements start .. stop - 1 of a parameter's local slice, flattened.
+
+    tensor  [stop - start]
+    """
 
     name: str
     kind: StateKind
@@ -65,12 +68,10 @@ class StateShard(NamedTuple):
 
 
 class Optimizer:
-    """The optimizer of one rank's parameters.
+    """The optimizer of one rank's parameters. All ranks of the placement build it and call its methods together.
 
     slices  parameter name -> this rank's slice, all of one dtype; their storage moves into the flat buffer
-    All ranks of the placement build it and call its methods alike.
-
-    step is the number of updates applied; skipped ones do not count.
+    step    the number of updates applied; skipped ones do not count
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class Optimizer:
         }
 
     def apply(self, learning_rate: float, finite: bool = True) -> StepReport:
-        """Reduce the gradients added up since the last call and, if all is finite, clip and update.
+        """Reduce the gradients accumulated since the last call and, if all are finite, clip them and update.
 
-        learning_rate  of this step; schedules are the caller's
-        finite         False on a rank that saw a loss which is not finite: then no rank updates
-        Collective over the whole placement. Afterwards the gradients are zero.
+        learning_rate  of this step; the caller applies the schedule
+        finite         False on a rank whose loss is not finite; then no rank updates
+        Collective over the whole placement. Sets the gradients to zero.
         """
         gradient = self._reduce()
         squares = sum(_square_norm(gradient[start:stop]) for start, stop in self._counted)
@@ -136,16 +137,16 @@ class Optimizer:
         return StepReport(norm, skipped)
 
     def shard_state(self) -> Iterator[StateShard]:
-        """This rank's share of the state, as views. Over a dp group the shares make up the whole, once."""
+        """This rank's share of the state, as views. The shares of a dp group cover each element exactly once."""
         for piece, start, stop in self._shares():
             for kind, state in self._state.items():
                 view = state[start - self._start : stop - self._start]
                 yield StateShard(piece.name, kind, start - piece.start, stop - piece.start, view)
 
     def load_shard_state(self, shards: Iterable[StateShard], step: int) -> None:
-        """Take over state by name and range, then make the weights from the master weights.
+        """Load state by name and range, then compute the weights from the master weights.
 
-        Shards may be cut in any way and may reach beyond this rank's share; none may overlap another.
+        Shards may be cut in any way and may reach beyond this rank's share, but must not overlap.
         Collective over the dp group. Raises ValueError naming a parameter whose share is not covered.
         """
         held = {(s.name, s.kind): s for s in self.shard_state()}
@@ -166,7 +167,7 @@ class Optimizer:
         self._gather()
 
     def _shares(self) -> Iterator[tuple[BufferRange, int, int]]:
-        """The pieces that reach into this rank's share, with the common range in flat coordinates."""
+        """(piece, start, stop): the pieces that overlap this rank's share, with the overlap in the flat buffer."""
         for piece in self._pieces:
             start = max(piece.start, self._start)
             stop = min(piece.stop, self._start + self._share)
@@ -174,7 +175,7 @@ class Optimizer:
                 yield piece, start, stop
 
     def _primary_ranges(self, layout: Layout, device: int) -> list[tuple[int, int]]:
-        """The ranges of this rank's share that count in the gradient norm, neighbours joined."""
+        """The ranges of this rank's share that count in the gradient norm; adjacent ranges are joined."""
         ranges: list[tuple[int, int]] = []
         for piece, first, last in self._shares():
             counted = primary_range(layout, piece.name, device)
@@ -189,7 +190,7 @@ class Optimizer:
         return ranges
 
     def _reduce(self) -> Tensor:
-        """This rank's share of the gradient, summed over its holders and over dp."""
+        """This rank's share of the gradient, summed over the holders of shared rows and over dp."""
         self._shared_sums.run()
         if self._group is None:
             return self._gradients
@@ -202,7 +203,7 @@ class Optimizer:
         return 1.0 if bound is None else min(1.0, bound / (norm + 1e-6))
 
     def _update(self, gradient: Tensor, learning_rate: float, factor: float) -> None:
-        """One AdamW step on this rank's share. The decayed parameters come first in the flat buffer."""
+        """One AdamW step on this rank's share. Parameters with weight decay come first in the flat buffer."""
         decayed = min(max(self._decayed - self._start, 0), self._share)
         block = BLOCK[gradient.device.type]
         for start, stop, decay in ((0, decayed, self.settings.weight_decay), (decayed, self._share, 0.0)):
@@ -220,7 +221,7 @@ class Optimizer:
         master.addcdiv_(mean, scale, value=-learning_rate / (1 - beta1**self.step))
 
     def _gather(self) -> None:
-        """Weights from everybody's master weights."""
+        """All-gather the weights from the master weights of all dp ranks."""
         share = self._state["master"].to(self._weights.dtype)
         if self._group is None:
             self._weights.copy_(share)
@@ -229,7 +230,7 @@ class Optimizer:
 
 
 def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's fresh gradient to `total` and frees it."""
+    """A hook that adds a parameter's new gradient to `total` and frees it."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -244,7 +245,7 @@ def _square_norm(tensor: Tensor) -> float:
 
 
 def primary_range(layout: Layout, name: str, device: int) -> range:
-    """The elements of a device's flattened slice for which it answers (see `Layout.primary`).
+    """The elements of a device's flattened slice that it counts in sums over the model (see `Layout.primary`).
 
     Over the devices of one replica every element of the model counts exactly once.
     """
@@ -261,7 +262,7 @@ def _elements(layout: Layout, name: str, device: int) -> int:
 
 
 class _Slot(NamedTuple):
-    """Shared rows on this rank: their gradient (a view), whether it is a summand, and its place in the buffer."""
+    """Shared rows on this rank: their gradient (a view), whether it enters the sum, and its range in the buffer."""
 
     gradient: Tensor
     counts: bool
@@ -270,7 +271,7 @@ class _Slot(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """One all-reduce: the group, the buffer's size in elements, and what this rank puts in and takes out."""
+    """One all-reduce: the group, the buffer's size in elements, and this rank's parts of it."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -278,12 +279,16 @@ class _Exchange(NamedTuple):
 
 
 class SharedSums:
-    """Sums the gradients of rows that several ranks of a replica hold, over these and over the dp ranks.
+    """Sums the gradients of rows that several ranks of a replica hold, over these ranks and over dp.
 
-    Of KV heads held by several tp ranks, norms inside heads and tied embeddings every holder's gradient is a
-    contribution; of other shared rows all holders have the same, and the first one's counts. One all-reduce over each
-    stage, and one over the ends of the pipelines, with a place in the buffer for every shared piece. A sum depends on
-    its order, and a later reduce-scatter's order on where rows lie in a rank's buffer: so copies would drift apart.
+    Where each holder has only a part of the gradient (KV heads on several tp ranks, norms inside heads, tied
+    embeddings), all parts are summed. Where all holders have the same gradient, only the first one's enters the sum.
+    There is one all-reduce over each stage, and one over the first and last stages; each shared piece has its own
+    range in the buffer.
+
+    The sum over dp is computed here too, because floating-point sums depend on their order. The order of the
+    optimizer's reduce-scatter depends on where rows are in a rank's buffer, so with it the copies of a row would
+    drift apart.
 
     gradients  parameter name -> gradient, shaped as the local slice; always the same tensors
     """
@@ -302,8 +307,11 @@ class SharedSums:
             self._exchanges.append(self._exchange((stages[0], stages[-1]), tied))
 
     def run(self) -> None:
-        """Sum in place: afterwards the first dp rank's holders have the sum, the others zeros, so that summing over
-        dp changes no bit. Collective over each stage and over the ends of the pipelines."""
+        """Sum in place. Collective over each stage, and over the first and last stages.
+
+        Afterwards the holders of the first dp rank have the sum, and all others zeros. So the later sum over dp
+        changes no bit.
+        """
         for group, size, slots in self._exchanges:
             if size == 0:
                 continue
@@ -320,7 +328,10 @@ class SharedSums:
                     gradient.zero_()
 
     def _exchange(self, holders: tuple[int, ...], group: dist.ProcessGroup | None) -> _Exchange:
-        """The sum over the pieces that only `holders`, devices of this dp rank, share; alike on all of the group."""
+        """The all-reduce of the pieces whose holders are among `holders` (devices of this dp rank).
+
+        The buffer's ranges are the same on all ranks of the group.
+        """
         dp_rank = self._layout.placement.coordinate(self._device).dp
         size, slots = 0, []
         for spec in self._layout.parameters:
@@ -334,6 +345,6 @@ class SharedSums:
         return _Exchange(group, size, slots)
 
     def _rows(self, name: str, rows: Interval) -> Tensor:
-        """A view of some rows of a gradient."""
+        """A view of some rows (global numbers) of a gradient."""
         held = self._layout.held(self._device)[name]
         return self._gradients[name].narrow(self._layout.specs[name].dim, rows.start - held.start, rows.size)

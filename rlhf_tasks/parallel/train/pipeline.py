@@ -2,7 +2,7 @@
 
 Every rank of a replica holds the same micro-batches, so each knows the shape of what its neighbours send:
 hidden states (or their gradient) [tokens of the micro-batch, hidden]. Sends and receives between neighbours
-meet in pairs, so the schedules are safe where a send waits for its receive (NCCL, gloo).
+are posted in pairs, so the schedules cannot deadlock where a send waits for its receive (NCCL, gloo).
 """
 
 from collections import deque
@@ -17,9 +17,10 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.topology import Placement
 
 Run = Callable[[Tensor, MicroBatch], Tensor]
-"""What a stage does with its input: token ids [T] on the first stage, else hidden states [T, hidden].
+"""A stage's computation: (input, micro-batch) -> output.
 
-It gives hidden states; on the last stage any tensor (forward only) or a scalar to differentiate."""
+The input is token ids [T] on the first stage, else hidden states [T, hidden]. The output is hidden states [T,
+hidden]; on the last stage any tensor (forward only) or the scalar to differentiate."""
 
 
 class Pipeline:
@@ -49,9 +50,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micros: Sequence[MicroBatch], run: Run) -> list[Tensor]:
-        """Results of `run` for each micro-batch on the last stage; an empty list on the others.
+        """The results of `run`, one tensor per micro-batch, on the last stage; an empty list on the others.
 
-        A stage goes on with the next micro-batch while the next stage takes the last one's hidden states.
+        A stage computes the next micro-batch while the hidden states of the previous one are being sent.
         """
         results, sending = [], deque()
         for micro in micros:
@@ -66,10 +67,11 @@ class Pipeline:
         return results
 
     def forward_backward(self, micros: Sequence[MicroBatch], run: Run) -> None:
-        """Add the gradients of the sum of the last stage's scalars to the parameters' `grad`.
+        """Accumulate the gradients of the sum of the last stage's scalars in the parameters' `grad`.
 
-        One forward, one backward (arXiv:2104.04473): a stage starts as many forward passes as stages follow,
-        then does one backward for each forward, so at most pp micro-batches' activations are alive.
+        The schedule is 1F1B (one forward, one backward; arXiv:2104.04473). A stage starts with as many forward passes
+        as there are later stages and then alternates forward and backward passes, so that it holds the activations of
+        at most pp micro-batches.
         """
         warm_up = min(self._later_stages, len(micros))
         steady = len(micros) - warm_up
@@ -101,7 +103,7 @@ class Pipeline:
     def _exchange(
         self, peer: int | None, send: Tensor | None = None, receive: int | None = None
     ) -> Tensor | None:
-        """Send to and receive [receive, hidden] from a neighbour at once; nothing where there is none."""
+        """Send to and receive [receive, hidden] from a neighbour at the same time; None without a neighbour."""
         if peer is None:
             return None
         received = None

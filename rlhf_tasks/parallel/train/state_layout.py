@@ -1,7 +1,8 @@
-"""Where training state lies: which rank keeps which range of which slice, and how ranges of two layouts meet.
+"""Which rank keeps the training state of which range of which slice, and how ranges of two layouts overlap.
 
-A rank's parameters lie one behind the other in a flat buffer, alike on all ranks of its dp group, and each dp rank
-keeps the state of an equal share of it (ZeRO stage 1, arXiv:1910.02054). All follows from the layout.
+A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
+Each dp rank keeps the state of an equal share of it (ZeRO stage 1, arXiv:1910.02054). All this follows from the
+layout.
 """
 
 import math
@@ -14,16 +15,16 @@ from rlhf_tasks.parallel.layout.slices import Interval, Layout
 
 
 class BufferRange(NamedTuple):
-    """Where a parameter's local slice lies in the flat buffer."""
+    """The range of a parameter's local slice in the flat buffer, in elements."""
 
     name: str
     start: int
     stop: int
 
 
-# A parameter is seen as a matrix: one row per index before the sharded dim, one column per element from it on. A
-# slice is then a block of columns; a flat range of a slice is at most three rectangles: the end of a row, whole
-# rows, the beginning of a row.
+# Here a parameter is viewed as a matrix: its dims before the sharded dim make the rows, the sharded dim and all later
+# ones the columns. A slice is then a block of columns. A range of a flattened slice is at most three rectangles: the
+# end of a row, whole rows, and the beginning of a row.
 
 
 class Rectangle(NamedTuple):
@@ -39,14 +40,14 @@ class Rectangle(NamedTuple):
         return self.bottom - self.top, self.right - self.left
 
     def intersect(self, other: "Rectangle") -> "Rectangle | None":
-        """The common part, if there is one."""
+        """The common part; None if it is empty."""
         top, bottom = max(self.top, other.top), min(self.bottom, other.bottom)
         left, right = max(self.left, other.left), min(self.right, other.right)
         return Rectangle(top, bottom, left, right) if top < bottom and left < right else None
 
 
 class Columns(NamedTuple):
-    """The columns of a slice."""
+    """The columns of a slice in the whole parameter's matrix."""
 
     first: int
     width: int
@@ -56,7 +57,7 @@ class Columns(NamedTuple):
         return Interval(self.first, self.first + self.width)
 
     def rectangles(self, start: int, stop: int) -> list[Rectangle]:
-        """What the elements start .. stop - 1 of the flattened slice are."""
+        """The rectangles that the elements start .. stop - 1 of the flattened slice form."""
         pieces = []
         while start < stop:
             row, column = divmod(start, self.width)
@@ -69,18 +70,21 @@ class Columns(NamedTuple):
         return pieces
 
     def span(self, part: Rectangle) -> tuple[int, int]:
-        """The smallest flat range of the slice that has a rectangle in it."""
+        """(start, stop): the smallest range of elements of the flattened slice that contains a rectangle."""
         left, right = part.left - self.first, part.right - self.first
         return part.top * self.width + left, (part.bottom - 1) * self.width + right
 
     def view(self, flat: Tensor, start: int, part: Rectangle) -> Tensor:
-        """A rectangle as a view of a flat tensor that holds the slice's elements from `start` on."""
+        """A rectangle as a view [rows, columns] of a flat tensor.
+
+        flat  [elements], the elements of the flattened slice from number `start` on
+        """
         begin = flat[self.span(part)[0] - start :]
         return begin.as_strided(part.shape, (self.width, 1), begin.storage_offset())
 
 
 class StateLayout:
-    """What each device of a layout keeps the state of. Over a dp group that is each slice, once."""
+    """Which part of the state each device of a layout keeps. The devices of a dp group keep each element once."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -90,17 +94,17 @@ class StateLayout:
         self._shares = cache(self._share_out)
 
     def pieces(self, device: int) -> tuple[BufferRange, ...]:
-        """A device's slices in its flat buffer: norms and biases (one dim) come last."""
+        """A device's slices in its flat buffer. Norms and biases (one dim) come last: they have no weight decay."""
         at = self._at[device]
         return self._pieces(at.pp, at.tp)
 
     def share(self, device: int) -> Interval:
-        """The range of the flat buffer whose state a device keeps; the last one may reach beyond the buffer's end."""
+        """The elements of the flat buffer whose state a device keeps; the last share may exceed the slices' end."""
         at = self._at[device]
         return self._shares(at.pp, at.tp)[device]
 
     def range(self, name: str, device: int) -> Interval:
-        """The elements of a device's flattened slice whose state it keeps; empty where it holds no slice."""
+        """The elements of a device's flattened slice whose state it keeps; empty if it holds no slice."""
         at = self._at[device]
         piece = self._by_name(at.pp, at.tp).get(name)
         if piece is None:
@@ -109,14 +113,14 @@ class StateLayout:
         return Interval(common.start - piece.start, common.stop - piece.start)
 
     def columns(self, name: str, device: int) -> Columns:
-        """The columns of a device's slice, which it must hold."""
+        """The columns of a device's slice. The device must hold the parameter."""
         spec = self.layout.specs[name]
         rows = self.layout.interval(spec, self._at[device].tp)
         inner = math.prod(spec.shape[spec.dim + 1 :])
         return Columns(rows.start * inner, rows.size * inner)
 
     def rectangles(self, name: str, device: int) -> list[Rectangle]:
-        """What of the whole parameter a device keeps the state of."""
+        """The rectangles of the whole parameter whose state a device keeps."""
         return self.columns(name, device).rectangles(*self.range(name, device))
 
     def _lay_out(self, pp: int, tp: int) -> tuple[BufferRange, ...]:
@@ -130,5 +134,5 @@ class StateLayout:
     def _share_out(self, pp: int, tp: int) -> dict[int, Interval]:
         group = self.layout.placement.dp_group(self.layout.placement.device(0, tp, pp))
         size = -(-self._pieces(pp, tp)[-1].stop // len(group))
-        in_group = enumerate(sorted(group))  # as the ranks of a process group are numbered
+        in_group = enumerate(sorted(group))  # a process group numbers its ranks by ascending device id
         return {device: Interval(index * size, (index + 1) * size) for index, device in in_group}

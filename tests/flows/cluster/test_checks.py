@@ -11,6 +11,7 @@ from flows.cluster.checks import SAME_VERSIONS
 from flows.cluster.cluster import found_cluster
 from flows.cluster.this_machine import device_here
 from flows.cluster.workers import ClusterError
+from tests.rlhf_tasks.settings import STARTUP_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -22,10 +23,10 @@ def test_a_run_folder_that_a_worker_does_not_see_is_refused(cluster, tmp_path, m
     message = r"worker \S+ on host 127\.0\.0\.1 does not see the run folder /proc/self/cwd"
     with (
         pytest.raises(ClusterError, match=message),
-        found_cluster(cluster.scheduler_address, 2, folder=private),
+        found_cluster(cluster.scheduler_address, 2, folder=private, deadline_s=STARTUP_S),
     ):
         pass
-    with found_cluster(cluster.scheduler_address, 2, folder=tmp_path):
+    with found_cluster(cluster.scheduler_address, 2, folder=tmp_path, deadline_s=STARTUP_S):
         pass
     assert not list(tmp_path.iterdir()), "the token file is left"
 
@@ -40,7 +41,7 @@ def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, p
     message = rf"worker tls://\S+ has {package} {there}; this process has 0\.0\.1"
     with (
         pytest.raises(ClusterError, match=message),
-        found_cluster(cluster.scheduler_address, 2, folder=tmp_path),
+        found_cluster(cluster.scheduler_address, 2, folder=tmp_path, deadline_s=STARTUP_S),
     ):
         pass
 
@@ -64,7 +65,7 @@ def test_workers_of_other_versions_are_refused(cluster, tmp_path, monkeypatch, p
 def test_other_devices_than_a_plan_was_made_for_are_refused(cluster, tmp_path, kind, needs, message):
     here = device_here(4)
     assumed = here.model_copy(update={"name": kind.replace("{here}", here.name)})
-    how = {"folder": tmp_path, "devices_per_host": 4, "needs": needs}
+    how = {"folder": tmp_path, "deadline_s": STARTUP_S, "devices_per_host": 4, "needs": needs}
     with (
         pytest.raises(ClusterError, match=message.replace("{here}", f"({here.name})")),
         found_cluster(cluster.scheduler_address, 4, assumed=assumed, **how),
@@ -73,6 +74,12 @@ def test_other_devices_than_a_plan_was_made_for_are_refused(cluster, tmp_path, k
 
 
 def test_the_same_devices_with_memory_enough_are_not_refused(cluster, tmp_path):
-    how = {"folder": tmp_path, "devices_per_host": 4, "assumed": device_here(4), "needs": {0: 1.0}}
+    how = {
+        "folder": tmp_path,
+        "deadline_s": STARTUP_S,
+        "devices_per_host": 4,
+        "assumed": device_here(4),
+        "needs": {0: 1.0},
+    }
     with found_cluster(cluster.scheduler_address, 4, **how) as found:
         assert len(found.ranks) == 4

@@ -19,6 +19,7 @@ from flows.run.training import run_training
 from rlhf_tasks.spec import SaveNode
 from tests.flows.dask_commands import RANK, SAFE, dask_scheduler, dask_worker
 from tests.rlhf_tasks.plans import call, on, plan_of
+from tests.rlhf_tasks.settings import SETTINGS, STARTUP_S
 
 
 def worker(name, host, **resources):
@@ -56,7 +57,7 @@ def test_an_unsafe_setting_of_a_found_cluster_is_refused_by_name(tmp_path, envir
     with (
         dask_scheduler(tmp_path, **environment) as address,
         pytest.raises(ClusterError, match=words),
-        found_cluster(address, 1, folder=tmp_path),
+        found_cluster(address, 1, folder=tmp_path, deadline_s=STARTUP_S),
     ):
         pass
 
@@ -69,7 +70,7 @@ def test_a_scheduler_that_others_reach_is_refused_even_by_its_loopback_address(t
             pytest.raises(
                 ClusterError, match=r"listens on tcp://0\.0\.0\.0:\d+ without TLS.*--host 127\.0\.0\.1"
             ),
-            found_cluster(loopback, 1, folder=tmp_path),
+            found_cluster(loopback, 1, folder=tmp_path, deadline_s=STARTUP_S),
         ):
             pass
 
@@ -79,7 +80,7 @@ def test_a_worker_that_others_reach_is_refused(commanded, tmp_path):
     with (
         dask_worker(commanded, tmp_path, *RANK, "--name", "open"),
         pytest.raises(ClusterError, match=r"worker open listens on tcp://0\.0\.0\.0"),
-        found_cluster(commanded, 2, folder=tmp_path),
+        found_cluster(commanded, 2, folder=tmp_path, deadline_s=STARTUP_S),
     ):
         pass
 
@@ -178,7 +179,7 @@ def test_ranks_that_are_not_there_are_counted(commanded):
 def test_a_cluster_of_dask_commands_serves_and_replaces_a_rank_that_is_killed(commanded, prefect, tmp_path):
     save = SaveNode(name="save_actor", role="actor", placement=on(0), after=("actor_train",))
     plan = plan_of((call("actor_train", "actor", "train_step", on(0)), save), {"actor": on(0)}, 1)
-    with found_cluster(commanded, 1, folder=tmp_path) as cluster:
+    with found_cluster(commanded, 1, folder=tmp_path, deadline_s=STARTUP_S) as cluster:
 
         @flow(name="rlhf-fake", persist_result=False)
         async def parent():
@@ -191,6 +192,7 @@ def test_a_cluster_of_dask_commands_serves_and_replaces_a_rank_that_is_killed(co
                 iterations=3,
                 executor="tests.rlhf_tasks.fake_rank:make_executor",
                 snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
+                **SETTINGS,
             )
 
         result = asyncio.run(parent())

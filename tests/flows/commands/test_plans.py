@@ -167,7 +167,7 @@ def test_a_plan_that_does_not_fit_is_priced_and_refused_with_device_and_bytes(ru
     )
     assert "critic_train" in out, "the price is shown nevertheless"
     warning, error = err.splitlines(keepends=True)
-    assert "memory_bytes=2e+06 is hardly true" in warning
+    assert "memory_bytes=2e+06 is implausible" in warning
     refused((status, out, error), "plan.yaml does not fit", "Device ", " lacks ", " bytes", "would lower it")
 
 

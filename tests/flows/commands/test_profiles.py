@@ -124,5 +124,5 @@ def test_figures_that_are_hardly_true_are_warned_about(call, write_inline, tmp_p
     write_inline(planning={"prompt_tokens": 4, "device": str(figures)})
     status, out, err = call("profile", "--config", "FILE", "--analytic")
     assert status == 0
-    assert "flops_per_s=989 is hardly true" in err
+    assert "flops_per_s=989 is implausible" in err
     assert "profile computed from the stated figures of mine: " in out

@@ -30,8 +30,9 @@ def config(base, tmp_path):
 @pytest.fixture
 def after_a_run(config):
     """What a run of three iterations leaves: a file of the figures of its calls, all of which drifted."""
-    plan = prepare(config).plan
-    expected = planned(config, plan)
+    prepared = prepare(config)
+    plan = prepared.plan
+    expected = planned(config, plan, prepared.problem)
     assert expected.price.duration_s["reward_inference"] < 0.01, "its dispatch"
     lineage = [
         {
@@ -54,7 +55,8 @@ def after_a_run(config):
 def test_the_next_run_is_planned_by_what_a_run_with_python_rewards_only_found(config, after_a_run):
     prepared = prepare(config)
     assert prepared.warnings == ()
-    assert planned(config, prepared.plan).price.duration_s["reward_inference"] == pytest.approx(0.5, rel=0.1)
+    price = planned(config, prepared.plan, prepared.problem).price
+    assert price.duration_s["reward_inference"] == pytest.approx(0.5, rel=0.1)
 
 
 def is_passed_over(config, path):
@@ -117,7 +119,8 @@ def profile(config):
 
 
 def test_a_measured_profile_is_used(config, profile):
-    assert "measured profile" in planned(config, prepare(config).plan).source
+    prepared = prepare(config)
+    assert "measured profile" in planned(config, prepared.plan, prepared.problem).source
     assert prepare(config).warnings == ()
 
 

@@ -20,8 +20,8 @@ def test_the_card_tells_where_the_weights_come_from(tmp_path):
     assert "# mine" in text
     assert f"started from `{tmp_path / 'actor'}`" in text
     assert "| reward | 0.25 |" in text
-    assert prepared.data_digest in text
-    assert len(prepared.data_digest) == len(hashlib.sha256().hexdigest())
+    assert prepared.rows.digest in text
+    assert len(prepared.rows.digest) == len(hashlib.sha256().hexdigest())
     assert plan_table(prepared.plan) in text
     assert "- transformers 5" in text
     shown = yaml.safe_load(text.split("```yaml\n")[1].removesuffix("```\n"))

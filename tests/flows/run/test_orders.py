@@ -19,6 +19,7 @@ from flows.run.training import run_training
 from rlhf_tasks.algorithms.configurations import ConfigError
 from tests.flows.run.test_training import FAKES
 from tests.rlhf_tasks.plans import small_plan
+from tests.rlhf_tasks.settings import SETTINGS
 
 # --- which order counts ---------------------------------------------------------------------------------
 
@@ -187,8 +188,7 @@ class Watched:
                         iterations=ITERATIONS,
                         on_commit=self.on_commit,
                         orders=self.orders,
-                        **FAKES,
-                        **self.options,
+                        **(SETTINGS | FAKES | self.options),
                     )
 
         return await parent()

@@ -152,8 +152,9 @@ def test_a_run_is_priced_before_it_starts(tmp_path):
     from flows.run.prepare import prepare
 
     config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
-    plan = prepare(config).plan
-    expectation = planned(config, plan)
+    prepared = prepare(config)
+    plan = prepared.plan
+    expectation = planned(config, plan, prepared.problem)
     assert expectation.source == "preset of cpu-slot"
     assert expectation.price.duration_s.keys() == {node.name for node in plan.nodes}
     assert expectation.process_bytes > 0
@@ -172,21 +173,24 @@ def test_the_peak_that_mfu_refers_to_is_of_all_devices(tmp_path, monkeypatch, gp
 
     monkeypatch.setattr("flows.run.planned_and_measured.gpus_here", lambda: gpus)
     config = ppo_config(tmp_path, cluster={"devices_per_host": 2}, planning={"device": device})
-    assert planned(config, prepare(config).plan).peak_flops_per_s == peak
+    prepared = prepare(config)
+    assert planned(config, prepared.plan, prepared.problem).peak_flops_per_s == peak
 
 
 def test_the_next_run_goes_by_what_the_last_one_found(tmp_path):
     from flows.run.prepare import prepare
 
     config = ppo_config(tmp_path, cluster={"devices_per_host": 2})
-    plan = prepare(config).plan
-    before = planned(config, plan)
+    prepared = prepare(config)
+    plan = prepared.plan
+    before = planned(config, plan, prepared.problem)
     seconds = before.price.duration_s["actor_train"]
     ran = RanCall(call="actor_train", assignment=plan.node("actor_train").assignment, seconds=3 * seconds)
     keep_figures(before.figures, [ran])
-    after = planned(config, plan)
+    after = planned(config, plan, prepare(config).problem)
     dispatch_s = preset("cpu-slot").dispatch_s  # between nodes: no run's clocks show it in a call
     assert after.price.duration_s["actor_train"] == pytest.approx(3 * seconds + dispatch_s)
     assert after.source.endswith("corrected by measured figures of actor_train")
     larger = ppo_config(tmp_path, cluster={"devices_per_host": 2}, batch_size=32)
-    assert planned(larger, prepare(larger).plan).source == before.source, "another workload"
+    of_larger = prepare(larger)
+    assert planned(larger, of_larger.plan, of_larger.problem).source == before.source, "another workload"

@@ -47,7 +47,7 @@ def test_auto_is_the_search_within_its_time_and_seed(monkeypatch):
     def find(problem, mode, time_limit_s, seed, called_off):
         assert not called_off()
         asked.update(mode=mode, time_limit_s=time_limit_s, seed=seed)
-        return find_plan(problem, "heuristic")
+        return find_plan(problem, "heuristic", 60.0)
 
     monkeypatch.setattr(prepare, "find_plan", find)
     config = auto(seed=7)
@@ -61,7 +61,7 @@ def test_ctrl_c_in_a_search_ends_the_run_that_it_is_for(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         while not called_off():
             time.sleep(0.01)
-        return find_plan(problem, "heuristic")
+        return find_plan(problem, "heuristic", 60.0)
 
     monkeypatch.setattr(prepare, "find_plan", find)
     with pytest.raises(KeyboardInterrupt):
@@ -201,7 +201,7 @@ def test_a_kept_plan_of_another_run_is_refused(kept, change, parts):
 def test_a_kept_plan_that_cannot_be_read_is_refused(kept):
     (kept / PLAN).write_text("{")
     config = auto()
-    with pytest.raises(ConfigError, match="no execution plan"):
+    with pytest.raises(ConfigError, match="not an execution plan"):
         plan_of(config, kept)
 
 

@@ -39,7 +39,7 @@ def test_a_measured_profile_prices_the_plan_of_its_run(cluster, tmp_path, monkey
         for tp in (1, 2)
     }
     assert {e.kind for e in profile.exchanges} == {
-        "all_reduce", "all_gather", "reduce_scatter", "send", "share", "objects", "redistribute",
+        "all_reduce", "all_gather", "reduce_scatter", "send", "share", "redistribute",
     }  # fmt: skip
     assert profile.dispatch_s > 0
     assert profile.process_bytes > 50e6

@@ -149,7 +149,7 @@ def test_the_process_beside_the_training_finds_a_plan(tmp_path, monkeypatch):
     assert (
         found.iteration_time_s
         < found.present_iteration_time_s
-        == planned(config, present).price.iteration_time_s
+        == planned(config, present, problem).price.iteration_time_s
     )
     assert found.plan.n_devices == 2
     assert found.predicted_s.keys() == {node.name for node in found.plan.nodes}

@@ -20,6 +20,7 @@ from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import NodeKey, NodeResult
 from tests.flows.checked_files import model_folder
+from tests.rlhf_tasks.settings import SETTINGS
 
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -49,6 +50,7 @@ def snapshots_of(folder, prepared, attempt=1):
         config=prepared.config.model_dump(mode="json"),
         run_folder=str(folder),
         iterations=9,
+        **SETTINGS,
     )
     return RunSnapshots(spec)
 
@@ -190,7 +192,7 @@ def test_a_run_without_its_commits_is_refused_before_anything_starts(run, resume
         assert (
             "metrics.jsonl with rows, lineage.jsonl with rows, attempt 1, which has committed step 1" in said
         )
-        assert "but no commit to go on from" in said
+        assert "but no commit to resume from" in said
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
 
 

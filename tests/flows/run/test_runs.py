@@ -6,6 +6,7 @@ import logging
 import re
 from base64 import b64decode
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -25,7 +26,7 @@ import deployments
 from flows.cluster.this_machine import device_here
 from flows.ppo import rlhf_ppo
 from flows.rollout import rollout
-from flows.run.prepare import Prepared
+from flows.run.prepare import prepare
 from flows.run.progress import RunView
 from flows.run.runs import cluster_of
 from flows.run.summary import read_jsonl
@@ -33,7 +34,7 @@ from flows.view import prefect_api
 from planner.report.text import short_names
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.protocol.messages import Enterable, Faulted, IterationRan
+from rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import ExecutionPlan
 from tests.flows.events import wait_events
@@ -206,12 +207,13 @@ def test_a_complete_iteration_shows_before_its_commit_whatever_hooks_wait_for(
     tmp_path, monkeypatch, capsys, expected
 ):
     monkeypatch.setattr("flows.run.progress.get_run_logger", lambda: logging.getLogger("test"))
-    view = RunView(Prepared(ppo_config(tmp_path), small_plan(), 9, "", 1), tmp_path, {0: expected})
+    prepared = replace(prepare(ppo_config(tmp_path)), plan=small_plan(), iterations=9)
+    view = RunView(prepared, tmp_path, {0: expected})
     metrics = {"reward": 3.0, "rewards/brevity/mean": 2.0, "time/iteration": 1.5}
     for event in (
         Enterable(iteration=3, generation=0),
         IterationRan(iteration=3, generation=0, metrics=metrics),
-        Faulted(generation=0, cause="rank 1 is lost"),
+        Faulted(generation=0, cause=Cause("is lost", (1,))),
     ):
         view.on_event(event)
     *_, line, fault = capsys.readouterr().out.splitlines()

@@ -22,6 +22,7 @@ from rlhf_tasks.checkpoint.plan_log import logged_changes
 from rlhf_tasks.protocol.messages import PlanChanged
 from rlhf_tasks.spec import SaveNode
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan, swapped_plan
+from tests.rlhf_tasks.settings import SETTINGS
 
 pytestmark = [
     pytest.mark.cluster,
@@ -54,8 +55,7 @@ def train(cluster, folder, *, plan=None, config=None, iterations=3, **options):
             run=run,
             run_folder=folder,
             iterations=iterations,
-            **FAKES,
-            **options,
+            **(SETTINGS | FAKES | options),
         )
 
     try:
@@ -282,6 +282,7 @@ def test_cancelling_the_flow_frees_the_cluster(cluster, tmp_path):
                 run_folder=tmp_path / "a",
                 iterations=1000,
                 on_commit=on_commit,
+                **SETTINGS,
                 **FAKES,
             )
 
@@ -315,6 +316,7 @@ def test_a_controller_that_hangs_ends_the_attempt_and_says_so(tmp_path, monkeypa
                 run="fake",
                 run_folder=tmp_path,
                 iterations=1,
+                **SETTINGS,
             )
         finally:
             await controller.close()

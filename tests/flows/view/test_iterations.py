@@ -13,10 +13,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.view.iterations import IterationView
 from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.protocol.messages import Aborted, Committed, NodeBegun, NodeEnded, NotEntered, RunSpec
+from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, NodeBegun, NodeEnded, NotEntered, RunSpec
 from rlhf_tasks.spec import SaveNode
 from tests.flows.run.test_training import assert_at, wait_runs
 from tests.rlhf_tasks.plans import small_plan
+from tests.rlhf_tasks.settings import SETTINGS
 
 pytestmark = [
     pytest.mark.cluster,
@@ -49,6 +50,7 @@ def spec(run_folder):
         config={},
         run_folder=str(run_folder),
         iterations=9,
+        **SETTINGS,
     )
 
 
@@ -160,7 +162,7 @@ def test_what_was_aborted_failed_what_was_refused_never_was_and_the_rest_is_canc
         for iteration in (0, 1, 2):
             view.entered(iteration, 0)
         run_nodes(view, 0, last="critic_train")
-        view.ended(Aborted(iteration=0, generation=0, cause="rank 1: lost", traceback="here"))
+        view.ended(Aborted(iteration=0, generation=0, cause=Cause("lost", (1,), traceback="here")))
         view.ended(NotEntered(iteration=2, generation=0, reason="a fault came first"))
         view.entered(0, 1)
         run_nodes(view, 0, 1, last="generate")

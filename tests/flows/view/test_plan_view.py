@@ -96,7 +96,7 @@ def test_names_of_calls_are_whole_on_a_narrow_terminal():
     """80 columns; the class of the devices stands above the table where there is but one."""
     config, console = make_config(ppo()), Console(width=80, file=StringIO())
     problem = problem_of(config, hardware_of(config))
-    result = find_plan(problem, "heuristic")
+    result = find_plan(problem, "heuristic", 60.0)
     show_calls(console, result.plan, result.price, problem.model)
     shown = text_of(console)
     assert all(name in shown for name in PPO_CALLS)

@@ -64,7 +64,7 @@ def test_faster_and_slower_devices_than_the_presets_are_plausible(name):
 )
 def test_a_figure_in_another_unit_is_told_with_it(name, value, unit, meant):
     [sentence] = implausible(with_figure(name, value), "cluster.yaml")
-    assert sentence.startswith(f"cluster.yaml: {name}={value:g} is hardly true: it is in {RANGES[name].unit}")
+    assert sentence.startswith(f"cluster.yaml: {name}={value:g} is implausible: it is in {RANGES[name].unit}")
     hint = sentence.partition("; if it is ")[2]
     assert f"in {unit}, write {meant}" in hint
 
@@ -72,5 +72,5 @@ def test_a_figure_in_another_unit_is_told_with_it(name, value, unit, meant):
 def test_a_figure_in_no_known_unit_is_told_with_its_range():
     [sentence] = implausible(with_figure("flops_per_s", 1e40), "device.yaml")
     assert sentence == (
-        "device.yaml: flops_per_s=1e+40 is hardly true: it is in FLOP/s, of which devices have 1e+09 to 1e+16."
+        "device.yaml: flops_per_s=1e+40 is implausible: it is in FLOP/s, and devices have 1e+09 to 1e+16."
     )

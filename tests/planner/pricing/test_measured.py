@@ -130,7 +130,7 @@ def test_degrees_and_ranks_that_were_not_measured_are_refused(sampled):
 def test_exchanges_take_time(sampled, seconds, tiny):
     exchange = TimedExchange(kind="send", ranks=2, crosses_hosts=False, size_bytes=8, seconds=seconds)
     timed = Timed(operation="layer/forward", tp=1, tokens=8, context=8, seconds=1.0)
-    with pytest.raises(ValueError, match="a figure that cannot be"):
+    with pytest.raises(ValueError, match="an impossible figure"):
         MeasuredProfile.of(
             "cpu-slot", 1, 2, tiny, 4, [Measurements(operations=(timed,), exchanges=(exchange,))]
         )

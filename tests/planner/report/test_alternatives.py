@@ -16,7 +16,7 @@ def problem(small_problem) -> Problem:
 
 
 def test_alternatives_have_another_mesh_and_a_reason(problem):
-    result = find_plan(problem, "heuristic")
+    result = find_plan(problem, "heuristic", 60.0)
     rows = rejected_alternatives(result)
     assert [row.call for row in rows] == [call.name for call in problem.graph.calls]
     for row in rows:
@@ -29,7 +29,7 @@ def test_alternatives_have_another_mesh_and_a_reason(problem):
 def test_plans_that_are_faster_than_the_chosen_one_are_called_so(problem, assign):
     """All calls on one of two devices leave the other one idle."""
     on_one = {call.name: assign([0]) for call in problem.graph.calls}
-    result = find_plan(problem, "manual", evaluate=on_one)
+    result = find_plan(problem, "manual", 60.0, evaluate=on_one)
     rows = rejected_alternatives(result)
     assert any(row.is_better for row in rows)
     for row in rows:
@@ -40,7 +40,7 @@ def test_plans_that_are_faster_than_the_chosen_one_are_called_so(problem, assign
 
 
 def test_nothing_is_better_than_the_best_plan(problem):
-    result = find_plan(problem, time_limit_s=600)
+    result = find_plan(problem, "search", time_limit_s=600)
     assert result.proven_optimal
     for row in rejected_alternatives(result):
         assert not row.is_better
@@ -52,10 +52,10 @@ def test_nothing_is_better_than_the_best_plan(problem):
 def test_the_other_calls_may_move_too(problem, assign):
     """What the caption says: a row is a plan of its own, not the chosen one with one call changed."""
     on_one = {call.name: assign([0]) for call in problem.graph.calls}
-    result = find_plan(problem, "manual", evaluate=on_one)
+    result = find_plan(problem, "manual", 60.0, evaluate=on_one)
 
     def alone_s(row) -> float:
         changed = {**on_one, row.call: row.assignment}
-        return find_plan(problem, "manual", evaluate=changed).iteration_time_s
+        return find_plan(problem, "manual", 60.0, evaluate=changed).iteration_time_s
 
     assert any(alone_s(row) > row.time_s * (1 + 1e-6) for row in rejected_alternatives(result))

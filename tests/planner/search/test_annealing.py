@@ -1,3 +1,4 @@
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -6,10 +7,17 @@ import pytest
 import planner.search.annealing
 from planner.plan.mesh import Cluster
 from planner.search.annealing import (
+    ACCEPTED,
     AGREE,
+    ALIKE,
+    CALL,
     CHUNK,
     DRAWS,
+    FIRST,
+    PAIRED,
+    PEER,
     STEPS,
+    WHERE,
     anneal,
     annealing,
     better,
@@ -87,6 +95,28 @@ def test_a_cold_round_never_gets_worse(small_problem):
     assert last.excess_bytes == best.excess_bytes
     assert best.time_s < start.time_s
     assert 0 < n_priced < 2000
+
+
+def test_which_option_is_proposed_is_drawn_apart_from_whether_it_is_like_the_peers(small_problem):
+    """Proposals for one call on its own mesh, whose peer is itself. All are accepted: it is hot."""
+    tables = Tables(small_problem(Cluster(1, 4)))
+    near, cycles, call, n = neighbours(tables), call_cycles(tables.problem.graph), 1, 3000
+    mesh = near.start[call] + np.argmax(np.diff(near.begin)[near.start[call] : near.start[call + 1]])
+    ranked = near.by_speed[near.begin[mesh] : near.begin[mesh + 1]].tolist()
+    strategies = [tables.options[call][option].strategy for option in ranked]
+    start = start_state(tables, changed(greedy_choice(tables), call, ranked[-1]))
+    draws = uniforms(0, "x", 0, n)
+    draws[:, [ACCEPTED, PAIRED, FIRST + WHERE]] = (0.5, 0.99, 0.0)
+    draws[:, [FIRST + CALL, FIRST + PEER]] = (call + 0.5) / len(tables.calls)
+    proposed = Counter()
+    for step in range(n):
+        _, last, _ = anneal(tables.arrays, near, cycles, start, draws[step : step + 1], 1e9, 1e9, True)
+        proposed[ranked.index(last.choice[call])] += 1
+    shares = (1 - ALIKE) * np.diff(np.sqrt(np.arange(len(ranked) + 1) / len(ranked)))
+    shares[strategies.index(strategies[-1])] += ALIKE
+    found = [proposed[rank] / n for rank in range(len(ranked))]
+    assert len(ranked) > 11, "where fewer share a mesh, the fastest is met anyway"
+    assert found == pytest.approx(shares.tolist(), abs=4 * 0.5 / n**0.5)
 
 
 def changed(choice, call, option):

@@ -49,7 +49,10 @@ def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama, cluster):
     tables = Tables(problem)
     start = side_by_side(tables)
     assert start is not None
-    for found in (assignments_of(find_plan(problem, "disjoint").plan), tables.assignments(start)):
+    for found in (
+        assignments_of(find_plan(problem, "disjoint", TO_THE_END_S).plan),
+        tables.assignments(start),
+    ):
         devices = {
             role: {
                 d
@@ -64,7 +67,7 @@ def test_disjoint_roles_share_no_device(make_graph, ppo_cost, llama, cluster):
 
 def test_disjoint_needs_a_device_per_role(problem):
     with pytest.raises(PlanError, match="devices of their own"):
-        find_plan(problem, "disjoint")
+        find_plan(problem, "disjoint", TO_THE_END_S)
     assert side_by_side(Tables(problem)) is None
 
 
@@ -88,7 +91,7 @@ def test_a_role_whose_calls_share_no_size_of_mesh_is_planned(llama):
         max_position_embeddings=32768,
     )
     device = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(2e9)})
-    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(20_000))
+    workload = Workload(prompt_tokens=128, new_tokens=Lengths.fixed(20_000), itemsize=2, recompute=True)
     model = CostModel(Cluster(16, 1), device, {"actor": RoleModel(shape=shape)}, workload)
     problem = Problem(DataflowGraph(calls, ["x"], name="small"), model, max_tp=1)
     sizes = [{option.size for option in options} for options in Tables(problem).options]
@@ -96,7 +99,7 @@ def test_a_role_whose_calls_share_no_size_of_mesh_is_planned(llama):
     for mode in ("search", "mcmc"):
         assert find_plan(problem, mode, 0.5).iteration_time_s > 0
     with pytest.raises(PlanError, match="The calls of actor fit no mesh of one size on a cluster of 16x1"):
-        find_plan(problem, "disjoint")
+        find_plan(problem, "disjoint", TO_THE_END_S)
 
 
 def test_what_is_done_before_the_clock_starts_prices_nothing(problem, monkeypatch):
@@ -113,20 +116,20 @@ def test_what_is_done_before_the_clock_starts_prices_nothing(problem, monkeypatc
 
 
 def test_manual_prices_what_it_is_given(problem):
-    heuristic = find_plan(problem, "heuristic")
+    heuristic = find_plan(problem, "heuristic", TO_THE_END_S)
     given = assignments_of(heuristic.plan)
-    manual = find_plan(problem, "manual", evaluate=given)
+    manual = find_plan(problem, "manual", TO_THE_END_S, evaluate=given)
     assert assignments_of(manual.plan) == given
     assert manual.iteration_time_s == heuristic.iteration_time_s
     with pytest.raises(PlanError, match="give one for each call"):
-        find_plan(problem, "manual")
+        find_plan(problem, "manual", TO_THE_END_S)
 
 
 @pytest.mark.parametrize("mode", ["heuristic", "symmetric"])
 def test_replicas_and_micro_batches_grow_until_memory_suffices(make_graph, ppo_cost, mode):
     """Two trained and two frozen 7B models on eight A100s: one device alone cannot hold a replica."""
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8)))
-    result = find_plan(problem, mode)
+    result = find_plan(problem, mode, TO_THE_END_S)
     strategy = assignments_of(result.plan)["actor_train"].placement.strategy
     assert strategy.tp * strategy.pp > 1
     assert max(peak.total_bytes for peak in result.price.peaks.values()) <= 80e9
@@ -138,7 +141,9 @@ def test_micro_batches_that_grew_stay_within_the_share_of_a_larger_replica(make_
     shape = llama(**layers, num_attention_heads=4, num_key_value_heads=4, vocab_size=8192)
     small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": int(0.8e9)})
     model = ppo_cost(Cluster(4, 1), shape, small, new_tokens=Lengths.fixed(3000))
-    found = assignments_of(find_plan(Problem(make_graph(n_seqs=8, mini_batches=1), model), "heuristic").plan)
+    found = assignments_of(
+        find_plan(Problem(make_graph(n_seqs=8, mini_batches=1), model), "heuristic", TO_THE_END_S).plan
+    )
     assert found["actor_train"].placement.strategy.pp > 1
     for given in found.values():
         assert given.micro_batches <= 8 // given.placement.strategy.dp
@@ -149,7 +154,7 @@ def test_what_fits_nowhere_is_refused_with_device_bytes_and_field(make_graph, pp
     small = preset("a100-80g-sxm").model_copy(update={"memory_bytes": 30 * 10**9})
     problem = Problem(make_graph(n_seqs=128, mini_batches=4), ppo_cost(Cluster(1, 8), device=small))
     with pytest.raises(PlanError, match=r"Device \d \(a100-80g-sxm\) lacks \d+ bytes: .* would lower it\."):
-        find_plan(problem, mode)
+        find_plan(problem, mode, TO_THE_END_S)
 
 
 def test_search_proves_its_plan_optimal_and_equal_seeds_find_equal_plans(problem):
@@ -176,7 +181,7 @@ def test_a_plan_by_rule_stands_before_the_tables_are_made(problem, monkeypatch):
     monkeypatch.setattr(search.time, "monotonic", lambda: now[0])
     first = find_plan(problem, "search", 1e-9).trace[0]
     assert (first.seconds, first.lower_bound_s) == (0.0, 0.0)
-    assert first.time_s == find_plan(problem, "heuristic").iteration_time_s
+    assert first.time_s == find_plan(problem, "heuristic", TO_THE_END_S).iteration_time_s
 
 
 def test_no_mode_beats_a_proven_search(problem):
@@ -191,8 +196,8 @@ def test_no_mode_beats_a_proven_search(problem):
         (Cluster(16, 8), "calls have all meshes, strategies"),
         (
             Cluster(128, 8),
-            "calls have meshes that begin and end at multiples of 8 hosts, the first 1 or 2 or 4 hosts and as many "
-            "behind these, the first host and its aligned parts, strategies",
+            "calls have meshes that begin and end at multiples of 8 hosts, the first 1 or 2 or 4 hosts or the same "
+            "number after them, the first host and its aligned parts, strategies",
         ),
         (
             Cluster(17, 2),
@@ -224,7 +229,7 @@ def test_the_proof_names_the_cut_among_the_orders(llama, n_scorers, orders):
         Cluster(1, 1),
         preset("a100-80g-sxm"),
         {"reward": RoleModel(shape=llama(), head="scalar")},
-        Workload(prompt_tokens=8, new_tokens=Lengths.fixed(8)),
+        Workload(prompt_tokens=8, new_tokens=Lengths.fixed(8), itemsize=2, recompute=True),
     )
     problem = Problem(DataflowGraph(calls, {"input_ids"}, name="scores"), model)
     assert len(call_orders(problem.graph)) == 120
@@ -233,7 +238,7 @@ def test_the_proof_names_the_cut_among_the_orders(llama, n_scorers, orders):
 
 def test_without_time_a_search_gives_no_worse_than_the_rules(problem):
     result = find_plan(problem, "search", time_limit_s=1e-9)
-    assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+    assert result.iteration_time_s <= find_plan(problem, "heuristic", TO_THE_END_S).iteration_time_s
     assert result.lower_bound_s < result.iteration_time_s
 
 
@@ -282,7 +287,7 @@ def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(sma
     assert 0 < result.gap < 1
     assert not result.proven_optimal
     if mode == "search":
-        assert result.iteration_time_s <= find_plan(problem, "heuristic").iteration_time_s
+        assert result.iteration_time_s <= find_plan(problem, "heuristic", TO_THE_END_S).iteration_time_s
 
 
 @pytest.mark.parametrize("mode", ["search", "mcmc"])
@@ -294,9 +299,9 @@ def test_a_search_where_nothing_fits_together_says_what_lacks(small_problem, mod
 
 def test_bad_requests(problem):
     with pytest.raises(PlanError, match="There is no mode 'best'; known are"):
-        find_plan(problem, "best")
+        find_plan(problem, "best", TO_THE_END_S)
     with pytest.raises(PlanError, match="time limit of 0 s"):
-        find_plan(problem, time_limit_s=0)
+        find_plan(problem, "search", time_limit_s=0)
 
 
 def test_nearest_choice_finds_the_option_itself(problem):

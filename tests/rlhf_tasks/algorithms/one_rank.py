@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.algorithms.examples import load_and_check
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.config.sections import Role
+from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
@@ -64,7 +65,7 @@ class OneRank:
 
     def __init__(self, config: RunConfig, run_folder: Path) -> None:
         self.config, self.run_folder = config, run_folder
-        self.rows, self.tokenizer = load_and_check(config)
+        self.rows, self.tokenizer = prepared_rows(config), Tokenizer.from_folder(config.models.tokenizer)
         dtype = getattr(torch, config.dtype)
         self.engines = {name: engine_of(role, config.seed, dtype) for name, role in config.roles().items()}
         self.rewards = RewardProcess(config)
@@ -77,7 +78,7 @@ class OneRank:
         n = self.config.batch_size
         ids = range(iteration * n, (iteration + 1) * n)
         store, metrics = SampleStore(), {}
-        store.put(fetch(self.algorithm, self.rows, self.tokenizer, self.config, ids))
+        store.put(fetch(self.rows, self.config, ids))
         for call in self.calls:
             metrics |= self.call(call, iteration, store, ids)
         return metrics, store

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ from transformers import AutoTokenizer
 
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.examples import load_and_check, read_examples
-from rlhf_tasks.data.dataset import DataError, Rows
+from rlhf_tasks.algorithms.examples import mean_prompt_tokens, prepared_rows, read_examples
+from rlhf_tasks.data.dataset import DataError, PlacedRow
 from rlhf_tasks.data.rows import Reader, completion_example, pair_example, prompt_example
+from rlhf_tasks.data.token_file import ROWS
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.system.child_lines import Lines
 
@@ -44,24 +44,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-@dataclass
-class OneRow:
-    """A file of one row."""
-
-    only: dict[str, Any]
-
-    def __len__(self) -> int:
-        return 1
-
-    def row(self, i: int) -> dict[str, Any]:
-        return self.only
-
-    def where(self, i: int) -> str:
-        return "rows:1"
-
-
 def read_row(reader: Reader[Any], row: dict[str, Any], tokenizer: Tokenizer) -> Any:
-    (example,) = read_examples(reader, Rows((OneRow(row),), {}, ""), [0], tokenizer)
+    ((_, example),) = read_examples(reader, [PlacedRow(0, 1, "rows:1", row)], tokenizer)
     return example
 
 
@@ -188,6 +172,7 @@ def config(folder: Path, data: Path, **changes: Any) -> Any:
         "sampling": {"max_completion_length": 8},
         "rewards": [{"function": "m:f"}],
         "total_iterations": 1,
+        "output_dir": str(data.parent / "runs"),
     }
     return make_config({**document, **changes})
 
@@ -195,17 +180,57 @@ def config(folder: Path, data: Path, **changes: Any) -> Any:
 def test_a_whole_data_set_is_checked_before_training(plain_folder: Path, tmp_path: Path):
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "abc"}\n{"prompt": "abcdef"}\n')
-    rows, tokenizer = load_and_check(config(plain_folder, data))
-    assert len(rows) == 2
-    assert tokenizer.eos_id == 2
+    assert len(prepared_rows(config(plain_folder, data))) == 2
     with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens, but data\.max_prompt_tokens is 5\."):
-        load_and_check(config(plain_folder, data, limit=5))
+        prepared_rows(config(plain_folder, data, limit=5))
     long = {"max_completion_length": 124}
     with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens .* role 'actor' \(.*\) holds 128\."):
-        load_and_check(config(plain_folder, data, sampling=long))
+        prepared_rows(config(plain_folder, data, sampling=long))
     data.write_text('{"prompt": "abc"}\n{"question": "abcdef"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:2: has no column 'prompt' \(columns: question\)\."):
-        load_and_check(config(plain_folder, data))
+        prepared_rows(config(plain_folder, data))
+
+
+def test_a_run_keeps_its_tokens_until_something_that_they_depend_on_changes(
+    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, data, tokenised = tmp_path / "model", tmp_path / "rows.jsonl", list[str]()
+    shutil.copytree(plain_folder, model)
+    data.write_text('{"prompt": "abc"}\n{"prompt": "abcdef"}\n')
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, special_tokens: bool = False) -> list[int]:
+        tokenised.append(text)
+        return encode(self, text, special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+
+    def prepare(**changes: Any) -> list[str]:
+        tokenised.clear()
+        prepared_rows(config(model, data, **changes), tmp_path).keep(tmp_path)
+        return list(tokenised)
+
+    assert prepare() == ["abc", "abcdef"]
+    assert prepare() == prepare(limit=6, seed=3, total_iterations=9) == []
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: has 6 tokens, but data\.max_prompt_tokens is 5\."):
+        prepare(limit=5)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    assert prepare() == ["abc", "abcdef"]
+    data.write_text('{"prompt": "abc"}\n{"prompt": "abd"}\n')
+    assert prepare() == ["abc", "abd"]
+    (tmp_path / ROWS).write_bytes((tmp_path / ROWS).read_bytes()[:100])
+    assert prepare() == ["abc", "abd"], "a damaged file is made anew"
+
+
+def test_the_mean_of_prompts_is_the_same_before_and_after_a_data_set_is_tokenised(
+    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rlhf_tasks.algorithms.examples.SAMPLED", 3)
+    monkeypatch.setattr("rlhf_tasks.data.token_file.SAMPLED", 3)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "a" * (1 + i * i)}) + "\n" for i in range(7)))
+    assert mean_prompt_tokens(config(plain_folder, data)) == (1 + 10 + 37) / 3
+    assert prepared_rows(config(plain_folder, data)).mean_tokens == (1 + 10 + 37) / 3
 
 
 def test_the_conversations_of_a_data_set_are_rendered_many_at_once(
@@ -231,7 +256,7 @@ def test_the_conversations_of_a_data_set_are_rendered_many_at_once(
     def checked(rows: list[dict]) -> list[int]:
         requests.clear()
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        load_and_check(config(model, data))
+        prepared_rows(config(model, data))
         return list(requests)
 
     def prompt(content: str) -> dict:
@@ -246,7 +271,8 @@ def test_the_conversations_of_a_data_set_are_rendered_many_at_once(
     pair = {"prompt": [USER], "chosen": [ANSWER], "rejected": "no"}
     tokenizer = Tokenizer.from_folder(model)
     requests.clear()
-    first, last = read_examples(pair_example, Rows((OneRow(pair), OneRow(pair)), {}, ""), [0, 1], tokenizer)
+    placed = [PlacedRow(0, line, f"rows:{line}", pair) for line in (1, 2)]
+    (_, first), (_, last) = read_examples(pair_example, placed, tokenizer)
     assert first == last
     assert requests == [6]
 

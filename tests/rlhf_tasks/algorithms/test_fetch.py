@@ -8,9 +8,9 @@ import pytest
 
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.algorithms.examples import load_and_check
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.fetch import fetch as fetch_samples
-from rlhf_tasks.algorithms.registry import algorithm
+from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}", "chosen": "y", "rejected": "n", "k": i} for i in range(5)]
@@ -33,10 +33,15 @@ def fetch(tmp_path: Path) -> Any:
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
     def run(kind: str, ids: list[int]) -> tuple[SampleBatch, Any]:
-        document = {"type": kind, "models": {"actor": str(tmp_path / "model")}, "data": {"train": str(data)}}
+        document = {
+            "type": kind,
+            "models": {"actor": str(tmp_path / "model")},
+            "data": {"train": str(data)},
+            "output_dir": str(tmp_path / "runs"),
+        }
         config = make_config({**document, **BY_TYPE[kind]})
-        rows, tokenizer = load_and_check(config)
-        return fetch_samples(algorithm(kind), rows, tokenizer, config, ids), tokenizer
+        tokenizer = Tokenizer.from_folder(tmp_path / "model")
+        return fetch_samples(prepared_rows(config), config, ids), tokenizer
 
     return run
 

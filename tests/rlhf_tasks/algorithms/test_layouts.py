@@ -124,7 +124,8 @@ def engine_on(rank: int, strategy: tuple[int, int, int], head: Head) -> Engine:
     with torch.no_grad():
         for name, mine in held_slices(layout, rank, whole).items():
             stage.named_slices()[name].copy_(mine)
-    return Engine(stage, layout, groups, OptimizerSettings(max_grad_norm=0.5))
+    settings = OptimizerSettings((0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=0.5)
+    return Engine(stage, layout, groups, settings)
 
 
 def run_calls(

@@ -11,6 +11,8 @@ import torch
 
 from flows.demo.data import MODEL, write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.ppo import functions
+from rlhf_tasks.algorithms.ppo.learning import Targets, learning_targets
 from rlhf_tasks.algorithms.ppo.ppo_math import kl_divergence, last_response_tokens
 from rlhf_tasks.algorithms.shared.scoring import reward_model_part
 from rlhf_tasks.config.sections import RewardModelScore
@@ -254,6 +256,22 @@ def test_the_adaptive_coefficient_follows_the_measured_kl(start: Any, folder: Pa
     step = 1.02 if kl > 0 else 0.98
     assert run.engines["actor"].state["kl_coef"] == pytest.approx(start_coef * step)
     assert run.engines["actor"].state == {"kl_coef": run.engines["critic"].state["kl_coef"]}
+
+
+def test_the_targets_of_learning_are_computed_without_a_trace(start: Any, monkeypatch: pytest.MonkeyPatch):
+    """Only the calls store what follows from them."""
+    run, seen = start("ppo", kl_target=1e-6), []
+
+    def twice(engine: Any, *arguments: Any) -> Targets:
+        before = dict(engine.state)
+        first, second = (learning_targets(engine, *arguments) for _ in range(2))
+        seen.append((engine.state == before, first.metrics == second.metrics, first.state == second.state))
+        return second
+
+    monkeypatch.setattr(functions, "learning_targets", twice)
+    run.iterate(0)
+    assert seen == [(True, True, True)] * 2
+    assert all("kl_coef" in run.engines[role].state for role in ("actor", "critic"))
 
 
 def test_normalised_values_come_out_in_reward_units(start: Any):

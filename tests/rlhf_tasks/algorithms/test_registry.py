@@ -97,8 +97,8 @@ def test_names_are_listed_and_others_run_without_importing_a_package(tuned):
         ("import no_such_thing", "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing'"),
         ("ALGORITM = 1", "cannot be imported: AttributeError"),
         ("def f(:", "cannot be imported: SyntaxError: invalid syntax"),
-        ("ALGORITHM = 1", "is no Algorithm but of type int"),
-        (RECORD.replace("config=TunedConfig", "config=int"), "a configuration that is no RunConfig"),
+        ("ALGORITHM = 1", "is not an Algorithm but of type int"),
+        (RECORD.replace("config=TunedConfig", "config=int"), "a configuration that is not a RunConfig"),
         (RECORD.replace("config=TunedConfig", "config=SFTConfig"), "has configurations of type 'sft'"),
         (
             "from rlhf_tasks.config.base import TrainingConfig"
@@ -114,7 +114,7 @@ def test_a_package_without_a_sound_record_is_named(tuned, init, sentence):
     said = str(refused.value)
     assert said.startswith("the algorithm 'tuned' of the package tuned-models ")
     assert sentence in said
-    assert said.endswith("Mend or uninstall that package.")
+    assert said.endswith("Fix or uninstall that package.")
     assert "\n" not in said
 
 
@@ -148,10 +148,10 @@ def test_a_name_that_no_command_could_say_is_refused(tuned):
     [
         (
             "import torch\ndef actor_trains(): ...",
-            "the call 'actor_train' in its graph and no function of that name",
+            "the call 'actor_train' in its graph but no function of that name",
         ),
         ("def f(:", "which is not valid Python"),
-        (None, "its functions in tuned.other, and there is no such module"),
+        (None, "its functions in tuned.other, but there is no such module"),
     ],
 )
 def test_a_graph_with_a_call_that_has_no_function_is_named(tuned, functions, sentence):

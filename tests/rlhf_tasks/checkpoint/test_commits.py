@@ -290,7 +290,7 @@ def test_a_run_that_has_lost_its_commits_does_not_begin_anew(tmp_path, lose):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     with pytest.raises(
-        CheckpointError, match=r"has .*, but no commit to go on from: .*Put them back, or move"
+        CheckpointError, match=r"has .*, but no commit to resume from: .*Put them back, or move"
     ):
         RunSnapshots(Spec(str(tmp_path), 2)).latest()
 

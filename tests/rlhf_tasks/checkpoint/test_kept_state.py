@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flows.run.prepare import prepare
+from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.checkpoint.commits import RunSnapshots, step_folder
 from rlhf_tasks.checkpoint.kept_state import KeptState
 from rlhf_tasks.protocol.instructions import WriteCommit
@@ -19,6 +20,7 @@ from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, SaveNode
 from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.settings import DEADLINES, SETTINGS
 from tests.tiny_runs import TWO_RANKS, ppo_config
 
 LATER = {call: {"devices": [1]} for call in PPO_CALLS} | {
@@ -63,7 +65,7 @@ class Rank:
 
     def train(self) -> None:
         """Iteration 0. Between training and the save node there is nothing to keep: no commit is like that."""
-        sequencer, trained = Sequencer(self.plans[0], self.run.run, 1), False
+        sequencer, trained = Sequencer(self.plans[0], self.run.run, 1, DEADLINES), False
         for request in sequencer.requests(0)[self.rank]:
             node = self.plans[0].node(request.key.node)
             self.executor.execute(request, node)
@@ -182,6 +184,7 @@ def documents(tmp_path) -> dict:
         plans.append(prepare(config).plan)
     folder = tmp_path / "run"
     folder.mkdir()
+    prepared_rows(config).keep(folder)
     run = RunSpec(
         run="test",
         attempt=1,
@@ -190,6 +193,7 @@ def documents(tmp_path) -> dict:
         config=json.loads(config.model_dump_json()),
         run_folder=str(folder),
         iterations=2,
+        **SETTINGS,
     )
     return {"run": run.model_dump(mode="json"), "plans": [plan.model_dump(mode="json") for plan in plans]}
 

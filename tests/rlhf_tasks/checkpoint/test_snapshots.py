@@ -2,12 +2,10 @@ import errno
 import hashlib
 import os
 import re
-import resource
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from tests.rlhf_tasks.roles_in_layouts import (
     precise,
     whole_state,
 )
+from tests.small_disk import DISK_BYTES, small_disk
 
 STATE = {"kl_coef": 0.1 + 0.2, "normaliser": [1e-17, 3.0]}
 
@@ -49,7 +48,7 @@ class Spec:
     run_folder: str
     attempt: int = 1
     run: str = "test"
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=lambda: {"seed": 0, "keep_last": 2})
     peak_flops_per_s: float | None = None
 
 
@@ -199,7 +198,7 @@ def commit_part(folder: Path, part: Part) -> None:
 def test_another_model_is_refused_with_the_difference(tmp_path):
     commit_part(tmp_path, written_part(tmp_path, small_role()))
 
-    with pytest.raises(CheckpointError, match=r"'actor' was saved as another model: kv_heads 3 \(now 9\)"):
+    with pytest.raises(CheckpointError, match=r"the saved 'actor' has another shape: kv_heads 3 \(now 9\)"):
         restore("actor", small_role(kv_heads=9), tmp_path, 3)
     with pytest.raises(CheckpointError, match=r"has the roles \['actor'\], not 'critic'"):
         restore("critic", small_role(), tmp_path, 3)
@@ -214,7 +213,7 @@ def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
         restore("actor", small_role(), tmp_path, 3)
     other = small_role()
     other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"torch\.float32, the run wants torch\.float64"):
+    with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
         restore("actor", other, tmp_path, 3)
 
 
@@ -229,28 +228,6 @@ def test_a_failed_write_is_reported(tmp_path):
     assert told[0].details == {}
 
 
-DISK_BYTES = 64 * 1024
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Inside, there is room for DISK_BYTES in a folder; where nobody may mount (False), for as much in each file."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode == 0:
-        try:
-            yield True
-        finally:
-            subprocess.run(["umount", str(folder)], check=True)
-        return
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, before[1]))
-    try:
-        yield False
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
     role, told = small_role(), []
     large = torch.zeros(DISK_BYTES)
@@ -263,7 +240,7 @@ def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
     part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
     needed = sum(shard.tensor.nbytes for shard in role.optimizer.state)  # type: ignore[attr-defined]
     assert f"no space left: {part} needs {needed} bytes, " in told[0].error
-    assert "are free. Free some and resume." in told[0].error
+    assert "are free. Free some space and resume." in told[0].error
     assert told[0].lasting
 
 
@@ -298,7 +275,7 @@ def test_a_read_only_disk_is_reported_as_lasting(tmp_path, monkeypatch):
         writer.save("actor", small_role(), 3)
         writer.close()
     part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
-    assert told[0].error == f"{part} cannot be written: Read-only file system. Mend that and resume."
+    assert told[0].error == f"{part} cannot be written: Read-only file system. Fix that and resume."
     assert told[0].lasting
 
 

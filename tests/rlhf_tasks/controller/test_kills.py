@@ -141,7 +141,9 @@ def test_a_rank_killed_there_is_replaced_and_the_run_ends_in_the_same_bits(
         events = asyncio.run(attend(cluster, spec_of(cluster, job, folder)))
     faults = of_type(events, Faulted)
     if point is not Point.RESET:  # a rank that is lost while all reset is awaited, without a fault
-        assert any(f"rank {rank}" in fault.cause and "lost" in fault.cause for fault in faults), faults
+        assert any(f"rank {rank}" in str(fault.cause) and "lost" in str(fault.cause) for fault in faults), (
+            faults
+        )
     assert committed(events) == list(range(ITERATIONS))
     assert_same_run(folder, undisturbed)
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.config.sections import DataConfig
-from rlhf_tasks.data.dataset import DataError, load_rows
+from rlhf_tasks.data.dataset import DataError, data_set
 
 
 def lines(*rows: object) -> bytes:
@@ -22,7 +22,7 @@ def test_jsonl_plain_and_compressed_and_parquet_give_the_same_rows(tmp_path: Pat
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines(*rows)))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet"):
-        assert list(load_rows(DataConfig(train=str(tmp_path / name)))) == rows
+        assert [placed.row for placed in data_set(DataConfig(train=str(tmp_path / name)))] == rows
 
 
 def test_folders_and_globs_are_read_in_the_order_of_names(tmp_path: Path):
@@ -31,32 +31,29 @@ def test_folders_and_globs_are_read_in_the_order_of_names(tmp_path: Path):
     (tmp_path / "README.md").write_text("no rows")
     expected = ["a1", "a2", "b1", "b2", "c1", "c2"]
     for pattern in (tmp_path, tmp_path / "*.jsonl"):
-        rows = load_rows(DataConfig(train=str(pattern)))
-        assert [row["prompt"] for row in rows] == expected
-        assert rows.where(3) == f"{tmp_path / 'b.jsonl'}:2"
-    with pytest.raises(IndexError):
-        rows[6]
+        rows = list(data_set(DataConfig(train=str(pattern))))
+        assert [placed.row["prompt"] for placed in rows] == expected
+        assert rows[3].where == f"{tmp_path / 'b.jsonl'}:2"
+        assert rows[3][:2] == (1, 2)
 
 
 def test_byte_order_marks_and_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + lines({"prompt": "a"}) + b"\n  \r\n" + lines({"prompt": "b"}).rstrip())
-    rows = load_rows(DataConfig(train=str(path)))
-    assert [row["prompt"] for row in rows] == ["a", "b"]
-    assert rows.where(1) == f"{path}:4"
+    rows = list(data_set(DataConfig(train=str(path))))
+    assert [placed.row["prompt"] for placed in rows] == ["a", "b"]
+    assert rows[1].where == f"{path}:4"
 
 
 def test_columns_are_renamed_and_a_missing_one_is_named(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines({"question": "a", "n": 1}))
-    assert load_rows(DataConfig(train=str(path), column_map={"question": "prompt"}))[0] == {
-        "prompt": "a",
-        "n": 1,
-    }
+    (placed,) = data_set(DataConfig(train=str(path), column_map={"question": "prompt"}))
+    assert placed.row == {"prompt": "a", "n": 1}
     with pytest.raises(
         DataError, match=r"rows\.jsonl:1: has no column 'query', which data\.column_map renames"
     ):
-        load_rows(DataConfig(train=str(path), column_map={"query": "prompt"}))
+        list(data_set(DataConfig(train=str(path), column_map={"query": "prompt"})))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ def test_bad_lines_are_named(tmp_path: Path, content: bytes, sentence: str):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        load_rows(DataConfig(train=str(path)))
+        list(data_set(DataConfig(train=str(path))))
     assert str(path) in str(caught.value)
     assert sentence in str(caught.value)
 
@@ -88,27 +85,27 @@ def test_bad_files_are_named(tmp_path: Path):
     for name, (content, sentence) in faults.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=sentence) as caught:
-            load_rows(DataConfig(train=str(tmp_path / name)))
+            list(data_set(DataConfig(train=str(tmp_path / name))))
         assert name in str(caught.value)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(DataError, match="no such file or folder"):
-        load_rows(DataConfig(train=str(tmp_path / "nothing.jsonl")))
+        data_set(DataConfig(train=str(tmp_path / "nothing.jsonl")))
     with pytest.raises(DataError, match="no file matches it as a glob"):
-        load_rows(DataConfig(train=str(tmp_path / "*.jsonl")))
+        data_set(DataConfig(train=str(tmp_path / "*.jsonl")))
     with pytest.raises(DataError, match=r"the folder has no \.jsonl"):
-        load_rows(DataConfig(train=str(tmp_path)))
+        data_set(DataConfig(train=str(tmp_path)))
 
 
-def test_each_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_bytes(lines(*({"prompt": str(i)} for i in range(20))))
-    rows = load_rows(DataConfig(train=str(tmp_path)))
-    epochs = [[rows.row_of(sample, seed=1) for sample in range(e * 20, e * 20 + 20)] for e in range(4)]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert [rows.row_of(sample, seed=1) for sample in range(20)] == epochs[0]
-    assert [rows.row_of(sample, seed=2) for sample in range(20)] != epochs[0]
+def test_some_rows_stand_at_even_distances_and_the_others_are_not_parsed(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_bytes(
+        b"".join(lines({"n": i}) if i % 4 == 0 else b"{broken\n" for i in range(20))
+    )
+    pq.write_table(pa.Table.from_pylist([{"n": i} for i in range(20, 24)]), tmp_path / "tail.parquet")
+    rows = data_set(DataConfig(train=str(tmp_path)))
+    assert [placed.row["n"] for placed in rows.some(6)] == [0, 4, 8, 12, 16, 20]
+    assert [placed.row["n"] for placed in rows.some(3)] == [0, 8, 16]
 
 
 def test_the_digest_names_the_content_and_not_the_place(tmp_path: Path):
@@ -116,5 +113,5 @@ def test_the_digest_names_the_content_and_not_the_place(tmp_path: Path):
     for folder, word in (("x", "a"), ("y", "a"), ("z", "b")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "rows.jsonl").write_bytes(lines({"prompt": word}))
-        digests.append(load_rows(DataConfig(train=str(tmp_path / folder))).digest)
+        digests.append(data_set(DataConfig(train=str(tmp_path / folder))).digest)
     assert digests[0] == digests[1] != digests[2]

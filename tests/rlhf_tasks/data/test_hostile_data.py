@@ -19,7 +19,7 @@ from rlhf_tasks.algorithms.examples import read_examples
 from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.data import chat_template, dataset
 from rlhf_tasks.data.chat_template import ChatTemplate, Source, serve
-from rlhf_tasks.data.dataset import MOST_LINE_BYTES, load_rows
+from rlhf_tasks.data.dataset import MOST_LINE_BYTES, data_set
 from rlhf_tasks.data.rows import pair_example, prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from tests.rlhf_tasks.algorithms.test_examples import read_row
@@ -29,7 +29,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def rows_of(path: Path) -> Any:
-    return load_rows(DataConfig(train=str(path)))
+    return list(data_set(DataConfig(train=str(path))))
 
 
 def grown(call: Callable[[], Any]) -> int:
@@ -64,7 +64,7 @@ def test_a_hostile_row_is_refused_with_its_line(tmp_path: Path, case: str):
 def test_a_character_of_two_escapes_is_read(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(rb'{"prompt": "\ud83d\ude00"}')
-    assert rows_of(path)[0] == {"prompt": "\U0001f600"}
+    assert rows_of(path)[0].row == {"prompt": "\U0001f600"}
 
 
 @pytest.mark.parametrize("at", [2, 11, 300, -12, -5])
@@ -189,7 +189,7 @@ def test_a_hostile_template_is_refused(folder: Path, tmp_path: Path, case: str):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": [USER]}))
     rows, tokenizer = rows_of(path), Tokenizer.from_folder(tmp_path)
-    found = said(list, read_examples(prompt_example, rows, [0], tokenizer))
+    found = said(list, read_examples(prompt_example, rows, tokenizer))
     assert found.startswith(f"{path}:1: {tmp_path / 'chat_template.jinja'}")
     assert sentence in found
 

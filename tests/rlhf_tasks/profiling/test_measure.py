@@ -76,7 +76,7 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
                 assert tables.head_s(kind, 20, 8) >= 0
             assert tables.update_s(1000, 1) == 1.0  # one tick
             assert tables.exchange_s("send", 2, 1000, False) == 0.5  # there and back in a tick
-            for kind in ("all_reduce", "all_gather", "reduce_scatter", "share", "objects", "redistribute"):
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "share", "redistribute"):
                 assert tables.exchange_s(kind, 2, 1000, False) == 1.0
     lm = ProfileTables(profile, "lm", 2, crosses=False)
     assert all(lm.layer_s(kind, 2, 4) >= 0 and lm.head_s(kind, 2, 4) >= 0 for kind in ("prefill", "decode"))

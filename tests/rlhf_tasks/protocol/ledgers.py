@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.messages import Committed
 from rlhf_tasks.protocol.phases import Phase
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
@@ -22,7 +23,8 @@ PLANS = (ScheduledPlan(iteration=0, plan=pair_plan()),)
 
 def ledger(plans: Sequence[ScheduledPlan] = PLANS, **changes) -> Ledger:
     settings = {"run": "run", "attempt": 0, "n_ranks": 2, "total_iterations": 9, "committed_step": 0}
-    return Ledger(plans, deadlines=Deadlines(floor_s=10), **(settings | changes))
+    settings |= {"snapshot_every": 1, "max_rebuilds": 3, "deadlines": Deadlines(factor=10, floor_s=10)}
+    return Ledger(plans, **(settings | changes))
 
 
 def key(node: str, iteration: int = 0, generation: int = 0) -> NodeKey:
@@ -31,6 +33,15 @@ def key(node: str, iteration: int = 0, generation: int = 0) -> NodeKey:
 
 def result(rank: int, node: str, iteration: int = 0, generation: int = 0) -> NodeResult:
     return NodeResult(key=key(node, iteration, generation), rank=rank, started_s=0, ended_s=1)
+
+
+def committed(iteration: int, generation: int = 0) -> Committed:
+    """What is told of an iteration that both ranks have answered for."""
+    results = {
+        node: tuple(result(rank, node, iteration, generation) for rank in (0, 1))
+        for node in ("train", "save")
+    }
+    return Committed(iteration=iteration, results=results)
 
 
 def failure(rank: int, node: str, iteration: int = 0, generation: int = 0) -> NodeFailure:

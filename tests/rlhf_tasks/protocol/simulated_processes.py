@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING, Any
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.messages import (
+    Committed,
+    Done,
+    Failed,
+    Faulted,
+    Finished,
+    GaveUp,
+    Held,
+    NodeEnded,
+    NotEntered,
+    Told,
+)
 from rlhf_tasks.protocol.phases import Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
@@ -31,7 +43,7 @@ if TYPE_CHECKING:
     from tests.rlhf_tasks.protocol.simulation import World
 
 TIMEOUTS = Timeouts(blame_s=4, entry_s=20, reset_s=5, restart_s=30, restore_s=20, durable_s=20, commit_s=20)
-DEADLINES = Deadlines(floor_s=10)
+DEADLINES = Deadlines(factor=10, floor_s=10)
 NOTICED_S = 3.0
 RESEND_S = 1.0
 TICK_S = 0.5
@@ -214,27 +226,23 @@ class Rank(Process):
 
     # --- news for the controller ------------------------------------------------------------------------
 
-    def do_Entered(self, instruction: do.Entered) -> None:
-        self.tell(lambda ledger: ledger.rank_entered(self.rank, instruction.key, self.now))
+    def do_Told(self, news: Told) -> None:
+        key, generation = news.key, news.key.generation
+        match news.kind:
+            case "entered":
+                self.tell(lambda ledger: ledger.rank_entered(self.rank, key, self.now))
+            case "reset":
+                self.tell(lambda ledger: ledger.rank_reset(self.rank, generation, self.now))
+            case "restored":
+                self.tell(lambda ledger: ledger.rank_restored(self.rank, generation, self.now))
+            case "refused":
+                self.tell(lambda ledger: ledger.rank_refused(self.rank, key, news.reason, self.now))
 
-    def do_Answer(self, instruction: do.Answer) -> None:
-        self.tell(lambda ledger: ledger.rank_done(instruction.result, self.now))
+    def do_Done(self, news: Done) -> None:
+        self.tell(lambda ledger: ledger.rank_done(news.result, self.now))
 
-    def do_AnswerFailure(self, instruction: do.AnswerFailure) -> None:
-        self.tell(lambda ledger: ledger.rank_failed(instruction.failure, self.now))
-
-    def do_ResetDone(self, instruction: do.ResetDone) -> None:
-        self.tell(lambda ledger: ledger.rank_reset(self.rank, instruction.key.generation, self.now))
-
-    def do_RestoreDone(self, instruction: do.RestoreDone) -> None:
-        self.tell(lambda ledger: ledger.rank_restored(self.rank, instruction.key.generation, self.now))
-
-    def do_Refuse(self, instruction: do.Refuse | do.Gap) -> None:
-        self.tell(
-            lambda ledger: ledger.rank_refused(self.rank, instruction.key, instruction.reason, self.now)
-        )
-
-    do_Gap = do_Refuse
+    def do_Failed(self, news: Failed) -> None:
+        self.tell(lambda ledger: ledger.rank_failed(news.failure, self.now))
 
 
 class Controller(Process):
@@ -254,11 +262,12 @@ class Controller(Process):
             committed_step=last,
             cursor=0 if last is None else world.disk.commits[last].cursor,
             snapshot_every=world.snapshot_every,
+            max_rebuilds=3,
             deadlines=DEADLINES,
             timeouts=TIMEOUTS,
         )
-        self.outcome: do.Finished | do.GiveUp | None = None
-        self.faults: list[do.Fault] = []
+        self.outcome: Finished | GaveUp | None = None
+        self.faults: list[Faulted] = []
         self.done: list[tuple[int, str]] = []
         self.later(0, lambda: self.ledger.start(world.now))
         if world.is_paused:
@@ -270,7 +279,7 @@ class Controller(Process):
         self.later(TICK_S, self.tick)
         ledger, now = self.ledger, self.world.now
         stale = ledger.enter(max(ledger.account.next_iteration - 1, 0), ledger.generation - 1, now)
-        assert all(isinstance(i, do.RefuseEntry) for i in stale), "an older generation's task entered again"
+        assert all(isinstance(i, NotEntered) for i in stale), "an older generation's task entered again"
         return ledger.tick(now)
 
     def carry_out(self, instructions: Iterable[Any]) -> None:
@@ -323,30 +332,29 @@ class Controller(Process):
 
         self.later(self.world.jitter(3), written)
 
-    def do_IterationCommitted(self, i: do.IterationCommitted) -> None:
+    def do_Committed(self, i: Committed) -> None:
         if self.world.change_after == i.iteration and self.world.next_plan is not None:
             self.carry_out(self.ledger.change_plan(self.world.next_plan, {}, self.world.now))
         if self.world.pause_after == i.iteration:
             self.world.pause()
 
-    def do_Held(self, i: do.Held) -> None:
+    def do_Held(self, i: Held) -> None:
         self.world.held(i.step)
 
-    def do_NodeDone(self, i: do.NodeDone) -> None:
-        assert set(i.results) == set(self.world.plan(i.iteration).node(i.node).devices)
+    def do_NodeEnded(self, i: NodeEnded) -> None:
+        answered = self.ledger.account.results(i.iteration)[i.node]
+        assert set(answered) == set(self.world.plan(i.iteration).node(i.node).devices)
 
-    def do_Fault(self, i: do.Fault) -> None:
+    def do_Faulted(self, i: Faulted) -> None:
         self.faults.append(i)
 
-    def do_Finished(self, i: do.Finished | do.GiveUp) -> None:
+    def do_Finished(self, i: Finished | GaveUp) -> None:
         assert self.outcome is None
         self.outcome = i
 
-    do_GiveUp = do_Finished
+    do_GaveUp = do_Finished
 
     def nothing(self, i: object) -> None:
         """Instructions that only tell the flow something."""
 
-    do_Ready = do_RefuseEntry = do_IterationDone = do_AbortIteration = do_PlanChanges = do_RefusePlan = (
-        nothing
-    )
+    do_Ready = do_NotEntered = do_IterationDone = do_Aborted = do_PlanChanged = do_PlanKept = nothing

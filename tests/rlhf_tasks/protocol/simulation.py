@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.ledger import Ledger
+from rlhf_tasks.protocol.messages import Finished, GaveUp
 from rlhf_tasks.protocol.phases import Phase
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import (
@@ -102,7 +103,7 @@ class World:
 
         attempt()
 
-    def run(self, until_s: float = 5000.0) -> do.Finished | do.GiveUp:
+    def run(self, until_s: float = 5000.0) -> Finished | GaveUp:
         """Let time pass until the attempt ends. Fails when nothing ends it."""
         while self.controller.outcome is None:
             assert self.now < until_s, f"hangs in {self.controller.ledger.phase}"

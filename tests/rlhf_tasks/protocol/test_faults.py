@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.messages import Committed, Done, Finished, GaveUp, NodeEnded, Told
 from rlhf_tasks.spec import NodeFailure
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
@@ -54,14 +55,14 @@ def undisturbed(seed: int = 0):
     """(final state, trace) of a quiet run."""
     trace = Trace()
     world = World(small_plan(), iterations=ITERATIONS, seed=seed, watch=trace)
-    assert isinstance(world.run(), do.Finished)
+    assert isinstance(world.run(), Finished)
     return world.final, trace
 
 
 def run_with(at: dict[int, object], seed: int = 0, network: Network | None = None) -> World:
     world = World(small_plan(), iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
     outcome = world.run()
-    assert outcome == do.Finished(ITERATIONS), outcome
+    assert outcome == Finished(step=ITERATIONS), outcome
     world.check_orders()
     return world
 
@@ -74,9 +75,9 @@ def test_the_trace_covers_every_instruction_of_a_quiet_run():
     """The enumeration below is only worth what it enumerates."""
     kinds = {type(instruction) for _, _, instruction in undisturbed()[1].seen}
     assert kinds == {
-        *(do.Clear, do.Load, do.Run, do.Entered, do.Answer, do.ResetDone, do.RestoreDone),
-        *(do.ResetRank, do.RestoreRank, do.Ready, do.Send, do.NodeDone, do.IterationDone),
-        *(do.WriteCommit, do.IterationCommitted, do.Finished),
+        *(do.Clear, do.Load, do.Run, Told, Done),
+        *(do.ResetRank, do.RestoreRank, do.Ready, do.Send, NodeEnded, do.IterationDone),
+        *(do.WriteCommit, Committed, Finished),
     }
 
 
@@ -91,7 +92,7 @@ def test_a_rank_killed_before_and_after_each_of_its_instructions():
 def test_each_rank_killed_before_and_after_each_instruction_of_the_controller(rank):
     expected, trace = undisturbed()
     for number in numbers(Controller):
-        if isinstance(trace.seen[number][2], do.Finished):
+        if isinstance(trace.seen[number][2], Finished):
             continue
         assert run_with({number: kill_rank(rank)}).final == expected, number
 
@@ -109,7 +110,7 @@ def test_a_rank_that_hangs_at_each_of_its_instructions_is_restarted():
 def test_the_controller_killed_before_and_after_each_of_its_instructions():
     expected, trace = undisturbed()
     for number in numbers(Controller):
-        if isinstance(trace.seen[number][2], do.Finished):
+        if isinstance(trace.seen[number][2], Finished):
             continue
         world = run_with({number: kill_itself})
         assert world.final == expected, number
@@ -146,7 +147,7 @@ def test_random_plans_random_deaths_and_a_bad_network(seed, n_nodes, n_devices, 
     at = data.draw(st.dictionaries(st.integers(0, 2 * len(trace.seen)), acts, max_size=3))
     network = Network(loss=rng.uniform(0, 0.3), duplicate=rng.uniform(0, 0.5), delay_s=rng.uniform(0, 0.7))
     world = World(plan, iterations=ITERATIONS, seed=seed, network=network, watch=Trace(at))
-    assert world.run() == do.Finished(ITERATIONS)
+    assert world.run() == Finished(step=ITERATIONS)
     assert world.final == quiet.final
     world.check_orders()
 
@@ -176,7 +177,7 @@ def test_the_same_rank_killed_in_every_generation_ends_the_attempt():
 
     world = World(small_plan(), iterations=ITERATIONS, watch=watch)
     outcome = world.run()
-    assert isinstance(outcome, do.GiveUp)
+    assert isinstance(outcome, GaveUp)
     assert "rank 2" in outcome.reason
     assert "3 rebuilds" in outcome.reason
     assert outcome.committed_step == 1
@@ -221,7 +222,9 @@ def test_the_users_code_failing_at_each_node_ends_the_run_at_a_commit_and_repeat
         outcome = world.run()
         key = instruction.request.key
         told = f"rank {process.rank}, call {key.node}, iteration {key.iteration + 1}: reward"
-        assert outcome == do.GiveUp(told, max(world.disk.commits), "mine"), number
+        assert outcome == GaveUp(reason=told, committed_step=max(world.disk.commits), traceback="mine"), (
+            number
+        )
         assert world.controller.ledger.generation == 0
         assert world.now - when[0] < 5
         assert outcome.committed_step <= key.iteration + 1

@@ -9,18 +9,12 @@ from rlhf_tasks.protocol.instructions import (
     RESET,
     RESTORE,
     SETUP,
-    Answer,
-    AnswerFailure,
     Clear,
-    Entered,
-    Gap,
     Interrupt,
     Load,
-    Refuse,
-    ResetDone,
-    RestoreDone,
     Run,
 )
+from rlhf_tasks.protocol.messages import Done, Failed, Told
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult
 
 
@@ -45,8 +39,12 @@ def failure(of: NodeKey) -> NodeFailure:
     return NodeFailure(key=of, rank=0, error="broke")
 
 
+def told(kind: str, of: NodeKey, reason: str = "") -> Told:
+    return Told(kind=kind, rank=0, key=of, reason=reason)
+
+
 def running(number: int, **names) -> list:
-    return [Entered(key(number, **names)), Run(request(number, **names))]
+    return [told("entered", key(number, **names)), Run(request(number, **names))]
 
 
 def ready(generation: int = 0, inbox: Inbox | None = None) -> Inbox:
@@ -64,23 +62,23 @@ def test_from_free_to_ready():
     inbox = Inbox(0)
     assert inbox.reset("run", 0, 0, "client", 0) == [Clear(setup(RESET))]
     assert inbox.reset("run", 0, 0, "client", 0) == [], "a repeat while it clears"
-    assert inbox.cleared(setup(RESET), 0) == [ResetDone(setup(RESET))]
+    assert inbox.cleared(setup(RESET), 0) == [told("reset", setup(RESET))]
     assert inbox.cleared(setup(RESET), 0) == [], "no job, no news"
-    assert inbox.reset("run", 0, 0, "client", 0) == [ResetDone(setup(RESET))]
+    assert inbox.reset("run", 0, 0, "client", 0) == [told("reset", setup(RESET))]
     assert inbox.restore("run", 0, 0, 3, 0) == [Load(setup(RESTORE), 3)]
     assert inbox.restore("run", 0, 0, 3, 0) == []
-    assert inbox.loaded(setup(RESTORE), 0) == [RestoreDone(setup(RESTORE))]
-    assert inbox.restore("run", 0, 0, 3, 0) == [RestoreDone(setup(RESTORE))]
+    assert inbox.loaded(setup(RESTORE), 0) == [told("restored", setup(RESTORE))]
+    assert inbox.restore("run", 0, 0, 3, 0) == [told("restored", setup(RESTORE))]
 
 
 def test_runs_one_after_the_other_whatever_the_order_of_arrival():
     inbox = ready()
     assert inbox.deliver([request(2), request(3)], 0) == []
     assert inbox.deliver([request(0), request(1)], 0) == running(0)
-    assert inbox.finished(result(0), 0) == [Answer(result(0)), *running(1)]
-    assert inbox.finished(result(1), 0) == [Answer(result(1)), *running(2)]
-    assert inbox.finished(result(2), 0) == [Answer(result(2)), *running(3)]
-    assert inbox.finished(result(3), 0) == [Answer(result(3))]
+    assert inbox.finished(result(0), 0) == [Done(result=result(0)), *running(1)]
+    assert inbox.finished(result(1), 0) == [Done(result=result(1)), *running(2)]
+    assert inbox.finished(result(2), 0) == [Done(result=result(2)), *running(3)]
+    assert inbox.finished(result(3), 0) == [Done(result=result(3))]
 
 
 def test_a_repeat_is_answered_from_the_stored_result_and_never_run_again():
@@ -88,10 +86,10 @@ def test_a_repeat_is_answered_from_the_stored_result_and_never_run_again():
     inbox.deliver([request(0), request(1)], 0)
     assert inbox.deliver([request(0), request(1)], 0) == [], "it runs: the answer is yet to come"
     inbox.finished(result(0), 0)
-    assert inbox.deliver([request(0), request(1)], 0) == [Answer(result(0))]
+    assert inbox.deliver([request(0), request(1)], 0) == [Done(result=result(0))]
     inbox.finished(result(1), 0)
     assert inbox.finished(result(1), 0) == [], "a job ends once"
-    assert inbox.deliver([request(0), request(1)], 0) == [Answer(result(0)), Answer(result(1))]
+    assert inbox.deliver([request(0), request(1)], 0) == [Done(result=result(0)), Done(result=result(1))]
     assert inbox.tick(1e6) == [], "a repeat leaves no gap behind"
 
 
@@ -102,7 +100,7 @@ def test_results_are_forgotten_two_iterations_later():
         for number in (2 * iteration, 2 * iteration + 1):
             inbox.finished(result(number), 0)
         assert len(inbox._stored) <= 4
-    assert inbox.deliver([request(96), request(97)], 0) == [Answer(result(96)), Answer(result(97))]
+    assert inbox.deliver([request(96), request(97)], 0) == [Done(result=result(96)), Done(result=result(97))]
     assert inbox.deliver([request(94), request(95)], 0) == []
 
 
@@ -115,8 +113,8 @@ def test_a_gap_that_outlives_its_deadline_is_told_once():
     inbox.finished(result(1), 100)
     assert inbox.tick(110) == []
     (gap,) = inbox.tick(110.1)
-    assert isinstance(gap, Gap)
-    assert (gap.key, gap.number) == (key(4), 2)
+    assert gap.kind == "refused"
+    assert gap.key == key(4)
     assert "request 2 was not delivered within 10 s although request 4 was" in gap.reason
     assert inbox.tick(111) == []
     assert inbox.deliver([request(2), request(3)], 112) == running(2), "late is better than never"
@@ -125,8 +123,8 @@ def test_a_gap_that_outlives_its_deadline_is_told_once():
 def test_nothing_runs_after_a_failure_until_a_reset():
     inbox = ready()
     inbox.deliver([request(0), request(1)], 0)
-    assert inbox.failed(failure(key(0)), 0) == [AnswerFailure(failure(key(0)))]
-    assert inbox.deliver([request(0), request(1)], 0) == [AnswerFailure(failure(key(0)))]
+    assert inbox.failed(failure(key(0)), 0) == [Failed(failure=failure(key(0)))]
+    assert inbox.deliver([request(0), request(1)], 0) == [Failed(failure=failure(key(0)))]
     assert inbox.deliver([request(2), request(3)], 0) == []
     assert inbox.reset("run", 0, 1, "client", 0) == [Clear(setup(RESET, 1))]
 
@@ -138,7 +136,7 @@ def test_a_reset_or_restore_that_fails_is_told_again_when_asked_again(job):
     if job == RESTORE:
         inbox.cleared(setup(RESET), 0)
         inbox.restore("run", 0, 0, None, 0)
-    told = [AnswerFailure(failure(setup(job)))]
+    told = [Failed(failure=failure(setup(job)))]
     assert inbox.failed(failure(setup(job)), 0) == told
     again = inbox.reset("run", 0, 0, "client", 0) if job == RESET else inbox.restore("run", 0, 0, None, 0)
     assert again == told
@@ -150,9 +148,9 @@ def test_a_reset_waits_for_the_running_job_and_drops_its_result():
     assert inbox.reset("run", 0, 1, "client", 0) == [Interrupt(key(0))]
     assert inbox.reset("run", 0, 1, "client", 0) == [], "a repeat"
     (refused,) = inbox.deliver([request(0, generation=1)], 0)
-    assert isinstance(refused, Refuse)
+    assert refused.kind == "refused"
     assert inbox.finished(result(0), 0) == [Clear(setup(RESET, 1))]
-    assert inbox.cleared(setup(RESET, 1), 0) == [ResetDone(setup(RESET, 1))]
+    assert inbox.cleared(setup(RESET, 1), 0) == [told("reset", setup(RESET, 1))]
 
 
 def test_a_newer_reset_overtakes_one_that_still_clears_or_loads():
@@ -160,7 +158,7 @@ def test_a_newer_reset_overtakes_one_that_still_clears_or_loads():
     inbox.reset("run", 0, 0, "client", 0)
     assert inbox.reset("run", 0, 1, "client", 0) == [Interrupt(setup(RESET, 0))]
     assert inbox.cleared(setup(RESET, 0), 0) == [Clear(setup(RESET, 1))]
-    assert inbox.cleared(setup(RESET, 1), 0) == [ResetDone(setup(RESET, 1))]
+    assert inbox.cleared(setup(RESET, 1), 0) == [told("reset", setup(RESET, 1))]
     inbox.restore("run", 0, 1, 3, 0)
     assert inbox.reset("run", 0, 2, "client", 0) == [Interrupt(setup(RESTORE, 1))]
     assert inbox.failed(failure(setup(RESTORE, 1)), 0) == [Clear(setup(RESET, 2))]
@@ -190,25 +188,25 @@ def test_another_run_attempt_or_generation_is_refused(names, reason):
     inbox = ready(generation=5)
     names = {"generation": 5, **names}
     (refused,) = inbox.deliver([request(0, **names)], 0)
-    assert isinstance(refused, Refuse)
+    assert refused.kind == "refused"
     assert refused.key == key(0, **names)
     assert reason in refused.reason
     where = {"run": "run", "attempt": 0, **names}
     (refused,) = inbox.restore(where["run"], where["attempt"], where["generation"], 3, 0)
-    assert isinstance(refused, Refuse)
+    assert refused.kind == "refused"
     assert inbox.phase is InboxPhase.READY
 
 
 def test_a_process_without_a_lease_refuses_requests():
     (refused,) = Inbox(0).deliver([request(0)], 0)
-    assert isinstance(refused, Refuse)
+    assert refused.kind == "refused"
     assert "nobody holds this rank" in refused.reason
 
 
 def test_a_second_run_is_refused_with_the_holders_name_until_the_client_is_gone():
     inbox = ready()
     (refused,) = inbox.reset("other", 0, 0, "other-client", 0)
-    assert isinstance(refused, Refuse)
+    assert refused.kind == "refused"
     assert "run 'run', attempt 0 (client client)" in refused.reason
     assert inbox.client_lost("other-client", 0) == [], "not the holder"
     assert inbox.client_lost("client", 0) == [Clear(setup(RESET, run=""))]
@@ -222,14 +220,14 @@ def test_the_next_attempt_takes_over_and_the_earlier_one_is_refused():
     inbox.deliver([request(0, generation=7)], 0)
     assert inbox.reset("run", 1, 0, "next", 0) == [Interrupt(key(0, generation=7))]
     (refused,) = inbox.reset("run", 0, 8, "client", 0)
-    assert isinstance(refused, Refuse)
+    assert refused.kind == "refused"
     assert inbox.client_lost("client", 0) == [], "its lease is gone already"
     assert inbox.failed(failure(key(0, generation=7)), 0) == [Clear(setup(RESET, attempt=1))]
 
 
 def test_an_older_generations_reset_is_refused():
     (refused,) = ready(generation=2).reset("run", 0, 1, "client", 0)
-    assert isinstance(refused, Refuse)
+    assert refused.kind == "refused"
     assert "generation 1 has ended" in refused.reason
 
 

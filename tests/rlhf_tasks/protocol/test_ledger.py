@@ -3,9 +3,11 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.instructions import SETUP, Cause
+from rlhf_tasks.protocol.instructions import SETUP
+from rlhf_tasks.protocol.messages import Cause, Committed, Finished, NodeEnded, NotEntered
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
+    committed,
     do_nodes,
     do_parts,
     key,
@@ -56,13 +58,13 @@ def test_one_iteration_from_entry_to_commit():
     assert books.rank_done(result(0, "train"), 0) == []
     assert books.rank_done(result(0, "train"), 0) == []
     (done,) = books.rank_done(result(1, "train"), 0)
-    assert done == do.NodeDone(0, "train", {0: result(0, "train"), 1: result(1, "train")})
+    assert done == NodeEnded(iteration=0, generation=0, node="train", started_s=0, ended_s=1)
     books.rank_done(result(0, "save"), 0)
-    assert kinds(books.rank_done(result(1, "save"), 0)) == [do.NodeDone, do.IterationDone]
+    assert kinds(books.rank_done(result(1, "save"), 0)) == [NodeEnded, do.IterationDone]
     parts = {"save": {0: "a", 1: "b"}}
     assert do_parts(books, 0) == [do.WriteCommit(1, (0,), parts, 8, {"actor": 1}, pair_plan())]
     assert do_parts(books, 0) == [], "repeats"
-    assert books.commit_done(1, 0) == [do.IterationCommitted(0)]
+    assert books.commit_done(1, 0) == [committed(0)]
     assert books.commit_done(1, 0) == []
 
 
@@ -88,7 +90,7 @@ def test_two_iterations_are_in_flight_and_the_third_waits_for_the_first_ones_com
 )
 def test_an_iteration_is_refused_out_of_turn(iteration, generation, reason):
     (refused,) = running().enter(iteration, generation, 0)
-    assert isinstance(refused, do.RefuseEntry)
+    assert isinstance(refused, NotEntered)
     assert reason in refused.reason
 
 
@@ -100,7 +102,7 @@ def test_a_resumed_attempt_goes_on_after_its_commit():
 
 
 def test_a_run_that_is_finished_already_ends_at_once():
-    assert ledger(committed_step=9).start(0) == [do.Finished(9)]
+    assert ledger(committed_step=9).start(0) == [Finished(step=9)]
 
 
 def test_too_few_ranks_are_refused():
@@ -132,7 +134,7 @@ def test_the_commit_of_the_last_iteration_finishes_the_attempt():
     assert refused.reason == "iteration 1 is the last one."
     do_nodes(books, 0)
     do_parts(books, 0)
-    assert books.commit_done(1, 0) == [do.IterationCommitted(0), do.Finished(1)]
+    assert books.commit_done(1, 0) == [committed(0), Finished(step=1)]
     assert books.tick(1e9) == books.rank_lost(0, "gone", 0) == []
 
 
@@ -144,7 +146,7 @@ def test_fewer_snapshots_count_complete_iterations_and_commit_several_at_once():
     assert books.enterable == 3
     (commit,) = do_parts(books, 2)
     assert (commit.step, commit.iterations) == (3, (0, 1, 2))
-    assert books.commit_done(3, 0) == [do.IterationCommitted(t) for t in (0, 1, 2)]
+    assert books.commit_done(3, 0) == [committed(t) for t in (0, 1, 2)]
 
 
 def test_the_results_of_all_that_a_commit_makes_final_are_there_when_it_is_written():
@@ -153,7 +155,7 @@ def test_the_results_of_all_that_a_commit_makes_final_are_there_when_it_is_writt
         books.enter(iteration, 0, 0)
         do_nodes(books, iteration)
     do_parts(books, 19)
-    final = [i.iteration for i in books.commit_done(20, 0) if isinstance(i, do.IterationCommitted)]
+    final = [i.iteration for i in books.commit_done(20, 0) if isinstance(i, Committed)]
     assert final == list(range(20))
     assert all(len(books.account.results(iteration)["train"]) == 2 for iteration in final)
 

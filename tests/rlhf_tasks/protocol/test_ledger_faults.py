@@ -3,9 +3,11 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
-from rlhf_tasks.protocol.instructions import RESET, RESTORE, SETUP, Cause
+from rlhf_tasks.protocol.instructions import RESET, RESTORE, SETUP
+from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, Faulted, GaveUp
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
 from tests.rlhf_tasks.protocol.ledgers import (
+    committed,
     do_nodes,
     do_parts,
     failure,
@@ -25,9 +27,9 @@ def test_a_lost_rank_aborts_what_cannot_commit_and_rebuilds():
     books.rank_entered(1, key("train"), 0)
     cause = Cause("lost: killed", (1,), "train", 0)
     assert books.rank_lost(1, "killed", 5) == [
-        do.Fault(0, cause),
-        do.AbortIteration(0, 0, cause),
-        do.AbortIteration(1, 0, cause),
+        Faulted(generation=0, cause=cause),
+        Aborted(iteration=0, generation=0, cause=cause),
+        Aborted(iteration=1, generation=0, cause=cause),
         do.ResetRank(0, 1),
         do.RestartRank(1, lost=True),
     ]
@@ -61,13 +63,13 @@ def test_a_complete_iteration_commits_through_a_fault_and_the_restore_waits_for_
     books.enter(1, 0, 0)
     do_nodes(books, 0)
     do_parts(books, 0)
-    aborted = [i.iteration for i in books.rank_lost(1, "killed", 0) if isinstance(i, do.AbortIteration)]
+    aborted = [i.iteration for i in books.rank_lost(1, "killed", 0) if isinstance(i, Aborted)]
     assert aborted == [1]
     books.rank_started(1, 0)
     books.rank_reset(0, 1, 0)
     assert books.rank_reset(1, 1, 0) == []
     assert books.commit_done(1, 0) == [
-        do.IterationCommitted(0),
+        committed(0),
         do.RestoreRank(0, 1, 1),
         do.RestoreRank(1, 1, 1),
     ]
@@ -77,7 +79,9 @@ def test_an_error_waits_for_news_of_a_lost_rank_that_explains_it():
     books = running(timeouts=Timeouts(blame_s=2))
     books.enter(0, 0, 0)
     assert books.rank_failed(failure(0, "train"), 0) == []
-    assert books.rank_lost(1, "killed", 1)[0] == do.Fault(0, Cause("lost: killed", (1,), "train", 0))
+    assert books.rank_lost(1, "killed", 1)[0] == Faulted(
+        generation=0, cause=Cause("lost: killed", (1,), "train", 0)
+    )
 
 
 @pytest.mark.parametrize("rank_lost_too", [True, False])
@@ -88,7 +92,7 @@ def test_an_error_that_no_other_loss_explains_is_the_cause(rank_lost_too):
     books.rank_failed(failure(1, "train"), 0.1)
     assert books.tick(2) == []
     told = books.rank_lost(0, "exited", 2) if rank_lost_too else books.tick(2.1)
-    assert told[0] == do.Fault(0, Cause("broke", (0,), "train", 0, "where"))
+    assert told[0] == Faulted(generation=0, cause=Cause("broke", (0,), "train", 0, "where"))
 
 
 def test_news_of_an_older_generation_changes_nothing():
@@ -166,7 +170,7 @@ def test_a_fault_while_restoring_starts_another_generation(how):
         told = books.rank_failed(failure(1, RESTORE, SETUP), 0) or books.tick(2)
     else:
         told = books.rank_refused(1, key(RESTORE, SETUP), "no lease", 0) or books.tick(2)
-    assert isinstance(told[0], do.Fault)
+    assert isinstance(told[0], Faulted)
     assert told[0].cause.iteration is None
     assert (books.phase, books.generation) == (Phase.RESETTING, 1)
 
@@ -175,7 +179,7 @@ def test_a_refused_lease_ends_the_attempt_with_the_holders_name():
     books = ledger()
     books.start(0)
     (given_up,) = books.rank_refused(1, key(RESET, SETUP), "held by run 'other'", 0)
-    assert given_up == do.GiveUp("rank 1, call reset: held by run 'other'", 0)
+    assert given_up == GaveUp(reason="rank 1, call reset: held by run 'other'", committed_step=0)
     assert books.enter(0, 0, 0)[0].reason == "the attempt has ended."
 
 
@@ -192,8 +196,8 @@ def test_three_rebuilds_without_a_commit_then_a_clear_stop():
         assert isinstance(books.rank_lost(1, "killed", 0)[-1], do.RestartRank)
         books.rank_started(1, 0)
         rebuilt(books)
-    assert books.rank_lost(1, "killed", 0)[-1] == do.GiveUp(
-        "rank 1: lost: killed (after 3 rebuilds without a commit in between)", 0
+    assert books.rank_lost(1, "killed", 0)[-1] == GaveUp(
+        reason="rank 1: lost: killed (after 3 rebuilds without a commit in between)", committed_step=0
     )
 
 
@@ -217,14 +221,14 @@ def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt()
     do_nodes(books, 0)
     do_parts(books, 0, now=5)
     told = books.commit_failed(1, "bits", False, 6)
-    assert kinds(told) == [do.Fault, do.AbortIteration, do.ResetRank, do.ResetRank]
+    assert kinds(told) == [Faulted, Aborted, do.ResetRank, do.ResetRank]
     assert str(told[0].cause) == "step 1 could not be committed: bits"
     rebuilt(books, 7)
     books.enter(0, 1, 8)
     do_nodes(books, 0, 8)
     do_parts(books, 0, now=9)
     assert books.tick(39) == []
-    assert books.tick(39.1) == [do.GiveUp("step 1 was not committed within 30 s", 0)]
+    assert books.tick(39.1) == [GaveUp(reason="step 1 was not committed within 30 s", committed_step=0)]
 
 
 # --- the user's code ----------------------------------------------------------------------------------------
@@ -240,10 +244,10 @@ def test_a_fault_of_the_users_code_ends_the_attempt_at_once_without_a_rebuild():
     books.enter(1, 0, 0)
     cause = Cause("broke", (0,), "train", 0, "where", lasting=True)
     assert books.rank_failed(by_user_code(0, "train"), 5) == [
-        do.Fault(0, cause),
-        do.AbortIteration(0, 0, cause),
-        do.AbortIteration(1, 0, cause),
-        do.GiveUp("rank 0, call train, iteration 1: broke", 0, "where"),
+        Faulted(generation=0, cause=cause),
+        Aborted(iteration=0, generation=0, cause=cause),
+        Aborted(iteration=1, generation=0, cause=cause),
+        GaveUp(reason="rank 0, call train, iteration 1: broke", committed_step=0, traceback="where"),
     ]
     assert books.phase is Phase.STOPPED
 
@@ -256,15 +260,15 @@ def ending():
     do_nodes(books, 0)
     do_parts(books, 0)
     told = books.rank_failed(by_user_code(0, "train", 1), 0)
-    assert kinds(told) == [do.Fault, do.AbortIteration]
+    assert kinds(told) == [Faulted, Aborted]
     assert (told[1].iteration, books.phase) == (1, Phase.ENDING)
     return books
 
 
 def test_what_is_complete_is_committed_before_the_users_fault_ends_the_attempt():
     assert ending().commit_done(1, 0) == [
-        do.IterationCommitted(0),
-        do.GiveUp("rank 0, call train, iteration 2: broke", 1, "where"),
+        committed(0),
+        GaveUp(reason="rank 0, call train, iteration 2: broke", committed_step=1, traceback="where"),
     ]
 
 
@@ -276,9 +280,11 @@ def test_a_commit_after_which_another_one_waits_is_written_too():
     books.part_durable(0, key("save", 0), "a", 0)
     assert kinds(books.part_durable(1, key("save", 0), "b", 0)) == [do.WriteCommit]
     do_parts(books, 1)
-    assert kinds(books.rank_failed(by_user_code(1, "train", 1), 0)) == [do.Fault]
-    assert kinds(books.commit_done(1, 0)) == [do.IterationCommitted, do.WriteCommit]
-    assert books.commit_done(2, 0)[-1] == do.GiveUp("rank 1, call train, iteration 2: broke", 2, "where")
+    assert kinds(books.rank_failed(by_user_code(1, "train", 1), 0)) == [Faulted]
+    assert kinds(books.commit_done(1, 0)) == [Committed, do.WriteCommit]
+    assert books.commit_done(2, 0)[-1] == GaveUp(
+        reason="rank 1, call train, iteration 2: broke", committed_step=2, traceback="where"
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,15 +305,15 @@ def test_nothing_but_the_commit_counts_after_a_fault_of_the_users_code(news):
     books = ending()
     assert news(books) == []
     assert books.enter(1, 0, 0)[0].reason == "the attempt has ended."
-    assert isinstance(books.commit_done(1, 0)[-1], do.GiveUp)
+    assert isinstance(books.commit_done(1, 0)[-1], GaveUp)
 
 
 def test_a_fault_of_the_users_code_ends_the_attempt_also_where_that_commit_fails_or_hangs():
     cause = "rank 0, call train, iteration 2: broke"
     assert ending().commit_failed(1, "disk full", True, 0) == [
-        do.GiveUp(f"{cause}; step 1 could not be committed: disk full", 0)
+        GaveUp(reason=f"{cause}; step 1 could not be committed: disk full", committed_step=0)
     ]
-    assert ending().tick(301) == [do.GiveUp("step 1 was not committed within 300 s", 0)]
+    assert ending().tick(301) == [GaveUp(reason="step 1 was not committed within 300 s", committed_step=0)]
 
 
 def test_a_fault_of_the_users_code_needs_no_lost_rank_to_explain_it():
@@ -315,7 +321,9 @@ def test_a_fault_of_the_users_code_needs_no_lost_rank_to_explain_it():
     books.enter(0, 0, 0)
     assert books.rank_failed(failure(1, "train"), 0) == []
     told = books.rank_failed(by_user_code(0, "train"), 1)
-    assert told[-1] == do.GiveUp("rank 0, call train, iteration 1: broke", 0, "where")
+    assert told[-1] == GaveUp(
+        reason="rank 0, call train, iteration 1: broke", committed_step=0, traceback="where"
+    )
 
 
 def test_a_fault_of_the_users_code_in_a_generation_that_has_ended_changes_nothing():
@@ -341,15 +349,15 @@ def writing():
 
 def test_a_commit_that_a_full_disk_refuses_ends_the_attempt_at_once_without_a_rebuild():
     told = writing().commit_failed(1, "no space left", True, 6)
-    assert kinds(told) == [do.Fault, do.AbortIteration, do.AbortIteration, do.GiveUp]
-    assert told[-1] == do.GiveUp("step 1 could not be committed: no space left", 0)
+    assert kinds(told) == [Faulted, Aborted, Aborted, GaveUp]
+    assert told[-1] == GaveUp(reason="step 1 could not be committed: no space left", committed_step=0)
 
 
 def test_so_does_one_that_is_refused_while_the_ranks_reset():
     books = writing()
     books.rank_lost(1, "killed", 1)
     assert books.phase is Phase.RESETTING
-    assert books.commit_failed(1, "no space left", True, 6)[-1] == do.GiveUp(
-        "step 1 could not be committed: no space left", 0
+    assert books.commit_failed(1, "no space left", True, 6)[-1] == GaveUp(
+        reason="step 1 could not be committed: no space left", committed_step=0
     )
     assert books.phase is Phase.STOPPED

@@ -5,8 +5,9 @@ import functools
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.messages import Committed, Faulted, Finished, Held
 from rlhf_tasks.protocol.phases import Phase
-from tests.rlhf_tasks.protocol.ledgers import do_nodes, do_parts, failure, kinds, rebuilt, running
+from tests.rlhf_tasks.protocol.ledgers import committed, do_nodes, do_parts, failure, kinds, rebuilt, running
 from tests.rlhf_tasks.protocol.plans import moved_plan, small_plan
 from tests.rlhf_tasks.protocol.simulated_processes import Rank
 from tests.rlhf_tasks.protocol.simulation import World
@@ -31,7 +32,7 @@ def test_what_is_delivered_is_completed_and_nothing_more_is_entered_until_the_pa
     finish(books, 0)
     (refused,) = books.enter(2, 0, 0)
     assert refused.reason == "the run is paused."
-    assert finish(books, 1) == [do.IterationCommitted(1), do.Held(2)]
+    assert finish(books, 1) == [committed(1), Held(step=2)]
     assert books.enterable is None
     assert books.pause(0) == [], "a repeat"
     assert books.tick(1e6) == [], "nothing is overdue"
@@ -43,9 +44,9 @@ def test_what_is_delivered_is_completed_and_nothing_more_is_entered_until_the_pa
 
 def test_a_pause_between_two_iterations_holds_at_once():
     books = running(committed_step=4)
-    assert books.pause(0) == [do.Held(4)]
+    assert books.pause(0) == [Held(step=4)]
     books.resume(0)
-    assert books.pause(0) == [do.Held(4)], "each pause is told"
+    assert books.pause(0) == [Held(step=4)], "each pause is told"
 
 
 @pytest.mark.parametrize(("delivered", "last"), [(2, 2), (3, 2), (4, 4)])
@@ -64,7 +65,7 @@ def test_with_fewer_snapshots_the_next_iteration_entered_ends_in_one(delivered, 
         assert all(request.in_snapshot for send in sends for request in send.requests)
         assert books.enter(last + 1, 0, 0)[0].reason == "the run is paused."
         told = finish(books, last)
-    assert told[-1] == do.Held(last + 1)
+    assert told[-1] == Held(step=last + 1)
     books.resume(0)
     after = [request.in_snapshot for send in books.enter(last + 1, 0, 0) for request in send.requests]
     assert set(after) == {last + 1 in (2, 5)}, "the schedule goes on"
@@ -75,7 +76,7 @@ def test_a_stop_ends_a_pause_and_a_run_that_is_held_is_finished_by_it():
     books.enter(0, 0, 0)
     books.pause(0)
     finish(books, 0)
-    assert books.stop_after(0, 0) == [do.Finished(1)]
+    assert books.stop_after(0, 0) == [Finished(step=1)]
 
 
 def test_a_stop_finishes_a_run_that_is_held_after_a_fault_took_what_was_in_flight():
@@ -85,7 +86,7 @@ def test_a_stop_finishes_a_run_that_is_held_after_a_fault_took_what_was_in_fligh
     books.rank_started(1, 0)
     books.pause(0)
     rebuilt(books)
-    assert books.stop_after(0, 0) == [do.Finished(3)]
+    assert books.stop_after(0, 0) == [Finished(step=3)]
 
 
 def test_a_stop_while_ranks_reset_lets_the_commit_that_is_written_be_the_last():
@@ -94,7 +95,7 @@ def test_a_stop_while_ranks_reset_lets_the_commit_that_is_written_be_the_last():
     do_nodes(books, 3), do_parts(books, 3)
     books.rank_lost(1, "killed", 0)
     assert books.stop_after(0, 0) == []
-    assert books.commit_done(4, 0) == [do.IterationCommitted(3), do.Finished(4)]
+    assert books.commit_done(4, 0) == [committed(3), Finished(step=4)]
 
 
 def test_a_stop_finishes_a_run_that_is_held_at_the_snapshot_of_its_pause():
@@ -103,8 +104,8 @@ def test_a_stop_finishes_a_run_that_is_held_at_the_snapshot_of_its_pause():
     books.pause(0)
     books.enter(1, 0, 0)
     do_nodes(books, 0)
-    assert finish(books, 1)[-1] == do.Held(2)
-    assert books.stop_after(0, 0) == [do.Finished(2)]
+    assert finish(books, 1)[-1] == Held(step=2)
+    assert books.stop_after(0, 0) == [Finished(step=2)]
 
 
 def test_a_stop_before_any_iteration_lets_one_run():
@@ -112,7 +113,7 @@ def test_a_stop_before_any_iteration_lets_one_run():
     books.pause(0)
     assert books.stop_after(0, 0) == []
     books.enter(0, 0, 0)
-    assert kinds(finish(books, 0)) == [do.IterationCommitted, do.Finished]
+    assert kinds(finish(books, 0)) == [Committed, Finished]
 
 
 def test_after_a_fault_a_paused_run_holds_at_its_last_commit():
@@ -129,8 +130,8 @@ def test_after_a_fault_a_paused_run_holds_at_its_last_commit():
 
 def test_a_rank_that_dies_while_the_run_is_held_is_replaced_and_the_run_stays_held():
     books = running()
-    assert books.pause(0) == [do.Held(0)]
-    assert do.Fault in kinds(books.rank_lost(1, "killed", 0))
+    assert books.pause(0) == [Held(step=0)]
+    assert Faulted in kinds(books.rank_lost(1, "killed", 0))
     books.rank_started(1, 0)
     for stimulus in (books.rank_reset, books.rank_restored):
         for rank in (0, 1):
@@ -144,7 +145,7 @@ def test_a_rank_that_dies_while_the_run_is_held_is_replaced_and_the_run_stays_he
 
 def paused(seed: int = 0, **options) -> World:
     world = World(small_plan(), iterations=ITERATIONS, seed=seed, pause_after=1, **options)
-    assert world.run() == do.Finished(ITERATIONS)
+    assert world.run() == Finished(step=ITERATIONS)
     world.check_orders()
     assert world.held_at
     return world
@@ -153,7 +154,7 @@ def paused(seed: int = 0, **options) -> World:
 @functools.cache
 def undisturbed() -> World:
     world = World(small_plan(), iterations=ITERATIONS)
-    assert world.run() == do.Finished(ITERATIONS)
+    assert world.run() == Finished(step=ITERATIONS)
     return world
 
 
@@ -186,7 +187,7 @@ def test_whoever_dies_when_the_run_pauses_the_run_ends_with_the_same_bits():
 
     paused(watch=listen)
     begin = next(n for n, (is_paused, _) in enumerate(moments) if is_paused)
-    held = next(n for n, (_, i) in enumerate(moments) if isinstance(i, do.Held))
+    held = next(n for n, (_, i) in enumerate(moments) if isinstance(i, Held))
     end = next(n for n, (_, i) in enumerate(moments) if n > held and isinstance(i, do.WriteCommit))
     assert begin < held < end
     for number in range(begin, end + 1):

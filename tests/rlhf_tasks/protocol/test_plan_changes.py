@@ -5,10 +5,12 @@ import functools
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.messages import Committed, Faulted, Finished, PlanChanged
 from rlhf_tasks.protocol.phases import Phase, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.spec import ExecutionPlan, SaveNode
 from tests.rlhf_tasks.protocol.ledgers import (
+    committed,
     do_nodes,
     do_parts,
     failure,
@@ -45,7 +47,7 @@ def changing(delivered: int = 2, **changes):
     for iteration in range(delivered):
         books.enter(iteration, books.generation, 0)
     (log,) = books.change_plan(single_plan(), {"train": 7.0}, 0)
-    assert books.plan_logged(0) == [do.PlanChanges(log.planned)]
+    assert books.plan_logged(0) == [PlanChanged(planned=log.planned)]
     return books
 
 
@@ -60,19 +62,19 @@ def test_a_plan_begins_at_the_first_iteration_not_delivered():
     assert log.planned.iteration == 2
     finish(books, 0)
     assert books.enterable is None, "iteration 2 goes by a plan that is not written down yet"
-    assert books.plan_logged(0) == [do.PlanChanges(log.planned)]
+    assert books.plan_logged(0) == [PlanChanged(planned=log.planned)]
     (refused,) = books.enter(2, 0, 0)
     assert "the plan changes at iteration 3" in refused.reason
 
 
 def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ranks_load_that_commit():
     books = changing()
-    assert kinds(finish(books, 0)) == [do.IterationCommitted]
+    assert kinds(finish(books, 0)) == [Committed]
     do_nodes(books, 1)
     (commit,) = do_parts(books, 1)
     assert commit.plan == pair_plan()
     resets = [do.ResetRank(0, 1, keep_state=True), do.ResetRank(1, 1, keep_state=True)]
-    assert books.commit_done(2, 0) == [do.IterationCommitted(1), *resets]
+    assert books.commit_done(2, 0) == [committed(1), *resets]
     assert books.rank_reset(0, 1, 0) == []
     assert books.rank_reset(1, 1, 0) == [do.RestoreRank(0, 1, 2), do.RestoreRank(1, 1, 2)]
     books.rank_restored(0, 1, 0)
@@ -121,7 +123,7 @@ def test_a_plan_may_change_before_anything_is_in_flight_again():
     finish(books, 0)
     (log,) = books.change_plan(single_plan(), {}, 0)
     assert log.planned.iteration == 1
-    assert kinds(books.plan_logged(0)) == [do.PlanChanges, do.ResetRank, do.ResetRank]
+    assert kinds(books.plan_logged(0)) == [PlanChanged, do.ResetRank, do.ResetRank]
 
 
 def test_a_change_that_cannot_be_written_down_is_none():
@@ -157,7 +159,7 @@ def test_an_early_stop_comes_before_a_later_change():
     books.stop_after(1, 0)
     finish(books, 0)
     assert books.enter(2, 0, 0)[0].reason == "iteration 2 is the last one."
-    assert kinds(finish(books, 1)) == [do.IterationCommitted, do.Finished]
+    assert kinds(finish(books, 1)) == [Committed, Finished]
 
 
 def test_a_plan_for_more_devices_than_ranks_is_refused():
@@ -168,13 +170,13 @@ def test_a_plan_for_more_devices_than_ranks_is_refused():
 def test_after_a_fault_the_change_comes_where_it_was_written_down():
     books = changing()
     books.rank_failed(failure(0, "train"), 0)
-    assert do.Fault in kinds(books.tick(9))
+    assert Faulted in kinds(books.tick(9))
     rebuilt(books, 9)
     for iteration in (0, 1):
         (first, second) = books.enter(iteration, 1, 9)
         assert (first.rank, second.rank) == (0, 1), "iterations before the change go by the old plan"
         brought = finish(books, iteration)
-    assert kinds(brought) == [do.IterationCommitted, do.ResetRank, do.ResetRank]
+    assert kinds(brought) == [Committed, do.ResetRank, do.ResetRank]
     assert (books.generation, books.account.next_iteration) == (2, 2)
 
 
@@ -228,7 +230,7 @@ def changed(seed: int = 0, **options) -> World:
     world = World(
         small_plan(), iterations=ITERATIONS, seed=seed, next_plan=moved_plan(), change_after=1, **options
     )
-    assert world.run() == do.Finished(ITERATIONS)
+    assert world.run() == Finished(step=ITERATIONS)
     world.check_orders()
     return world
 
@@ -236,7 +238,7 @@ def changed(seed: int = 0, **options) -> World:
 @functools.cache
 def unchanged() -> World:
     world = World(small_plan(), iterations=ITERATIONS)
-    assert world.run() == do.Finished(ITERATIONS)
+    assert world.run() == Finished(step=ITERATIONS)
     return world
 
 

@@ -7,10 +7,11 @@ from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 from rlhf_tasks.spec import NodeKey
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
+from tests.rlhf_tasks.settings import DEADLINES
 
 
 def sequencer(**changes) -> Sequencer:
-    return Sequencer(small_plan(), "run", 1, **changes)
+    return Sequencer(small_plan(), "run", 1, **({"deadlines": DEADLINES} | changes))
 
 
 def test_each_rank_gets_its_subsequence_with_dense_numbers():
@@ -42,7 +43,7 @@ def test_a_copy_keeps_the_version_it_was_made_with_although_the_role_trains_on()
     plan = small_plan()
     order = ["to_generate", "actor_train", "generate", "release", "save_actor"]
     late = plan.model_copy(update={"nodes": tuple(plan.node(name) for name in order)})
-    versions = {r.key.node: r.versions["actor"] for r in Sequencer(late, "run", 0).requests(0)[0]}
+    versions = {r.key.node: r.versions["actor"] for r in Sequencer(late, "run", 0, DEADLINES).requests(0)[0]}
     assert versions == {
         "to_generate": 0,
         "actor_train": 0,
@@ -59,7 +60,7 @@ def test_the_cursor_moves_by_the_fetched_sequences_from_where_the_commit_left_it
 
 
 def test_a_deadline_is_a_multiple_of_the_prediction_and_never_below_the_floor():
-    deadlines = Deadlines({"generate": 20.0, "release": 0.1}, factor=5, floor_s=30)
+    deadlines = Deadlines(5, 30, {"generate": 20.0, "release": 0.1})
     seconds = {r.key.node: r.deadline_s for r in sequencer(deadlines=deadlines).requests(0)[0]}
     assert (seconds["generate"], seconds["release"], seconds["save_actor"]) == (100, 30, 30)
 
@@ -67,7 +68,7 @@ def test_a_deadline_is_a_multiple_of_the_prediction_and_never_below_the_floor():
 def test_a_new_generation_sends_the_same_requests_under_new_names_and_numbers():
     for seed in range(20):
         plan = random_plan(random.Random(seed), 5, 30)
-        old = Sequencer(plan, "run", 1, first_sample=3)
+        old = Sequencer(plan, "run", 1, DEADLINES, first_sample=3)
         new = old.starting_at(2, 4, ScheduledPlan(iteration=0, plan=plan))
         for rank, mine in new.requests(6).items():
             before = old.requests(6)[rank]

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.messages import Done, Finished
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.protocol.simulated_processes import Network
 from tests.rlhf_tasks.protocol.simulation import World
@@ -12,7 +13,7 @@ from tests.rlhf_tasks.protocol.simulation import World
 
 def test_a_quiet_run_commits_every_step_in_order():
     world = World(small_plan(), iterations=4)
-    assert world.run() == do.Finished(4)
+    assert world.run() == Finished(step=4)
     assert list(world.disk.commits) == [0, 1, 2, 3, 4]
     world.check_orders()
 
@@ -22,7 +23,7 @@ def test_shuffled_doubled_and_lost_messages_change_nothing(seed):
     plan = random_plan(random.Random(seed), n_devices=6, n_nodes=60)
     quiet = World(plan, iterations=3)
     noisy = World(plan, iterations=3, seed=seed, network=Network(loss=0.2, duplicate=0.3, delay_s=0.5))
-    assert quiet.run() == noisy.run() == do.Finished(3)
+    assert quiet.run() == noisy.run() == Finished(step=3)
     assert noisy.final == quiet.final
     assert noisy.controller.faults == []
     noisy.check_orders()
@@ -35,7 +36,7 @@ def overlaps(seed: int) -> bool:
     def watch(world, process, moment, instruction):
         if isinstance(instruction, do.Run) and moment == "after":
             order.append(("begins", *instruction.request.key[3:]))
-        if isinstance(instruction, do.Answer):
+        if isinstance(instruction, Done):
             order.append(("ends", *instruction.result.key[3:]))
 
     World(small_plan(), iterations=2, seed=seed, watch=watch).run()

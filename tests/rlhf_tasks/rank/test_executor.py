@@ -16,15 +16,18 @@ from rlhf_tasks.rank.plan_nodes import Outcome
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import NodeKey, NodeRequest
 from rlhf_tasks.system.memory import OutOfMemory
+from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
 
 def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
     """(bytes of the largest message of an iteration, tokens that it generated) of a PPO run on one rank."""
     config = ppo_config(folder, sampling={"max_completion_length": max_completion_length})
-    plan, parts = prepare(config).plan, list[SavedPart]()
+    prepared, parts = prepare(config), list[SavedPart]()
+    plan = prepared.plan
     run_folder = folder / f"run-{max_completion_length}"
     run_folder.mkdir()
+    prepared.rows.keep(run_folder)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     executor = Executor(0, parts.append)
     executor.load(
@@ -45,7 +48,7 @@ def reported(folder: Path, max_completion_length: int) -> tuple[int, int]:
             timeout_s=240.0,
         )
     )
-    requests = Sequencer(plan, "test", 1).requests(0)[0]
+    requests = Sequencer(plan, "test", 1, DEADLINES).requests(0)[0]
     results = [Done(result=executor.execute(r, plan.node(r.key.node))) for r in requests]
     executor.close(keep_state=False)
     tokens = sum(len(row["completion"]) for row in read_samples(run_folder, config.batch_size))

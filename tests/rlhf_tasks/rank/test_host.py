@@ -13,6 +13,7 @@ from rlhf_tasks.controller.attempt import Rendezvous
 from rlhf_tasks.protocol.messages import NEWS, Deliver, Done, Failed, GenerationSpec, Reset, Restore, Told
 from rlhf_tasks.protocol.sequencer import Sequencer
 from tests.rlhf_tasks.plans import call, on, plan_of
+from tests.rlhf_tasks.settings import DEADLINES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 N_RANKS = 3
@@ -85,7 +86,7 @@ async def load(comms, plan, folder, store, config, generation=0):
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_on_overlapping_meshes_survive_shuffled_and_repeated_requests(cluster, tmp_path, seed):
     plan = random_plan(seed)
-    requests = Sequencer(plan, "fake", 1).requests(0)
+    requests = Sequencer(plan, "fake", 1, DEADLINES).requests(0)
 
     async def drive(comm, mine, rng):
         """Send a rank its requests one by one, shuffled, each twice; its results by number."""
@@ -126,7 +127,7 @@ def test_calls_on_overlapping_meshes_survive_shuffled_and_repeated_requests(clus
 
 def test_a_busy_rank_answers_at_once_and_refuses_others(cluster, tmp_path):
     plan = random_plan(0, n_nodes=1)
-    requests = Sequencer(plan, "fake", 1).requests(0)
+    requests = Sequencer(plan, "fake", 1, DEADLINES).requests(0)
     busy = min(requests)
     answered = tmp_path / "answered"
 
@@ -166,7 +167,7 @@ async def lease_of(cluster, member):
 def test_a_rank_taken_over_before_its_last_job_has_ended_goes_by_its_new_number(cluster, tmp_path):
     """Its controller has left in the middle of a node, and the next one counts the ranks from the other end."""
     plan = random_plan(0, n_nodes=1)
-    requests = Sequencer(plan, "fake", 1).requests(0)
+    requests = Sequencer(plan, "fake", 1, DEADLINES).requests(0)
     busy = min(requests)
     member = cluster.ranks[busy]
     answered = tmp_path / "answered"

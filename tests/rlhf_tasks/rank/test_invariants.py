@@ -19,6 +19,7 @@ from rlhf_tasks.system.invariants import InvariantError
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import CPU, world_of_one
 from tests.rlhf_tasks.rank.test_offload import generation
+from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
 
@@ -26,7 +27,9 @@ def on_one_device(folder: Path):
     """(configuration, plan) of PPO with all calls on device 0."""
     places = {call: {"devices": [0]} for call in PPO_CALLS}
     config = ppo_config(folder, plan=places, cluster={"devices_per_host": 1})
-    return config, prepare(config).plan
+    prepared = prepare(config)
+    prepared.rows.keep(folder)
+    return config, prepared.plan
 
 
 @pytest.fixture
@@ -45,7 +48,11 @@ def test_a_call_is_refused_where_the_engine_has_another_version(tmp_path):
     document = json.loads(config.model_dump_json())
     executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "versions"))
     fetch, generate = (
-        next(r for r in Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0] if r.key.node == name)
+        next(
+            r
+            for r in Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]
+            if r.key.node == name
+        )
         for name in ("fetch", "actor_generate")
     )
     executor.execute(fetch, plan.node("fetch"))

@@ -6,6 +6,7 @@ the parameters are not numbers.
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flows.run.prepare import prepare
+from rlhf_tasks.data.token_file import ROWS
 from rlhf_tasks.parallel.state.host_copies import ThreadCopier
 from rlhf_tasks.protocol.messages import GenerationSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
@@ -21,6 +23,7 @@ from rlhf_tasks.rank import role_engines
 from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan, OnloadNode
 from rlhf_tasks.system.invariants import InvariantError
+from tests.rlhf_tasks.settings import DEADLINES
 from tests.tiny_runs import ppo_config
 
 MESH = {"devices": [0, 1], "dp": 2}
@@ -85,7 +88,9 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
         seen = []
         for iteration in range(2):
             metrics: dict[str, float] = {}
-            for request in Sequencer(plan, "test", 0).requests(iteration, in_snapshot=False).get(rank, ()):
+            for request in (
+                Sequencer(plan, "test", 0, DEADLINES).requests(iteration, in_snapshot=False).get(rank, ())
+            ):
                 result = executor.execute(request, plan.node(request.key.node))
                 metrics.update(
                     {f"{request.key.node}/{name}": value for name, value in result.metrics.items()}
@@ -106,7 +111,9 @@ def planned(folder: Path, assignments: dict, n_ranks: int, offload: bool):
     frozen = ("ref_inference", "reward_inference")
     places = {call: {**given, "offload": offload and call in frozen} for call, given in assignments.items()}
     config = ppo_config(folder, plan=places, cluster={"devices_per_host": n_ranks})
-    return config, prepare(config).plan
+    prepared = prepare(config)
+    prepared.rows.keep(folder)
+    return config, prepared.plan
 
 
 @pytest.mark.dist
@@ -117,6 +124,7 @@ def test_an_offloaded_run_has_the_bits_of_a_resident_one(ranks, tmp_path):
         assert any(isinstance(node, OnloadNode) for node in plan.nodes) == offload
         folder = tmp_path / f"run-{offload}"
         folder.mkdir()
+        shutil.copy(tmp_path / ROWS, folder)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         arguments = plan.model_dump_json(), json.loads(config.model_dump_json()), str(folder), store.port
         metrics.append(ranks.run(2, run_iterations, *arguments))
@@ -131,7 +139,7 @@ def test_a_generation_ends_while_a_copy_runs_and_the_next_one_begins_anew(tmp_pa
     for n in range(3):
         document = json.loads(config.model_dump_json())
         executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, f"generation {n}"))
-        for request in Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0]:
+        for request in Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]:
             node = plan.node(request.key.node)
             metrics = executor.execute(request, node).metrics
             if node.name == "critic_train":
@@ -151,7 +159,7 @@ def test_a_model_is_refused_while_it_is_offloaded(tmp_path):
     executor = Executor(0, lambda part: None)
     document = json.loads(config.model_dump_json())
     executor.load(generation(plan, 0, 1, document, str(tmp_path), store.port, "refused"))
-    requests = Sequencer(plan, "test", 0).requests(0, in_snapshot=False)[0]
+    requests = Sequencer(plan, "test", 0, DEADLINES).requests(0, in_snapshot=False)[0]
     names = [request.key.node for request in requests if not request.key.node.startswith("onload")]
     scored = next(i for i, name in enumerate(names) if name in ("ref_inference", "reward_inference"))
     by_name = {request.key.node: request for request in requests}

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.instructions import Clear, Load, Refuse, Run
+from rlhf_tasks.protocol.instructions import Clear, Load, Run
+from rlhf_tasks.protocol.messages import Told
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.protocol.plans import random_plan
+from tests.rlhf_tasks.settings import DEADLINES
 
 RANKS = 4
 NODES = 60
@@ -28,7 +30,7 @@ def drive(rank: int, world: int, seed: int) -> list[tuple[str, float]]:
         devices: dist.new_group(list(devices)) for devices in sorted({node.devices for node in plan.nodes})
     }
     inbox, ran = Inbox(rank), []
-    requests = Sequencer(plan, "test", 1).requests(0).get(rank, ())
+    requests = Sequencer(plan, "test", 1, DEADLINES).requests(0).get(rank, ())
     disorder = random.Random(f"{seed}/{rank}")
     arriving = [request for request in requests for _ in range(disorder.randint(1, 3))]
     disorder.shuffle(arriving)
@@ -54,7 +56,7 @@ def drive(rank: int, world: int, seed: int) -> list[tuple[str, float]]:
                 now_s = time.time()
                 done = NodeResult(key=request.key, rank=rank, started_s=now_s, ended_s=now_s)
                 waiting += inbox.finished(done, 0.0)
-            case Refuse(reason=reason):
+            case Told(kind="refused", reason=reason):
                 assert "reset has not ended" in reason, reason
     return ran
 

@@ -1,8 +1,10 @@
 """The compiled price of a choice against the plan that is built from it and its replay."""
 
+import random
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,8 @@ from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import DeviceProfile, Link, preset
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
+from planner.search.compiled.arrays import KnownMoves
+from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.parallel.layout.shape import ModelShape
@@ -58,7 +62,7 @@ def make_tables(
     graph = DataflowGraph(registered.graph(SimpleNamespace(**sizes)), registered.dataset_keys, name=name)
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
     models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
-    workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32))
+    workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=2, recompute=True)
     device = preset("a100-80g-sxm").model_copy(
         update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
     )
@@ -105,6 +109,24 @@ NAMES = [
     *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
     *("3x2, two classes", "2x2, two classes, little memory", "rollout"),
 ]
+
+
+def test_a_price_is_the_same_whatever_moves_are_known():
+    """Known to nobody, to a memory of two prices of which each displaces another, and to one that has them all."""
+    tables, rng = make_tables(Cluster(2, 2)), random.Random(0)
+    choices = [np.array([rng.randrange(len(own)) for own in tables.options]) for _ in range(100)]
+    small, large = KnownMoves.empty(2), tables.arrays.known
+    for memory in large:
+        assert (memory.key == -1).all(), "it is this table's own"
+    for _ in range(2):
+        for choice in choices:
+            prices = {
+                value(tables.arrays._replace(known=known), choice, np.inf)
+                for known in (KnownMoves.empty(), small, large)
+            }
+            assert len(prices) == 1
+    for memory in (*small, *large):
+        assert (memory.key != -1).any()
 
 
 def test_where_memory_may_lack_frozen_roles_may_be_offloaded():

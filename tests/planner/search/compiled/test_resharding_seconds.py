@@ -66,7 +66,7 @@ def strategies(size: int, heads: int) -> list[ParallelStrategy]:
 
 
 def send_s(messages, classes: DeviceClasses) -> float:
-    workload = Workload(prompt_tokens=1, new_tokens=Lengths.fixed(1))
+    workload = Workload(prompt_tokens=1, new_tokens=Lengths.fixed(1), itemsize=2, recompute=True)
     return send(messages, CostModel(classes.cluster, classes, {}, workload))[0]
 
 

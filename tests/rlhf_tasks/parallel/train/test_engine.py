@@ -53,9 +53,10 @@ STRATEGIES = [
         (1, 2, 2),
     ]
 ]
-SETTINGS = OptimizerSettings(betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.7)
+SETTINGS = OptimizerSettings(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=0.7)
 RATES = (1e-2, 3e-3, 1e-2)
 TEMPERATURE = 0.8
+SUMS = ("tokens", "rows")
 LENGTHS = (5, 1, 9, 3, 7, 2, 4)
 
 
@@ -142,6 +143,10 @@ def _loss(engine: Engine, poison: bool = False) -> Loss:
     return loss
 
 
+def _step(engine: Engine, batch: SampleBatch, loss: Loss, micro_batches: int, rate: float):
+    return engine.train_step(batch, loss, DENOMINATOR, micro_batches, rate, SUMS)
+
+
 def _train(rank: int, world: int, trial: Trial):
     """Rows before training, metrics of three steps, the first step's gradients, the last step's weights."""
     engine = _engine(trial, rank)
@@ -149,7 +154,7 @@ def _train(rank: int, world: int, trial: Trial):
     rows = engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
     metrics, gradients = [], {}
     for rate in RATES:
-        metrics.append(engine.train_step(batch, _loss(engine), DENOMINATOR, trial.micro_batches, rate))
+        metrics.append(_step(engine, batch, _loss(engine), trial.micro_batches, rate))
         if not gradients:
             gradients = _first_gradients(engine)
     weights = {name: p.detach().clone() for name, p in engine.stage.named_slices().items()}
@@ -269,6 +274,7 @@ def _assert_equal(results: list, trial: Trial, expected: Expected, rows: float, 
         assert [m["loss"] for m in metrics] == pytest.approx(expected.losses, rel=relative)
         assert [m["grad_norm"] for m in metrics] == pytest.approx(expected.norms, rel=relative)
         assert [m["skipped"] for m in metrics] == [0.0] * len(RATES)
+        assert [list(m) for m in metrics] == [[*SUMS, "loss", "grad_norm", "skipped"]] * len(RATES)
         assert metrics[0]["tokens"] == pytest.approx(DENOMINATOR, rel=relative)
         theirs = held_slices(layout, rank, expected.gradients)
         for name, shards in gradients.items():
@@ -330,7 +336,7 @@ def _work(rank: int, world: int, trial: Trial):
     engine = _engine(trial, rank)
     batch = _shared(engine, rank)
     engine.inference(batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches)
-    engine.train_step(batch, _loss(engine), DENOMINATOR, trial.micro_batches, 1e-2)
+    _step(engine, batch, _loss(engine), trial.micro_batches, 1e-2)
     return engine.flops
 
 
@@ -348,9 +354,9 @@ def _poisoned(rank: int, world: int, trial: Trial):
     batch = _shared(engine, rank)
     before = [p.detach().clone() for p in engine.stage.parameters()]
     bad = _loss(engine, poison=engine.coordinate.dp == 0)
-    skipped = engine.train_step(batch, bad, DENOMINATOR, 2, 1e-2)["skipped"]
+    skipped = _step(engine, batch, bad, 2, 1e-2)["skipped"]
     unchanged = all(torch.equal(p, q) for p, q in zip(engine.stage.parameters(), before, strict=True))
-    losses = [engine.train_step(batch, _loss(engine), DENOMINATOR, 2, rate)["loss"] for rate in RATES]
+    losses = [_step(engine, batch, _loss(engine), 2, rate)["loss"] for rate in RATES]
     return skipped, unchanged, losses
 
 
@@ -361,6 +367,53 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_all_ranks(ranks, strategy) 
     for skipped, unchanged, losses in ranks.run(strategy.size, _poisoned, trial):
         assert (skipped, unchanged) == (1.0, True)
         assert losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+def _unpickled(rank: int, world: int, trial: Trial):
+    """A step on ranks that send no Python objects; each replica gives one of LARGE_AND_SMALL."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a Python object was sent")
+
+    engine = _engine(trial, rank)
+    batch = _shared(engine, rank)
+    sums = torch.tensor(LARGE_AND_SMALL[engine.coordinate.dp] / max(len(batch), 1), dtype=torch.float64)
+
+    def loss(y: Tensor, micro: MicroBatch) -> LossTerms:
+        terms = _loss(engine)(y, micro)
+        return LossTerms(terms.total, {"sums": sums * len(micro.ids)})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed.distributed_c10d, "_object_to_tensor", refuse)
+        return engine.train_step(batch, loss, DENOMINATOR, 2, 1e-2, ["sums"])
+
+
+LARGE_AND_SMALL = (1.0, 6.0, 2.0**60, -(2.0**60))  # the second of four replicas has no samples
+
+
+@pytest.mark.parametrize(("strategy", "total"), [((4, 1, 1), 0.0), ((2, 1, 2), 7.0)], ids=str)
+def test_metrics_are_summed_in_the_order_of_the_ranks_and_nothing_is_pickled(ranks, strategy, total) -> None:
+    """Ranks without samples and stages without a loss know the names too. In another order the total would be 1."""
+    start = _expected("llama", "lm", torch.float64).start
+    trial = Trial(CONFIGS["llama"], "lm", start, ParallelStrategy(*strategy))
+    metrics = ranks.run(trial.strategy.size, _unpickled, trial)
+    assert [m["sums"] for m in metrics] == [total] * trial.strategy.size
+    assert metrics == [metrics[0]] * trial.strategy.size
+
+
+def _untold(rank: int, world: int, trial: Trial, told: list[str]) -> str:
+    engine = _engine(trial, rank)
+    with pytest.raises(ValueError, match="the loss gives the metrics") as refused:
+        engine.train_step(_shared(engine, rank), _loss(engine), DENOMINATOR, 2, 1e-2, told)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("told", [[], ["tokens"], ["rows", "tokens", "others"]], ids=len)
+def test_a_loss_that_gives_other_metrics_than_the_step_was_told_is_refused(ranks, told: list[str]) -> None:
+    start = _expected("llama", "lm", torch.float64).start
+    trial = Trial(CONFIGS["llama"], "lm", start, ParallelStrategy(1, 1, 1))
+    (said,) = ranks.run(1, _untold, trial, told)
+    assert f"['rows', 'tokens'], but the train step was told {sorted(told)}" in said
 
 
 def _sums(rank: int, world: int, trial: Trial):

@@ -1,6 +1,7 @@
 """The sharded optimizer against torch's AdamW on whole parameters, on made-up gradients (no model)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def _creep(rank: int, world: int) -> float:
     layout = Layout(shape, "lm", Placement((0,), ParallelStrategy()))
     groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     slices = {s.name: nn.Parameter(torch.ones(s.shape, dtype=torch.bfloat16)) for s in layout.parameters}
-    optimizer = Optimizer(slices, layout, groups, OptimizerSettings(max_grad_norm=None))
+    optimizer = Optimizer(slices, layout, groups, replace(SETTINGS, weight_decay=0.0, max_grad_norm=None))
     for _ in range(100):
         _backward(slices, {name: torch.ones_like(p) for name, p in slices.items()}, parts=1)
         optimizer.apply(1e-3)

@@ -1,0 +1,255 @@
+"""A data set as token ids: one Arrow file, mapped into memory, from which ranks read their samples. Torch-free.
+
+Every value of a row is a list of numbers: token ids are int32, masks and UTF-8 text are uint8. Batches of the file
+hold BATCH rows each and are checked when they are first read. The last batch has no rows; its metadata says what the
+file holds.
+"""
+
+import json
+import os
+import tempfile
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rlhf_tasks.data.dataset import step_between
+from rlhf_tasks.data.rows import DatasetValue
+from rlhf_tasks.system.counter_random import permutation
+from rlhf_tasks.system.durable import sync
+from rlhf_tasks.system.reading import DataError, one_line, reading
+
+Numbers = NDArray[Any]
+
+ROWS = "rows.arrow"  # in a run folder
+BATCH = 128  # rows of a batch of the file: a random row costs the check of so many
+SAMPLED = 1000  # rows at most that a mean is taken over
+_FACTS = b"prefect_rlhf.rows"
+_OWN = ("#file", "#line", "#longest")  # columns beside the keys, int32
+_DAMAGED = "Remove it; the next attempt makes it anew."
+
+
+class TokenRow(NamedTuple):
+    """A row as it is stored.
+
+    file, line  its place; the file by its number
+    columns     the names of the row's columns
+    lengths     tokens of each of its lists of ids
+    values      by the keys of the data set
+    """
+
+    file: int
+    line: int
+    columns: tuple[str, ...]
+    lengths: tuple[int, ...]
+    values: Mapping[str, DatasetValue]
+
+
+class TokenFile:
+    """The rows of a token file.
+
+    key          names all that the file's content depends on
+    digest       of the data: `DataSet.digest`
+    columns      names of all columns of the data, in the order in which they first appear
+    mean_tokens  of a row's lists of ids together, over at most SAMPLED rows at even distances
+    """
+
+    def __init__(self, name: Path, source: pa.NativeFile) -> None:
+        """Raises DataError for a source that is no token file. name: of the file, or of its folder if it has none."""
+        self._name, self._source = name, source
+        with reading(name, "not a file of tokenised rows", DataError, _DAMAGED):
+            self._reader = pa.ipc.open_file(source)
+            last = self._reader.get_batch_with_custom_metadata(self._reader.num_record_batches - 1)
+            facts = json.loads(last.custom_metadata[_FACTS])
+            self.key: str = facts["key"]
+            self.digest: str = facts["digest"]
+            self.columns: tuple[str, ...] = tuple(facts["columns"])
+            self.mean_tokens: float = facts["mean_tokens"]
+            self._rows: int = facts["rows"]
+            self._files: list[str] = facts["files"]
+            self._kinds: dict[str, str] = facts["kinds"]
+            self._longest: list[int] = facts["longest"]
+            self._checksums: list[int] = facts["checksums"]
+        self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._checked = set[int]()
+
+    @staticmethod
+    def open(path: Path) -> "TokenFile":
+        """The file of a run. Raises DataError where it is none."""
+        with reading(path, "not a file of tokenised rows", DataError, _DAMAGED):
+            source = pa.memory_map(str(path))
+        return TokenFile(path, source)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def keep(self, folder: Path) -> None:
+        """Copy the file into a run folder, unless it is there; it appears whole or not at all. Raises OSError."""
+        path, part = folder / ROWS, folder / f".{ROWS}.part"
+        if self._name == path:
+            return
+        self._source.seek(0)
+        with part.open("wb") as file:
+            while piece := self._source.read(1 << 20):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync(folder)
+
+    def values(self, index: int) -> dict[str, Numbers | str]:
+        """The values of a row by key: int32 token ids [tokens], a bool mask [tokens], or text."""
+        batch, place = self._batch(index // BATCH), index % BATCH
+        found: dict[str, Numbers | str] = {}
+        for key, kind in self._kinds.items():
+            numbers = batch.column(key)[place].values.to_numpy()
+            match kind:
+                case "text":
+                    found[key] = numbers.tobytes().decode()
+                case "mask":
+                    found[key] = numbers.astype(np.bool_)
+                case _:
+                    found[key] = numbers
+        return found
+
+    def where(self, index: int) -> str:
+        """`file:line` of a row, for errors."""
+        batch, place = self._batch(index // BATCH), index % BATCH
+        return f"{self._files[batch.column('#file')[place].as_py()]}:{batch.column('#line')[place].as_py()}"
+
+    def first_longer(self, tokens: int) -> tuple[int, int] | None:
+        """(index, tokens) of the first row with a longer list of ids; None where there is none."""
+        for number, longest in enumerate(self._longest):
+            if longest > tokens:
+                lengths = self._batch(number).column("#longest").to_numpy()
+                place = int(np.argmax(lengths > tokens))
+                return number * BATCH + place, int(lengths[place])
+        return None
+
+    def row_of(self, sample_id: int, seed: int) -> int:
+        """The row that a global sample id means: position in the epoch's own random order of all rows."""
+        epoch, position = divmod(sample_id, len(self))
+        order = self._orders.get((seed, epoch))
+        if order is None:
+            while len(self._orders) > 1:  # an iteration touches two epochs at most where one begins
+                self._orders.pop(next(iter(self._orders)))
+            order = self._orders[seed, epoch] = permutation(len(self), seed, "rows", epoch)
+        return int(order[position])
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        with reading(self._name, "not a file of tokenised rows", DataError, _DAMAGED):
+            batch = self._reader.get_batch(number)
+            if number not in self._checked and _checksum(batch) != self._checksums[number]:
+                raise DataError(f"{self._name}: is damaged. {_DAMAGED}")
+        self._checked.add(number)
+        return batch
+
+
+def new_token_file(
+    place: Path, key: str, digest: str, files: Sequence[str], rows: Iterable[TokenRow]
+) -> TokenFile:
+    """A token file of rows that has no name: it goes with the process, unless a run keeps it.
+
+    Memory for BATCH rows is needed, however many they are.
+
+    place          a folder, which need not exist: the file lies on its disk
+    key, digest    as in TokenFile
+    files          the names of the data set's files
+    Raises DataError where the values of a key are of several kinds or no 32-bit integers, and where the disk is full.
+    """
+    rows = iter(rows)
+    first = list(islice(rows, BATCH))
+    facts = _Facts(key, digest, files, first)
+    while not place.is_dir():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place if os.access(place, os.W_OK) else None) as file:
+            with pa.ipc.new_file(pa.PythonFile(file, mode="w"), facts.schema) as writer:
+                for batch in facts.batches(chain(first, rows)):
+                    writer.write_batch(batch)
+                last = pa.RecordBatch.from_pylist([], facts.schema)
+                writer.write_batch(last, custom_metadata=facts.metadata())
+            file.flush()
+            return TokenFile(place, pa.memory_map(f"/proc/self/fd/{file.fileno()}"))
+    except OSError as error:
+        why = one_line(error.strerror or str(error))
+        raise DataError(f"{place}: the tokenised rows cannot be written ({why}). Free some space.") from None
+
+
+class _Facts:
+    """What a token file's last batch says, gathered while the others are made."""
+
+    def __init__(self, key: str, digest: str, files: Sequence[str], first: Sequence[TokenRow]) -> None:
+        self.key, self.digest, self.files = key, digest, list(files)
+        self.kinds = {key: _kind([row.values[key] for row in first]) or "ids" for key in first[0].values}
+        self.columns: dict[str, None] = {}
+        self.checksums, self.longest = list[int](), list[int]()
+        self.tokens = array("q")  # of each row
+        types = {key: pa.int32() if kind == "ids" else pa.uint8() for key, kind in self.kinds.items()}
+        keys = [pa.field(key, pa.list_(type_)) for key, type_ in types.items()]
+        self.schema = pa.schema([*keys, *(pa.field(name, pa.int32()) for name in _OWN)])
+
+    def batches(self, rows: Iterator[TokenRow]) -> Iterator[pa.RecordBatch]:
+        while taken := list(islice(rows, BATCH)):
+            arrays = []
+            for field, (key, kind) in zip(self.schema, self.kinds.items(), strict=False):
+                values = [row.values[key] for row in taken]
+                if _kind(values) not in (kind, "") or " or " in kind:
+                    raise DataError(f"the rows' values of the key {key!r} are of several kinds.")
+                with reading(f"the rows' values of the key {key!r}", "not 32-bit integers", DataError):
+                    arrays.append(_array(values, field.type))
+            places = [(row.file, row.line, max(row.lengths, default=0)) for row in taken]
+            arrays += [pa.array(column, pa.int32()) for column in zip(*places, strict=True)]
+            for row in taken:
+                self.columns.update(dict.fromkeys(row.columns))
+            self.tokens.extend(sum(row.lengths) for row in taken)
+            self.longest.append(max(longest for *_, longest in places))
+            batch = pa.record_batch(arrays, schema=self.schema)
+            self.checksums.append(_checksum(batch))
+            yield batch
+
+    def metadata(self) -> dict[bytes, bytes]:
+        sampled = self.tokens[:: step_between(len(self.tokens), SAMPLED)]
+        said = {
+            "key": self.key,
+            "digest": self.digest,
+            "files": self.files,
+            "kinds": self.kinds,
+            "columns": list(self.columns),
+            "longest": self.longest,
+            "checksums": self.checksums,
+            "rows": len(self.tokens),
+            "mean_tokens": sum(sampled) / len(sampled),
+        }
+        return {_FACTS: json.dumps(said).encode()}
+
+
+def _kind(values: Sequence[DatasetValue]) -> str:
+    """What values of one key are: text, a mask, or ids; several words where they differ, "" where all are empty."""
+    kinds = {str: "text", bool: "mask", int: "ids"}
+    types = {str if isinstance(value, str) else type(value[0]) for value in values if value or value == ""}
+    return " or ".join(sorted(kinds.get(type_, type_.__name__) for type_ in types))
+
+
+def _array(values: Sequence[DatasetValue], type_: pa.ListType) -> pa.ListArray:
+    """[values] lists of numbers."""
+    parts = [value.encode() if isinstance(value, str) else value for value in values]
+    flat = np.array(list(chain.from_iterable(parts)), type_.value_type.to_pandas_dtype())
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, flat, type=type_)
+
+
+def _checksum(batch: pa.RecordBatch) -> int:
+    """CRC-32 of a batch's numbers."""
+    checksum = 0
+    for column in batch.columns:
+        parts = (column.offsets, column.values) if isinstance(column, pa.ListArray) else (column,)
+        for part in parts:
+            checksum = zlib.crc32(part.to_numpy(), checksum)
+    return checksum
