@@ -141,9 +141,8 @@ def _possible_sets(c: Cover, p: PartialChoice, n_devices: int) -> int:
     n = len(ahead)
     for a in range(n):
         for b in range(n):
-            if (
-                c.ahead[a, b] == 0 and p.meet[a, b]
-            ):  # b follows a on a device: a of the next iteration follows b
+            # b follows a on a device, so a of the next iteration follows b.
+            if c.ahead[a, b] == 0 and p.meet[a, b]:
                 ahead[b, a] = min(ahead[b, a], 1)
     for k in range(len(p.moves)):
         if p.moves[k]:
