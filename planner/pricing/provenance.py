@@ -37,7 +37,7 @@ def figures_source(model: CostModel) -> str:
             parts += roles
         else:
             told = " and ".join(f"{source} for {', '.join(of)}" for source, of in roles.items())
-            rest = f", its figures recalibrated by that for {', '.join(others)}" if others else ""
+            rest = f", device figures calibrated by it for {', '.join(others)}" if others else ""
             parts.append(told + rest)
     source = "; ".join(parts)
     if model.ran:

@@ -125,7 +125,7 @@ def value(arrays: Arrays, choice: Ints, limit: float) -> tuple[float, float, int
 
 @inner
 def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[float, float, int]:
-    """`value`; if `endless`, memory is unlimited, so that every order is allowed.
+    """`value` with a limit in seconds; if `endless`, memory is unlimited, so that every order is allowed.
 
     Pricing moves is what takes time. So they are priced only if the choice is below the limit with lower bounds for
     its moves.
