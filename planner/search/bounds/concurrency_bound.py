@@ -48,7 +48,7 @@ FAR = 9  # iterations; stands for infinity: the calls do not wait for each other
 class Cover(NamedTuple):
     """The bound's data about a graph.
 
-    ahead     [calls, calls] int64: b of iteration t + ahead[a, b] waits for a of iteration t; 0, 1, or FAR if never
+    ahead     [calls, calls] int64: b of iteration t + ahead[a, b] waits for a of iteration t; FAR if never
     sets      [sets, calls] bool: sets of two or more calls that data and versions allow to run at the same time
     weights   [weightings, calls] float64
     breaks    [weightings] int64: bit s says that set s weighs more than 1, so the weighting is valid only if set s
