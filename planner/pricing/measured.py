@@ -67,9 +67,8 @@ class MeasuredProfile(Frozen):
             if not (_can_be(timed.seconds) and min(sizes) >= 1 and max(sizes) <= MOST_BYTES):
                 raise ProfileError(f"profile of {self.device}: {timed} has an impossible figure.")
         for exchange in self.exchanges:
-            nothing = (
-                exchange.seconds == 0 and self.computed_from is None
-            )  # 0 s only from a stated latency of 0
+            # A computed exchange takes 0 s if its stated latency is 0.
+            nothing = exchange.seconds == 0 and self.computed_from is None
             sizes = (exchange.ranks - 1, exchange.size_bytes + 1)
             if nothing or not (_can_be(exchange.seconds) and min(sizes) >= 1 and max(sizes) <= MOST_BYTES):
                 raise ProfileError(f"profile of {self.device}: {exchange} has an impossible figure.")

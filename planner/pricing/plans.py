@@ -77,6 +77,7 @@ class PlanPrice:
 
     @property
     def iteration_time_s(self) -> float:
+        """Seconds per iteration in the steady state."""
         return self.steady.iteration_time_s
 
 

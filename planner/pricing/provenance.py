@@ -10,9 +10,7 @@ from planner.pricing.measured import MeasuredProfile
 from rlhf_tasks.profiling.measurements import MOST_ROWS, MOST_TOKENS
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, ModelFunctionCall
 
-STRETCH = (
-    2.0  # times the largest measured point; points are powers of two, so up to there the last slope holds
-)
+STRETCH = 2.0  # times the largest measured point: points are powers of two, so the last slope still holds
 
 ROWS_OR_TOKENS = {
     "layer/forward": "tokens of a micro-batch",
@@ -39,7 +37,7 @@ def figures_source(model: CostModel) -> str:
             parts += roles
         else:
             told = " and ".join(f"{source} for {', '.join(of)}" for source, of in roles.items())
-            rest = f", its figures recalibrated by that for {', '.join(others)}" if others else ""
+            rest = f", device figures calibrated by it for {', '.join(others)}" if others else ""
             parts.append(told + rest)
     source = "; ".join(parts)
     if model.ran:

@@ -1,4 +1,4 @@
-"""A priced plan for people: text, JSON, timeline, and why not otherwise.
+"""Presentation of a priced plan: text, JSON, timeline, and rejected alternatives.
 
 Pictures in the UI are in flows/view.
 """

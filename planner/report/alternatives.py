@@ -1,6 +1,6 @@
-"""Why not otherwise: for every call, the best plan found with another mesh for it, and what is to be said of it.
+"""Rejected alternatives: for every call, the best plan found with another mesh for it, and why it loses.
 
-The other calls may have other places in it too. Where the chosen plan is not the best, such a plan may be faster.
+The other calls may be placed differently too. If the chosen plan is not optimal, such a plan may even be faster.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,17 +14,18 @@ from planner.search.compiled.tables import Tables
 from planner.search.search import ROUNDING, SearchResult
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan, ReallocateNode
 
-TRIED = 200  # meshes per call, those of the fastest options
+TRIED = 200  # meshes that are tried per call, those with the fastest options
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best plan found in which `call` has another mesh than in the chosen plan; the others may have, too.
+    """The best plan found in which `call` has another mesh than in the chosen plan; other calls may differ too.
 
-    assignment  of the call in it
-    time_s      its seconds per iteration; loses_s: how much more than the chosen plan; negative where it is faster
+    assignment  of the call in this plan
+    time_s      seconds per iteration of this plan
+    loses_s     seconds more than the chosen plan; negative if this plan is faster
     reason      why it loses, or that it does not, in one phrase
-    is_better   it fits memory and is faster than the chosen plan, which so is not the best
+    is_better   it fits memory and is faster, so the chosen plan is not optimal
     """
 
     call: str
@@ -36,7 +37,7 @@ class Alternative:
 
 
 def rejected_alternatives(result: SearchResult) -> tuple[Alternative, ...]:
-    """One row per call, in the order of the graph; a call that has options on one mesh only has none."""
+    """The alternatives of all calls, in the order of the graph. A call with options on only one mesh has none."""
     tables = result.tables
     start = nearest_choice(tables, assignments_of(result.plan))
     rows = []
@@ -48,7 +49,10 @@ def rejected_alternatives(result: SearchResult) -> tuple[Alternative, ...]:
 
 
 def _forced_otherwise(tables: Tables, start: Sequence[int], call: int) -> list[int] | None:
-    """The best choice found with another mesh for one call: first only that call moves, then all may."""
+    """The best choice found with another mesh for one call; None if it has none.
+
+    First only that call moves; then a calm annealing may move all calls, without the call's original mesh.
+    """
     options = tables.options[call]
     given = options[start[call]]
     fastest: dict[tuple[int, int], int] = {}
@@ -77,7 +81,7 @@ def _row(tables: Tables, result: SearchResult, call: str, choice: Sequence[int])
 
 
 def _reason(plan: ExecutionPlan, price: PlanPrice, result: SearchResult, loses_s: float) -> str:
-    """Whether it is faster, or what its critical cycle has more of than the chosen plan's."""
+    """Why a plan that fits memory is slower, by its critical cycle; or that it is not slower."""
     if loses_s < -ROUNDING * result.iteration_time_s:
         return f"faster by {-loses_s:.3g} s: the plan is not the best"
     if loses_s <= ROUNDING * result.iteration_time_s:
@@ -90,7 +94,7 @@ def _reason(plan: ExecutionPlan, price: PlanPrice, result: SearchResult, loses_s
 
 
 def _moving_s(plan: ExecutionPlan, price: PlanPrice) -> float:
-    """Seconds that reallocations take on the critical cycle."""
+    """Seconds of the reallocations on the critical cycle."""
     return sum(price.duration_s[n] for n in price.steady.cycle if isinstance(plan.node(n), ReallocateNode))
 
 

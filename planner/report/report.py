@@ -1,4 +1,4 @@
-"""A priced plan as data: the JSON of `prefect-rlhf plan`, and the YAML that a run's `plan:` accepts."""
+"""A priced plan as data: the JSON of `prefect-rlhf plan`, tables, and the YAML that a run's `plan:` accepts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from rlhf_tasks.spec import CallNode, ExecutionPlan, ReallocateNode, TransferNod
 ALTERNATIVES = (
     "for each call the best plan found with it on other devices; the other calls may have moved too"
 )
-"""What a table of rejected alternatives shows."""
+"""The caption of a table of rejected alternatives."""
 
 
 def result_document(result: SearchResult) -> dict[str, Any]:
-    """All figures of a result, JSON-able: seconds, bytes, and devices and hosts (`nodes`) by number."""
+    """All figures of a result for JSON: seconds, bytes, and numbers of devices and hosts (`nodes`)."""
     model = result.tables.problem.model
     return {
         "iteration_time_s": result.iteration_time_s,
@@ -51,16 +51,18 @@ def result_document(result: SearchResult) -> dict[str, Any]:
 
 
 def corrections(problem: Problem) -> dict[str, Factor]:
-    """Call -> what measured figures of earlier runs make of its price; calls without such are left out."""
+    """Call -> the correction of its price by measured figures of earlier runs; calls without figures are left out."""
     ran = {found.call for found in problem.model.ran}
     return {call.name: problem.model.correction(call) for call in problem.graph.calls if call.name in ran}
 
 
 class CallRow(NamedTuple):
-    """A call's place and price.
+    """A call's placement and price.
 
-    device_class   of its devices; of several, `a + b`
-    memory_bytes   peak of the fullest of its devices; missing_bytes: of the one that lacks most; 0 if it fits
+    device_class   of its devices; `a + b` if there are several
+    time_s         seconds of the call, dispatch included
+    memory_bytes   peak memory of the fullest of its devices
+    missing_bytes  what the device that lacks most lacks; 0 if all fit
     """
 
     call: str
@@ -102,7 +104,7 @@ def call_rows(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> list[C
 
 
 def proof_sentence(result: SearchResult) -> str:
-    """Seconds per iteration, the bound, and what is proved; the gap is rounded up to tenths of a percent."""
+    """One sentence: seconds per iteration, the lower bound, and what is proved. The gap is rounded up to 0.1%."""
     compiled = f", after {result.compile_s:.1f} s of compilation" if result.compile_s else ""
     certain = (
         "proved optimal" if result.proven_optimal else f"at most {_at_most(result.gap)} from the optimum"
@@ -114,7 +116,9 @@ def proof_sentence(result: SearchResult) -> str:
 
 
 def _at_most(share: float) -> str:
-    return f"{math.ceil(round(share * 1000, 9)) / 1000:.1%}"  # 5% of some sums is a hair above
+    """A share in percent, rounded up to tenths."""
+    # The inner round keeps 5% at 5.0% if floating point makes it slightly more.
+    return f"{math.ceil(round(share * 1000, 9)) / 1000:.1%}"
 
 
 def _above(share: float) -> str:
@@ -122,7 +126,8 @@ def _above(share: float) -> str:
 
 
 class AlternativeRow(NamedTuple):
-    """A call's best other place, seconds per iteration of the plan with it, and how that is beside the plan."""
+    """A call's best alternative placement, seconds per iteration of that plan, and its comparison with the chosen
+    plan."""
 
     call: str
     devices: str
@@ -134,7 +139,7 @@ class AlternativeRow(NamedTuple):
 
 
 def alternative_rows(rejected: Sequence[Alternative]) -> list[AlternativeRow]:
-    """A row for each call that has an alternative."""
+    """One row for each alternative."""
     rows = []
     for other in rejected:
         placement = other.assignment.placement
@@ -144,8 +149,11 @@ def alternative_rows(rejected: Sequence[Alternative]) -> list[AlternativeRow]:
 
 
 class ModeRow(NamedTuple):
-    """Seconds per iteration and hours under the plan of a mode, None where it has none; remark: how much that is
-    above the best of all modes, or why there is no plan."""
+    """The plan of a search mode.
+
+    time_s  seconds per iteration, hours: of the whole run; None if there is no plan
+    remark  how much that is above the best of all modes, or why there is no plan
+    """
 
     mode: str
     time_s: float | None
@@ -154,7 +162,7 @@ class ModeRow(NamedTuple):
 
 
 def mode_rows(found: Mapping[str, SearchResult | str], iterations: int) -> list[ModeRow]:
-    """A row for each mode, from what `compare` of flows/run/planning.py found."""
+    """One row for each mode, from the results of `compare` in flows/run/planning.py."""
     best = min((r.iteration_time_s for r in found.values() if not isinstance(r, str)), default=0.0)
     rows = []
     for mode, result in found.items():
@@ -168,14 +176,14 @@ def mode_rows(found: Mapping[str, SearchResult | str], iterations: int) -> list[
 
 
 def told_limits(limits_s: Mapping[str, float]) -> str:
-    """How long each mode that searches until a limit may do so, by mode."""
+    """The time limits, in seconds, of the modes that have one, as text."""
     return "time limits: " + ", ".join(f"{mode} {limit_s:g} s" for mode, limit_s in limits_s.items())
 
 
 def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
     """{call: {devices, dp, tp, pp, micro_batches, balance, offload, order}}: what a run's `plan:` accepts.
 
-    Without `order` where the plan's order was found by planner/plan/node_order.py, which finds it again.
+    `order` is left out if planner/plan/node_order.py found the plan's order, because it finds the same again.
     """
     document = {}
     for node in plan.nodes:

@@ -1,4 +1,4 @@
-"""Graphs and plans as text: tables, the short names of nodes, and Mermaid of a graph."""
+"""Graphs and plans as text: tables, short names of nodes, and Mermaid flowcharts."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ from rlhf_tasks.system.reading import ConfigError
 
 
 def algorithm_graph(name: str) -> DataflowGraph:
-    """The dataflow graph of an algorithm at a nominal size, with all the models that it may have, for drawing.
+    """The dataflow graph of an algorithm at a nominal size, with all models that it may have, for drawing.
 
-    Raises ConfigError naming the registered algorithms, and where a graph depends on what has no default.
+    Raises ConfigError for an unknown algorithm, naming the registered ones; and when the graph depends on a field of
+    the configuration that has no default.
     """
     record = algorithm(name)
     try:
@@ -36,7 +37,7 @@ def algorithm_graph(name: str) -> DataflowGraph:
 
 
 def dataflow_mermaid(graph: DataflowGraph) -> str:
-    """Mermaid flowchart of a dataflow graph: data edges with their keys, version edges dotted."""
+    """A Mermaid flowchart of a dataflow graph: data edges with their keys, version edges dotted."""
     lines = ["flowchart TD", '    dataset[("data set")]']
     for call in graph.calls:
         lines.append(f'    {call.name}["{call.name}<br/>{call.role}: {call.kind}"]')
@@ -64,9 +65,9 @@ def dataflow_table(graph: DataflowGraph) -> str:
 
 
 def short_names(plan: ExecutionPlan) -> dict[str, str]:
-    """Node -> its name where room is scarce: no two are alike.
+    """Node -> a short name; no two are equal.
 
-    A call keeps its name; what moves data is called by where they go, what moves parameters by the role.
+    A call keeps its name. A transfer is named after its destination, a node that moves parameters after the role.
     """
     short = {node.name: _short_name(node) for node in plan.nodes}
     taken = Counter(short.values())
@@ -96,7 +97,7 @@ def plan_table(plan: ExecutionPlan) -> str:
 
 
 def format_devices(devices: Sequence[int]) -> str:
-    """Device numbers with runs shortened: `0-3,8`."""
+    """Device numbers with runs abbreviated, as in `0-3,8`."""
     runs: list[list[int]] = []
     for device in sorted(devices):
         if runs and device == runs[-1][-1] + 1:
@@ -107,7 +108,7 @@ def format_devices(devices: Sequence[int]) -> str:
 
 
 def node_devices(node: PlanNode) -> str:
-    """The devices of a node; of what moves, from where to where."""
+    """The devices of a node; for a transfer or reallocation, source → destination."""
     match node:
         case TransferNode(source=source, destination=destination):
             return _arrow(source.placement.devices, destination.placement.devices)
@@ -122,7 +123,7 @@ def _arrow(source: Sequence[int], destination: Sequence[int]) -> str:
 
 
 def node_detail(node: PlanNode) -> str:
-    """What a node does there: strategy, columns or role."""
+    """The details of a node: strategy, keys or role."""
     match node:
         case CallNode(call=call, assignment=assignment):
             detail = f"{call.role}: {assignment.placement.strategy}"

@@ -1,4 +1,4 @@
-"""One steady-state iteration as bars: what each group of devices does when."""
+"""One steady-state iteration as bars: the nodes of each group of devices over time."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from rlhf_tasks.spec import CallNode, ExecutionPlan
 
 
 class Bar(NamedTuple):
-    """One node from start_s to end_s, both within one period. kind: of the call, or of the node."""
+    """One node from start_s to end_s, in seconds within one period. kind: of the call, or of any other node."""
 
     node: str
     kind: str
@@ -17,20 +17,21 @@ class Bar(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Devices that do the same all the time, e.g. `0-3`, and what they do, in order of time."""
+    """Devices that run the same nodes, e.g. `0-3`, and their bars in order of time."""
 
     devices: tuple[int, ...]
     bars: tuple[Bar, ...]
 
     @property
     def busy_s(self) -> float:
+        """Seconds per period in which the devices work."""
         return sum(bar.end_s - bar.start_s for bar in self.bars)
 
 
 def steady_bars(plan: ExecutionPlan, price: PlanPrice) -> list[Group]:
     """The groups of devices and their bars over one period of the steady state.
 
-    A node that reaches over the period's end goes on at its beginning: there it is the iteration before's.
+    A node that ends after the period continues at its beginning, as part of the previous iteration.
     """
     period_s = price.iteration_time_s
     kinds = {n.name: n.call.kind if isinstance(n, CallNode) else n.kind for n in plan.nodes}
@@ -57,9 +58,9 @@ def steady_bars(plan: ExecutionPlan, price: PlanPrice) -> list[Group]:
 def draw_bars(
     groups: list[Group], period_s: float, width: int = 100, rows: int = 24
 ) -> list[list[tuple[str, str]]]:
-    """Lines of (text, kind) pieces, `width` characters for one period; kind is "" for what is not a bar.
+    """Lines of (text, kind) pieces, `width` characters for one period of `period_s` seconds; kind is "" outside bars.
 
-    Bars shorter than half a character are left out. At most `rows` groups, the busiest first where there are more.
+    Bars shorter than half a character are left out. If there are more than `rows` groups, only the busiest are drawn.
     """
     shown = groups if len(groups) <= rows else sorted(sorted(groups, key=lambda g: -g.busy_s)[:rows])
     labels = [format_devices(group.devices) for group in shown]
@@ -78,6 +79,6 @@ def draw_bars(
         line.append((" " * (width - column) + "│", ""))
         lines.append(line)
     if len(shown) < len(groups):
-        lines.append([(f"{'':>{longest}}  ... and {len(groups) - len(shown)} groups that work less", "")])
+        lines.append([(f"{'':>{longest}}  ... and {len(groups) - len(shown)} less busy groups", "")])
     lines.append([(f"{'':>{longest}} 0 s{f'{period_s:.3g} s':>{width - 2}}", "")])
     return lines

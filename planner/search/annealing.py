@@ -27,13 +27,8 @@ from rlhf_tasks.system.counter_random import stream, stream_key
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-STEPS = (
-    5_000,
-    5_000,
-    10_000,
-    10_000,
-    20_000,
-)  # proposals of each round, the last number for all later ones; short first rounds find plans early
+STEPS = (5_000, 5_000, 10_000, 10_000, 20_000)
+"""Proposals of each round; the last number holds for all later rounds. Short first rounds find plans early."""
 ROUNDS = 24  # at most
 AGREE = 3  # annealing stops when this many rounds have found the best plan
 SAME = 1e-9  # relative; plans whose times differ by less count as one

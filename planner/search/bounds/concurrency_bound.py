@@ -48,7 +48,7 @@ FAR = 9  # iterations; stands for infinity: the calls do not wait for each other
 class Cover(NamedTuple):
     """The bound's data about a graph.
 
-    ahead     [calls, calls] int64: b of iteration t + ahead[a, b] waits for a of iteration t; 0, 1, or FAR if never
+    ahead     [calls, calls] int64: b of iteration t + ahead[a, b] waits for a of iteration t; FAR if never
     sets      [sets, calls] bool: sets of two or more calls that data and versions allow to run at the same time
     weights   [weightings, calls] float64
     breaks    [weightings] int64: bit s says that set s weighs more than 1, so the weighting is valid only if set s
@@ -141,9 +141,8 @@ def _possible_sets(c: Cover, p: PartialChoice, n_devices: int) -> int:
     n = len(ahead)
     for a in range(n):
         for b in range(n):
-            if (
-                c.ahead[a, b] == 0 and p.meet[a, b]
-            ):  # b follows a on a device: a of the next iteration follows b
+            # b follows a on a device, so a of the next iteration follows b.
+            if c.ahead[a, b] == 0 and p.meet[a, b]:
                 ahead[b, a] = min(ahead[b, a], 1)
     for k in range(len(p.moves)):
         if p.moves[k]:

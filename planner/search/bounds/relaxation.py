@@ -321,9 +321,8 @@ def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> floa
     shared = 0 if apart else min(o[a].size, o[b].size)
     near = min(max(o[a].size, per_host), o[b].size)
     if apart and o[a].size + o[b].size > per_host:
-        near = (
-            0  # the meshes do not fit on one host; larger meshes than a host have whole hosts for themselves
-        )
+        # The meshes do not fit on one host together, and larger meshes have whole hosts for themselves.
+        near = 0
     role = r.arrays.role[r.trainer[move]]
     return r.arrays.dispatch_s + least_move_s(r.arrays, role, a, b, shared, near)
 

@@ -1,9 +1,9 @@
-"""A plan search's tables as arrays for compiled code: options, skeletons, models, and memories of move prices.
+"""A plan search's tables as arrays for compiled code: options, skeletons, models, and caches of move prices.
 
-Options of all calls stand one after another: option j of call c is row start[c] + j. A skeleton is what
-planner.plan.template says for one pattern of equal sides and equal placements; its slots are numbered. It has the
-onloads and offloads of all calls whose role may be offloaded; for an option that is resident they are left out
-as idle. Orders are those of planner.plan.call_order.
+The options of all calls are in one table: option j of call c is row start[c] + j. A skeleton (planner.plan.template)
+holds the nodes of all plans with the same pattern, that is, with the same pairs of calls that have equal sides and
+equal placements. Its slots are numbered. It contains the onloads and offloads of all calls whose role may be
+offloaded; if a call's option is resident, these slots are idle. Orders are those of planner.plan.call_order.
 """
 
 import math
@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
 FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE, ONLOAD, OFFLOAD, COPY = range(9)
-"""Kinds of slots; COPY is what an onload starts."""
+"""Kinds of slots; COPY is the copy from host memory that an onload starts."""
 
 _KINDS: dict[SlotKind, int] = {
     "fetch": FETCH,
@@ -48,7 +48,7 @@ _KINDS: dict[SlotKind, int] = {
 }
 
 MEMORY_SLOTS = 1 << 18
-"""Prices of moves that are remembered, of each kind."""
+"""Entries of each cache of move prices; newer entries replace older ones."""
 
 
 OPTION_ROW = np.dtype(
@@ -64,28 +64,33 @@ OPTION_ROW = np.dtype(
 )
 """An option.
 
-seconds, save_s  of the call and of the save that follows a train_step, dispatch included
-copy_s           of the copy of its parameters from host memory
+seconds, save_s  seconds of the call, and of the save that follows a train_step; both include dispatch
+copy_s           seconds of the copy of its parameters from host memory
 first .. pp      mesh and strategy
-where            row of Arrays.sides; equal numbers: every sample lies on the same rank
-place, strategy  numbers of the placement and of (dp, tp, pp) with the classes along the mesh
+where            row of Arrays.sides; options with equal numbers have every sample on the same rank
+place            number of the placement
+strategy         number of (dp, tp, pp) together with the device classes along the mesh
 stage            row of its first stage in Arrays.stages
-resident, copy, active  the largest of any stage, in bytes
-layer, layers    bytes of a layer on the tp rank that has most of it; layers of the stage that has most
+resident, copy, active  bytes, each the maximum over the stages
+layer            bytes of a layer on the tp rank that has most of it
+layers           layers of the stage that has most
 """
 
 STAGE_ROW = np.dtype([("resident", "f8"), ("copy", "f8"), ("active", "f8")])
 """Bytes of a stage, as in planner.pricing.options.Option."""
 
 SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", "i8"), ("moved", "i8")])
-"""A slot of a skeleton: planner.plan.template.Slot with calls by number; mask, whose bit c says that the slot
-occupies the mesh of call c; and what a transfer moves, as an index into Skeletons.sample_bytes."""
+"""A slot of a skeleton: planner.plan.template.Slot with calls by number.
+
+mask   bit c: the slot occupies the mesh of call c
+moved  of a transfer, the index of its bytes in Skeletons.sample_bytes
+"""
 
 MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8")])
-"""Memory of each device from `first` on."""
+"""Bytes of memory of each device from device `first` on."""
 
 PRICE_ROW = np.dtype([("key", "i8"), ("seconds", "f8")])
-"""A remembered price."""
+"""A cached price."""
 
 
 class Skeletons(NamedTuple):
@@ -94,9 +99,10 @@ class Skeletons(NamedTuple):
     of             [patterns] int64: number of a pattern's skeleton (planner.search.compiled.evaluator.pattern)
     size           [skeletons] int64: number of slots
     slots          [skeletons, slots] SLOT_ROW
-    after, across  [skeletons, slots, most] int64: slots that must have finished, -1 behind the last
+    after, across  [skeletons, slots, most] int64: slots of the same iteration, of the previous iteration that must
+                   have finished; padded with -1
     order          [skeletons, orders, slots] int64: slots in the total order
-    sample_bytes   [kinds of transfers] float64: bytes of its keys per sample
+    sample_bytes   [different transfers] float64: bytes of their keys per sample
     """
 
     of: Ints
@@ -109,14 +115,14 @@ class Skeletons(NamedTuple):
 
 
 class Models(NamedTuple):
-    """planner.search.compiled.resharding_pieces.Parts of all roles, one after another: so the type is the same for
-    any number of roles.
+    """planner.search.compiled.resharding_pieces.Parts of all roles in one table, so that compiled code has the same
+    type for any number of roles.
 
-    entries, kinds  of all roles; role r has rows start[r, 0] .. start[r + 1, 0] - 1 of entries and start[r, 1] ..
-                    start[r + 1, 1] - 1 of kinds
+    entries, kinds  of all roles. Role r has rows start[r, 0] .. start[r + 1, 0] - 1 of entries, and rows
+                    start[r, 1] .. start[r + 1, 1] - 1 of kinds
     start           [roles + 1, 2] int64
-    layers          [roles] int64
-    layer_bytes     [roles] float64: of a whole layer
+    layers          [roles] int64: numbers of layers
+    layer_bytes     [roles] float64: bytes of a whole layer
     itemsize        bytes of an element
     """
 
@@ -148,17 +154,20 @@ class KnownMoves(NamedTuple):
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
-    role     [calls] int64: number of the call's role
-    trainer  [calls] int64: the call that trains its role, -1 where none does
-    start    [calls + 1] int64: its first option
-    offloaded  [calls] int64: its first option with offloaded parameters, start of the next call where it has none;
-             the same options with resident ones, as many and in the same order, stand before
-    options  [options of all calls] OPTION_ROW
-    stages   [stages of all different options] STAGE_ROW
-    sides    [sides, 4] int64: first head, distance of heads, dp, blocks that are dealt separately
-    models   the models that move, by role
-    memory_bytes  of the smallest device; memories  [runs] MEMORY_ROW: of all, ascending
-    known    prices of moves: the only part that is written to after it was made
+    n_seqs      sequences per iteration
+    memory_bytes  bytes of memory of the smallest device
+    memories    [runs] MEMORY_ROW: the memory of all devices, ascending
+    dispatch_s  seconds of a node besides its work
+    role        [calls] int64: number of the call's role
+    trainer     [calls] int64: the call that trains its role, -1 if none does
+    start       [calls + 1] int64: row of each call's first option
+    offloaded   [calls] int64: row of its first option with offloaded parameters; the next call's start if there is
+                none. The rows from start to here are the same options with resident parameters, in the same order
+    options     [options of all calls] OPTION_ROW
+    stages      [stages of all different options] STAGE_ROW
+    sides       [sides, 4] int64: first head, distance of heads, dp, number of blocks that are dealt separately
+    models      the roles' models
+    known       prices of moves: the only part that is written to after it was made
     """
 
     n_calls: int
@@ -233,7 +242,7 @@ def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
 
 
 def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:
-    """The rows of all options, of all stages, and the table of sides."""
+    """([options] OPTION_ROW, [stages] STAGE_ROW, [sides, 4] int64): Arrays.options, stages and sides."""
     classes, itemsize = problem.model.classes, problem.model.workload.itemsize
     dispatch_s = classes.dispatch_s
     rows: list[tuple] = []
@@ -244,7 +253,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
     }
     for call, of_call in zip(problem.graph.calls, options, strict=True):
         model = problem.model.models[call.role]
-        known: dict[tuple, tuple] = {}  # what options have in common that are alike but for their place
+        known: dict[tuple, tuple] = {}  # figures that options share if they differ only in their place
         for option in of_call:
             s, mesh = option.strategy, (option.first, option.size)
             degrees, layout = (s.dp, s.tp, s.pp), layouts[mesh]
@@ -269,14 +278,14 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
 
 
 def _dealt(call: ModelFunctionCall, s: ParallelStrategy) -> tuple[int, int, int]:
-    """planner.plan.node_insertion.where as numbers: devices before the first head, distance of heads, blocks that
-    are dealt separately. With the first device and dp they make a row of Arrays.sides."""
+    """planner.plan.node_insertion.where as numbers: (devices before the first head, distance of heads, number of
+    blocks that are dealt separately). With the first device and dp they form a row of Arrays.sides."""
     blocks = (*dealing(call, s.dp, "count"), "1", "1")[1]
     return (s.pp - 1) * s.dp * s.tp, s.tp if s.dp > 1 else 1, int(blocks)
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers things in the order in which they are first asked for."""
+    """Numbers keys from 0, in the order in which they are first looked up."""
 
     def __missing__(self, key: object) -> int:
         self[key] = len(self)
@@ -286,6 +295,7 @@ class _Numbers(dict[Any, int]):
 def _skeletons(
     problem: Problem, orders: Sequence[tuple[str, ...]], offloadable: Collection[str]
 ) -> Skeletons:
+    """The skeletons of all patterns. offloadable: names of the calls that have offloaded options."""
     graph = problem.graph
     found: dict[tuple, int] = {}
     different: list[Skeleton] = []
@@ -301,6 +311,7 @@ def _skeletons(
             different.append(made)
         of[pattern] = found[key]
     onloads = [[n for n, slot in made.slots.items() if slot.kind == "onload"] for made in different]
+    # Edges of the same iteration, with a COPY slot after the skeleton's own slots for each onload.
     before = [waits(made.after, own) for made, own in zip(different, onloads, strict=True)]
     n_slots = max(map(len, before))
     most = max(len(e) for edges in (*before, *(made.across for made in different)) for e in edges.values())
@@ -319,7 +330,7 @@ def _skeletons(
                 if earlier:
                     table[i, place[name], : len(earlier)] = sorted(place[other] for other in earlier)
         places = with_trailing(made, rule.places(made))
-        copies = places[:, [place[name] for name in onloads[i]]] + 1  # directly behind their onloads
+        copies = places[:, [place[name] for name in onloads[i]]] + 1  # the place directly after their onloads
         order[i, :, : len(rows)] = np.hstack([places, copies]).argsort(axis=1)
     sizes = np.array([*map(len, before)])
     moved = np.array(list(row_of.sample_bytes), np.float64)
@@ -327,7 +338,7 @@ def _skeletons(
 
 
 class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
-    """The rows of slots. sample_bytes: of the transfers among them, numbered."""
+    """Slot -> its SLOT_ROW. sample_bytes: different bytes per sample of its transfers -> their number."""
 
     def __init__(self, problem: Problem) -> None:
         self._graph, self._workload = problem.graph, problem.model.workload
@@ -346,12 +357,16 @@ class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
         return self[slot]
 
 
-# Patterns: which calls have equal sides, and which calls of a trained role equal placements. Each call
-# tells the first call like it; these are the digits of the pattern's number, the last call's least significant.
+# A pattern says which calls have equal sides, and which calls of a trained role have equal placements. Its number has
+# mixed radix. Each call has two digits: the first call with an equal side; and the first call of its role with an
+# equal placement (frozen roles have no such digit). The last call's digits are the least significant.
 
 
 def radices(graph: DataflowGraph) -> list[tuple[list[int], list[int]]]:
-    """Call -> (the calls that its side may equal first, the calls that its placement may equal first)."""
+    """For each call: (candidates for the first call with an equal side, for the first one with an equal placement).
+
+    The numbers of candidates are the radices of a pattern's digits.
+    """
     names = [call.name for call in graph.calls]
     found = []
     for i, call in enumerate(graph.calls):
@@ -362,7 +377,7 @@ def radices(graph: DataflowGraph) -> list[tuple[list[int], list[int]]]:
 
 
 def n_patterns(graph: DataflowGraph) -> int:
-    """The number of patterns, impossible ones included."""
+    """The number of patterns, including impossible ones."""
     return math.prod(len(sides) * len(places) for sides, places in radices(graph))
 
 
@@ -378,6 +393,7 @@ def _patterns(graph: DataflowGraph) -> Iterator[tuple[int, dict[str, int], dict[
             return
         for a, side in enumerate(digits[i][0]):
             for b, place in enumerate(digits[i][1]):
+                # A first call with an equal side is its own first one.
                 if side in (i, *sides) and place in (i, *places) and (side == i or sides[side] == side):
                     following = (number * len(digits[i][0]) + a) * len(digits[i][1]) + b
                     yield from grow(following, [*sides, side], [*places, place])

@@ -1,13 +1,15 @@
-"""What a choice of options costs, compiled: the steady state of planner.plan.steady_state and the peaks of
+"""The price of a choice of options, compiled: the steady state of planner.plan.steady_state and the memory peaks of
 planner.pricing.plans.
 
-On devices that the same calls use, the same nodes run in the same order; and where the calls of one such class are
-a part of another's, the other one's chain implies its own. So a few chains stand for all devices. What copies to
-the devices of a class has a chain too, of the copies alone. Memory is planner/search/compiled/memory_peaks.py's, and
-what moves cost planner/search/compiled/resharding_memo.py's.
+A device runs its nodes one after another, in the total order: they form a chain. Devices used by the same calls have
+the same chain. If a device's calls are a subset of another device's calls, the other device's chain implies its own.
+So a few chains stand for all devices. The copies to the same devices form a chain of their own, if there are several
+copies. Memory is in planner/search/compiled/memory_peaks.py, the prices of moves in
+planner/search/compiled/resharding_memo.py.
 
-An iteration's slots ordered by the total order need few passes until their start times settle under a given period:
-the period rises from cycle to cycle until none exceeds it.
+The period is found by a rising sequence of lower bounds (`_settle`). Passes over the slots in the total order compute
+start times under the current period. If a cycle is longer than the period allows, the period rises to that cycle's
+ratio. It ends when the start times settle.
 """
 
 import numpy as np
@@ -27,17 +29,20 @@ ROUNDING = 1e-12  # relative; smaller gains are noise of floating-point sums
 
 @inner
 def pattern(arrays: Arrays, rows: Ints) -> int:
-    """The number of the pattern of equal sides and placements (planner.search.compiled.arrays) of some options by
-    row."""
+    """The number of the pattern (planner.search.compiled.arrays) of a choice.
+
+    rows  [calls] int64 rows of options
+    """
     options, number = arrays.options, 0
     for i in range(arrays.n_calls):
         side = 0
         while options[rows[side]].where != options[rows[i]].where:
             side += 1
-        number = number * (i + 1) + side
+        number = number * (i + 1) + side  # call i has i + 1 candidates for its side (`radices`)
         if arrays.trainer[i] < 0:
             continue
-        alike, found, place = 0, False, 0  # calls of the role so far, whether one is placed alike, its number
+        # alike: calls of the role up to i, the radix; place: index among these of the first with an equal placement
+        alike, found, place = 0, False, 0
         for j in range(i + 1):
             if arrays.role[j] == arrays.role[i]:
                 if not found and options[rows[j]].place == options[rows[i]].place:
@@ -49,7 +54,13 @@ def pattern(arrays: Arrays, rows: Ints) -> int:
 
 @inner
 def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, exact: bool) -> None:
-    """Seconds of every slot of a skeleton, 0 of idle ones. exact: else at least so many, without pricing any move."""
+    """Writes the seconds of every slot of a skeleton to out, [slots] float64; 0 for idle ones.
+
+    made    number of the skeleton
+    rows    [calls] int64 rows of options
+    chains  [slots] int64 chains of each slot (`_chains`)
+    exact   price moves; else use lower bounds for them, which is fast
+    """
     options, known = arrays.options, arrays.known
     for i in range(len(out)):
         slot = arrays.skeletons.slots[made, i]
@@ -74,9 +85,11 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
 
 @inner
 def device_masks(arrays: Arrays, rows: Ints, out: Ints) -> int:
-    """Writes the largest sets of calls that share a device (bit c: call c) to out; returns their number.
+    """Writes the maximal sets of calls that share a device to out, [calls] int64; returns their number.
 
-    The devices of a largest set begin where the mesh of one of its calls begins.
+    Bit c of a set stands for call c.
+
+    Every maximal set is found on the first device of one of its meshes, so only these devices are looked at.
     """
     options, n = arrays.options, 0
     for i in range(len(rows)):
@@ -85,12 +98,12 @@ def device_masks(arrays: Arrays, rows: Ints, out: Ints) -> int:
             other = options[rows[j]]
             if other.first <= first < other.first + other.size:
                 mask |= 1 << j
-        covered = False
+        covered = False  # is the set a subset of one found before?
         for k in range(n):
             covered = covered or mask & ~out[k] == 0
         if covered:
             continue
-        kept = 0
+        kept = 0  # remove the sets found before that are subsets of this one
         for k in range(n):
             if out[k] & ~mask:
                 out[kept] = out[k]
@@ -102,16 +115,20 @@ def device_masks(arrays: Arrays, rows: Ints, out: Ints) -> int:
 
 @compiled
 def value(arrays: Arrays, choice: Ints, limit: float) -> tuple[float, float, int]:
-    """(steady-state seconds per iteration, missing bytes, order) of a choice: planner.search.compiled.tables.Value;
-    with infinite seconds if they are not less than a limit."""
+    """(steady-state seconds per iteration, missing bytes, order) of a choice: planner.search.compiled.tables.Value.
+
+    choice  [calls] int64 option numbers
+    limit   seconds; if the choice does not take less, its seconds are infinite
+    """
     return priced(arrays, choice, limit, False)
 
 
 @inner
 def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[float, float, int]:
-    """`value`, or, if memory is endless, the same of every order.
+    """`value` with a limit in seconds; if `endless`, memory is unlimited, so that every order is allowed.
 
-    Moves are what takes time to price; so they are, only if their least seconds leave the choice below the limit.
+    Pricing moves is what takes time. So they are priced only if the choice is below the limit with lower bounds for
+    its moves.
     """
     n_calls, s = arrays.n_calls, arrays.skeletons
     rows = arrays.start[:n_calls] + choice
@@ -133,11 +150,10 @@ def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[f
 
 @inner
 def _chains(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int, out: Ints) -> int:
-    """Writes the chains that each slot is on (bit k: chain k) to out; returns their number.
+    """Writes the chains of each slot to out ([slots] int64, bit k: chain k); returns the number of chains.
 
-    On none is an idle slot: it serves offloaded parameters, and the call's option has resident ones.
-    Chain k orders the slots on devices of masks[k]; where there are several copies, chain n_masks + k orders those to
-    these devices.
+    Chain k has the slots on the devices of masks[k]. If there are several copies, chain n_masks + k has the copies to
+    these devices. An idle slot is on no chain: it serves offloaded parameters, but the call's option is resident.
     """
     copies = 0
     for i in range(len(out)):
@@ -156,7 +172,10 @@ def _chains(arrays: Arrays, made: int, rows: Ints, masks: Ints, n_masks: int, ou
 def fastest_order(
     arrays: Arrays, made: int, seconds: Floats, chains: Ints, n_chains: int, excess: Floats, limit: float
 ) -> tuple[float, int]:
-    """(seconds, order) of the fastest of the orders of least excess; infinite if none is below the limit."""
+    """(seconds per iteration, order) of the fastest order of least excess; infinite if not below the limit.
+
+    seconds, chains  [slots] of each slot; excess: [orders] missing bytes
+    """
     s = arrays.skeletons
     orders, after, across = s.order[made, :, : len(seconds)], s.after[made], s.across[made]
     load = np.zeros(n_chains)
@@ -191,16 +210,18 @@ def _period(
     lower: float,
     limit: float,
 ) -> float:
-    """The steady state of a skeleton in an order: its maximum cycle ratio (planner.plan.steady_state); infinity if
-    that is not less than limit.
+    """Seconds per iteration of a skeleton in an order, or infinity if these are not below `limit`.
 
-    order            [slots] the slots in the total order
-    after, across    [slots, most] slots that must have finished, in the same iteration and in the one before, -1
-                     behind the last
-    seconds, chains  of the slots; bit k of chains: the slot is on chain k
-    lower            a lower bound of the result, e.g. the load of a device
+    They are the maximum cycle ratio (planner.plan.steady_state).
+
+    order            [slots] int64: the slots in the total order
+    after, across    [slots, most] int64: slots that must have finished, of the same and of the previous iteration;
+                     padded with -1
+    seconds, chains  [slots] of each slot; bit k of chains: the slot is on chain k
+    lower            a lower bound on the result, e.g. the load of a device
     """
     if limit < np.inf:
+        # First a cheap test: does any cycle exceed the limit?
         target = limit * (1 - ROUNDING)
         if (
             target <= lower
@@ -221,28 +242,31 @@ def _settle(
     lower: float,
     limit: float,
 ) -> float:
-    """The least period, from `lower` on, under which start times settle; as soon as it exceeds limit, infinity.
+    """The least period, from `lower` on, under which start times settle; infinity as soon as it exceeds `limit`.
 
-    Longest paths of weight seconds - delay * period by repeated passes in the total order; a cycle among the
-    slots that hold each other up has a larger ratio than the period, which then takes that ratio.
+    Longest paths with edge weights seconds - delay x period, by repeated passes in the total order (Bellman-Ford).
+    `because` holds the slot that delays each slot most. A cycle of these has a larger ratio than the period, which
+    then takes that ratio. Parameters are as in `_period`.
     """
     n = len(seconds)
     slack = ROUNDING * seconds.sum()
     now = lower
     end = seconds.copy()
+    # end: relative to t * period in iteration t; because, delay: each slot's latest predecessor, and the edge's delay
     because, delay = np.full(n, -1), np.zeros(n, np.int64)
     last, last_slot = np.full(n_chains, -np.inf), np.full(n_chains, -1)
     final, final_slot = -np.inf, -1
     while True:
         changed = False
+        # A pass begins with the ends of the previous pass, which are those of the iteration before: a period earlier.
         for k in range(n_chains):
             last[k] -= now
         wrapped = (1 << n_chains) - 1  # chains whose last slot is still of the iteration before
-        final -= IN_FLIGHT * now
+        final -= IN_FLIGHT * now  # the end of the iteration that must be over
         following, following_slot = -np.inf, -1
         for i in order:
             if not chains[i]:
-                continue  # idle: it ends at 0 and holds nobody up
+                continue  # idle: it ends at 0 and delays no other slot
             earliest, why, late = end[i] - seconds[i] + slack, -1, 0
             for delayed in range(2):
                 for a in across[i] if delayed else after[i]:
@@ -264,7 +288,7 @@ def _settle(
                     wrapped &= ~(1 << k)
             if end[i] > following:
                 following, following_slot = end[i], i
-        if not changed and final_slot >= 0:
+        if not changed and final_slot >= 0:  # the first pass does not know the end of the iteration yet
             return now
         final, final_slot = following, following_slot
         ratio = _cycle_ratio(because, delay, seconds)
@@ -277,9 +301,12 @@ def _settle(
 
 @inner
 def _cycle_ratio(because: Ints, delay: Ints, seconds: Floats) -> float:
-    """The largest sum of seconds over sum of delays of the cycles that `because` closes; 0 if there are none."""
+    """The largest ratio of seconds to delays over the cycles of `because`; 0 if there is none.
+
+    because  [slots] int64: predecessor of each slot, or -1; delay: [slots] int64 iterations of that edge
+    """
     n, best = len(because), 0.0
-    seen = np.full(n, -1)
+    seen = np.full(n, -1)  # the start from which a slot was reached first
     for start in range(n):
         node = start
         while node >= 0 and seen[node] < 0:

@@ -1,5 +1,8 @@
-"""What devices lack of memory under a choice of options, compiled: the peaks of planner.pricing.plans, order by
-order."""
+"""The memory that devices lack under a choice of options, compiled: the peaks of planner.pricing.plans.
+
+Common parameters: made, the number of the skeleton; rows, [calls] int64 rows of options; chains, [slots] int64, 0 for
+idle slots.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +16,7 @@ Floats = NDArray[np.float64]
 
 @inner
 def _counts(options: Rows, role: Ints, trainer: Ints, rows: Ints, call: int) -> bool:
-    """Whether a call's resident bytes are its own: of a frozen role's calls at one placement the first has them."""
+    """Whether a call's resident bytes count: of a frozen role's calls at one placement, only the first one's do."""
     if trainer[call] >= 0:
         return True
     for other in range(call):
@@ -24,7 +27,10 @@ def _counts(options: Rows, role: Ints, trainer: Ints, rows: Ints, call: int) -> 
 
 @inner
 def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints, n_masks: int) -> bool:
-    """Whether every device has room for the largest stages, all copies and the largest call at once."""
+    """Whether every device holds the largest stages, all copies and the largest call at once: a fast sufficient test.
+
+    masks  [n_masks] sets of calls that share a device (bit c: call c)
+    """
     for k in range(n_masks):
         held, active = 0.0, 0.0
         for c in range(len(rows)):
@@ -44,11 +50,11 @@ def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints
 
 @inner
 def excesses(arrays: Arrays, made: int, rows: Ints, chains: Ints) -> Floats:
-    """Missing bytes of the fullest device, order by order.
+    """[orders] float64: bytes that the fullest device lacks.
 
-    Memory changes along the devices only where a stage begins or a mesh ends, and at the end it only shrinks; what
-    there is of it changes only from class to class: the first devices of all stages and of all runs of a class
-    stand for all.
+    Along the devices, the bytes held change only where a stage begins or a mesh ends, and at an end they only shrink.
+    The memory available changes only where a run of another device class begins. So the first devices of all stages
+    and of all runs stand for all devices.
     """
     worst = np.zeros(arrays.skeletons.order.shape[1])
     stage = np.empty(len(rows), np.int64)
@@ -65,7 +71,7 @@ def excesses(arrays: Arrays, made: int, rows: Ints, chains: Ints) -> Floats:
 def _note_excess(
     arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints, worst: Floats
 ) -> None:
-    """Raises the missing bytes in each order to those of a device. stage: room for the rows of its stages."""
+    """Raises worst, [orders] missing bytes, to those of a device. stage: [calls] int64, working memory."""
     there = memory_of(arrays, device)
     resident, most = _stages_on(arrays, made, rows, chains, device, stage)
     if most > there:
@@ -86,15 +92,16 @@ def memory_of(arrays: Arrays, device: int) -> float:
 def _stages_on(
     arrays: Arrays, made: int, rows: Ints, chains: Ints, device: int, stage: Ints
 ) -> tuple[float, float]:
-    """Writes the row of each call's stage on a device, -1 off its mesh.
+    """Writes the row of each call's stage on a device to stage, [calls] int64; -1 if the device is not in its mesh.
 
-    Returns the bytes that are resident there, and a bound of its peak: these, all copies, and the largest call.
+    Returns (resident bytes, upper bound on the peak: resident bytes, all copies, and the largest call).
     """
     resident, copies, active = 0.0, 0.0, 0.0
     for c in range(len(rows)):
         option = arrays.options[rows[c]]
         stage[c] = -1
         if option.first <= device < option.first + option.size:
+            # A stage has dp * tp consecutive devices; its rows are consecutive from option.stage on.
             stage[c] = option.stage + (device - option.first) // (option.dp * option.tp)
             active = max(active, arrays.stages[stage[c]].active)
             if _counts(arrays.options, arrays.role, arrays.trainer, rows, c):
@@ -109,7 +116,7 @@ def _stages_on(
 
 @inner
 def _peak(arrays: Arrays, made: int, order: int, chains: Ints, stage: Ints, resident: float) -> float:
-    """The most that a device holds in an order. stage: row of each call's stage there, -1 off its mesh."""
+    """The most bytes that a device holds in an order. stage: as `_stages_on` writes it."""
     held, peak = resident, 0.0
     for j in range(arrays.skeletons.size[made]):
         i = arrays.skeletons.order[made, order, j]

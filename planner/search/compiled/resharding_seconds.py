@@ -1,8 +1,8 @@
 """Seconds of redistributions and reallocations, compiled for the plan search.
 
-They equal what planner.pricing.plans makes of the executors' lists (rlhf_tasks/parallel/layout/transfers.py),
-message by message and tie by tie, for placements on consecutive devices and samples dealt by count; only names of
-parameters and ids of samples are left out. Nothing here is an approximation.
+They are exact: equal to what planner.pricing.plans computes from the executors' lists of messages
+(rlhf_tasks/parallel/layout/transfers.py), with ties resolved in the same way. Placements must be on consecutive
+devices, and samples dealt by count. Only names of parameters and ids of samples are left out.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,17 @@ from planner.search.compiled.resharding_pieces import PIECE, Parts, devices, pie
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-NEED = 5  # numbers per need
+NEED = 5  # numbers per need: some devices that need the same bytes, and the devices that hold these
 
 
 class Links(NamedTuple):
-    """Seconds of a message: latency + bytes * per_byte.
+    """Links of a cluster. A message takes latency_s + bytes * per_byte_s seconds.
 
     per_host    devices of a host
     host_class  [hosts] int64: number of the class of its devices
     latency_s, per_byte_s  [classes, classes, 2] float64: between devices of two classes, inside a host and between
-    least_per_byte_s       of any link, and of any between hosts
+                           hosts
+    least_per_byte_s       (smallest of all links, smallest of all links between hosts)
     """
 
     per_host: int
@@ -37,7 +38,7 @@ class Links(NamedTuple):
 
 
 def links(classes: DeviceClasses) -> Links:
-    """The links of a cluster's devices as the compiled code reads them."""
+    """The links of a cluster's devices for compiled code."""
     numbers = range(len(classes.profiles))
     found = np.array([[[classes.link(a, b, c) for c in (False, True)] for b in numbers] for a in numbers])
     per_byte_s = 1 / found[..., 1]
@@ -52,7 +53,7 @@ def links(classes: DeviceClasses) -> Links:
 
 @inner
 def _message_s(links: Links, sender: int, receiver: int, size_bytes: float) -> float:
-    """Seconds of a message from device to device."""
+    """Seconds of a message of size_bytes between two devices."""
     a, b = sender // links.per_host, receiver // links.per_host
     crosses = 0 if a == b else 1
     of_a, of_b = links.host_class[a], links.host_class[b]
@@ -64,7 +65,7 @@ def _message_s(links: Links, sender: int, receiver: int, size_bytes: float) -> f
 
 @inner
 def _deal(n_seqs: int, dp: int, blocks: int) -> Ints:
-    """The dp rank of each sample, dealt by count inside each block."""
+    """[n_seqs] int64: the dp rank of each sample, dealt by count within each block."""
     rank = np.empty(n_seqs, np.int64)
     for block in range(blocks):
         start = block * n_seqs // blocks
@@ -79,10 +80,12 @@ def redistribution_s(
 ) -> float:
     """Seconds of a redistribution of n_seqs samples.
 
-    source, destination  [4] int64: the first head, the distance from head to head, dp, blocks
+    source, destination  [4] int64: first head, distance from head to head, dp, blocks
+    sample_bytes         bytes of a sample
     """
     dp_a, dp_b = source[2], destination[2]
     holder, wanter = _deal(n_seqs, dp_a, source[3]), _deal(n_seqs, dp_b, destination[3])
+    # A linked list of samples for each holder: first[holder], then following[sample]; -1 ends it.
     first, following = np.full(dp_a, -1), np.empty(n_seqs, np.int64)
     for i in range(n_seqs):
         following[i], first[holder[i]] = first[holder[i]], i
@@ -121,19 +124,23 @@ def _gcd(a: int, b: int) -> int:
 
 @inner
 def _cut_into(holders: int, wanters: int) -> int:
+    """Parts into which a need is cut, so that its holders share the sending evenly; 8 are enough in general."""
     return max(holders // wanters, min(8, holders // _gcd(holders, wanters)))
 
 
 @inner
 def _add_needs(needs: Ints, n: int, rows: int, row_bytes: int, h0: int, h1: int, w0: int, w1: int) -> int:
-    """Writes the needs of one piece from number n on: bytes, then the ranges of holders and wanters. Returns the end.
+    """Writes the needs of one piece from need n on; returns the new end.
 
-    rows  0: whole parameters, which are not cut further
+    A need is NEED numbers: bytes, then the ranges of its holders, h0 .. h1 - 1, and of its wanters, w0 .. w1 - 1, in
+    the pool of devices. Wanters are the devices that need the bytes.
+    rows  rows of the piece; 0: whole parameters, which are not cut further
     """
     n_parts = 1
     if rows:
         n_parts = min(rows, _cut_into(h1 - h0, w1 - w0))
     for part in range(n_parts):
+        # Rows are split as evenly as integers allow; whole parameters count as one row.
         size = (part + 1) * rows // n_parts - part * rows // n_parts if rows else 1
         at = NEED * (n + part)
         needs[at], needs[at + 1], needs[at + 2], needs[at + 3], needs[at + 4] = (
@@ -148,7 +155,7 @@ def _add_needs(needs: Ints, n: int, rows: int, row_bytes: int, h0: int, h1: int,
 
 @inner
 def _drop_held(pool: Ints, holders: int, wanters: int, end: int) -> int:
-    """Removes from pool[wanters:end] what is in pool[holders:wanters], both ascending; returns the new end."""
+    """Removes from pool[wanters:end] the devices of pool[holders:wanters], both ascending. Returns the new end."""
     kept, h = wanters, holders
     for i in range(wanters, end):
         while h < wanters and pool[h] < pool[i]:
@@ -163,16 +170,18 @@ def _drop_held(pool: Ints, holders: int, wanters: int, end: int) -> int:
 def _add_near(
     needs: Ints, n: int, pool: Ints, h0: int, w0: int, w1: int, per_host: int, rows: int, row_bytes: int
 ) -> tuple[int, int]:
-    """Needs of one piece by host: wanters on a host that has holders ask those, all others any holder.
+    """Writes the needs of one piece, host by host. Returns the new ends of the needs and of the pool.
 
-    holders pool[h0:w0], wanters pool[w0:w1]. Returns the ends of the needs and of the pool.
+    Wanters on a host with holders receive from these. All other wanters form one need, of any holder.
+    Holders are pool[h0:w0], wanters pool[w0:w1], both ascending.
     """
-    end = w1  # behind the wanters go those on hosts without a holder
+    end = w1  # the wanters on hosts without a holder are listed again, after all wanters
     for i in range(w0, w1):
         low, high = _on_host(pool, h0, w0, pool[i] // per_host, per_host)
         if low == high:
             pool[end] = pool[i]
             end += 1
+    # Needs are in the order of the first wanters, as in the executors' list, since ties are resolved by this order.
     told, i = False, w0
     while i < w1:
         host, first = pool[i] // per_host, i
@@ -189,14 +198,14 @@ def _add_near(
 
 @inner
 def _on_host(pool: Ints, start: int, end: int, host: int, per_host: int) -> tuple[int, int]:
-    """The range inside pool[start:end], ascending, that lies on a host."""
+    """(start, end) of the devices of a host in pool[start:end], which is ascending."""
     low = _first_from(pool, start, end, host * per_host)
     return low, _first_from(pool, low, end, (host + 1) * per_host)
 
 
 @inner
 def _first_from(pool: Ints, start: int, end: int, device: int) -> int:
-    """The first place in pool[start:end], ascending, of a device that is not below `device`; else end."""
+    """The first index in pool[start:end], which is ascending, with a device >= `device`; `end` if there is none."""
     while start < end:
         middle = (start + end) // 2
         if pool[middle] < device:
@@ -208,7 +217,7 @@ def _first_from(pool: Ints, start: int, end: int, device: int) -> int:
 
 @inner
 def _sink(heap: Ints, n: int, loads: Ints, at: int) -> None:
-    """Restores the order of heap[:n], holders by (load, number), below a place whose load has grown."""
+    """Restores the heap heap[:n] of holders, ordered by (load, number), after the load at index `at` has grown."""
     holder = heap[at]
     while 2 * at + 1 < n:
         child = 2 * at + 1
@@ -231,7 +240,11 @@ def reallocation_s(model: Parts, source: Ints, destination: Ints, links: Links) 
     """Seconds of a reallocation.
 
     source, destination  [4] int64: first device, dp, tp, pp
+
+    It follows the executors' greedy rule: needs in order of falling size; each wanter receives from the holder with
+    the least load so far. All bytes from one device to another form one message.
     """
+    # Each tp rank of both sides has two borders; an entry has at most one piece between neighbouring borders.
     most = len(model.entries) * (2 * (source[2] + destination[2]) - 1)
     found = np.empty(PIECE * most, np.int64)
     n_pieces, n_devices, most_needs = pieces(model, source, destination, found)
@@ -250,12 +263,14 @@ def reallocation_s(model: Parts, source: Ints, destination: Ints, links: Links) 
     if not n_messages:
         return 0.0
     n_a, n_b = source[1] * source[2] * source[3], destination[1] * destination[2] * destination[3]
+    # pairs, sent: a hash table from (holder, wanter) to bytes, with open addressing, at most half full.
     slots = 2
     while slots < 2 * n_messages:
         slots *= 2
     pairs, sent = np.full(slots, -1), np.zeros(slots, np.int64)
     loads = np.zeros(n_a, np.int64)
-    # Largest first; of equal ones the earlier: sizes and places in one number, which stays below 2^63
+    # Largest first; of equal ones, the earlier first. One number sorts by both: i - size * n_needs, whose absolute
+    # value stays below 2^63. Modulo n_needs it is i again, because % of a negative number is not negative.
     ranking = np.empty(n_needs, np.int64)
     for i in range(n_needs):
         ranking[i] = i - needs[NEED * i] * n_needs
@@ -266,6 +281,7 @@ def reallocation_s(model: Parts, source: Ints, destination: Ints, links: Links) 
         size, h0, h1, w0, w1 = needs[need], needs[need + 1], needs[need + 2], needs[need + 3], needs[need + 4]
         for at in range(h1 - h0):
             heap[at] = pool[h0 + at] - source[0]
+        # Loads have changed since the last need, so the heap is built anew, from the last parent up to the root.
         for at in range((h1 - h0) // 2 - 1, -1, -1):
             _sink(heap, h1 - h0, loads, at)
         for w in range(w0, w1):

@@ -77,8 +77,10 @@ class Tables:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pauses garbage collection: scanning tens of thousands of new objects, all of which live on, takes as long as
-    making them. If it is off already, it stays off."""
+    """Pauses garbage collection: scanning tens of thousands of new long-lived objects takes as long as making them.
+
+    If it is off already, it stays off.
+    """
     if not gc.isenabled():
         yield
         return

@@ -47,7 +47,7 @@ def test_measured_figures_of_all_models_of_some_and_of_runs(cost_of, sampled, ll
     assert figures_source(cost_of(sampled())) == "measured profile of cpu-slot"
     some = figures_source(cost_of(sampled(), other=llama(num_hidden_layers=2)))
     assert some.startswith("measured profile of cpu-slot for actor, ref, reward, ")
-    assert some.endswith("recalibrated by that for critic")
+    assert some.endswith("device figures calibrated by it for critic")
     ran = RanCall(call="actor_train", assignment=assign([0]), seconds=1.0)
     corrected = figures_source(cost_of(ran=[ran]))
     assert corrected == "preset of cpu-slot, corrected by measured figures of actor_train"
