@@ -1,6 +1,6 @@
 """What the number of rows costs: time and memory until the first iteration.
 
-    python -m bench.rows [--rows 1000 1000000] [--words 16]
+    python -m bench.rows [--rows 1000 1000000] [--words 12]
 
 For each number of rows, every step in a process of its own: the check of a new run, which tokenises the rows; the
 check of a run that has its token file; a rank's first batch of samples; and a whole run of one iteration by the
@@ -88,7 +88,7 @@ def run_seconds(folder: Path, n_rows: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1000, 1_000_000])
-    parser.add_argument("--words", type=int, default=16)
+    parser.add_argument("--words", type=int, default=12)
     parser.add_argument("--step", nargs=3, metavar=("NAME", "FOLDER", "ROWS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.step:
