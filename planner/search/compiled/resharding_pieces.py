@@ -157,10 +157,11 @@ def pieces(model: Parts, source: Ints, destination: Ints, out: Ints) -> tuple[in
                 low_b, high_b = _covering(model.kinds[kind], destination[2], cuts[i], cuts[i + 1])
             out[at + 4], out[at + 5], out[at + 6], out[at + 7] = low_a, high_a, low_b, high_b
             # Twice dp, because both ends of a pipeline may have the piece. `_add_near` may list a device that needs
-            # the piece twice; `_cut_into` cuts a need into at most 8 parts, or as many as there are holders.
+            # the piece twice. `_cut_into` cuts a need into at most 8 parts, or as many as it has holders: the holders
+            # of one host in that host's need, and all of them again in the need of hosts without a holder.
             holders, wanters = 2 * source[1] * (high_a - low_a), 2 * destination[1] * (high_b - low_b)
             n_devices += holders + 2 * wanters
-            needs += holders + 8 * (wanters + 1)
+            needs += 2 * holders + 8 * (wanters + 1)
             n += 1
     return n, n_devices, needs
 
