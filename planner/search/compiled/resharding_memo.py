@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from planner.search.compiled.arrays import Arrays, KnownMoves, Models
+from planner.search.compiled.arrays import Arrays, KnownPrices, Models
 from planner.search.compiled.compile import inner
 from planner.search.compiled.resharding_pieces import Parts
 from planner.search.compiled.resharding_seconds import reallocation_s, redistribution_s
@@ -13,7 +13,7 @@ _HOSTS_APART = 1 << 22  # stands for the distance of meshes that share no host
 
 
 @inner
-def redistribution(arrays: Arrays, known: KnownMoves, moved: int, source: int, destination: int) -> float:
+def redistribution(arrays: Arrays, known: KnownPrices, moved: int, source: int, destination: int) -> float:
     """Seconds in which samples go from one side to another, from `known` or put there; moved: index into
     sample_bytes."""
     key = ((moved << 24) + source << 24) + destination
@@ -90,7 +90,7 @@ def _stages_per_host(width: int, pp: int, per_host: int) -> int:
 
 
 @inner
-def reallocation(arrays: Arrays, known: KnownMoves, role: int, source: int, destination: int) -> float:
+def reallocation(arrays: Arrays, known: KnownPrices, role: int, source: int, destination: int) -> float:
     """Seconds in which a role's parameters go from one option's placement to another's, by row, from `known` or put
     there.
 
