@@ -134,7 +134,7 @@ class Models(NamedTuple):
     itemsize: int
 
 
-class KnownMoves(NamedTuple):
+class KnownPrices(NamedTuple):
     """Prices of moves that were computed before: a memory that `redistribution` and `reallocation` are given to read
     and to write (resharding_memo.py). What it holds changes no price.
 
@@ -145,10 +145,10 @@ class KnownMoves(NamedTuple):
     reallocations: Rows
 
     @staticmethod
-    def empty(slots: int = MEMORY_SLOTS) -> "KnownMoves":
+    def empty(slots: int = MEMORY_SLOTS) -> "KnownPrices":
         """A memory without any price."""
         nothing = np.array([(-1, 0.0)], PRICE_ROW)
-        return KnownMoves(*(np.repeat(nothing, slots).view(np.recarray) for _ in range(2)))
+        return KnownPrices(*(np.repeat(nothing, slots).view(np.recarray) for _ in range(2)))
 
 
 class Arrays(NamedTuple):
@@ -185,7 +185,7 @@ class Arrays(NamedTuple):
     sides: Ints
     skeletons: Skeletons
     models: Models
-    known: KnownMoves
+    known: KnownPrices
 
 
 def make_arrays(
@@ -220,7 +220,7 @@ def make_arrays(
         sides=sides,
         skeletons=_skeletons(problem, orders, offloadable),
         models=_models(shapes, model.workload.itemsize),
-        known=KnownMoves.empty(),
+        known=KnownPrices.empty(),
     )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from planner.search.compiled.arrays import Arrays, KnownMoves, Models
+from planner.search.compiled.arrays import Arrays, KnownPrices, Models
 from planner.search.compiled.compile import inner
 from planner.search.compiled.resharding_pieces import Parts
 from planner.search.compiled.resharding_seconds import reallocation_s, redistribution_s
@@ -13,7 +13,7 @@ _HOSTS_APART = 1 << 22  # stands for the distance of meshes without a common hos
 
 
 @inner
-def redistribution(arrays: Arrays, known: KnownMoves, moved: int, source: int, destination: int) -> float:
+def redistribution(arrays: Arrays, known: KnownPrices, moved: int, source: int, destination: int) -> float:
     """Seconds in which samples move from one side to another, from `known` or put there.
 
     moved                index into Skeletons.sample_bytes
@@ -102,7 +102,7 @@ def _stages_per_host(width: int, pp: int, per_host: int) -> int:
 
 
 @inner
-def reallocation(arrays: Arrays, known: KnownMoves, role: int, source: int, destination: int) -> float:
+def reallocation(arrays: Arrays, known: KnownPrices, role: int, source: int, destination: int) -> float:
     """Seconds in which a role's parameters move between the placements of two options, given by row; from `known` or
     put there.
 

@@ -18,7 +18,7 @@ from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import DeviceProfile, Link, preset
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
-from planner.search.compiled.arrays import KnownMoves
+from planner.search.compiled.arrays import KnownPrices
 from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm
@@ -115,14 +115,14 @@ def test_a_price_is_the_same_whatever_moves_are_known():
     """Known to nobody, to a memory of two prices of which each displaces another, and to one that has them all."""
     tables, rng = make_tables(Cluster(2, 2)), random.Random(0)
     choices = [np.array([rng.randrange(len(own)) for own in tables.options]) for _ in range(100)]
-    small, large = KnownMoves.empty(2), tables.arrays.known
+    small, large = KnownPrices.empty(2), tables.arrays.known
     for memory in large:
         assert (memory.key == -1).all(), "it is this table's own"
     for _ in range(2):
         for choice in choices:
             prices = {
                 value(tables.arrays._replace(known=known), choice, np.inf)
-                for known in (KnownMoves.empty(), small, large)
+                for known in (KnownPrices.empty(), small, large)
             }
             assert len(prices) == 1
     for memory in (*small, *large):
