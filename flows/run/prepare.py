@@ -37,7 +37,7 @@ class Prepared:
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
     rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
-    warnings     a sentence for each figure of planning.device that is hardly true, for each file of kept figures that
+    warnings     a sentence for each figure of planning.device that is implausible, for each file of kept figures that
                  was put aside, for prices by extrapolation, and for ranks that crowd this machine
     disk         what the run writes
     """

@@ -43,7 +43,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, profile):
     document = json.loads(path.read_text())
     document[0]["operations"][0]["seconds"] = -1
     path.write_text(json.dumps(document))
-    with pytest.raises(ProfileError, match=r"seconds=-1.* cannot be.*prefect-rlhf profile"):
+    with pytest.raises(ProfileError, match=r"seconds=-1.* impossible figure.*prefect-rlhf profile"):
         read_profiles(path)
     path.write_text("no JSON")
     with pytest.raises(ProfileError, match="no profile"):
