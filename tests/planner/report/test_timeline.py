@@ -48,4 +48,4 @@ def test_of_many_groups_the_busiest_are_drawn():
     lines = draw_bars(groups, 30.0, rows=5)
     assert len(lines) == 7
     assert [line[0][0].strip(" │") for line in lines[:5]] == ["26", "27", "28", "29", "30"]
-    assert "25 groups" in lines[5][0][0]
+    assert "25 less busy groups" in lines[5][0][0]
