@@ -53,7 +53,7 @@ def attempts(tmp_path, expected):
             api=PrefectApi("fake"),
             say=told.append,
         )
-        prepared = Prepared(config, small_plan(), ITERATIONS, "", 1)
+        prepared = Prepared(config, small_plan(), None, ITERATIONS, None)  # type: ignore[arg-type]  no search, no rows
         restarts = Restarts(tmp_path, max_restarts)
         return Attempts(prepared, tmp_path, {}, view, orders or Orders(told.append), restarts)
 

@@ -31,7 +31,7 @@ OFFLOADED = {
     "reward_inference": {"devices": [1], "offload": True},
 }
 LATER = {**OFFLOADED, "actor_train": {"devices": [1]}, "critic_train": {"devices": [0]}}
-HEAD_OF_REWARDS = 1
+HEADS = {Point.FETCH: (0,), Point.REWARD: (1,)}  # of the calls that only heads do something in
 CORE = {  # of the default suite; all others are for the long one
     (Point.OPTIMIZER_STEP, 0),
     (Point.MANIFEST_SYNCED, None),
@@ -69,6 +69,8 @@ def config_of(base, plan):
 
 
 def spec_of(cluster, job, folder, **options):
+    folder.mkdir(exist_ok=True)
+    job.rows.keep(folder)
     return run_spec(
         cluster,
         job.plan,
@@ -115,7 +117,7 @@ def places():
     """Every place of ranks and controller, with the rank that is killed there."""
     for point in Point:
         if point.process == RANK:
-            on = {Point.REWARD: (HEAD_OF_REWARDS,)}.get(point, RANKS)
+            on = HEADS.get(point, RANKS)
             yield from ((point, rank) for rank in on)
         elif point.process == CONTROLLER and point is not Point.PLAN_LOGGED:
             yield point, None

@@ -55,6 +55,8 @@ def job(tmp_path_factory):
 
 def spec_of(cluster, job, folder, **options):
     """A run of the job in its own folder."""
+    folder.mkdir(exist_ok=True)
+    job.rows.keep(folder)
     options = {
         "run": folder.name,
         "config": job.config.model_dump(mode="json"),
