@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
 from httpx import ConnectError
 
 from flows.run import progress as run_view
-from flows.run.prepare import Prepared
+from flows.run.prepare import prepare
 from flows.run.progress import RunView
 from flows.view import events
 from rlhf_tasks.protocol.messages import Committed
@@ -83,7 +84,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def view(tmp_path, expected):
-    prepared = Prepared(ppo_config(tmp_path), small_plan(), ITERATIONS, "", 1)
+    prepared = replace(prepare(ppo_config(tmp_path)), plan=small_plan(), iterations=ITERATIONS)
     return RunView(prepared, tmp_path, {0: expected})
 
 
