@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import dask
 from distributed import Client, Nanny, Scheduler, Security, SpecCluster
+from distributed.core import Status
 
 from flows.cluster.checks import (
     address_of,
@@ -35,6 +36,7 @@ from flows.cluster.workers import ClusterError, Member, members, whole_hosts
 from planner.pricing.devices import DeviceProfile
 from rlhf_tasks.rank.worker_process import CONTROLLER_RESOURCE, ProcessPlugin
 
+logger = logging.getLogger(__name__)
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,  # Dask must not rerun a task whose worker died
     "distributed.scheduler.worker-ttl": "10 minutes",  # a rank may hold the GIL for long
@@ -51,6 +53,8 @@ SETTINGS = {
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
+NANNIES_EVERY_S = 2.0
+ENDED = (Status.closed, Status.failed)  # of a nanny
 CLOSE_S = 8.0  # workers usually end in half a second
 # An HTTP server starts anyway; without this it would be on port 8787 of every interface.
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -109,7 +113,7 @@ def local_cluster(
         try:
             cluster.worker_spec.update(_worker_spec(n_ranks, gpus, folder, encrypted, nanny))
             _wait_up(cluster, n_ranks, deadline_s)
-            with Client(cluster, set_as_default=False) as client:
+            with _nannies_replaced(cluster), Client(cluster, set_as_default=False) as client:
                 yield form_cluster(client, n_ranks, deadline_s)
         finally:
             _close(cluster, nannies)
@@ -189,6 +193,31 @@ def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:
             f"{came} of {n_ranks + 1} workers ({n_ranks} ranks and a controller) came up within "
             f"runtime.startup_timeout_s={deadline_s:g}. Raise it, or end other work that keeps this machine busy."
         ) from None
+
+
+@contextmanager
+def _nannies_replaced(cluster: SpecCluster) -> Iterator[None]:
+    """Inside, a worker whose nanny has ended gets another nanny.
+
+    A nanny restarts a worker that dies. But it ends itself if the next worker fails while it starts, e.g. because the
+    machine was so busy that its connection to the scheduler timed out.
+    """
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(NANNIES_EVERY_S)
+            workers = cast(dict[str, Nanny], cluster.workers)
+            for name in [name for name, nanny in workers.items() if nanny.status in ENDED]:
+                logger.warning("the nanny of worker %s has ended: another one takes its place", name)
+                del workers[name]
+            if cluster.worker_spec.keys() - workers.keys():
+                cluster.scale(len(cluster.worker_spec))  # starts what is missing
+
+    looking = asyncio.run_coroutine_threadsafe(look(), cast(Any, cluster.loop).asyncio_loop)
+    try:
+        yield
+    finally:
+        looking.cancel()
 
 
 def _close(cluster: SpecCluster, nannies: Sequence[Nanny]) -> None:

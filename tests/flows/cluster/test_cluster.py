@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, rpc
+from distributed.comm import CommClosedError
 from prefect import flow
 
 from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
@@ -207,12 +209,40 @@ from flows.cluster.cluster import local_cluster
 
 if __name__ == "__main__":
     with local_cluster(1, folder=Path(sys.argv[1]), deadline_s=400.0) as cluster:
-        from distributed import Client
+        from distributed import Client, rpc
+from distributed.comm import CommClosedError
         with Client(cluster.scheduler_address, set_as_default=False, security=cluster.security) as client:
             pids = client.run(lambda dask_worker: __import__("os").getpid())
         print(*pids.values(), flush=True)
         time.sleep(600)
 """
+
+
+@pytest.mark.cluster
+def test_a_worker_of_our_cluster_whose_nanny_has_ended_gets_another(tmp_path):
+    """So does a nanny whose next worker fails while it starts."""
+    with (
+        local_cluster(1, folder=tmp_path, deadline_s=STARTUP_S) as cluster,
+        Client(cluster.scheduler_address, set_as_default=False) as client,
+    ):
+        nanny = client.scheduler_info()["workers"][cluster.ranks[0].address]["nanny"]
+        client.sync(end_nanny, nanny, cluster.connection_args)
+        deadline = time.monotonic() + STARTUP_S
+        while True:
+            workers = client.scheduler_info()["workers"]
+            (address,) = [at for at, worker in workers.items() if worker["name"] == "rank-0"] or [None]
+            if address not in (None, cluster.ranks[0].address):
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert client.run(os.getpid, workers=[address])[address] != os.getpid()
+        assert form_cluster(client, 1, deadline_s=STARTUP_S).ranks[0].address == address
+
+
+async def end_nanny(address, connection_args):
+    async with rpc(address, connection_args=connection_args) as nanny:
+        with suppress(CommClosedError):  # it ends before it answers
+            await nanny.terminate(reason="test")
 
 
 @pytest.mark.cluster
