@@ -4,6 +4,7 @@ Numba links every called function into its caller and optimises all of it again 
 Python. So only the few functions that Python calls have wrappers, and only these are cached next to the source.
 """
 
+import pickle
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -38,6 +39,25 @@ def compiled(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
+class _Index(IndexDataCacheFile):
+    """The index of kept code. One that cannot be read counts as empty: numba unpickles an index before it looks
+    whether it is stale, and a class that was renamed since is not there any more."""
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            return super()._load_index()
+        except (
+            pickle.UnpicklingError,
+            AttributeError,
+            ImportError,
+            EOFError,
+            ValueError,
+            IndexError,
+            TypeError,
+        ):
+            return {}
+
+
 class _Cache(FunctionCache):
     """A cache of compiled code that becomes stale when any source linked into it changes.
 
@@ -47,7 +67,7 @@ class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         stamp = _source_stamp(function.__module__.removeprefix("planner."))
-        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
+        self._cache_file = _Index(self.cache_path, self._impl.filename_base, stamp)
 
 
 @cache

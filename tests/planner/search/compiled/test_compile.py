@@ -1,4 +1,8 @@
-from planner.search.compiled.compile import LINKED, PLANNER
+import pickle
+
+import pytest
+
+from planner.search.compiled.compile import LINKED, PLANNER, _Index
 
 
 def test_every_module_with_compiled_functions_makes_stale_code_stale():
@@ -11,3 +15,16 @@ def test_every_module_with_compiled_functions_makes_stale_code_stale():
     assert users
     assert users <= set(LINKED)
     assert all(PLANNER.joinpath(*module.split(".")).with_suffix(".py").exists() for module in LINKED)
+
+
+@pytest.mark.parametrize("index", [b"", b"no pickle", b"cplanner.search.compiled.arrays\nNoSuchClass\n."])
+def test_an_index_of_kept_code_that_cannot_be_read_counts_as_empty(tmp_path, index):
+    """As after an update that has renamed a class."""
+    kept = _Index(str(tmp_path), "code", "stamp")
+    kept.save("key", "data")
+    assert kept.load("key") == "data"
+    (path,) = tmp_path.glob("*.nbi")
+    path.write_bytes(pickle.dumps(kept._version) + index)
+    assert kept.load("key") is None
+    kept.save("key", "again")
+    assert kept.load("key") == "again"
