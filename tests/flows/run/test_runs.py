@@ -213,12 +213,12 @@ def test_a_complete_iteration_shows_before_its_commit_whatever_hooks_wait_for(
     for event in (
         Enterable(iteration=3, generation=0),
         IterationRan(iteration=3, generation=0, metrics=metrics),
-        Faulted(generation=0, cause=Cause("is lost", (1,))),
+        Faulted(generation=0, cause=Cause("lost", (1,))),
     ):
         view.on_event(event)
     *_, line, fault = capsys.readouterr().out.splitlines()
     assert "iteration 4 of 9, 1.50 s, 0:00:08 left, reward 3.000, rewards/brevity/mean 2.000" in line
-    assert "rank 1 is lost" in fault
+    assert "rank 1: lost" in fault
 
 
 @pytest.mark.parametrize(("device", "checked"), [(None, device_here(2).name), ("h100-sxm", None)])
