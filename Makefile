@@ -33,8 +33,9 @@ venv: $(STAMP)  ## the virtual environment in .venv, with everything that is pin
 demo: $(STAMP)  ## SFT, reward model and PPO on 4 CPU ranks, watched in the Prefect UI
 	$(BIN)/prefect-rlhf demo
 
+# In `test`: a shell's background command ignores SIGINT, which tests send to what they start.
 test: $(STAMP)  ## the default suite: what starts servers and clusters, and beside it the rest
-	log=$$(mktemp); $(BIN)/python -m pytest -m "$(DEFAULT) and not cluster" >"$$log" 2>&1 & rest=$$!; \
+	log=$$(mktemp); env --default-signal=INT $(BIN)/python -m pytest -m "$(DEFAULT) and not cluster" >"$$log" 2>&1 & rest=$$!; \
 	$(BIN)/python -m pytest -m "$(DEFAULT) and cluster"; failed=$$?; \
 	wait $$rest || failed=1; cat "$$log"; rm "$$log"; exit $$failed
 

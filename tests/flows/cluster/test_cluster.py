@@ -210,7 +210,6 @@ from flows.cluster.cluster import local_cluster
 if __name__ == "__main__":
     with local_cluster(1, folder=Path(sys.argv[1]), deadline_s=400.0) as cluster:
         from distributed import Client, rpc
-from distributed.comm import CommClosedError
         with Client(cluster.scheduler_address, set_as_default=False, security=cluster.security) as client:
             pids = client.run(lambda dask_worker: __import__("os").getpid())
         print(*pids.values(), flush=True)
@@ -257,14 +256,15 @@ def test_stopped_workers_of_our_cluster_die_with_the_process_that_started_them(t
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert starter.stdout is not None
-    pids = [int(pid) for pid in starter.stdout.readline().split()]
+    with starter:
+        assert starter.stdout is not None
+        try:
+            pids = [int(pid) for pid in starter.stdout.readline().split()]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        finally:
+            starter.kill()
     assert len(pids) == 2
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    starter.kill()
-    starter.wait(60)
-    starter.stdout.close()
     try:
         deadline = time.monotonic() + 30
         while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
