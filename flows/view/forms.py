@@ -6,38 +6,15 @@ null, for which configurations use the default section.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-GROUPS = {
-    "": ("models", "data", "sampling", "total_iterations", "rewards"),
-    "Batch": ("batch_size", "num_generations", "num_mini_batches", "num_ppo_epochs"),
-    "Training": (
-        *("optimizer", "critic_optimizer", "center_rewards_coefficient", "random_init"),
-        *("critic_warmup_iterations", "early_stop_ratio", "gradient_checkpointing"),
-    ),
-    "Score": (
-        "reward_model",
-        "score_clip",
-        "missing_eos_penalty",
-        "truncated_responses",
-        "reward_timeout_s",
-        "reward_memory_bytes",
-    ),
-    "KL": ("kl_coef", "kl_estimator", "kl_target", "kl_horizon"),
-    "Advantages": ("gamma", "lam", "whiten_advantages", "normalize_values"),
-    "Loss": ("cliprange", "cliprange_value", "dual_clip", "value_huber_delta"),
-    "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last"),
-    "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
-    "Fixed": ("type",),
-}
-"""The fields of all configurations, in the order of the form."""
-GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
-OTHER = "Further"  # the group of fields that are in no group above
-PLACE_OF = {name: place for place, name in enumerate(GROUP_OF)}
+FIRST, LAST = ("", "Batch", "Training", "Score"), ("Run", "Execution", "Fixed")
+"""The groups (rlhf_tasks/config/base.py) at a form's beginning and end. An algorithm's own are between them."""
+OTHER = "Further"  # the group of fields that a configuration puts in none
 
 WORDS = {
     "adam": "Adam",
@@ -99,18 +76,29 @@ def _references(schema: Any) -> Iterator[str]:
 def _arrange(definition: dict[str, Any]) -> None:
     """Set titles, order and shape of an object's fields, in place."""
     properties, required = definition.get("properties", {}), definition.get("required", [])
-    grouped = "type" in properties
+    groups: dict[str, list[str]] | None = definition.pop(
+        "groups", None
+    )  # only a run's configuration has groups
     title = title_of(definition["title"].removesuffix("Config"))
-    definition["title"] = f"{title} configuration" if grouped else title
-    for name, field in properties.items():
-        properties[name] = field = _field(field, name in required)
-        field["title"] = title_of(name, GROUP_OF.get(name, OTHER) if grouped else "")
+    definition["title"] = title if groups is None else f"{title} configuration"
+    if groups is None:
+        ordered = [(name, "") for name in sorted(properties, key=lambda name: name not in required)]
+    else:
+        ordered = _grouped(properties, required, groups)
+    for position, (name, group) in enumerate(ordered):
+        properties[name] = field = _field(properties[name], name in required)
+        field["title"], field["position"] = title_of(name, group), position
 
-    def place(name: str) -> tuple[int, bool]:
-        return PLACE_OF.get(name, len(PLACE_OF)) if grouped else 0, name not in required
 
-    for position, name in enumerate(sorted(properties, key=place)):
-        properties[name]["position"] = position
+def _grouped(
+    fields: Iterable[str], required: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> list[tuple[str, str]]:
+    """Every field with its group, in the order of the form. A required field in no group is asked first."""
+    of = {name: heading for heading, names in groups.items() for name in names}
+    places = {name: place for place, name in enumerate(of)}
+    headings = [*FIRST, *(heading for heading in groups if heading not in FIRST + LAST), OTHER, *LAST]
+    found = [(name, of.get(name, "" if name in required else OTHER)) for name in fields]
+    return sorted(found, key=lambda one: (headings.index(one[1]), places.get(one[0], len(places))))
 
 
 def title_of(name: str, group: str = "") -> str:

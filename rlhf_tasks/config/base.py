@@ -5,9 +5,11 @@ generates, `Scores` generates and scores. Code outside `algorithms/` checks for 
 """
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
+from pydantic_core import CoreSchema
 
 from rlhf_tasks.config.sections import (
     MOST_ITERATIONS,
@@ -30,12 +32,25 @@ if TYPE_CHECKING:
     from rlhf_tasks.data.token_file import TokenFile
 
 
+Groups = Mapping[str, tuple[str, ...]]
+"""Heading in a form -> the fields below it. Fields under the empty heading are asked first."""
+
+
 class RunConfig(Settings):
     """The configuration that all runs share.
 
     type    the algorithm's name: each class declares a Literal of one value, which is also the default
     models  where each role's weights are: `ActorOnly` or a subclass of it
+    groups  where the fields that a class declares are in a form; a class adds to the groups of its bases
     """
+
+    groups: ClassVar[Groups] = {
+        "": ("models", "data"),
+        "Batch": ("batch_size",),
+        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last"),
+        "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
+        "Fixed": ("type",),
+    }
 
     if TYPE_CHECKING:  # each class declares its own
         type: Any
@@ -79,6 +94,19 @@ class RunConfig(Settings):
         default=PlanningConfig(), description="Settings that only the planner reads."
     )
     runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema, with the groups of all fields under the key `groups`."""
+        groups: dict[str, list[str]] = {}
+        for base in reversed(cls.__mro__):
+            for heading, names in vars(base).get("groups", {}).items():
+                groups.setdefault(heading, []).extend(names)
+        schema = handler(core_schema)
+        handler.resolve_ref_schema(schema)["groups"] = groups
+        return schema
 
     @abstractmethod
     def roles(self) -> dict[str, Role]:
@@ -132,6 +160,12 @@ class RunConfig(Settings):
 class TrainingConfig(RunConfig):
     """The configuration that training runs share. An iteration makes `num_mini_batches` optimizer steps per epoch."""
 
+    groups: ClassVar[Groups] = {
+        "": ("total_iterations",),
+        "Batch": ("num_mini_batches",),
+        "Training": ("optimizer", "gradient_checkpointing"),
+    }
+
     total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
     num_mini_batches: int = Field(
         default=1, gt=0, le=MOST_SEQS, description="Optimizer steps per pass over the batch."
@@ -160,6 +194,8 @@ class TrainingConfig(RunConfig):
 class Samples(RunConfig):
     """The configuration of runs that generate."""
 
+    groups: ClassVar[Groups] = {"": ("sampling",)}
+
     sampling: SamplingConfig
 
     @property
@@ -176,6 +212,11 @@ class Samples(RunConfig):
 
 class Scores(Samples):
     """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
+
+    groups: ClassVar[Groups] = {
+        "": ("rewards",),
+        "Score": ("reward_model", "missing_eos_penalty", "reward_timeout_s", "reward_memory_bytes"),
+    }
 
     rewards: tuple[RewardFunction, ...] = Field(
         default=(), description="Python rewards, summed with weights."

@@ -1,10 +1,10 @@
 """The configuration of GRPO: enough to draw and to plan it."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Samples, TrainingConfig, refuse_split_groups
+from rlhf_tasks.config.base import Groups, Samples, TrainingConfig, refuse_split_groups
 from rlhf_tasks.config.sections import MOST_SEQS, GRPOModels, RewardFunction, Role
 
 
@@ -12,6 +12,8 @@ class GRPOConfig(Samples, TrainingConfig):
     """Group-relative policy optimisation (arXiv:2402.03300): the settings that its graph and its plan depend on."""
 
     type: Literal["grpo"] = "grpo"
+    groups: ClassVar[Groups] = {"": ("rewards",), "Batch": ("num_generations",)}
+
     models: GRPOModels
     rewards: tuple[RewardFunction, ...] = Field(
         default=(), description="Python rewards, summed with weights."

@@ -1,10 +1,10 @@
 """The configuration of PPO."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Scores, TrainingConfig
+from rlhf_tasks.config.base import Groups, Scores, TrainingConfig
 from rlhf_tasks.config.sections import MOST_ITERATIONS, ModelsConfig, OptimizerConfig, Role
 
 
@@ -12,6 +12,15 @@ class PPOConfig(Scores, TrainingConfig):
     """Proximal policy optimisation (arXiv:1707.06347) with a learned critic and a KL-shaped reward."""
 
     type: Literal["ppo"] = "ppo"
+    groups: ClassVar[Groups] = {
+        "Batch": ("num_ppo_epochs",),
+        "Training": ("critic_optimizer", "critic_warmup_iterations", "early_stop_ratio"),
+        "Score": ("score_clip", "truncated_responses"),
+        "KL": ("kl_coef", "kl_estimator", "kl_target", "kl_horizon"),
+        "Advantages": ("gamma", "lam", "whiten_advantages", "normalize_values"),
+        "Loss": ("cliprange", "cliprange_value", "dual_clip", "value_huber_delta"),
+    }
+
     models: ModelsConfig
     score_clip: float | None = Field(default=None, gt=0, description="Bound of a score; default: none.")
     truncated_responses: Literal["keep", "zero", "bootstrap"] = Field(

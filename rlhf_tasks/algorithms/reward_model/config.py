@@ -1,10 +1,10 @@
 """The configuration of reward modelling."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.base import Groups, TrainingConfig
 from rlhf_tasks.config.sections import ActorOnly, Role
 
 
@@ -12,6 +12,8 @@ class RewardModelConfig(TrainingConfig):
     """Trains a reward model on preference pairs (Bradley-Terry)."""
 
     type: Literal["reward_model"] = "reward_model"
+    groups: ClassVar[Groups] = {"Training": ("center_rewards_coefficient",)}
+
     models: ActorOnly
     center_rewards_coefficient: float = Field(
         default=1e-3, ge=0, description="Factor of the squared scores in the loss; keeps scores near 0."

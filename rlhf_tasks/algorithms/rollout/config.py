@@ -1,10 +1,10 @@
 """The configuration of a rollout."""
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Scores, refuse_split_groups
+from rlhf_tasks.config.base import Groups, Scores, refuse_split_groups
 from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ class RolloutConfig(Scores):
     """Samples from a model, which are scored and written as JSONL: all rows once, in file order."""
 
     type: Literal["rollout"] = "rollout"
+    groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
+
     models: RolloutModels
     num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Samples per prompt.")
 

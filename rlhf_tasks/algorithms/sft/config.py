@@ -1,10 +1,10 @@
 """The configuration of supervised fine-tuning."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.base import Groups, TrainingConfig
 from rlhf_tasks.config.sections import ActorOnly, Role
 
 
@@ -12,6 +12,8 @@ class SFTConfig(TrainingConfig):
     """Supervised fine-tuning on completion tokens."""
 
     type: Literal["sft"] = "sft"
+    groups: ClassVar[Groups] = {"Training": ("random_init",)}
+
     models: ActorOnly
     random_init: bool = Field(
         default=False, description="Start from random weights: models.actor needs only its configuration."

@@ -4,6 +4,7 @@ All ranks of the placement call its methods together, each with the batch of its
 different numbers of micro-batches. A replica without samples still takes part in all collectives.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -225,7 +226,8 @@ def share_batch(
     """Broadcast the head's batch to all ranks of its replica, which call this together.
 
     batch  on the head; None on the other ranks of the replica
-    There are two messages: one of metadata, and one with all tensors, bit for bit, to the rank's device.
+    There are two messages, both to the rank's device: two lengths; then a description of the batch and all tensors,
+    bit for bit.
     """
     dp_rank = placement.coordinate(rank).dp
     group, head = groups[placement.replica(dp_rank)], placement.head(dp_rank)
@@ -233,28 +235,45 @@ def share_batch(
     if group is None:
         assert batch is not None
         return batch
-    described: list[Any] = [None]
-    if batch is not None:
-        described = [
-            (batch.ids, [(k, p.values.dtype, p.values.shape, p.lengths) for k, p in batch.data.items()])
-        ]
-    dist.broadcast_object_list(described, src=head, group=group)
-    ids, keys = described[0]
-    sizes = [_padded(dtype.itemsize * math.prod(shape)) for _, dtype, shape, _ in keys]
-    message = torch.zeros(sum(sizes), dtype=torch.uint8, device=groups.device)
-    places = message.split(sizes)
-    if batch is not None:
-        for place, packed in zip(places, batch.data.values(), strict=True):
-            raw = packed.values.contiguous().flatten().view(torch.uint8)
-            place[: raw.numel()] = raw
+    parts = [] if batch is None else [_described(batch), *(_raw(p.values) for p in batch.data.values())]
+    lengths = torch.tensor(
+        [len(parts[0]), sum(_padded(len(part)) for part in parts)] if parts else [0, 0], device=groups.device
+    )
+    dist.broadcast(lengths, src=head, group=group)
+    described, whole = (int(n) for n in lengths.tolist())
+    message = torch.zeros(whole, dtype=torch.uint8, device=groups.device)
+    start = 0
+    for part in parts:
+        message[start : start + len(part)] = part
+        start += _padded(len(part))
     dist.broadcast(message, src=head, group=group)
-    if batch is not None:
-        return batch
-    data = {}
-    for place, (key, dtype, shape, lengths) in zip(places, keys, strict=True):
-        values = place[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
-        data[key] = Packed(values, lengths)
-    return SampleBatch(ids, data)
+    return _received(message, described) if batch is None else batch
+
+
+def _described(batch: SampleBatch) -> Tensor:
+    """[n] uint8: JSON of a batch's ids, and of each key's name, dtype, shape and lengths."""
+    keys = [
+        (key, str(packed.values.dtype).removeprefix("torch."), tuple(packed.values.shape), packed.lengths)
+        for key, packed in batch.data.items()
+    ]
+    return torch.frombuffer(bytearray(json.dumps([batch.ids, keys]).encode()), dtype=torch.uint8)
+
+
+def _raw(values: Tensor) -> Tensor:
+    """The bytes of a tensor, [bytes] uint8."""
+    return values.contiguous().flatten().view(torch.uint8)
+
+
+def _received(message: Tensor, described: int) -> SampleBatch:
+    """The batch in a message whose first `described` bytes describe it."""
+    ids, keys = json.loads(message[:described].cpu().numpy().tobytes())
+    data, start = {}, _padded(described)
+    for key, dtype_name, shape, lengths in keys:
+        dtype = getattr(torch, dtype_name)
+        size = dtype.itemsize * math.prod(shape)
+        data[key] = Packed(message[start : start + size].view(dtype).view(shape), tuple(lengths))
+        start += _padded(size)
+    return SampleBatch(tuple(ids), data)
 
 
 def _padded(size: int, alignment: int = 16) -> int:

@@ -1,19 +1,22 @@
 """flows/view/forms.py: the schema of a deployment's form, as Prefect makes it of a flow."""
 
 import json
+from typing import Annotated, ClassVar, Literal
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from flows.plan import plan
 from flows.ppo import rlhf_ppo
 from flows.reward_model import reward_model
 from flows.rollout import rollout
 from flows.sft import sft
-from flows.view.forms import GROUP_OF, title_of
+from flows.view.forms import Form, title_of
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import OURS, algorithm, algorithm_names
 from rlhf_tasks.algorithms.sft.config import SFTConfig
+from rlhf_tasks.config.base import Groups, TrainingConfig
+from rlhf_tasks.config.sections import ActorOnly
 
 FLOWS = [rlhf_ppo, sft, reward_model, rollout, plan]
 SFT = {"models": {"actor": "m"}, "data": {"train": "d"}, "total_iterations": 1}
@@ -37,13 +40,35 @@ def test_no_form_has_what_a_ui_cannot_draw_or_a_class_name(flow):
 
 
 def test_every_field_of_every_configuration_has_its_group():
-    ours = [record for record in map(algorithm, algorithm_names()) if record.package == OURS]
-    assert set(GROUP_OF) == {name for record in ours for name in record.config.model_fields}
+    for record in (record for record in map(algorithm, algorithm_names()) if record.package == OURS):
+        groups = record.config.model_json_schema()["groups"]
+        names = [name for listed in groups.values() for name in listed]
+        assert sorted(names) == sorted(record.config.model_fields), record.config
+
+
+def test_a_foreign_algorithm_has_groups_of_its_own():
+    """And a field that it puts in none is asked first where it is required, else after all groups of algorithms."""
+
+    class ForeignConfig(TrainingConfig):
+        type: Literal["foreign"] = "foreign"
+        models: ActorOnly
+        beta: float = Field(default=0.1, description="A factor.")
+        spare: int = Field(default=1, description="Another.")
+        needed: int = Field(description="Without default.")
+        groups: ClassVar[Groups] = {"Margin": ("beta",)}
+
+    schema = TypeAdapter(Annotated[ForeignConfig, Form()]).json_schema()["properties"]
+    titles = {name: schema[name]["title"] for name in ("beta", "spare", "needed")}
+    assert titles == {"beta": "Margin: beta", "spare": "Further: spare", "needed": "Needed"}
+    by_place = sorted(schema, key=lambda name: schema[name]["position"])
+    assert by_place[:4] == ["models", "data", "total_iterations", "needed"]
+    asked = [by_place.index(name) for name in ("optimizer", "beta", "spare", "name", "type")]
+    assert asked == sorted(asked)
 
 
 def test_what_a_run_needs_is_asked_first():
     fields = list(fields_of(rlhf_ppo, "PPOConfig"))
-    assert fields[:5] == ["models", "data", "sampling", "total_iterations", "rewards"]
+    assert fields[:5] == ["models", "data", "total_iterations", "sampling", "rewards"]
     assert fields[-1] == "type"
     assert next(iter(fields_of(rlhf_ppo, "ModelsConfig"))) == "actor"
 
