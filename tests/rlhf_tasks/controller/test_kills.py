@@ -103,7 +103,8 @@ def armed(cluster, text):
         try:
             yield
         finally:
-            client.run(failpoints.arm, "")
+            # The scheduler may not know yet that a killed worker is gone, which then refuses or times out.
+            client.run(failpoints.arm, "", on_error="ignore")
 
 
 def text_of(point, rank=None):
