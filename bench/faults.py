@@ -229,8 +229,10 @@ def _said(fault: Fault, cases: list[Case] | None) -> str:
     if cases is None:
         return "**no end**"
     wanted = [case for case in cases if any(word in case.name for word in fault.tests.split(" or "))]
-    failed = sum(not case.passed for case in wanted)
-    counts = f"**{failed} of {len(wanted)} failed**" if failed or not wanted else f"{len(wanted)} passed"
+    failed = [case.name for case in wanted if not case.passed]
+    counts = f"{len(wanted)} passed"
+    if failed or not wanted:
+        counts = f"**{len(failed)} of {len(wanted)} failed**: {', '.join(failed)}"
     lacks = f"; {fault.lacks}" if fault.lacks else ""
     return f"{counts} ({sum(c.seconds for c in wanted):.0f} s, {datetime.now(UTC):%Y-%m-%d}){lacks}"
 

@@ -303,6 +303,7 @@ def test_ctrl_c_ends_a_search_with_the_plan_found_by_then(tmp_path, mode):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as process:
         assert process.stdout is not None
+        assert process.stdout.readline().startswith("first answer")
         assert process.stdout.readline() == "searching\n"
         process.send_signal(signal.SIGINT)
         told = process.communicate(timeout=500)[1]

@@ -175,9 +175,11 @@ def test_a_controller_killed_when_a_change_of_plan_is_logged_makes_that_change_w
 ):
     later = prepare(config_of(tmp_path, LATER)).plan
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    events = asyncio.run(attend(cluster, spec_of(cluster, job, undisturbed), later=(AT, later)))
-    assert [event.planned.iteration for event in of_type(events, PlanChanged)] == [AT]
+    undisturbed.mkdir()
     folder.mkdir()
+    with found(cluster, undisturbed) as now:  # the tests before have killed controllers
+        events = asyncio.run(attend(now, spec_of(now, job, undisturbed), later=(AT, later)))
+    assert [event.planned.iteration for event in of_type(events, PlanChanged)] == [AT]
     text = text_of(Point.PLAN_LOGGED)
     with found(cluster, folder) as now, armed(now, text), pytest.raises(CommClosedError):
         asyncio.run(attend(now, spec_of(now, job, folder), later=(AT, later)))
