@@ -47,12 +47,25 @@ def tabulated(
             timed
             for tp in degrees
             for timed in _operations(_rooflines(device, shape, itemsize, tp), shape, grid, tp)
-        ),
+        )
+        + _reallocation(device, cluster, shape, itemsize),
         exchanges=tuple(_exchanges(_rooflines(device, shape, itemsize, 1)["lm"], cluster)),
         dispatch_s=device.dispatch_s,
         process_bytes=device.process_bytes,
         computed_from=described(device),
     )
+
+
+def _reallocation(
+    device: DeviceProfile, cluster: Cluster, shape: ModelShape, itemsize: int
+) -> tuple[Timed, ...]:
+    """A reallocation of the whole model from one device to another; nothing where there is one device."""
+    if cluster.n_devices == 1:
+        return ()
+    moved = sizes(shape, "lm", 1).stage_parameters(1, 0)
+    seconds = device.send_s(moved * itemsize, cluster.devices_per_host == 1)
+    overhead_s = shape.layers * device.reallocation_overhead_s
+    return (_timed("reallocation", 1, moved, shape.layers, seconds + overhead_s),)
 
 
 def _rooflines(device: DeviceProfile, shape: ModelShape, itemsize: int, tp: int) -> dict[Head, Roofline]:

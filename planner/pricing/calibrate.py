@@ -119,17 +119,27 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return intercept, slope
 
 
-def with_transfer_links(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProfile:
-    """The device with links fitted to measured redistributions, for pricing transfers and reallocations.
+def with_measured_moves(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProfile:
+    """The device with figures fitted to measured redistributions and reallocations, for pricing moves.
 
-    Their latency includes what ranks tell each other before they send.
+    The links' latency includes what ranks tell each other before they send. What a reallocation takes beyond its
+    message counts per layer of the model.
     """
-    return device.model_copy(
+    moving = device.model_copy(
         update={
             "inside_host": _link(measured.exchanges, "redistribute", False, device),
             "between_hosts": _link(measured.exchanges, "redistribute", True, device),
         }
     )
+    crosses = measured.devices_per_host == 1
+    beyond = [
+        max(o.seconds - moving.send_s(o.tokens * measured.itemsize, crosses), 0.0) / o.context
+        for o in measured.operations
+        if o.operation == "reallocation"
+    ]
+    if not beyond:
+        return moving
+    return moving.model_copy(update={"reallocation_overhead_s": median(beyond)})
 
 
 def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, device: DeviceProfile) -> Link:

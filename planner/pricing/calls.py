@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from planner.plan.mesh import Cluster
 from planner.plan.workload import RoleModel, Workload, fullest_share
-from planner.pricing.calibrate import with_transfer_links
+from planner.pricing.calibrate import with_measured_moves
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import Sizes, sizes, stage_kinds
 from planner.pricing.devices import DeviceProfile
@@ -92,7 +92,7 @@ class CostModel:
         self.measured = _by_class(stated, measured)
         self._inside_calls = stated.profiles
         found = [
-            with_transfer_links(profile, next(iter(of_models.values()))) if of_models else profile
+            with_measured_moves(profile, next(iter(of_models.values()))) if of_models else profile
             for profile, of_models in zip(stated.profiles, self.measured, strict=True)
         ]
         self.classes = replace(stated, profiles=tuple(found))

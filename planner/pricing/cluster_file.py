@@ -216,6 +216,7 @@ RANGES: Mapping[str, Range] = {
     "layer_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
     "decode_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
     "optimizer_overhead_s": Range(1e-7, 1.0, "seconds", SECONDS),
+    "reallocation_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
     "dispatch_s": Range(1e-7, 1.0, "seconds", SECONDS),
 }
 """Figure of a DeviceProfile -> its range. 0 seconds is allowed too: it says that something costs nothing."""

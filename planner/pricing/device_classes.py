@@ -6,7 +6,7 @@ The search's proofs assume this price of a mesh with several classes:
   all devices were alike. A save is priced likewise.
 - Memory is each device's own.
 - A message is priced by the larger latency and the smaller bandwidth of its two hosts' links.
-- The dispatch of a node is priced by the class whose dispatch is slowest.
+- The dispatch of a node, and a reallocation's work besides its messages, are priced by the slowest class.
 """
 
 from bisect import bisect_right
@@ -127,6 +127,10 @@ class DeviceClasses:
             bytes_per_s = min(end.link(crosses_hosts).bytes_per_s * end.link_efficiency for end in ends)
             found[a, b, crosses_hosts] = latency_s, bytes_per_s
         return found
+
+    def reallocation_overhead_s(self, layers: int) -> float:
+        """Seconds of a reallocation of `layers` layers besides its messages: those of the slowest class."""
+        return layers * max(profile.reallocation_overhead_s for profile in self.profiles)
 
     def send_s(self, source: int, destination: int, size_bytes: float) -> float:
         """Seconds of a message of size_bytes between two devices."""

@@ -117,6 +117,7 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
             seconds, moved = send(redistribution_messages(node, plan, model.workload), model)
         case ReallocateNode():
             seconds, moved = send(reallocation_messages(node, model), model)
+            seconds += model.classes.reallocation_overhead_s(model.models[node.role].shape.layers)
         case SaveNode():
             held = max(model.parameter_bytes(node.role, node.placement))
             seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement))

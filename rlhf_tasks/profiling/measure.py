@@ -35,6 +35,7 @@ from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise
+from rlhf_tasks.parallel.state.reallocation import reallocate
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
 from rlhf_tasks.parallel.train.optimizer import all_gather, reduce_scatter
 from rlhf_tasks.profiling.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
@@ -133,12 +134,15 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
         "scalar": bench.engine(SHALLOW, "scalar", tp),
     }
     works = _works(models, bench.shape.vocab, grid)
+    if tp == 1 and dist.get_world_size() > 1:
+        works |= {("reallocate", name): partial(_reallocate, models[name]) for name in ("shallow", "deep")}
     found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock)
     rows = [
         *_forward_and_backward(found, tp, grid),
         *_embedding(found, tp, grid),
         *_generation(found, tp, grid),
         *_optimizer(found, tp, models),
+        *_reallocations(found, models),
     ]
     return Measurements(operations=tuple(rows))
 
@@ -226,6 +230,33 @@ def _optimizer(found: Means, tp: int, models: Mapping[str, Engine]) -> Iterator[
 
 
 # The works that are timed
+
+
+def _reallocations(found: Means, models: Mapping[str, Engine]) -> Iterator[Timed]:
+    """Whole models from one rank to another; nothing on a rank without partner."""
+    for name in ("shallow", "deep"):
+        if ("reallocate", name) in found and _partners(models[name].groups.rank) is not None:
+            layout = models[name].layout
+            moved = sum(spec.size for spec in layout.parameters)
+            yield _timed("reallocation", 1, moved, layout.shape.layers, found["reallocate", name])
+
+
+def _reallocate(engine: Engine) -> None:
+    """Send a copy of the model to this rank's partner, or receive one."""
+    partners = _partners(engine.groups.rank)
+    if partners is None:
+        return
+    source, destination = (
+        replace(engine.layout, placement=Placement((device,), ParallelStrategy())) for device in partners
+    )
+    slices = engine.stage.named_slices() if engine.groups.rank == partners[0] else None
+    reallocate(source, destination, slices, engine.stage.dtype, engine.groups, dist.get_world_size())
+
+
+def _partners(rank: int) -> tuple[int, int] | None:
+    """The pair of neighbours that a rank belongs to; None for the last one of an odd number of ranks."""
+    first = rank // 2 * 2
+    return (first, first + 1) if first + 1 < dist.get_world_size() else None
 
 
 def _infer(engine: Engine, batch: SampleBatch) -> None:

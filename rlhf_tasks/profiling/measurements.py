@@ -23,6 +23,7 @@ Operation = Literal[
     "embedding/forward",
     "embedding/backward",
     "optimizer",
+    "reallocation",
 ]
 """`lm` and `scalar` are the heads: everything that a call does besides its layers."""
 
@@ -38,8 +39,10 @@ LEAST_S, MOST_S, MOST_BYTES = 1e-12, 1e6, 2**60
 class Timed(Frozen):
     """Seconds of an operation on one model under tensor parallelism of degree tp, including its all-reduces over tp.
 
-    tokens   tokens of the micro-batch; for a decoding step sequences; for the optimizer parameters of the device
-    context  length of the sequences in tokens; while decoding, of their KV cache; 0 where it does not matter
+    tokens   tokens of the micro-batch; for a decoding step sequences; for the optimizer parameters of the device;
+             for a reallocation parameters that one device sends to another
+    context  length of the sequences in tokens; while decoding, of their KV cache; for a reallocation the model's
+             layers; 0 where it does not matter
     """
 
     operation: Operation

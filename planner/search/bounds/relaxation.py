@@ -236,7 +236,7 @@ def seconds_of(r: Relaxation, choice: Ints) -> Floats:
 
 @compiled
 def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> float:
-    """Seconds of a move between two rows with placements, dispatch included; 0 if they are equal.
+    """Seconds of a move between two rows with placements, all overheads included; 0 if they are equal.
 
     exact  price its messages; else a lower bound, which is fast
     """
@@ -245,8 +245,8 @@ def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> 
         return 0.0
     role = r.arrays.role[r.trainer[move]]
     if not exact:
-        return r.arrays.dispatch_s + least_reallocation(r.arrays, role, trainer, reader)
-    return r.arrays.dispatch_s + reallocation(r.arrays, r.arrays.known, role, trainer, reader)
+        return r.arrays.models.overhead_s[role] + least_reallocation(r.arrays, role, trainer, reader)
+    return r.arrays.models.overhead_s[role] + reallocation(r.arrays, r.arrays.known, role, trainer, reader)
 
 
 @compiled
@@ -324,7 +324,7 @@ def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> floa
         # The meshes do not fit on one host together, and larger meshes have whole hosts for themselves.
         near = 0
     role = r.arrays.role[r.trainer[move]]
-    return r.arrays.dispatch_s + least_move_s(r.arrays, role, a, b, shared, near)
+    return r.arrays.models.overhead_s[role] + least_move_s(r.arrays, role, a, b, shared, near)
 
 
 @inner

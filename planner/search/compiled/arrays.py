@@ -20,6 +20,7 @@ from planner.plan.steady_state import waits
 from planner.plan.template import FETCH as FETCHED
 from planner.plan.template import Skeleton, Slot, SlotKind, skeleton
 from planner.plan.workload import RoleModel
+from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import sizes
 from planner.pricing.options import Option
 from planner.pricing.plans import key_bytes, save_s
@@ -123,6 +124,7 @@ class Models(NamedTuple):
     start           [roles + 1, 2] int64
     layers          [roles] int64: numbers of layers
     layer_bytes     [roles] float64: bytes of a whole layer
+    overhead_s      [roles] float64: seconds of a reallocation besides its messages, its dispatch included
     itemsize        bytes of an element
     """
 
@@ -131,6 +133,7 @@ class Models(NamedTuple):
     start: Ints
     layers: Ints
     layer_bytes: Floats
+    overhead_s: Floats
     itemsize: int
 
 
@@ -219,12 +222,12 @@ def make_arrays(
         stages=stages,
         sides=sides,
         skeletons=_skeletons(problem, orders, offloadable),
-        models=_models(shapes, model.workload.itemsize),
+        models=_models(shapes, model.workload.itemsize, model.classes),
         known=KnownPrices.empty(),
     )
 
 
-def _models(roles: Sequence[RoleModel], itemsize: int) -> Models:
+def _models(roles: Sequence[RoleModel], itemsize: int, classes: DeviceClasses) -> Models:
     of_roles = [parts(model.shape, model.head, itemsize) for model in roles]
     counts = [(len(model.entries), len(model.kinds)) for model in of_roles]
     return Models(
@@ -233,6 +236,9 @@ def _models(roles: Sequence[RoleModel], itemsize: int) -> Models:
         np.cumsum([(0, 0), *counts], axis=0),
         np.array([model.layers for model in of_roles]),
         np.array([float(sizes(model.shape, model.head, 1).layer * itemsize) for model in roles]),
+        np.array(
+            [classes.dispatch_s + classes.reallocation_overhead_s(model.shape.layers) for model in roles]
+        ),
         itemsize,
     )
 

@@ -73,14 +73,18 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
             out[i] = options[here].save_s
         elif slot.kind == COPY:
             out[i] = options[here].copy_s
+        elif slot.kind == REALLOCATE:
+            role = int(arrays.role[slot.call])
+            moved_s = (
+                reallocation(arrays, known, role, there, here)
+                if exact
+                else least_reallocation(arrays, role, there, here)
+            )
+            out[i] = arrays.models.overhead_s[role] + moved_s
         else:
             out[i] = arrays.dispatch_s
             if slot.kind == TRANSFER and exact:
                 out[i] += redistribution(arrays, known, slot.moved, options[there].where, options[here].where)
-            elif slot.kind == REALLOCATE and exact:
-                out[i] += reallocation(arrays, known, int(arrays.role[slot.call]), there, here)
-            elif slot.kind == REALLOCATE:
-                out[i] += least_reallocation(arrays, int(arrays.role[slot.call]), there, here)
 
 
 @inner

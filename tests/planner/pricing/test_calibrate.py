@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.pricing.calibrate import recalibrated
+from planner.pricing.calibrate import recalibrated, with_measured_moves
 from planner.pricing.device_share import sizes
 from planner.pricing.devices import Link, preset
 from planner.pricing.measured import MeasuredProfile
@@ -65,6 +65,23 @@ def test_constants_come_back(slow, measured):
     for size_bytes in (1e3, 1e7):
         assert fitted.send_s(size_bytes, False) == pytest.approx(slow.send_s(size_bytes, False))
     assert (fitted.dispatch_s, fitted.process_bytes) == (0.125, 7)
+
+
+def test_what_a_reallocation_takes_beyond_its_message_counts_per_layer(measured):
+    before = preset("cpu-slot")
+    exchanges = tuple(
+        TimedExchange(kind="redistribute", ranks=2, crosses_hosts=False, size_bytes=n, seconds=1e-3 + n / 5e8)
+        for n in (2**10, 2**24)
+    )
+    moved = tuple(
+        Timed(operation="reallocation", tp=1, tokens=n, context=c, seconds=1e-3 + 4 * n / 5e8 + c * 0.25)
+        for n, c in ((10**5, 1), (10**6, 4))
+    )
+    update = {"exchanges": exchanges, "operations": (*measured.operations, *moved)}
+    after = with_measured_moves(before, measured.model_copy(update=update))
+    assert after.reallocation_overhead_s == pytest.approx(0.25)
+    assert after.send_s(2**20, False) == pytest.approx(1e-3 + 2**20 / 5e8)
+    assert with_measured_moves(before, measured).reallocation_overhead_s == before.reallocation_overhead_s
 
 
 def test_what_was_not_measured_stays(measured):

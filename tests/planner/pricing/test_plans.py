@@ -7,7 +7,7 @@ from planner.plan.mesh import Cluster
 from planner.plan.replay import replay
 from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
-from planner.pricing.plans import plan_memory, price_plan, reallocation_messages, shortfall
+from planner.pricing.plans import plan_memory, price_plan, reallocation_messages, send, shortfall
 from planner.search.baselines import symmetric
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
@@ -35,6 +35,17 @@ def test_reallocations_move_the_ownership_bound(demo_plan, tiny_cost):
             moved = sum(size for _, _, size in reallocation_messages(node, tiny_cost))
             assert moved == reallocation_bound(*layouts, 4)
             assert price_plan(demo_plan, tiny_cost).moved_bytes[node.name] == moved
+
+
+def test_a_reallocation_takes_its_messages_and_its_overhead_per_layer(demo_plan, tiny_cost):
+    device = tiny_cost.classes.profiles[0]
+    assert device.reallocation_overhead_s > 0
+    for node in demo_plan.nodes:
+        if isinstance(node, ReallocateNode):
+            sent_s = send(reallocation_messages(node, tiny_cost), tiny_cost)[0]
+            overhead_s = tiny_cost.models[node.role].shape.layers * device.reallocation_overhead_s
+            seconds = price_plan(demo_plan, tiny_cost).duration_s[node.name]
+            assert seconds == pytest.approx(device.dispatch_s + overhead_s + sent_s)
 
 
 def test_redistribution_by_hand(demo_plan, tiny_cost):

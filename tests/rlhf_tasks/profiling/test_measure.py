@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from planner.pricing.device_share import sizes
 from planner.pricing.measured import MeasuredProfile, ProfileTables
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
@@ -67,6 +68,9 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
     profile = MeasuredProfile.of("cpu-slot", 1, 2, shape, 4, found)
     assert profile.tp_degrees == {1, 2}
     assert profile.process_bytes > 50e6
+    moved = [o for o in profile.operations if o.operation == "reallocation"]
+    assert [(o.tp, o.context, o.seconds) for o in moved] == [(1, 1, 1.0), (1, 4, 1.0)]
+    assert moved[1].tokens - moved[0].tokens == 3 * sizes(shape, "lm", 1).layer
     for head in ("lm", "scalar"):
         for tp in (1, 2):
             tables = ProfileTables(profile, head, tp, crosses=False)
