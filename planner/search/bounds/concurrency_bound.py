@@ -13,12 +13,9 @@ Cycles come from data, from versions and from devices. A device finishes an iter
 So if y follows x in an iteration and both share a device, x of the next iteration follows y. A reallocation that
 brings x the version of the previous iteration runs directly before x, and occupies the trainer's devices too.
 
-Two kinds of weightings are used:
-- Weightings of 0, 1/2 and 1 are listed beforehand. For each, the sets with a total above 1 are noted: the weighting
-  is valid only if none of these sets is possible.
-- Another weighting starts from the share of the cluster that each call occupies, which gives the load. Then weights
-  are raised as far as the possible sets allow. Devices that are idle because nothing can run on them thus count as
-  busy.
+Weightings of 0, 1/2 and 1 are listed beforehand. For each, the sets with a total above 1 are noted: the weighting is
+valid only if none of these sets is possible. (The weights that give the load are each call's share of the cluster;
+feasibility.py has that bound.)
 If both calls of a reallocation weigh 1, the reallocation may weigh 1 too, unless another call with a weight can run
 at the same time.
 """
@@ -102,7 +99,6 @@ class PartialChoice(NamedTuple):
     """A partial choice as the bound sees it.
 
     seconds     [calls] float64: lower bounds on seconds
-    least_load  [calls] float64: lower bounds on seconds x devices
     sizes       [calls] int64: devices of each mesh, 0 if unknown
     meet        [calls, calls] bool: whether two meshes certainly share a device
     trainer, reader  [moves] int64: the calls of each reallocation
@@ -111,7 +107,6 @@ class PartialChoice(NamedTuple):
     """
 
     seconds: Floats
-    least_load: Floats
     sizes: Ints
     meet: Bools
     trainer: Ints
@@ -124,7 +119,7 @@ class PartialChoice(NamedTuple):
 def cover_s(c: Cover, p: PartialChoice, n_devices: int) -> float:
     """A lower bound on the period, in seconds: that of the best weighting."""
     possible = _possible_sets(c, p, n_devices)
-    most = _lifted_s(c, p, possible, n_devices)
+    most = 0.0
     for w in range(len(c.weights)):
         if c.breaks[w] & possible == 0:
             total = 0.0
@@ -200,36 +195,3 @@ def _carried_s(c: Cover, p: PartialChoice, w: int) -> float:
         if alone:
             total += p.moved_s[k]
     return total
-
-
-@inner
-def _lifted_s(c: Cover, p: PartialChoice, possible: int, n_devices: int) -> float:
-    """The cluster's load in seconds, with the calls' weights raised as far as the possible sets allow, the longest
-    call first."""
-    n, total = len(p.seconds), 0.0
-    weight = np.empty(n)
-    for a in range(n):
-        total += p.least_load[a] / n_devices
-        weight[a] = p.sizes[a] / n_devices if p.sizes[a] else 1.0
-    if n > MOST_CALLS:
-        return total
-    lifted = 0  # bits of calls
-    while True:
-        call = -1
-        for a in range(n):
-            if p.sizes[a] and not lifted >> a & 1 and (call < 0 or p.seconds[a] > p.seconds[call]):
-                call = a
-        if call < 0:
-            return total
-        lifted |= 1 << call
-        room = 1.0 - weight[call]
-        for s in range(len(c.sets)):
-            if possible >> s & 1 and c.sets[s, call]:
-                together = 0.0
-                for a in range(n):
-                    if c.sets[s, a]:
-                        together += weight[a]
-                room = min(room, 1.0 - together)
-        if room > 0:
-            weight[call] += room
-            total += room * p.seconds[call]

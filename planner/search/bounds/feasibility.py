@@ -75,32 +75,24 @@ def groups_fit(r: Relaxation, choice: Ints) -> bool:
 
 
 @inner
-def covers(
-    r: Relaxation, t: Tree, choice: Ints, meet: Ints, moves: Floats, allowed: Floats, threshold: float
-) -> bool:
+def covers(r: Relaxation, t: Tree, choice: Ints, meet: Ints, moves: Floats, threshold: float) -> bool:
     """Whether the concurrency bound (concurrency_bound.py) does not exceed the threshold, in seconds.
 
     choice   [calls] int64 rows, or OPEN
     meet     [calls, calls] int64: UNKNOWN, APART or MEET
     moves    [moves, 4] float64 seconds (Relaxation.moves_s)
-    allowed  [calls] float64: the most seconds that each open call may take
     """
     o, n, seconds = r.arrays.options, r.arrays.n_calls, seconds_of(r, choice)
-    load, sizes, meeting = np.empty(n), np.zeros(n, np.int64), meet == MEET
+    sizes, meeting = np.zeros(n, np.int64), meet == MEET
     for call in range(n):
         meeting[call, call] = False
-        if choice[call] == OPEN:
-            load[call] = t.lightest_bare[
-                _last_within(t.seconds, t.start[call], t.start[call + 1], allowed[call])
-            ]
-        else:
+        if choice[call] != OPEN:
             sizes[call] = o[choice[call]].size
-            load[call] = seconds[call] * sizes[call]
     moved, moved_s = np.zeros(len(r.trainer), np.bool_), np.zeros(len(r.trainer))
     for k in range(len(moves)):
         if r.delay[k] == 1 and r.alone[k]:
             moved[k], moved_s[k] = moves[k, ALONE] > 0, moves[k, BOTH]
-    parts = PartialChoice(seconds, load, sizes, meeting, r.trainer, r.reader, moved, moved_s)
+    parts = PartialChoice(seconds, sizes, meeting, r.trainer, r.reader, moved, moved_s)
     return cover_s(t.cover, parts, r.n_devices) <= threshold * SLACK
 
 

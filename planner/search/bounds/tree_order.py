@@ -27,7 +27,6 @@ class Tree(NamedTuple):
     group     [groups] rows of planner.search.bounds.relaxation.Relaxation
     seconds   [groups] seconds of the fastest option
     lightest  [groups] least load (seconds x devices) of the call's groups up to and including this one
-    lightest_bare  [groups] the same without saves
     """
 
     order: Ints
@@ -35,7 +34,6 @@ class Tree(NamedTuple):
     group: Ints
     seconds: Floats
     lightest: Floats
-    lightest_bare: Floats
     cycles: Cycles
     cover: Cover
 
@@ -51,11 +49,8 @@ def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
     groups = groups[np.lexsort((o.seconds[groups], call))]
     start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
     calls = list(pairwise(start))
-    lightest, bare = (
-        np.concatenate([np.minimum.accumulate(load[groups[a:b]]) for a, b in calls])
-        for load in (r.load, o.seconds * o["size"])
-    )
+    lightest = np.concatenate([np.minimum.accumulate(r.load[groups[a:b]]) for a, b in calls])
     heaviest = np.argsort([-lightest[b - 1] for b in start[1:]], kind="stable")
     return Tree(
-        heaviest, start, groups, o.seconds[groups].copy(), lightest, bare, cycles, cover(tables.problem.graph)
+        heaviest, start, groups, o.seconds[groups].copy(), lightest, cycles, cover(tables.problem.graph)
     )

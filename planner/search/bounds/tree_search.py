@@ -215,7 +215,7 @@ def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) 
     if kind != GROUP and _is_exceeded(r, walk, depth, threshold):
         return False
     if kind != BELOW:
-        return covers(r, t, choice, walk.meet, walk.moves, allowed, threshold)
+        return covers(r, t, choice, walk.meet, walk.moves, threshold)
     return not has_place or (not lacks(r, choice) and _fast_enough(r, walk, threshold))
 
 

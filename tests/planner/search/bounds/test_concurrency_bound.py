@@ -24,7 +24,6 @@ def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bo
     )
     return PartialChoice(
         seconds,
-        seconds * size,
         size.astype(np.int64),
         meet & ~np.eye(len(rows), dtype=bool),
         r.trainer,
@@ -71,7 +70,5 @@ def test_idle_devices_count_where_nothing_can_run(small_problem):
     tables = Tables(small_problem(Cluster(1, 4), ("actor_generate", "actor_train")))
     none = np.zeros(0, np.int64)
     seconds, sizes = np.array([2.0, 3.0]), np.array([2, 2])
-    parts = PartialChoice(
-        seconds, seconds * sizes, sizes, np.zeros((2, 2), bool), none, none, np.zeros(0, bool), np.zeros(0)
-    )
+    parts = PartialChoice(seconds, sizes, np.zeros((2, 2), bool), none, none, np.zeros(0, bool), np.zeros(0))
     assert cover_s(cover(tables.problem.graph), parts, 4) == 5.0
