@@ -210,8 +210,18 @@ class StateWatch:
         else:
             return
         result = await client.set_flow_run_state(run.id, state, force=True)
-        if result.state is not None:
-            self._seen[run.id] = result.state
+        if result.state is None:
+            return
+        self._seen[run.id] = result.state
+        # Somebody may have set a state since ours was read: ours has replaced it, but it counts.
+        history = await client.read_flow_run_states(run.id)
+        since = next((place for place, one in enumerate(history) if one.id == shown.id), len(history))
+        for missed in history[since + 1 :]:
+            order = (
+                order_of(run.model_copy(update={"state": missed})) if missed.id != result.state.id else None
+            )
+            if order is not None:
+                self._orders.give(order, f"flow run {run.name!r} was {missed.name}")
 
 
 async def _chain(client: PrefectClient, flow_run_id: UUID) -> list[UUID]:

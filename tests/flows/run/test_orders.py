@@ -13,7 +13,7 @@ from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled, Cancelling, Paused, Running, Scheduled, Suspended
 
-from flows.run.orders import Order, Orders, order_of, paused_state, watched_orders
+from flows.run.orders import Order, Orders, StateWatch, order_of, paused_state, watched_orders
 from flows.run.run_folder import leave_order, take_order, taken
 from flows.run.training import run_training
 from rlhf_tasks.algorithms.configurations import ConfigError
@@ -315,6 +315,23 @@ def test_an_attempt_ends_at_a_commit_for(cluster, tmp_path, last, states, order)
     assert result.order is order
     assert result.committed_step < ITERATIONS
     assert last()["roles"] == states_after(result.committed_step)
+
+
+@cluster_test
+def test_a_cancel_that_comes_while_a_pause_is_being_shown_counts(cluster, tmp_path, monkeypatch):
+    """Our own state is written over it."""
+    show, cancelled = StateWatch._show, []
+
+    async def show_later(self, client, shown):
+        if self._orders.held is not None and not cancelled:
+            cancelled.append(shown.id)
+            await client.set_flow_run_state(shown.id, Cancelling(), force=True)
+        await show(self, client, shown)
+
+    monkeypatch.setattr(StateWatch, "_show", show_later)
+    run = Watched(cluster, tmp_path)
+    result, _ = asyncio.run(with_orders(run, lambda: run.set_state(Paused())))
+    assert (len(cancelled), result.order) == (1, Order.CANCEL)
 
 
 @cluster_test
