@@ -40,6 +40,10 @@ PREFECT_FILE = ROOT / "deployments" / "prefect.yaml"
 RECORDED = json.loads(Path(__file__).with_name("recorded_run.json").read_text(encoding="utf-8"))
 KEYS = ("execution-plan", "progress", "curves", "device-timeline", "completions", "planned-and-measured")
 PICTURES = ("execution-plan", "curves", "device-timeline")
+SIZES = """() => {
+    const sizes = [...document.images].map(one => [one.clientWidth, one.clientHeight]).filter(([width]) => width);
+    return sizes.length ? sizes : null;
+}"""
 HOSTILE = (
     "![x](http://picture.invalid/x.png) <img src=http://picture.invalid/y.png> **b** `c` | pipe\n\n# head"
 )
@@ -175,20 +179,19 @@ def test_an_artifact_is_whole_and_can_be_read(visit, addresses, ui, key):
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     if key in PICTURES:
-        page.locator("img").first.wait_for()
+        page.wait_for_function(SIZES)
     text = page.inner_text("body")
     assert page.evaluate(CUT_OFF) == []
     assert "[object Object]" not in text
     assert '{"' not in text
     assert not re.search(r"\d\.\d{6,}", text), "figures have digits that nobody reads"
-    sizes = page.locator("img").evaluate_all("all => all.map(one => [one.clientWidth, one.clientHeight])")
-    shown_sizes = [(width, height) for width, height in sizes if width]
     if key in PICTURES:
-        ((width, height),) = shown_sizes
+        # The page may draw it anew at any time.
+        ((width, height),) = page.wait_for_function(SIZES).json_value()
         assert width > 650
         assert height > 250
     else:
-        assert shown_sizes == []
+        assert page.evaluate(SIZES) is None
     assert not [url for url in asked if "invalid" in url], "a sample's text made the browser ask elsewhere"
 
 
