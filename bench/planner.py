@@ -7,7 +7,7 @@ The workload is PPO with Llama-2 shapes on A100-80G nodes (NVLink 300 GB/s each 
 nodes): 128 prompt tokens, 896 new tokens, batch 128, 4 mini-batches; ref like the actor, reward like the critic. For
 each setting it reports: seconds per iteration after 1, 10 and 60 s of search and of MCMC (from the trace of one run
 per seed), the lower bound, the gap, choices priced per second, and the time to the final plan. Compilation is done
-before the clock starts. Every reported plan is also replayed (planner/plan/replay.py shares no code with the
+before the clock starts. Every reported plan is also replayed (bench/replay.py shares no code with the
 simulator), and both times are compared. At the end there is one search on 1,024 GPUs and one on 16,384. Their limits
 are slightly below one minute and five minutes, because the plan is priced after the limit.
 
@@ -25,10 +25,10 @@ from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
+from bench.replay import replay
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.replay import replay
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.devices import preset

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.plan.replay import Execution, replay
+from bench.replay import Execution, replay
 from planner.plan.steady_state import Edge, max_cycle_ratio, steady_state
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import ExecutionPlan, SaveNode

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from bench.replay import replay
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
-from planner.plan.replay import replay
 from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
 from planner.pricing.plans import plan_memory, price_plan, reallocation_messages, send, shortfall

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.replay import replay
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.replay import replay
 from planner.plan.workload import Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClasses

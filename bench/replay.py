@@ -1,6 +1,6 @@
 """A discrete-event replay of a plan: what each device does when.
 
-It shares no code with the simulator, so that the two can check each other.
+It shares no code with the planner, so that it can check the seconds per iteration that the planner reports.
 """
 
 import heapq
