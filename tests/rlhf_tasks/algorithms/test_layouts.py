@@ -248,12 +248,9 @@ def test_algorithms_without_a_critic_do_not_depend_on_the_layout(ranks: Any):
         assert all(m["grad_norm/actor"] > 1e-3 for m in metrics), f"{kind} learned nothing"
     for strategy, balance in PLANS:
         for of_rank in ranks.run(ParallelStrategy(*strategy).size, runs_of, strategy, balance):
-            for (kind, _), (metrics, _, state), (found, _, found_state) in zip(
-                CRITIC_FREE, alone, of_rank, strict=True
-            ):
+            for (kind, _), (metrics, _, _), (found, _, _) in zip(CRITIC_FREE, alone, of_rank, strict=True):
                 for one, other in zip(metrics, found, strict=True):
                     assert other == pytest.approx(one, rel=1e-9, abs=1e-12), (kind, strategy, balance)
-                assert found_state == state
 
 
 def flat(state: dict[str, Any]) -> dict[str, float]:
