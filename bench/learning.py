@@ -15,8 +15,9 @@ as PPO.
 
     grpo, dapo, ...      every other algorithm that learns from its own samples
 
-These sample as many responses as PPO (ReMax's greedy ones count), get the same scores, and make as many optimizer steps
-on each. Their rows also say how many tokens they have generated and how many CPU seconds they took.
+These sample as many responses as PPO (ReMax's greedy ones count) and get the same scores. All but expert iteration
+pass over a batch twice, as PPO does. Their rows also say how many tokens they have generated and how many CPU seconds
+they took.
 """
 
 import argparse
