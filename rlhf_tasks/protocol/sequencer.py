@@ -61,7 +61,9 @@ class Sequencer:
     def whole_groups(self) -> "Sequencer":
         """The same, from the first whole group of samples on: before a change of the configuration that a user has
         accepted, groups may have had another size."""
-        return replace(self, first_sample=-(-self.first_sample // self.plan.group_size) * self.plan.group_size)
+        return replace(
+            self, first_sample=-(-self.first_sample // self.plan.group_size) * self.plan.group_size
+        )
 
     def starting_at(self, generation: int, iteration: int, planned: ScheduledPlan) -> "Sequencer":
         """The same run's sequencer for a generation that starts at an iteration and follows a plan."""
