@@ -209,7 +209,7 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
         (
             {"num_generations": 4, "num_mini_batches": 8},
             "num_mini_batches=8 cuts batch_size=16 into mini-batches of 2 samples, which split groups of "
-            "num_generations=4. Choose a num_mini_batches that divides the 4 groups.",
+            "num_generations=4. Choose a num_mini_batches that divides batch_size / num_generations = 4.",
         ),
         ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "grpo must explore"),
         ({"delta": 1.1}, "delta=1.1 must exceed the ratio's upper bound 1 + 0.2."),
