@@ -33,23 +33,24 @@ def learn(
 
     advantages    [T]
     kl_estimator  of the metric kl
-    kept          [n] bool: the responses that count, also in denominators; None: all
+    kept          [n] bool: the responses that stay in the batch; None: all
     Metrics, besides those of `policy_steps`: kl (with a reference: mean KL per sequence of the policy that sampled,
     in nats), frac_reward_zero_std (with groups: share of groups whose scores are all equal).
     """
-    config, lengths = context.config, batch["input_ids"].lengths
+    config, scores = context.config, batch["scores"].values
     assert isinstance(config, CriticFreeConfig), f"{config.type} runs have a critic"
-    mask, scores = batch["response_mask"].values, batch["scores"].values
-    kept = torch.ones_like(scores, dtype=torch.bool) if kept is None else kept
-    learned = mask & on_tokens(kept, lengths)
-    if config.mask_truncated_completions:
-        learned &= ~on_tokens(batch["truncated"].values, lengths)
-
-    marked = {"kept": Packed(kept, (1,) * len(batch)), "learned": Packed(learned, lengths)}
-    marks = SampleBatch(batch.ids, {**marked, "tokens": batch["response_mask"]})
-    counted = torch.cat([counts_per_block(marks, context, key) for key in ("kept", "learned", "tokens")])
     kl = reference_kl(batch, kl_estimator).double().sum() if config.beta > 0 else scores.new_zeros(())
     equal = all_equal(scores, config.group_size).sum()
+    of_tokens = {"advantages": Packed(advantages, batch["input_ids"].lengths)}
+    batch = SampleBatch(batch.ids, {**batch.data, **of_tokens})
+    if kept is not None:
+        batch = batch.take(kept.nonzero().squeeze(1).tolist())
+
+    lengths, learned = batch["input_ids"].lengths, batch["response_mask"].values
+    if config.mask_truncated_completions:
+        learned = learned & ~on_tokens(batch["truncated"].values, lengths)
+    marks = SampleBatch(batch.ids, {"learned": Packed(learned, lengths), "tokens": batch["response_mask"]})
+    counted = torch.cat([counts_per_block(marks, context, key) for key in (None, "learned", "tokens")])
     own = torch.cat([counted.to(engine.device), torch.stack([kl.double(), equal.double()])])
     *totals, total_kl, total_equal = engine.sum_over_dp(own).tolist()
     n = config.num_mini_batches
@@ -62,7 +63,14 @@ def learn(
         metrics["frac_reward_zero_std"] = total_equal * config.group_size / context.n_seqs
     weights = weighting(learned, lengths, counts, config.sampling.max_completion_length)
     steps = policy_steps(
-        engine, batch, context, objective, advantages, weights, counts.tokens, epochs=config.num_iterations
+        engine,
+        batch,
+        context,
+        objective,
+        batch["advantages"].values,
+        weights,
+        counts.tokens,
+        epochs=config.num_iterations,
     )
     return CallOutput(metrics=metrics | steps)
 

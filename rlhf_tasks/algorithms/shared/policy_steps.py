@@ -55,9 +55,9 @@ class Weights(NamedTuple):
 class Counts(NamedTuple):
     """What there is in each mini-batch, over all replicas.
 
-    responses  that are in the batch: not those of groups that were dropped
+    responses  of the batch, without those of groups that were dropped
     learned    tokens that are learned
-    tokens     of all responses
+    tokens     of these responses
     """
 
     responses: list[float]
