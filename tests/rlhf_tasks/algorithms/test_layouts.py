@@ -219,7 +219,15 @@ CRITIC_FREE: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"num_generations": 2, "filter_groups": True, "beta": 0.1}),
     ("dapo", {"num_generations": 2, "mask_truncated_completions": True}),
     ("gspo", {"num_generations": 4, "epsilon": 0.1, "epsilon_high": 0.2, "num_iterations": 2}),
-    ("rloo", {"num_generations": 2, "sampling": {"max_completion_length": 8, "top_k": 9}}),
+    (
+        "rloo",
+        {
+            "num_generations": 2,
+            "epsilon": 0.99,
+            "epsilon_high": 99.0,
+            "sampling": {"max_completion_length": 8, "top_k": 9},
+        },
+    ),
     ("remax", {"epsilon_high": 0.3}),
     ("reinforce_pp", {"gamma": 0.9}),
     ("reinforce_pp", {"num_generations": 2, "baseline": "group"}),
