@@ -133,7 +133,7 @@ def test_three_steps_equal_torchs_adamw(ranks, shape: ModelShape, strategy: Para
     _assert_trained(results, shape, strategy, torch.float64, order, 1e-12)
 
 
-def _train_on_the_first(rank: int, world: int, strategy: ParallelStrategy) -> dict[str, Tensor]:
+def _train_on_the_first(rank: int, world: int, strategy: ParallelStrategy) -> list:
     """Three steps without clipping, on gradients that only the first dp rank contributes to, so their sum is exact."""
     layout = Layout(GROUPED, "lm", Placement(tuple(range(world)), strategy))
     groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
@@ -144,14 +144,19 @@ def _train_on_the_first(rank: int, world: int, strategy: ParallelStrategy) -> di
         gradients = held_slices(layout, rank, _whole(GROUPED, step, torch.float32))
         _backward(slices, {n: g * (rank == 0) for n, g in gradients.items()}, parts=1)
         optimizer.apply(rate)
-    return {name: p.detach().clone() for name, p in slices.items()}
+    return [(s.name, s.kind, s.start, s.stop, s.tensor.clone()) for s in optimizer.shard_state()]
 
 
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_no_bit_depends_on_how_the_buffer_is_shared_out(ranks, dp: int) -> None:
-    (alone,) = ranks.run(1, _train_on_the_first, ParallelStrategy())
-    for weights in ranks.run(dp, _train_on_the_first, ParallelStrategy(dp=dp)):
-        assert all(torch.equal(weights[name], alone[name]) for name in alone)
+    alone, shared = (
+        _assemble(
+            Layout(GROUPED, "lm", Placement(tuple(range(size)), ParallelStrategy(dp=size))),
+            ranks.run(size, _train_on_the_first, ParallelStrategy(dp=size)),
+        )
+        for size in (1, dp)
+    )
+    assert all(torch.equal(shared[key], alone[key]) for key in alone)
 
 
 def test_devices_in_any_order_and_float32(ranks) -> None:
