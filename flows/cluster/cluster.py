@@ -185,7 +185,10 @@ def threads_environment(n_ranks: int, environment: Mapping[str, str]) -> dict[st
     """
     share = max(1, len(os.sched_getaffinity(0)) // n_ranks)
     threads = environment.get("OMP_NUM_THREADS", str(share))
-    return {**dict.fromkeys(THREADS, threads), "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE")}
+    return {
+        **dict.fromkeys(THREADS, threads),
+        "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
 
 
 def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:

@@ -41,10 +41,9 @@ def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> C
     temperature = _ppo(context).sampling.temperature
 
     def output(logits: Tensor, micro: MicroBatch) -> Tensor:
-        logprobs = engine.logprobs(logits, micro, temperature)
-        return torch.where(micro.data["response_mask"], logprobs, 0.0)
+        return engine.logprobs(logits, micro, temperature)
 
-    rows = engine.inference(batch, output, context.micro_batches)
+    rows = engine.inference(batch, output, context.micro_batches, counted="response_mask")
     if rows is None or not engine.is_head:
         return CallOutput()
     return CallOutput(SampleBatch(batch.ids, {"logprobs": rows}))
@@ -97,7 +96,9 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     )
 
     loss = partial(_policy_terms, engine, config)
-    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, POLICY_SUMS)
+    steps = Steps(
+        engine, loss, targets.mini_batch_tokens, context.micro_batches, POLICY_SUMS, counted="response_mask"
+    )
     mismatch = 0.0
     first = config.critic_warmup_iterations
     for step in optimizer_steps(learned, context, config.optimizer, config.num_ppo_epochs, first):
@@ -127,7 +128,6 @@ def _policy_terms(engine: Engine, config: PPOConfig, logits: Tensor, micro: Micr
     """The clipped loss of one micro-batch, and the sums over its response tokens for the metrics."""
     mask, old = micro.data["response_mask"], micro.data["old_logprobs"]
     logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
-    logprobs = torch.where(mask, logprobs, 0.0)
     terms, ratio, clipped = policy_loss(
         logprobs, old, micro.data["advantages"], config.cliprange, config.dual_clip
     )

@@ -23,6 +23,7 @@ class Steps:
     denominators      of each mini-batch, over all replicas: tokens, or pairs
     micro_batches     micro-batches into which this replica's share of a mini-batch is cut
     metrics           names of the sums that the loss gives besides itself
+    counted           mask of the tokens that count (see `Engine.train_step`)
     applied, skipped  numbers of steps so far
     """
 
@@ -33,11 +34,13 @@ class Steps:
         denominators: list[float],
         micro_batches: int,
         metrics: Sequence[str] = (),
+        counted: str | None = None,
     ) -> None:
         self.applied = 0
         self.skipped = 0
         self._engine, self._loss = engine, loss
         self._denominators, self._micro_batches, self._metrics = denominators, micro_batches, metrics
+        self._counted = counted
         self._learning_rate = 0.0
         self._weight = 0.0
         self._norms = 0.0
@@ -47,7 +50,13 @@ class Steps:
         """Take a step. Returns the means of the loss and of its metrics over the mini-batch."""
         weight = self._denominators[step.block]
         report = self._engine.train_step(
-            step.batch, self._loss, weight, self._micro_batches, step.learning_rate, self._metrics
+            step.batch,
+            self._loss,
+            weight,
+            self._micro_batches,
+            step.learning_rate,
+            self._metrics,
+            self._counted,
         )
         norm, skipped = report.pop("grad_norm"), report.pop("skipped")
         means = {name: value if name == "loss" else value / weight for name, value in report.items()}

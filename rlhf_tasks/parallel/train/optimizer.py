@@ -27,6 +27,9 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 
+NORM_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements whose norm is computed at a time. On the CPU their float64 copy stays in the cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
@@ -214,14 +217,18 @@ class Optimizer:
             (slice(decayed, self._share), 0.0),
         ):
             if rows.start < rows.stop:
-                master, mean, square = (self._state[kind][rows] for kind in ("master", "exp_avg", "exp_avg_sq"))
+                master, mean, square = (
+                    self._state[kind][rows] for kind in ("master", "exp_avg", "exp_avg_sq")
+                )
                 adamw(
                     [master],
                     [gradient[rows]],
                     [mean],
                     [square],
                     [],
-                    [torch.tensor(self.step - 1.0, device=master.device)],  # the kernel's own count, before this step
+                    [
+                        torch.tensor(self.step - 1.0, device=master.device)
+                    ],  # the kernel's own count, before this step
                     fused=True,
                     amsgrad=False,
                     maximize=False,
@@ -253,7 +260,10 @@ def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def _square_norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    """The squared 2-norm in float64, of a flat tensor. It is converted in blocks, not as a whole."""
+    parts = tensor.split(NORM_BLOCK[tensor.device.type])
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    return float(torch.stack(norms).square().sum())
 
 
 def primary_range(layout: Layout, name: str, device: int) -> range:

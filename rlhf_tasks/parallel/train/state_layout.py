@@ -13,11 +13,11 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 
-
 ALIGNMENT = 16
-"""The shares of the flat buffer, and its parts with and without weight decay, have a multiple of this many elements. A
-fused kernel computes a vector's worth of elements (at most 16) at a time, and rounds otherwise in the rest of a tensor
-that is no multiple of it."""
+"""The shares of the flat buffer, and its parts with and without weight decay, have a multiple of this many elements.
+
+A fused kernel computes in vectors of at most 16 elements. What is left of a tensor it computes one by one, and rounds
+differently there."""
 
 
 def aligned(elements: int) -> int:
@@ -107,7 +107,7 @@ class StateLayout:
     def pieces(self, device: int) -> tuple[BufferRange, ...]:
         """A device's slices in its flat buffer. Norms and biases (one dim) come last: they have no weight decay.
 
-        There is a gap before the first of these, up to a multiple of ALIGNMENT. No other slices have gaps between them.
+        There is a gap before the first of these, up to a multiple of ALIGNMENT; there are no other gaps.
         """
         at = self._at[device]
         return self._pieces(at.pp, at.tp)

@@ -134,7 +134,7 @@ def test_three_steps_equal_torchs_adamw(ranks, shape: ModelShape, strategy: Para
 
 
 def _train_on_the_first(rank: int, world: int, strategy: ParallelStrategy) -> list:
-    """Three steps without clipping, on gradients that only the first dp rank contributes to, so their sum is exact."""
+    """Three steps without clipping. Only the first dp rank has gradients, so their sum is exact."""
     layout = Layout(GROUPED, "lm", Placement(tuple(range(world)), strategy))
     groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
     whole = _whole(GROUPED, 0, torch.float32)
