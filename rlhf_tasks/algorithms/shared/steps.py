@@ -50,6 +50,7 @@ class Steps:
             step.batch, self._loss, weight, self._micro_batches, step.learning_rate, self._metrics
         )
         norm, skipped = report.pop("grad_norm"), report.pop("skipped")
+        totals = {name: value * weight if name == "loss" else value for name, value in report.items()}
         means = {name: value if name == "loss" else value / weight for name, value in report.items()}
         self._learning_rate = step.learning_rate
         if skipped:
@@ -58,13 +59,17 @@ class Steps:
         self.applied += 1
         self._weight += weight
         self._norms += norm
-        for name, value in means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value * weight
+        for name, total in totals.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total
         return means
+
+    def total(self, name: str) -> float:
+        """The sum of a metric over the applied steps."""
+        return self._sums.get(name, 0.0)
 
     def mean(self, name: str) -> float:
         """The mean of a metric over the applied steps, weighted by their denominators; NaN if none was applied."""
-        return self._sums.get(name, 0.0) / self._weight if self.applied else math.nan
+        return self.total(name) / self._weight if self.applied else math.nan
 
     def end(self, role: str) -> dict[str, float]:
         """Call after the last step. Returns the metrics grad_norm, learning_rate and skipped_steps of the role.

@@ -75,13 +75,13 @@ def test_rows_of_verl_are_read_as_they_are(chat: Tokenizer):
 def test_prompt_and_completion_learn_the_completion_and_its_end(plain: Tokenizer):
     example = read_row(completion_example, {"prompt": "ab", "completion": "ba"}, plain)
     assert text(plain, example.input_ids) == "abba<eos>"
-    assert example.prompt_tokens == 2
+    assert example.learned == (range(2, 5),)
 
 
 def test_text_learns_all_that_can_be_predicted(plain: Tokenizer):
     example = read_row(completion_example, {"text": "abc"}, plain)
     assert text(plain, example.input_ids) == "abc<eos>"
-    assert example.prompt_tokens == 1
+    assert example.learned == (range(1, 4),)
     assert read_row(completion_example, {"text": "abc<eos>"}, plain) == example
 
 
@@ -96,7 +96,7 @@ def test_without_a_prompt_the_first_token_is_not_learned(plain: Tokenizer):
 def test_messages_learn_the_last_turn(chat: Tokenizer):
     example = read_row(completion_example, {"messages": [USER, ANSWER]}, chat)
     assert text(chat, example.input_ids) == "<|user|>hi<eos><|assistant|>ho<eos>"
-    assert text(chat, example.input_ids[example.prompt_tokens :]) == "ho<eos>"
+    assert learned(chat, example) == ["ho<eos>"]
 
 
 @pytest.mark.parametrize(
