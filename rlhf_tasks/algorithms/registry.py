@@ -46,7 +46,7 @@ class Algorithm:
     config: type[RunConfig]
     graph: Callable[[Any], list[ModelFunctionCall]]
     dataset_keys: tuple[str, ...]
-    read_row: Reader[tuple] | Reader[list[Any]]
+    read_row: Reader[Any]
     fetch: Callable[[Any], Mapping[str, DatasetValue]]
     functions: str | None
     row_options: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Algorithm:
         """What `read_row` takes besides row and tokenizer."""
         return {name: getattr(config, name) for name in self.row_options}
 
-    def reader(self, config: RunConfig) -> Reader[tuple] | Reader[list[Any]]:
+    def reader(self, config: RunConfig) -> Reader[Any]:
         """`read_row` with its options."""
         return partial(self.read_row, **self.options(config))
 
