@@ -21,7 +21,9 @@ def answer_loss(
     (z0 - r))).
     """
     gain = torch.where(desirable, ratios - kl, kl - ratios)
-    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    weights = torch.where(
+        desirable, ratios.new_tensor(desirable_weight), ratios.new_tensor(undesirable_weight)
+    )
     return weights * torch.sigmoid(-beta * gain)
 
 
