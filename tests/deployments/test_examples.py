@@ -1,4 +1,4 @@
-"""The examples to plan: each loads with its variants; small ones are planned by the heuristic, and fit."""
+"""The examples: each loads, those to plan with their variants; small ones are planned by the heuristic, and fit."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from planner.pricing.cluster_file import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
 from rlhf_tasks.algorithms.configurations import load_config
+from rlhf_tasks.algorithms.registry import algorithm
 
 EXAMPLES = Path(deployments.__file__).with_name("examples")
 LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]
@@ -42,6 +43,13 @@ def overrides_of(name: str) -> list[list[str]]:
         ["sampling.max_completion_length=8192", "batch_size=512"],
         ["sampling.max_completion_length=32768", "batch_size=128"],
     ]
+
+
+@pytest.mark.parametrize("name", ["ppo", "sft", "dpo", "kto"])
+def test_an_example_to_run_is_of_the_algorithm_in_its_name_and_can_be_drawn(name):
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    assert config.type == name
+    assert [call.name for call in algorithm(name).calls(config)][-1].endswith("_train")
 
 
 def test_every_example_to_plan_is_known_here():
