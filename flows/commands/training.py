@@ -30,7 +30,7 @@ def run(
     Parameters
     ----------
     algorithm
-        ppo, sft, reward-model, rollout, or another registered algorithm.
+        ppo, sft, reward-model, dpo, kto, distillation, rollout, or another registered algorithm.
     overrides
         `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
         accepted.
