@@ -151,6 +151,8 @@ def pair_example(row: "Row", tokenizer: "Tokenizer") -> Reading[PairExample]:
         elif not isinstance(rejected, str):
             raise DataError("chosen is text, but rejected is not. Give both as text or both as messages.")
         prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+        if not chosen or not rejected:
+            raise DataError(NOTHING_TO_LEARN)
     first, answers = yield from _answer_ids(prompt, [chosen, rejected], tokenizer)
     if answers[0] == answers[1]:
         raise DataError(EQUAL_ANSWERS)

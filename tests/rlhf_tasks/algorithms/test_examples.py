@@ -159,11 +159,14 @@ def test_a_pair_has_a_margin_and_its_prompt_is_not_learned(plain: Tokenizer):
     assert (pair.prompt_tokens, pair.margin) == (1, 0.0), "nothing predicts the first token"
 
 
-def test_a_labelled_answer_is_one_example_and_a_pair_is_two(plain: Tokenizer):
+def test_a_labelled_answer_is_one_example_and_a_pair_is_two(plain: Tokenizer, chat: Tokenizer):
     row = {"prompt": "p", "completion": "no", "label": False}
     (example,) = read_row(labelled_examples, row, plain)
     assert text(plain, example.input_ids) == "pno<eos>"
     assert (example.prompt_tokens, example.desirable) == (1, False)
+    row = {"prompt": [USER], "completion": [ANSWER], "label": True}
+    (example,) = read_row(labelled_examples, row, chat)
+    assert text(chat, example.input_ids[example.prompt_tokens :]) == "ho<eos>"
     placed = PlacedRow(0, 3, "rows:3", {"prompt": "p", "chosen": "y", "rejected": "n"})
     read = list(read_examples(labelled_examples, [placed], plain))
     assert [each.where for each, _ in read] == ["rows:3", "rows:3"]
@@ -237,6 +240,11 @@ def test_pairs_with_and_without_a_prompt(plain: Tokenizer, chat: Tokenizer):
         ),
         (pair_example, {"chosen": [USER], "rejected": [USER]}, "has equal answers: neither is preferred."),
         (pair_example, {"prompt": "a", "chosen": "b", "rejected": "b<eos>"}, "has equal answers:"),
+        (
+            pair_example,
+            {"chosen": [USER, ANSWER], "rejected": [USER]},
+            "has nothing to learn: an answer is empty.",
+        ),
         (
             pair_example,
             {"prompt": "a", "chosen": "b", "rejected": ""},

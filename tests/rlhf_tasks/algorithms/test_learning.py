@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from rlhf_tasks.algorithms.configurations import make_config, override
 from rlhf_tasks.algorithms.examples import prepared_rows
@@ -79,6 +80,21 @@ def log_ratios(run: OneRank, batch: SampleBatch, key: str) -> Tensor:
         for role in ("actor", "ref")
     )
     return actor[key].values - ref[key].values
+
+
+def test_the_references_log_probabilities_are_those_of_transformers(start: Any, folder: Path):
+    """Of each answer of a pair, though pairs of different lengths share micro-batches in another order."""
+    run = start("dpo", models={"ref": str(folder / "teacher")})
+    batch, model = held_out(run, folder), LlamaForCausalLM.from_pretrained(folder / "teacher")
+    found = run.output(run.calls[0], run.engines["ref"], batch, 0, range(N_SEQS)).batch
+    for side in ("chosen", "rejected"):
+        keys = (f"{side}_ids", f"{side}_mask", f"ref_{side}_logps")
+        parts = (batch[keys[0]].split(), batch[keys[1]].split(), found[keys[2]].values)
+        for ids, mask, logps in zip(*parts, strict=True):
+            with torch.no_grad():
+                log_probs = model(ids[None]).logits[0].log_softmax(1)
+            expected = log_probs[:-1].gather(1, ids[1:, None]).squeeze(1)[mask[1:]].sum()
+            assert logps.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
