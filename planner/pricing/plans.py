@@ -39,6 +39,8 @@ _TOKEN_BYTES = {
     "prompt_ids": 8,
     "input_ids": 8,
     "response_mask": 1,
+    "greedy_input_ids": 8,
+    "greedy_response_mask": 1,
     "chosen_ids": 4,  # half of a pair's tokens
     "rejected_ids": 4,
     "chosen_mask": 0.5,
@@ -51,6 +53,8 @@ _TOKEN_BYTES = {
 _SAMPLE_BYTES = {
     "scores": 4,
     "truncated": 1,
+    "greedy_scores": 4,
+    "greedy_truncated": 1,
     "final_values": 4,
     "margin": 8,
     "desirable": 1,

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.distillation.config import DistillationConfig
-from rlhf_tasks.algorithms.ppo.ppo_math import kl_divergence, log_ratio
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.generation import actor_generate
+from rlhf_tasks.algorithms.shared.policy_math import bounded, kl_divergence
+from rlhf_tasks.algorithms.shared.ref_call import ref_inference as teacher_inference
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
@@ -19,20 +20,6 @@ from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 __all__ = ["actor_generate", "actor_train", "teacher_inference"]
 
 
-def teacher_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Compute `teacher_logprobs` of the student's answers, at the temperature at which the student sampled."""
-    temperature = _config(context).sampling.temperature
-
-    def output(logits: Tensor, micro: MicroBatch) -> Tensor:
-        logprobs = engine.logprobs(logits, micro, temperature)
-        return torch.where(micro.data["response_mask"], logprobs, 0.0)
-
-    rows = engine.inference(batch, output, context.micro_batches)
-    if rows is None or not engine.is_head:
-        return CallOutput()
-    return CallOutput(SampleBatch(batch.ids, {"teacher_logprobs": rows}))
-
-
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """One optimizer step per mini-batch, on the mean loss over all its response tokens, of all replicas.
 
@@ -40,7 +27,8 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     token), kl (mean reverse KL of an answer, in nats, before the first step), grad_norm/actor, learning_rate/actor,
     skipped_steps/actor.
     """
-    config = _config(context)
+    config = context.config
+    assert isinstance(config, DistillationConfig)
     kl = kl_divergence(batch["old_logprobs"].values, batch["teacher_logprobs"].values, "k1")
     kl = torch.where(batch["response_mask"].values, kl, 0.0).double().sum()
     tokens = counts_per_block(batch, context, "response_mask").to(engine.device)
@@ -77,10 +65,5 @@ def reverse_kl(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tensor)
     the two distributions of the token, over the whole vocabulary, which GKD (arXiv:2306.13649) takes. As in GKD, and
     unlike in MiniLLM (arXiv:2306.08543), a token does not answer for the tokens after it.
     """
-    weight = log_ratio(logprobs, old_logprobs).exp()
+    weight = bounded(logprobs - old_logprobs).exp()
     return weight * kl_divergence(logprobs.detach(), teacher_logprobs, "k1")
-
-
-def _config(context: CallContext) -> DistillationConfig:
-    assert isinstance(context.config, DistillationConfig), f"{context.config.type} runs have no such call"
-    return context.config

@@ -26,6 +26,8 @@ def graph(config: DistillationSizes) -> list[ModelFunctionCall]:
             inputs=SEQUENCES,
             outputs=("teacher_logprobs",),
             n_seqs=config.batch_size,
+            group_size=config.group_size,
+            remap={"teacher_logprobs": "logprobs"},
         ),
         ModelFunctionCall(
             name="actor_train",
@@ -33,6 +35,7 @@ def graph(config: DistillationSizes) -> list[ModelFunctionCall]:
             kind="train_step",
             inputs=(*SEQUENCES, "old_logprobs", "teacher_logprobs"),
             n_seqs=config.batch_size,
+            group_size=config.group_size,
             mini_batches=config.num_mini_batches,
         ),
     ]

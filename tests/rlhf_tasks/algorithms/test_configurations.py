@@ -145,7 +145,7 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"gamma": float("nan")}, "gamma: input should be a finite number"),
         (
             {"type": "orpo"},
-            "type: must be one of ppo, grpo, sft, distillation, dpo, kto, reward_model, rollout, found 'orpo'.",
+            "kto, reinforce_pp, remax, reward_model, rloo, rollout, found 'orpo'.",
         ),
         ({"type": None}, "type: must be one of"),
         ({"models": {}}, "models.actor: required, but not given."),
@@ -153,7 +153,7 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"rewards": []}, "nothing scores the responses."),
         ({"rewards": [{"function": "no_colon"}]}, "rewards.0.function: string should match pattern"),
         ({"rewards": [{"function": "a:f"}, {"function": "b:f"}]}, "two rewards share a name: f, f."),
-        ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "PPO must explore"),
+        ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "ppo must explore"),
         ({"dual_clip": 1.0}, "dual_clip: input should be greater than 1, found 1.0."),
         (
             {"truncated_responses": "drop"},
