@@ -35,13 +35,12 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     *tokens, total_kl = engine.sum_over_dp(torch.cat([tokens, kl[None]])).tolist()
 
     def loss(logits: Tensor, micro: MicroBatch) -> LossTerms:
-        mask, data = micro.data["response_mask"], micro.data
+        old, teacher = micro.data["old_logprobs"], micro.data["teacher_logprobs"]
         logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
-        terms = reverse_kl(torch.where(mask, logprobs, 0.0), data["old_logprobs"], data["teacher_logprobs"])
-        total = torch.where(mask, terms, 0.0).sum()
-        return LossTerms(total, {"entropy": torch.where(mask, entropy.detach(), 0.0).sum()})
+        return LossTerms(reverse_kl(logprobs, old, teacher).sum(), {"entropy": entropy.detach().sum()})
 
-    steps = Steps(engine, loss, [max(count, 1.0) for count in tokens], context.micro_batches, ["entropy"])
+    denominators = [max(count, 1.0) for count in tokens]
+    steps = Steps(engine, loss, denominators, context.micro_batches, ["entropy"], counted="response_mask")
     for step in optimizer_steps(batch, context, config.optimizer):
         steps.take(step)
     return CallOutput(

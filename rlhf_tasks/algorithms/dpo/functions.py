@@ -6,7 +6,7 @@ from torch import Tensor
 from rlhf_tasks.algorithms.dpo.config import DPOConfig
 from rlhf_tasks.algorithms.dpo.dpo_math import pair_loss
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.reference import answer_logps, reference_logps
+from rlhf_tasks.algorithms.shared.reference import ANSWER, answer_logps, reference_logps
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.side_by_side import CHOSEN, REJECTED, side_by_side
 from rlhf_tasks.algorithms.shared.steps import Steps
@@ -45,7 +45,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         return _pair_terms(config, answer_logps(engine, logits, micro), micro)
 
     pairs = engine.sum_over_dp(counts_per_block(batch, context).to(engine.device))
-    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches, SUMS)
+    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches, SUMS, counted=ANSWER)
     sequences = [
         {**CHOSEN, "ref_logps": "ref_chosen_logps"},
         {**REJECTED, "ref_logps": "ref_rejected_logps"},

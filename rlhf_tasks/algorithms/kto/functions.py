@@ -6,7 +6,7 @@ from torch import Tensor
 from rlhf_tasks.algorithms.kto.config import KTOConfig
 from rlhf_tasks.algorithms.kto.kto_math import answer_loss, reference_point
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.reference import answer_logps, reference_logps
+from rlhf_tasks.algorithms.shared.reference import ANSWER, answer_logps, reference_logps
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.side_by_side import Keys, side_by_side
 from rlhf_tasks.algorithms.shared.steps import Steps
@@ -42,7 +42,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         return _answer_terms(config, answer_logps(engine, logits, micro), micro)
 
     answers = engine.sum_over_dp(counts_per_block(batch, context).to(engine.device)).tolist()
-    steps = Steps(engine, loss, answers, context.micro_batches, SUMS)
+    steps = Steps(engine, loss, answers, context.micro_batches, SUMS, counted=ANSWER)
     for step in optimizer_steps(batch, context, config.optimizer):
         kl = _kl(engine, step.batch, context.micro_batches, answers[step.block])
         ones = (1,) * len(step.batch)
@@ -58,6 +58,7 @@ def _kl(engine: Engine, batch: SampleBatch, micro_batches: int, n: float) -> flo
         side_by_side(batch, [MISMATCHED]),
         lambda logits, micro: answer_logps(engine, logits, micro),
         micro_batches,
+        counted=ANSWER,
     )
     total = torch.zeros(1, dtype=torch.float64, device=engine.device)
     if rows is not None:

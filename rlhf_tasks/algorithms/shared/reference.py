@@ -11,15 +11,17 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
+ANSWER = "response_mask"
+"""Of sequences that are set side by side: the mask of the answer's tokens, which alone count."""
+
 
 def answer_logps(engine: Engine, logits: Tensor, micro: MicroBatch) -> Tensor:
-    """The log-probability of each sequence's answer, the tokens that `response_mask` marks, given the rest: [n].
+    """The log-probability of each sequence's answer given the prompt before it: [n].
 
-    logits  [T, vocabulary / tp]
+    logits  [R, vocabulary / tp], of the rows that predict the answers' tokens: the pass was told to count ANSWER
     Collective over the tp ranks of the stage.
     """
-    logprobs = torch.where(micro.data["response_mask"], engine.logprobs(logits, micro), 0.0)
-    return torch.stack([part.sum() for part in micro.per_sample(logprobs)])
+    return torch.stack([part.sum() for part in micro.per_sample(engine.logprobs(logits, micro))])
 
 
 def reference_logps(
@@ -33,6 +35,7 @@ def reference_logps(
         side_by_side(batch, list(sequences.values())),
         lambda logits, micro: answer_logps(engine, logits, micro),
         micro_batches,
+        counted=ANSWER,
     )
     if rows is None or not engine.is_head:
         return CallOutput()
