@@ -156,7 +156,9 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["dpo", "kto", "distillation"])
+@pytest.mark.parametrize(
+    "kind", ["kto", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "distillation"))]
+)
 def test_so_do_algorithms_that_learn_against_a_frozen_model(ranks, tmp_path, kind):
     frozen = "teacher_inference" if kind == "distillation" else "ref_inference"
 
