@@ -256,7 +256,7 @@ class Recording:
         return logits, torch.zeros_like(logits)
 
     def train_step(
-        self, batch, loss, denominator, micro_batches, learning_rate, metrics=()
+        self, batch, loss, denominator, micro_batches, learning_rate, metrics=(), *_more
     ) -> dict[str, float]:
         total, sums, gradients = 0.0, dict.fromkeys(metrics, 0.0), {}
         for micro in split(batch, micro_batches):
