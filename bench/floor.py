@@ -74,7 +74,8 @@ def logprobs(model: PreTrainedModel, tokens: Tensor, prompt: int) -> tuple[Tenso
 def values(model: PreTrainedModel, tokens: Tensor, prompt: int) -> Tensor:
     """[n, R + 1]: the scalar head from the token before the first new one on."""
     hidden = model.model(tokens, use_cache=False).last_hidden_state[:, prompt - 1 :]
-    return model.score(hidden).squeeze(-1).float()
+    score: Any = model.score
+    return score(hidden).squeeze(-1).float()
 
 
 def scalar(folder: str) -> PreTrainedModel:

@@ -96,22 +96,22 @@ def write_models(folder: Path, shape: str, full_length: bool) -> None:
     full_length  the end token is outside the vocabulary. Otherwise one dim of the hidden states is nearly constant,
                  and the end token's row of the head is larger there, so that its probability is about 1 in 40
     """
-    settings = {"vocab_size": VOCAB, "num_key_value_heads": SHAPES[shape]["num_attention_heads"]}
-    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": VOCAB if full_length else END}
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "num_key_value_heads": SHAPES[shape]["num_attention_heads"],
+        "tie_word_embeddings": True,
+        "num_labels": 1,
+        "max_position_embeddings": 512,
+    }
+    settings |= SHAPES[shape]
+    settings |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": VOCAB if full_length else END}
     for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
-        config = LlamaConfig(
-            **SHAPES[shape],
-            **settings,
-            **special,
-            tie_word_embeddings=True,
-            num_labels=1,
-            max_position_embeddings=512,
-        )
+        config = LlamaConfig(**settings)
         set_seed(1234)
         model = kind(config)
         if not full_length and name == "actor":
             with torch.no_grad():
-                embedding = model.get_input_embeddings().weight
+                embedding = model.model.embed_tokens.weight
                 embedding[:, 0] = 0.02 * config.hidden_size**0.5
                 embedding[END, 0] += 4.6 / (config.hidden_size / 2) ** 0.5
         model.save_pretrained(folder / name)

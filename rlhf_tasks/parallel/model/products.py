@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -58,8 +57,8 @@ class _Product(torch.autograd.Function):
         return _multiply(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (gradient,) = gradients
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         for_x, for_weight, for_bias = ctx.needs_input_grad
