@@ -262,15 +262,16 @@ def works(arguments: argparse.Namespace, folder: Path) -> Iterator[Work]:
     """Every work that was asked for, with its models written."""
     for model, lengths in product(arguments.models, ("full", "natural")):
         theirs = folder / f"{model}-{lengths}"
-        if lengths in arguments.lengths or (lengths == "full" and set(arguments.works) != {"ppo"}):
+        # The end token that ends what is learned must be in the vocabulary.
+        wanted = {"ppo": lengths in arguments.lengths}
+        here = [a for a in arguments.works if wanted.get(a, lengths == "natural")]
+        if here:
             write_models(theirs, model, lengths == "full")
             write_rows(theirs)
-        for algorithm, dtype in product(arguments.works, arguments.dtypes):
-            wanted = lengths in arguments.lengths if algorithm == "ppo" else lengths == "full"
-            if wanted:
-                size = 64 if algorithm == "ppo" else 16
-                full = lengths == "full"
-                yield Work(algorithm, model, dtype, full, str(theirs), arguments.iterations + 1, size)
+        for algorithm, dtype in product(here, arguments.dtypes):
+            size = 64 if algorithm == "ppo" else 16
+            full = lengths == "full"
+            yield Work(algorithm, model, dtype, full, str(theirs), arguments.iterations + 1, size)
 
 
 def measure(work: Work, repeats: int, overrides: Sequence[str]) -> dict[str, list[list[Row]]]:
@@ -280,7 +281,7 @@ def measure(work: Work, repeats: int, overrides: Sequence[str]) -> dict[str, lis
     for _ in range(repeats):
         found["ours"].append(ours(work, overrides)[1:])
         found["TRL"].append(other(python, str(ROOT / "bench" / "trl_side.py"), work=work)[1:])
-        if work.algorithm != "reward_model" and work.full_length:
+        if work.algorithm == "sft" or work.full_length:
             found["bare loop"].append(other(sys.executable, "-m", "bench.floor", work=work)[1:])
     return {side: rows for side, rows in found.items() if rows}
 
