@@ -46,6 +46,8 @@ SETTINGS = {
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.spill": False,
     "distributed.comm.timeouts.connect": "30s",
+    # With a value malloc no longer learns which sizes recur: every tensor above 128 KiB would be mapped and unmapped.
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     # Scheduler, nannies and workers each keep twenty figures of every half second: for an hour if this is not set.
     "distributed.admin.system-monitor.log-length": 10,
     # The HTTP servers of scheduler and workers have no login, so they serve nothing.
