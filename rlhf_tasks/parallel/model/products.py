@@ -44,12 +44,15 @@ class OneDNNProducts(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and not kwargs:
             x, weight, *bias = args
-            return _Product.apply(x, weight, *(bias or [None]))
+            # A matrix, because what the operator returns for more dims is a view, and a sum over ranks is in place.
+            rows = x.reshape(-1, x.shape[-1])
+            y: Any = _Product.apply(rows, weight, *(bias or [None]))
+            return y.view(*x.shape[:-1], y.shape[-1])
         return func(*args, **(kwargs or {}))
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T + b, with dx = dy W, dW = dy^T x and db = the sum of dy's rows."""
+    """y = x W^T + b of a matrix x, with dx = dy W, dW = dy^T x and db = the sum of dy's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,17 +63,17 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        rows = gradient.contiguous()
         for_x, for_weight, for_bias = ctx.needs_input_grad
         return (
-            _multiply(rows, weight.t()).view_as(x) if for_x else None,
-            _multiply(rows.t(), x.reshape(-1, x.shape[-1]).t()) if for_weight else None,
+            _multiply(rows, weight.t()) if for_x else None,
+            _multiply(rows.t(), x.t()) if for_weight else None,
             rows.sum(0) if for_bias else None,
         )
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., columns] times the transpose of weight [rows, columns] -> [..., rows]."""
+    """x [n, columns] times the transpose of weight [rows, columns] -> [n, rows]."""
     if x.numel() == 0:
         return F.linear(x, weight, bias)
     # The operator is internal to Inductor: torch has no public one that takes oneDNN for float32.

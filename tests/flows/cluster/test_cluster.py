@@ -255,7 +255,7 @@ def threads():
 
 @pytest.mark.cluster
 def test_a_worker_of_our_cluster_whose_nanny_has_ended_gets_another(tmp_path, monkeypatch):
-    """So does a nanny whose next worker fails while it starts. Either has the cores of this machine, and malloc as it is."""
+    """So does a nanny whose next worker fails while it starts. Either has all cores and malloc as it is."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     with (
