@@ -6,6 +6,7 @@ WORK.json is a `Work` of bench/vs_trl.py. OUT.json gets one row for each iterati
 generation, scoring, training) and the CPU seconds of this process.
 """
 
+# pyright: reportMissingImports=false
 import json
 import sys
 import time
