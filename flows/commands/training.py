@@ -79,7 +79,7 @@ def run(
     refuse_blocks_without_server(settings)
     refuse_dead_server()
     with run_folder_of(settings, folder) as folder:
-        prepared.rows.keep(
+        prepared.keep_rows(
             folder
         )  # the flow prepares again what its process may not know; these two are done
         if settings.plan == "auto":  # the flow reads this plan and does not search again

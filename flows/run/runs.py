@@ -88,7 +88,7 @@ async def carry_out(
         prepared, expected = made or _prepared(config, place)
         with prefect_server(place):
             keep_identity(place, prepared)
-            prepared.rows.keep(place)
+            prepared.keep_rows(place)
             view = RunView(prepared, place, expected)
             try:
                 await view.begin()
@@ -246,7 +246,7 @@ class Attempts:
                 api=view.api,
                 orders=self._orders,
                 changes=[
-                    p.model_copy(update={"predicted_s": expected[p.iteration].price.duration_s})
+                    p.model_copy(update={"predicted_s": expected[p.iteration].price.longest_s})
                     for p in view.replanning.plans[1:]
                 ],
                 snapshot_every=config.snapshot_every,
@@ -254,7 +254,7 @@ class Attempts:
                 deadline_floor_s=config.runtime.deadline_floor_s,
                 max_rebuilds=config.runtime.max_restarts,
                 rebuilds=rebuilds,
-                predicted_s=expected[0].price.duration_s,
+                predicted_s=expected[0].price.longest_s,
                 peak_flops_per_s=expected[0].peak_flops_per_s,
                 blocks=self._blocks,
             )

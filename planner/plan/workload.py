@@ -49,6 +49,22 @@ class Lengths(Frozen):
         return spans
 
 
+class Evaluation(Frozen):
+    """The evaluation of a trained role: what it generates, and how often.
+
+    every          iterations from one evaluation to the next
+    n_seqs         answers of one evaluation; batch: of these, generated at once by all dp ranks together
+    prompt_tokens  mean tokens of a held-out prompt
+    new_tokens     most tokens of an answer
+    """
+
+    every: int = Field(gt=0)
+    n_seqs: int = Field(gt=0)
+    batch: int = Field(gt=0)
+    prompt_tokens: int = Field(gt=0)
+    new_tokens: int = Field(gt=0)
+
+
 class Workload(Frozen):
     """Sizes of an iteration, in addition to those in the graph.
 
@@ -59,6 +75,7 @@ class Workload(Frozen):
     itemsize         bytes of a parameter or activation
     recompute        activations are recomputed in the backward pass
     reward_s         seconds of the Python rewards per sequence
+    evaluation       of the role that the graph has evaluated
     """
 
     prompt_tokens: int = Field(gt=0)
@@ -68,6 +85,7 @@ class Workload(Frozen):
     itemsize: int = Field(gt=0)
     recompute: bool
     reward_s: float = Field(0.0, ge=0)
+    evaluation: Evaluation | None = None
 
     @property
     def mean_tokens(self) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.plan.mesh import Cluster
-from planner.plan.workload import RoleModel, Workload, fullest_share
+from planner.plan.workload import Lengths, RoleModel, Workload, fullest_share
 from planner.pricing.calibrate import with_measured_moves
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import Sizes, sizes, stage_kinds
@@ -98,6 +98,7 @@ class CostModel:
         self.classes = replace(stated, profiles=tuple(found))
         self._timings: dict[tuple, Timing] = {}
         self._costs: dict[tuple, dict[int, CallCost]] = {}
+        self._evaluations: dict[tuple, CallCost] = {}
         self.ran = tuple(ran)
         self._factors: dict[str, dict[tuple, Factor]] = {}
 
@@ -171,6 +172,29 @@ class CostModel:
         local = self._sizes(role, s)
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
         return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
+
+    def evaluation(self, role: str, placement: Placement) -> CallCost:
+        """One evaluation of a role on a placement: generation batch by batch, and the rewards of its answers.
+
+        The workload must have one. It has no figures of runs: only calls are corrected by these.
+        """
+        asked = self.workload.evaluation
+        assert asked is not None, "the workload has no evaluation"
+        where, s = self._where(placement), placement.strategy
+        key = role, where
+        if key not in self._evaluations:
+            lengths = {"prompt_tokens": asked.prompt_tokens, "new_tokens": Lengths.fixed(asked.new_tokens)}
+            workload = self.workload.model_copy(update={**lengths, "max_new_tokens": asked.new_tokens})
+            timing = self._timing(role, s.tp, where.crossings.tp, where.classes)
+            mesh = _OnMesh(timing, workload, self._sizes(role, s), s, where.crossings)
+            n_seqs = min(asked.batch, asked.n_seqs)
+            call = ModelFunctionCall(
+                name="evaluate", role=role, kind="generate", inputs=("prompt_ids",), n_seqs=n_seqs
+            )
+            batch, batches = _generate(mesh, call, 1), -(-asked.n_seqs // n_seqs)
+            rewards_s = mesh.share(n_seqs) * workload.reward_s
+            self._evaluations[key] = CallCost(batches * (batch.seconds + rewards_s), batch.active_bytes)
+        return self._evaluations[key]
 
     def onload_s(self, role: str, placement: Placement) -> float:
         """Seconds to copy a role's parameters from host memory: those of the fullest device, as the others wait."""

@@ -109,6 +109,9 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir)
     document["data"]["train"] = absolute(config.data.train)
+    evaluation = document.get("evaluation")
+    if evaluation is not None:
+        evaluation["data"] = absolute(evaluation["data"])
     document["models"] = {
         role: absolute(source) if isinstance(source, str) else source
         for role, source in document["models"].items()
@@ -121,7 +124,7 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         document["resume"] = absolute(config.resume)
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan)
-    for reward in document.get("rewards", ()):
+    for reward in (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ())):
         location, _, function = reward["function"].rpartition(":")
         if location.endswith(".py"):
             reward["function"] = f"{absolute(location)}:{function}"

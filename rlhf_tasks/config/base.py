@@ -5,7 +5,7 @@ generates, `Scores` generates and scores. Code outside `algorithms/` checks for 
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
@@ -17,6 +17,7 @@ from rlhf_tasks.config.sections import (
     MOST_SEQS,
     ClusterConfig,
     DataConfig,
+    EvaluationConfig,
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
@@ -164,6 +165,7 @@ class TrainingConfig(RunConfig):
         "": ("total_iterations",),
         "Batch": ("num_mini_batches",),
         "Training": ("optimizer", "gradient_checkpointing"),
+        "Evaluation": ("evaluation",),
     }
 
     total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
@@ -175,10 +177,20 @@ class TrainingConfig(RunConfig):
         default=False,
         description="Recompute a layer's activations in its backward pass: less memory, more time.",
     )
+    evaluation: EvaluationConfig | None = Field(
+        default=None,
+        description="Scores of answers to held-out rows during the run, as metrics eval/...; default: none.",
+    )
 
     def iterations(self, n_rows: int) -> int:
         """`total_iterations`, whatever the number of rows."""
         return self.total_iterations
+
+    @property
+    def rewards_of_evaluation(self) -> tuple[RewardFunction, ...]:
+        """The Python rewards that score the answers to held-out rows."""
+        own = self.rewards if isinstance(self, Scores) else ()
+        return () if self.evaluation is None else self.evaluation.rewards or own
 
     @field_validator("num_mini_batches")
     @classmethod
@@ -189,6 +201,38 @@ class TrainingConfig(RunConfig):
                 f"{value} does not divide batch_size={batch_size}. Make batch_size a multiple of it."
             )
         return value
+
+    @model_validator(mode="after")
+    def _can_be_evaluated(self) -> Self:
+        asked = self.evaluation
+        if asked is None:
+            return self
+        actor = self.roles().get("actor")
+        if actor is None or actor.optimizer is None or actor.head != "lm":
+            raise ValueError(
+                f"evaluation: its answers are those of a language model that trains, and a run of type {self.type!r} "
+                "trains none. Leave it out."
+            )
+        if asked.every > self.total_iterations:
+            raise ValueError(
+                f"evaluation.every={asked.every} is more than total_iterations={self.total_iterations}. Lower it."
+            )
+        if not self.rewards_of_evaluation:
+            raise ValueError(
+                "evaluation: nothing scores the answers. Name a function under evaluation.rewards."
+            )
+        if asked.max_completion_length is None and not isinstance(self, Samples):
+            raise ValueError(
+                f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
+                "evaluation.max_completion_length."
+            )
+        if asked.keep_best and asked.every % self.snapshot_every:
+            raise ValueError(
+                f"evaluation.keep_best keeps evaluated snapshots, but every={asked.every} is no multiple of "
+                f"snapshot_every={self.snapshot_every}. Make it one."
+            )
+        refuse_equal_names(asked.rewards)
+        return self
 
 
 class Samples(RunConfig):
@@ -246,10 +290,22 @@ class Scores(Samples):
 
     @model_validator(mode="after")
     def _refuse_equal_names(self) -> Self:
-        names = [reward.name for reward in self.rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")
+        refuse_equal_names(self.rewards)
         return self
+
+
+def rewards_of(config: RunConfig) -> tuple[RewardFunction, ...]:
+    """All Python rewards that a run calls, those of its evaluation among them."""
+    own = config.rewards if isinstance(config, Scores) else ()
+    of_evaluation = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
+    return (*own, *(reward for reward in of_evaluation if reward not in own))
+
+
+def refuse_equal_names(rewards: Sequence[RewardFunction]) -> None:
+    """Raises ValueError where two rewards would have one name in metrics."""
+    names = [reward.name for reward in rewards]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")
 
 
 def refuse_split_groups(num_generations: int, batch_size: int) -> None:

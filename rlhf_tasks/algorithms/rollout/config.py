@@ -1,4 +1,4 @@
-"""The configuration of a rollout."""
+"""The configuration of a rollout, and the base of configurations whose runs pass once over the rows."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from rlhf_tasks.data.token_file import TokenFile
 
 
-class RolloutConfig(Scores):
-    """Samples from a model, which are scored and written as JSONL: all rows once, in file order."""
+class OnePass(Scores):
+    """The configuration of runs that answer all rows once, in file order, with a frozen model."""
 
-    type: Literal["rollout"] = "rollout"
     groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
 
     models: RolloutModels
@@ -39,3 +38,9 @@ class RolloutConfig(Scores):
     def _batch_holds_whole_prompts(self) -> Self:
         refuse_split_groups(self.num_generations, self.batch_size)
         return self
+
+
+class RolloutConfig(OnePass):
+    """Samples from a model, which are scored and written as JSONL: all rows once, in file order."""
+
+    type: Literal["rollout"] = "rollout"

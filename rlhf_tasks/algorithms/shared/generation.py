@@ -1,6 +1,7 @@
 """The generate call of every algorithm that samples from its policy."""
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.train.engine import Engine
+
+if TYPE_CHECKING:
+    from rlhf_tasks.data.tokenizer import Tokenizer
 
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -22,13 +26,7 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"
-    sampling = SamplingParams(
-        max_new_tokens=config.sampling.max_completion_length,
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
-        stop_ids=context.tokenizer.stop_ids,
-    )
+    sampling = sampling_params(config, context.tokenizer)
     started = time.perf_counter()
     answered = draw(engine, batch, sampling, config.seed, context.iteration, record_kept=config.records_kept)
     elapsed_s = time.perf_counter() - started
@@ -45,3 +43,14 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
         "throughput/tokens_per_s": tokens * heads / seconds,
     }
     return CallOutput(answered, metrics)
+
+
+def sampling_params(config: Samples, tokenizer: "Tokenizer") -> SamplingParams:
+    """The engine's sampling parameters from a configuration's."""
+    return SamplingParams(
+        max_new_tokens=config.sampling.max_completion_length,
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+        stop_ids=tokenizer.stop_ids,
+    )
