@@ -41,6 +41,11 @@ def run_here(algorithm: str, config: RunConfig, folder: Path) -> None:
         f"done in {since_start_s():.0f} s: {summary['iterations']} iterations, which took the ranks "
         f"{summary['seconds']:.0f} s; {folder / 'summary.json'}"
     )
+    scores = dict(summary.get("scores", {}))
+    if samples := scores.pop("samples", 0):
+        tell(
+            f"means of {samples} answers: {', '.join(f'{name} {mean:.4f}' for name, mean in scores.items())}"
+        )
 
 
 def demo_here(folder: Path, seed: int) -> None:

@@ -35,9 +35,11 @@ from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.checkpoint.commits import latest_commit, newest_step
+from rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
+from rlhf_tasks.config.base import OnePass
+from rlhf_tasks.rewards.samples_folder import mean_scores
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import read_json, reading
@@ -313,7 +315,7 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
     summary["metrics"] = metrics[-1] if metrics else {}
     trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]
     if trained:
-        commit, _ = latest_commit(folder)
+        commit, _ = commit_to_export(folder, prepared.config)
         assert commit is not None, "a finished run has a commit"
         model, role = folder / "model", "actor" if "actor" in trained else trained[0]
         if _exported_step(folder) != commit.step:  # a run that was stopped may have gone on
@@ -322,9 +324,11 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
             _export(commit.folder, prepared, role, model)
             reach(Point.EXPORTED)
         by_now = replace(prepared, changes=replanning.plans[1:])
-        card = model_card(by_now, folder.name, role, summary["metrics"])
+        card = model_card(by_now, folder.name, role, metrics[commit.step - 1] if commit.step else {})
         (model / "README.md").write_text(card, encoding="utf-8")
-        summary["model"] = str(model)
+        summary |= {"model": str(model), "model_step": commit.step}
+    if isinstance(prepared.config, OnePass):
+        summary["scores"] = mean_scores(folder, prepared.config.samples(len(prepared.rows)))
     if missing := api.missing():
         summary["prefect"] = missing
     text = json.dumps(summary, indent=2)
@@ -333,9 +337,9 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
 
 
 def _exported_step(folder: Path) -> int | None:
-    """How many iterations had been committed when the run's model was exported; None where nothing says so."""
+    """The step of the commit that the run's model was exported from; None where nothing says so."""
     with suppress(ConfigError):
-        return read_json(folder / SUMMARY).get("iterations")
+        return read_json(folder / SUMMARY).get("model_step")
     return None
 
 

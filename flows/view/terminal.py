@@ -73,10 +73,12 @@ def tell(line: str) -> None:
 
 
 def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
-    """Names of the metrics that are shown, in order: reward, mean of each reward, KL, accuracy, losses."""
+    """Names of the metrics that are shown, in order: of the evaluation, reward, mean of each reward, KL, accuracy,
+    losses."""
     own = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     losses = [name for name in metrics if name.startswith("loss/")]
-    return [name for name in ("reward", *own, "kl", "accuracy", *losses) if metrics.get(name) is not None]
+    names = ("eval/reward", "reward", *own, "kl", "accuracy", *losses)
+    return [name for name in names if metrics.get(name) is not None]
 
 
 class RunProgress:

@@ -1,7 +1,8 @@
 """The base classes of run configurations, built from the sections in sections.py. Torch-free.
 
 Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` trains, `Samples`
-generates, `Scores` generates and scores. Code outside `algorithms/` checks for these bases, never for an algorithm.
+generates, `Scores` generates and scores, `OnePass` does that once for each row. Code outside `algorithms/` checks for
+these bases, never for an algorithm.
 """
 
 from abc import abstractmethod
@@ -24,6 +25,7 @@ from rlhf_tasks.config.sections import (
     RewardFunction,
     RewardModelScore,
     Role,
+    RolloutModels,
     RuntimeConfig,
     SamplingConfig,
     Settings,
@@ -291,6 +293,39 @@ class Scores(Samples):
     @model_validator(mode="after")
     def _refuse_equal_names(self) -> Self:
         refuse_equal_names(self.rewards)
+        return self
+
+
+class OnePass(Scores):
+    """The configuration of runs that answer all rows once, in file order, with a frozen model."""
+
+    groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
+
+    models: RolloutModels
+    num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Samples per prompt.")
+
+    def samples(self, n_rows: int) -> int:
+        """The number of samples of `n_rows` rows. The last iteration may have more: it begins the rows again."""
+        return n_rows * self.num_generations
+
+    def iterations(self, n_rows: int) -> int:
+        """The number of iterations that pass once over all rows."""
+        return -(-self.samples(n_rows) // self.batch_size)
+
+    def row_of(self, rows: "TokenFile", sample: int) -> int:
+        """The index of the row of a sample: rows in file order, `num_generations` samples each."""
+        return sample // self.num_generations % len(rows)
+
+    def roles(self) -> dict[str, Role]:
+        """The frozen actor, and reward where there is a reward model."""
+        roles = {"actor": Role.of(self.models.actor, "lm")}
+        if self.models.reward is not None:
+            roles["reward"] = Role.of(self.models.reward, "scalar")
+        return roles
+
+    @model_validator(mode="after")
+    def _batch_holds_whole_prompts(self) -> Self:
+        refuse_split_groups(self.num_generations, self.batch_size)
         return self
 
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.algorithms.rollout.config import OnePass
+from rlhf_tasks.config.base import OnePass
 from rlhf_tasks.config.sections import SamplingConfig
 
 
