@@ -11,8 +11,16 @@ from flows.commands.plans import show_warnings
 from flows.rewards.trial import try_rewards
 from flows.run.prepare import prepare
 from flows.run.run_folder import open_run
+from flows.run.stages import check_stages
 from planner.report.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
+from rlhf_tasks.algorithms.pipelines import (
+    PIPELINE,
+    PipelineConfig,
+    is_pipeline,
+    load_pipeline,
+    stages_of,
+)
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig, Scores
 
@@ -23,9 +31,12 @@ def schema(type_: str = "ppo", /) -> None:
     Parameters
     ----------
     type_
-        ppo, grpo, sft, reward_model, rollout, or another registered algorithm.
+        ppo, grpo, sft, reward_model, rollout, evaluate, pipeline, or another registered algorithm.
     """
     name = type_.replace("-", "_")
+    if name == PIPELINE:
+        print(json.dumps(PipelineConfig.model_json_schema(), indent=2))
+        return
     if name not in algorithm_names():
         raise ConfigError(
             f"there is no configuration type {type_!r}; there are {', '.join(algorithm_names())}."
@@ -60,6 +71,11 @@ def validate(
     rewards
         Also call each Python reward once, on the first row of the data, in a separate process.
     """
+    if is_pipeline(config):
+        stages = stages_of(load_pipeline(config, overrides))
+        show_warnings(check_stages(stages))
+        print(f"{config}: valid. {len(stages)} stages: {', '.join(stages)}.")
+        return
     folder, settings = open_run(load_config(config, overrides))
     prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)

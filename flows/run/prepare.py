@@ -24,6 +24,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
+from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
@@ -122,6 +123,18 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         disk=need,
         held_out=held_out,
     )
+
+
+def check_without_models(config: RunConfig) -> list[str]:
+    """Check what `prepare` would, of a configuration whose models are still to be trained: whether its data are there
+    and its rewards fit them. Returns warnings. Raises ConfigError."""
+    _refuse_what_cannot_run(config)
+    warnings, is_here = list[str](), config.cluster.address is None
+    for part in filter(None, [config, evaluation_of(config)]):
+        columns = [name for name in next(iter(data_set(part.data))).row if name != "prompt"]
+        if isinstance(part, Scores):
+            warnings += check_rewards(part.rewards, columns, is_here)
+    return warnings
 
 
 def _held_out(config: RunConfig, folder: Path | None) -> tuple[TokenFile | None, list[str]]:

@@ -38,6 +38,7 @@ from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
 
 CONFIG = "config.json"
+SUMMARY = "summary.json"
 LOCK = ".lock"
 ORDER = "order"
 BEGUN = "flow-runs"  # folder in a run folder: an empty file for each flow run of the run, named by its id

@@ -107,7 +107,7 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     if manifest is None:
         return ()
     _refuse_another_model(folder, manifest, prepared.config)
-    changes = list(_changed_keys(_committed_config(folder, manifest), _compared(prepared.config)))
+    changes = list(_changed_keys(_committed_config(folder, manifest), compared(prepared.config)))
     for name, rows, source in _data_of(prepared):
         if (folder / name).exists() and (folder / name).read_bytes() != rows.digest.encode():
             changes.append(f"{source} has other rows")
@@ -174,12 +174,13 @@ def _committed_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
     accepted = _accepted(folder, manifest.step)
     document = manifest.config if accepted is None else accepted.config
     try:  # keys that a later version has added get their defaults
-        return _compared(make_config(document))
+        return compared(make_config(document))
     except ConfigError:
         return {key: value for key, value in document.items() if key not in FREE}
 
 
-def _compared(config: RunConfig) -> dict[str, Any]:
+def compared(config: RunConfig) -> dict[str, Any]:
+    """Of a configuration, as a document, all that results depend on."""
     return config.model_dump(mode="json", exclude=set(FREE))
 
 

@@ -27,7 +27,7 @@ from flows.run.planning import hardware_of
 from flows.run.prepare import Prepared, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
-from flows.run.run_folder import open_run, remember_folder, run_folder_of, taken
+from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_of, taken
 from flows.run.run_identity import keep_identity, refuse_changes
 from flows.run.summary import read_jsonl, rows_by_plan, run_figures
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
@@ -44,7 +44,6 @@ from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import read_json, reading
 
-SUMMARY = "summary.json"
 RESTARTS = "restarts.json"
 
 

@@ -73,7 +73,7 @@ def tuned(tmp_path):
 
 def test_an_algorithm_of_another_package_is_one_among_the_others(tuned):
     tuned()
-    assert algorithm_names() == ["ppo", "grpo", "sft", "reward_model", "rollout", "tuned"]
+    assert algorithm_names() == ["ppo", "grpo", "sft", "evaluate", "reward_model", "rollout", "tuned"]
     record = algorithm("tuned")
     assert (record.name, record.package) == ("tuned", "tuned-models")
     config = make_config(DOCUMENT)
