@@ -26,7 +26,7 @@ from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.examples import mean_prompt_tokens
-from rlhf_tasks.algorithms.held_out import evaluation_of
+from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, section_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.base import RunConfig, Samples, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
@@ -202,7 +202,7 @@ def shapes_of(config: RunConfig) -> dict[str, ModelShape]:
 def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
     """The dataflow graph that a configuration describes."""
     record = algorithm(config.type)
-    evaluated = ("actor",) if isinstance(config, TrainingConfig) and config.evaluation is not None else ()
+    evaluated = () if section_of(config) is None else ("actor",)
     return DataflowGraph(
         record.calls(config),
         record.dataset_keys,
@@ -261,19 +261,20 @@ def workload_of(config: RunConfig, prompt_tokens: float | None = None) -> Worklo
 
 def _evaluation(config: RunConfig) -> Evaluation | None:
     """What a run's evaluation generates; the held-out rows are counted. Raises DataError."""
-    evaluation = evaluation_of(config)
-    if evaluation is None:
+    asked, stated = section_of(config), config.planning.prompt_tokens
+    if asked is None:
         return None
-    assert isinstance(config, TrainingConfig), "only training is evaluated"
-    assert config.evaluation is not None, "it has the section"
-    prompt = config.planning.prompt_tokens or round(mean_prompt_tokens(evaluation))
-    return Evaluation(
-        every=config.evaluation.every,
-        n_seqs=data_set(evaluation.data).count() * evaluation.num_generations,
-        batch=evaluation.batch_size,
-        prompt_tokens=max(1, prompt),
-        new_tokens=evaluation.sampling.max_completion_length,
-    )
+    answers, completions = evaluation_of(config), completions_of(config)
+    rows = data_set(config.data.model_copy(update={"train": asked.data})).count()
+    sizes: dict[str, int] = {}
+    if answers is not None:
+        sizes["n_seqs"] = rows * asked.num_generations
+        sizes["prompt_tokens"] = stated or round(mean_prompt_tokens(answers)) or 1
+        sizes["new_tokens"] = answers.sampling.max_completion_length
+    if completions is not None:
+        sizes["completions"] = rows
+        sizes["completion_tokens"] = stated or round(mean_prompt_tokens(completions)) or 1
+    return Evaluation(every=asked.every, batch=asked.batch_size * asked.num_generations, **sizes)
 
 
 def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:

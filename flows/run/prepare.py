@@ -1,8 +1,8 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.cluster.shutdown import beside
@@ -19,7 +19,12 @@ from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
 from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.held_out import HELD_OUT, evaluation_of, shared_prompts
+from rlhf_tasks.algorithms.held_out import (
+    HELD_OUT,
+    evaluation_of,
+    held_out_sets,
+    shared_prompts,
+)
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
@@ -40,7 +45,7 @@ class Prepared:
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
     rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
-    held_out     the tokenised rows of its evaluation, likewise
+    held_out     file in the run folder -> the tokenised rows of its evaluation, likewise
     warnings     a sentence for each figure of planning.device that is implausible, for each file of kept figures that
                  was put aside, for prices by extrapolation, for ranks that crowd this machine, and for held-out rows
                  that are among the data
@@ -55,7 +60,7 @@ class Prepared:
     changes: tuple[ScheduledPlan, ...] = ()
     warnings: tuple[str, ...] = ()
     disk: DiskNeed = NO_DISK
-    held_out: TokenFile | None = None
+    held_out: Mapping[str, TokenFile] = field(default_factory=dict)
 
     @property
     def plans(self) -> tuple[ScheduledPlan, ...]:
@@ -65,8 +70,8 @@ class Prepared:
     def keep_rows(self, folder: Path) -> None:
         """Leave the tokenised rows in the run's folder, where the ranks read them. Raises OSError."""
         self.rows.keep(folder)
-        if self.held_out is not None:
-            self.held_out.keep(folder, HELD_OUT)
+        for name, rows in self.held_out.items():
+            rows.keep(folder, name)
 
 
 def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
@@ -130,24 +135,23 @@ def check_without_models(config: RunConfig) -> list[str]:
     and its rewards fit them. Returns warnings. Raises ConfigError."""
     _refuse_what_cannot_run(config)
     warnings, is_here = list[str](), config.cluster.address is None
-    for part in filter(None, [config, evaluation_of(config)]):
+    for part in (config, *held_out_sets(config).values()):
         columns = [name for name in next(iter(data_set(part.data))).row if name != "prompt"]
         if isinstance(part, Scores):
             warnings += check_rewards(part.rewards, columns, is_here)
     return warnings
 
 
-def _held_out(config: RunConfig, folder: Path | None) -> tuple[TokenFile | None, list[str]]:
-    """The tokenised rows of a run's evaluation, where it has one, and warnings about them and its rewards."""
-    evaluation = evaluation_of(config)
-    if evaluation is None:
-        return None, []
-    rows = prepared_rows(evaluation, folder, HELD_OUT)
-    columns = [name for name in rows.columns if name != "prompt"]
-    own = [reward for reward in evaluation.rewards if reward not in getattr(config, "rewards", ())]
-    check_rewards(evaluation.rewards, columns, config.cluster.address is None)
-    warnings = check_rewards(own, columns, config.cluster.address is None)
-    return rows, [*warnings, *filter(None, [shared_prompts(config, evaluation)])]
+def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFile], list[str]]:
+    """The tokenised rows of a run's evaluation, by file, and warnings about them and its rewards."""
+    found = {name: prepared_rows(reader, folder, name) for name, reader in held_out_sets(config).items()}
+    warnings = [shared] if (shared := shared_prompts(config)) else []
+    evaluation, is_here = evaluation_of(config), config.cluster.address is None
+    if evaluation is not None:
+        columns = [name for name in found[HELD_OUT].columns if name != "prompt"]
+        told = set(check_rewards(getattr(config, "rewards", ()), columns, is_here))
+        warnings += [w for w in check_rewards(evaluation.rewards, columns, is_here) if w not in told]
+    return found, warnings
 
 
 def crowding(config: RunConfig) -> str | None:

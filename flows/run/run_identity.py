@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from flows.run.prepare import Prepared
 from flows.run.run_folder import CONFIG, taken
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
-from rlhf_tasks.algorithms.held_out import evaluation_of
+from rlhf_tasks.algorithms.held_out import section_of
 from rlhf_tasks.checkpoint.accepted_changes import Accepted, last_accepted, write_accepted
 from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
 from rlhf_tasks.checkpoint.journals import (
@@ -126,9 +126,11 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 def _data_of(prepared: Prepared) -> Iterator[tuple[str, TokenFile, str]]:
     """(file with the digest, rows, where they come from) of a run's data and of its held-out rows."""
     yield DATA, prepared.rows, prepared.config.data.train
-    evaluation = evaluation_of(prepared.config)
-    if prepared.held_out is not None and evaluation is not None:
-        yield HELD_OUT_DATA, prepared.held_out, evaluation.data.train
+    section = section_of(prepared.config)
+    for rows in prepared.held_out.values():
+        assert section is not None, "held-out rows are of an evaluation"
+        yield HELD_OUT_DATA, rows, section.data
+        return  # the others are of the same files
 
 
 def _newest_manifest(folder: Path) -> Manifest | None:

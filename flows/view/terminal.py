@@ -77,7 +77,7 @@ def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
     losses."""
     own = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     losses = [name for name in metrics if name.startswith("loss/")]
-    names = ("eval/reward", "reward", *own, "kl", "accuracy", *losses)
+    names = ("eval/reward", "eval/loss", "reward", *own, "kl", "accuracy", *losses)
     return [name for name in names if metrics.get(name) is not None]
 
 

@@ -50,19 +50,23 @@ class Lengths(Frozen):
 
 
 class Evaluation(Frozen):
-    """The evaluation of a trained role: what it generates, and how often.
+    """The evaluation of a trained role: what it computes, and how often.
 
     every          iterations from one evaluation to the next
-    n_seqs         answers of one evaluation; batch: of these, generated at once by all dp ranks together
+    n_seqs         answers of one evaluation
+    batch          answers that are generated at once, by all dp ranks together
     prompt_tokens  mean tokens of a held-out prompt
     new_tokens     most tokens of an answer
+    completions    rows whose completions it computes the loss on; completion_tokens: mean tokens of such a row
     """
 
     every: int = Field(gt=0)
-    n_seqs: int = Field(gt=0)
     batch: int = Field(gt=0)
-    prompt_tokens: int = Field(gt=0)
-    new_tokens: int = Field(gt=0)
+    n_seqs: int = Field(0, ge=0)
+    prompt_tokens: int = Field(1, gt=0)
+    new_tokens: int = Field(1, gt=0)
+    completions: int = Field(0, ge=0)
+    completion_tokens: int = Field(1, gt=0)
 
 
 class Workload(Frozen):

@@ -22,7 +22,7 @@ from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, facto
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Exchange, Pass
-from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
 OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments in float32 (optimizer.py)
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
@@ -174,7 +174,8 @@ class CostModel:
         return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
 
     def evaluation(self, role: str, placement: Placement) -> CallCost:
-        """One evaluation of a role on a placement: generation batch by batch, and the rewards of its answers.
+        """One evaluation of a role on a placement: generation batch by batch, the rewards of the answers, and
+        a forward pass over rows with completions, row by row.
 
         The workload must have one. It has no figures of runs: only calls are corrected by these.
         """
@@ -183,17 +184,28 @@ class CostModel:
         where, s = self._where(placement), placement.strategy
         key = role, where
         if key not in self._evaluations:
-            lengths = {"prompt_tokens": asked.prompt_tokens, "new_tokens": Lengths.fixed(asked.new_tokens)}
-            workload = self.workload.model_copy(update={**lengths, "max_new_tokens": asked.new_tokens})
             timing = self._timing(role, s.tp, where.crossings.tp, where.classes)
-            mesh = _OnMesh(timing, workload, self._sizes(role, s), s, where.crossings)
-            n_seqs = min(asked.batch, asked.n_seqs)
-            call = ModelFunctionCall(
-                name="evaluate", role=role, kind="generate", inputs=("prompt_ids",), n_seqs=n_seqs
-            )
-            batch, batches = _generate(mesh, call, 1), -(-asked.n_seqs // n_seqs)
-            rewards_s = mesh.share(n_seqs) * workload.reward_s
-            self._evaluations[key] = CallCost(batches * (batch.seconds + rewards_s), batch.active_bytes)
+            local = self._sizes(role, s)
+
+            def mesh(prompt_tokens: int, new_tokens: int) -> _OnMesh:
+                lengths = {"prompt_tokens": prompt_tokens, "new_tokens": Lengths.fixed(new_tokens)}
+                workload = self.workload.model_copy(update={**lengths, "max_new_tokens": new_tokens})
+                return _OnMesh(timing, workload, local, s, where.crossings)
+
+            seconds, active = 0.0, [(0.0,) * s.pp]
+            if asked.n_seqs:
+                call = _evaluates(role, "generate", min(asked.batch, asked.n_seqs))
+                on = mesh(asked.prompt_tokens, asked.new_tokens)
+                batch, rewards_s = _generate(on, call, 1), on.share(call.n_seqs) * on.workload.reward_s
+                seconds += -(-asked.n_seqs // call.n_seqs) * (batch.seconds + rewards_s)
+                active.append(batch.active_bytes)
+            if asked.completions:
+                call = _evaluates(role, "inference", asked.completions)
+                on = mesh(max(1, asked.completion_tokens - 1), 1)
+                passed = _infer(on, call, on.share(call.n_seqs))
+                seconds += passed.seconds
+                active.append(passed.active_bytes)
+            self._evaluations[key] = CallCost(seconds, tuple(map(max, zip(*active, strict=True))))
         return self._evaluations[key]
 
     def onload_s(self, role: str, placement: Placement) -> float:
@@ -245,6 +257,10 @@ class CostModel:
             spans(at(rank, 0, 0) for rank in range(s.dp)),
             spans(at(0, 0, rank) for rank in range(s.pp)),
         )
+
+
+def _evaluates(role: str, kind: CallKind, n_seqs: int) -> ModelFunctionCall:
+    return ModelFunctionCall(name="evaluate", role=role, kind=kind, inputs=("input_ids",), n_seqs=n_seqs)
 
 
 def _by_class(

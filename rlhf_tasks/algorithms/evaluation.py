@@ -1,17 +1,28 @@
 """The evaluation in a training run: answers to held-out rows with the weights that the training has just left."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rlhf_tasks.algorithms.evaluate.config import EvaluateConfig
 from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.held_out import (
+    COMPLETIONS,
+    HELD_OUT,
+    completions_of,
+    evaluation_of,
+    held_out_sets,
+    section_of,
+)
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.generation import sampling_params
 from rlhf_tasks.algorithms.shared.scoring import score
+from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.layout.transfers import shares
@@ -24,7 +35,36 @@ PURPOSE = "evaluation"
 
 
 class Evaluation:
-    """The held-out rows and rewards of a run, on one rank.
+    """What a run's section `evaluation` asks for, on one rank.
+
+    config      the run's
+    run_folder  where its held-out rows lie
+    rewards     this rank's helper process for the rewards of the evaluation
+    """
+
+    def __init__(
+        self, config: RunConfig, run_folder: Path, rewards: RewardProcess, tokenizer: Tokenizer
+    ) -> None:
+        section, answers = section_of(config), evaluation_of(config)
+        assert section is not None, "the run has no evaluation"
+        self._batch_size, self._completions = section.batch_size, completions_of(config)
+        self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
+        self._answers = answers and Answers(answers, self._rows[HELD_OUT], rewards, tokenizer)
+
+    def metrics(self, engine: Engine, iteration: int, run_folder: Path) -> dict[str, float]:
+        """Those of `Answers.metrics`, where rewards score answers, and eval/loss, where it is asked for. Equal on all
+        ranks of the engine's placement, over which it is collective."""
+        found: dict[str, float] = {}
+        if self._answers is not None:
+            found |= self._answers.metrics(engine, iteration, run_folder)
+        if self._completions is not None:
+            rows = self._rows[COMPLETIONS]
+            found["eval/loss"] = completion_loss(engine, rows, self._completions, self._batch_size)
+        return found
+
+
+class Answers:
+    """The held-out rows to answer, and the rewards that score the answers, on one rank.
 
     config   what is evaluated, see `rlhf_tasks.algorithms.held_out.evaluation_of`
     rows     the tokenised held-out rows
@@ -57,7 +97,7 @@ class Evaluation:
         )
         names = [function.name for function in self._config.rewards]
         sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)  # over this head's answers
-        for answered in self._answers(engine, context):
+        for answered in self._answered(engine, context):
             scored = score(engine, answered, context)
             assert scored is not None, "this rank is a head"
             counts = [
@@ -80,14 +120,10 @@ class Evaluation:
             },
         }
 
-    def _answers(self, engine: Engine, context: CallContext) -> Iterator[SampleBatch]:
+    def _answered(self, engine: Engine, context: CallContext) -> Iterator[SampleBatch]:
         """On a head: its share of the answers, batch by batch, where it has one. Other ranks only take part."""
-        side, rank = DataSide(placement=engine.placement), engine.groups.rank
         sampling = sampling_params(self._config, self._tokenizer)
-        for first in range(0, context.n_seqs, self._config.batch_size):
-            ids = range(first, min(first + self._config.batch_size, context.n_seqs))
-            asked = self._asked(shares(side, ids)[rank]) if engine.is_head else None
-            asked = share_batch(asked, engine.placement, engine.groups, rank)
+        for asked in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
             answered = generate(
                 engine, asked, sampling, self._config.seed, context.iteration, purpose=PURPOSE
             )
@@ -95,7 +131,39 @@ class Evaluation:
                 columns = {"columns": asked["columns"]}
                 yield SampleBatch(answered.ids, {**answered.data, **columns})
 
-    def _asked(self, ids: Sequence[int]) -> SampleBatch:
-        """The rows of some answers. A batch of no answers has the same keys."""
-        found = fetch(self._rows, self._config, ids or (0,))
-        return found if ids else found.take(())
+
+def completion_loss(engine: Engine, rows: TokenFile, config: RunConfig, batch_size: int) -> float:
+    """The mean negative log-likelihood, in nats per token, of the completions of all rows, as of supervised
+    fine-tuning. Collective over the engine's placement.
+
+    rows        with the keys `input_ids` and `response_mask`
+    batch_size  rows that all ranks together compute at once, each rank one after the other
+    """
+
+    def output(logits: Tensor, micro: MicroBatch) -> Tensor:
+        return engine.logprobs(logits, micro)
+
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for batch in _batches(engine, rows, config, len(rows), batch_size):
+        logprobs = engine.inference(batch, output, max(1, len(batch)))
+        if engine.is_head and logprobs is not None and len(batch):
+            learned = batch["response_mask"].values
+            sums[0] -= logprobs.values[learned].double().sum()
+            sums[1] += learned.sum()
+    loss, tokens = engine.sum_over_dp(sums).tolist()
+    return loss / tokens
+
+
+def _batches(
+    engine: Engine, rows: TokenFile, config: RunConfig, count: int, at_once: int
+) -> Iterator[SampleBatch]:
+    """This replica's shares of the samples 0 .. count - 1, `at_once` of all replicas at a time, on all its ranks."""
+    side, rank = DataSide(placement=engine.placement), engine.groups.rank
+    for first in range(0, count, at_once):
+        ids = range(first, min(first + at_once, count))
+        mine = None
+        if engine.is_head:
+            own = shares(side, ids)[rank]
+            found = fetch(rows, config, own or (0,)).to(engine.device)
+            mine = found if own else found.take(())  # no samples, with the same keys
+        yield share_batch(mine, engine.placement, engine.groups, rank)

@@ -5,22 +5,47 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlhf_tasks.algorithms.evaluate.config import Answering, EvaluateConfig
+from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from rlhf_tasks.config.sections import RolloutModels
+from rlhf_tasks.config.sections import ActorOnly, EvaluationConfig, RolloutModels
 from rlhf_tasks.data.dataset import PlacedRow, Row, data_set
 
-HELD_OUT = "held-out.arrow"
-"""The tokenised held-out rows in a run folder."""
+HELD_OUT, COMPLETIONS = "held-out.arrow", "held-out-completions.arrow"
+"""The tokenised held-out rows in a run folder: to answer, and with their completions."""
+
+
+def section_of(config: RunConfig) -> EvaluationConfig | None:
+    """The section `evaluation` of a run; None where it has none."""
+    return config.evaluation if isinstance(config, TrainingConfig) else None
+
+
+def held_out_sets(config: RunConfig) -> dict[str, RunConfig]:
+    """File in the run folder -> the configuration by whose rules the held-out rows in it are read."""
+    found = {HELD_OUT: evaluation_of(config), COMPLETIONS: completions_of(config)}
+    return {name: reader for name, reader in found.items() if reader is not None}
+
+
+def completions_of(config: RunConfig) -> SFTConfig | None:
+    """The supervised fine-tuning whose loss on the held-out rows is `eval/loss`; None where that is not asked for."""
+    asked = section_of(config)
+    if asked is None or not asked.loss:
+        return None
+    data = config.data.model_copy(update={"train": asked.data})
+    if isinstance(config, SFTConfig):
+        return config.model_copy(update={"data": data})
+    models = ActorOnly(actor=config.models.actor)
+    return SFTConfig(models=models, data=data, output_dir=config.output_dir, total_iterations=1)
 
 
 def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
-    """What a run with the section `evaluation` does as `type: evaluate` would; None without that section.
+    """What a run with the section `evaluation` does as `type: evaluate` would; None without rewards for it.
 
     The model is the one that trains: `models.actor` gives its tokenizer and its context. A batch has whole rows.
     """
-    if not isinstance(config, TrainingConfig) or config.evaluation is None:
+    asked = section_of(config)
+    rewards = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
+    if asked is None or not rewards:
         return None
-    asked, rewards = config.evaluation, config.rewards_of_evaluation
     tokens = asked.max_completion_length
     if tokens is None:
         assert isinstance(config, Samples), "the configuration has checked this"
@@ -41,12 +66,16 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     )
 
 
-def shared_prompts(config: RunConfig, held_out: EvaluateConfig) -> str | None:
+def shared_prompts(config: RunConfig) -> str | None:
     """A warning where the training data have prompts of the held-out rows; None where they have none.
 
     Both data sets are read once. Raises DataError for a malformed row.
     """
-    asked = {prompt: placed.where for prompt, placed in _prompts(data_set(held_out.data))}
+    section = section_of(config)
+    if section is None:
+        return None
+    held_out = data_set(config.data.model_copy(update={"train": section.data}))
+    asked = {prompt: placed.where for prompt, placed in _prompts(held_out)}
     trained = {prompt for prompt, _ in _prompts(data_set(config.data)) if prompt in asked}
     if not trained:
         return None

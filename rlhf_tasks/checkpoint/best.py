@@ -8,9 +8,6 @@ from typing import Any
 
 from rlhf_tasks.checkpoint.journals import METRICS
 
-SCORE = "eval/reward"
-"""The metric by which commits are compared; higher is better."""
-
 
 def keep_best(config: Mapping[str, Any]) -> int:
     """How many of the best commits a run keeps, from its configuration as a document."""
@@ -18,8 +15,10 @@ def keep_best(config: Mapping[str, Any]) -> int:
 
 
 def score_of(metrics: Mapping[str, float | None]) -> float | None:
-    """The finite score in an iteration's metrics; None where it has none."""
-    score = metrics.get(SCORE)
+    """By which commits are compared, higher is better: an iteration's eval/reward, or, without that, its eval/loss
+    with the other sign. None where it has none that is finite."""
+    reward, loss = metrics.get("eval/reward"), metrics.get("eval/loss")
+    score = reward if reward is not None or loss is None else -loss
     return score if score is not None and math.isfinite(score) else None
 
 

@@ -118,7 +118,7 @@ def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError
 
 def commit_to_export(run_folder: Path, config: RunConfig) -> tuple[Commit | None, list[CheckpointError]]:
     """The commit whose model a run exports, and why others were refused: with `evaluation.keep_best` the one of the
-    highest eval/reward, else, and where none was evaluated, the newest. Reads every byte of these commits."""
+    best evaluation, else, and where none was evaluated, the newest. Reads every byte of these commits."""
     refused = []
     if keep_best(config.model_dump()):
         there, scores = set(steps_of(run_folder)), scores_of(run_folder)

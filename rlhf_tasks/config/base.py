@@ -219,11 +219,16 @@ class TrainingConfig(RunConfig):
             raise ValueError(
                 f"evaluation.every={asked.every} is more than total_iterations={self.total_iterations}. Lower it."
             )
-        if not self.rewards_of_evaluation:
+        if not self.rewards_of_evaluation and not asked.loss:
             raise ValueError(
-                "evaluation: nothing scores the answers. Name a function under evaluation.rewards."
+                "evaluation: nothing scores the answers. Name a function under evaluation.rewards, or set "
+                "evaluation.loss: true for the loss on the rows' completions."
             )
-        if asked.max_completion_length is None and not isinstance(self, Samples):
+        if (
+            self.rewards_of_evaluation
+            and asked.max_completion_length is None
+            and not isinstance(self, Samples)
+        ):
             raise ValueError(
                 f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
                 "evaluation.max_completion_length."

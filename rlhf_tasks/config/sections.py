@@ -169,7 +169,9 @@ class SamplingConfig(Settings):
 
 
 class EvaluationConfig(Settings):
-    """Evaluation on held-out rows during a training run: answers of the model as it then is, scored by rewards."""
+    """Evaluation on held-out rows during a training run: the model as it then is answers them, and the answers are
+    scored by rewards; or it is asked how likely the rows' own completions are.
+    """
 
     data: str = Field(
         min_length=1, description="Held-out rows: JSONL (.gz) or Parquet, read as those of data.train are."
@@ -183,6 +185,10 @@ class EvaluationConfig(Settings):
     rewards: tuple[RewardFunction, ...] = Field(
         default=(),
         description="Python rewards that score the answers, summed with weights; default: the run's.",
+    )
+    loss: bool = Field(
+        default=False,
+        description="Also the loss on the rows' completions, as of supervised fine-tuning: eval/loss.",
     )
     max_completion_length: int | None = Field(
         default=None,
@@ -199,8 +205,9 @@ class EvaluationConfig(Settings):
         default=0,
         ge=0,
         le=MOST_ITERATIONS,
-        description="Snapshots of the highest eval/reward that are kept besides keep_last. With 1 or more, the run's "
-        "model is exported from the best of all its evaluated snapshots; with 0, from the last snapshot.",
+        description="Snapshots of the highest eval/reward (without rewards: of the lowest eval/loss) that are kept "
+        "besides keep_last. With 1 or more, the run's model is exported from the best of its evaluated snapshots; with "
+        "0, from the last snapshot.",
     )
 
     def is_due(self, iteration: int, total_iterations: int) -> bool:

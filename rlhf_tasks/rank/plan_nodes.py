@@ -12,7 +12,7 @@ from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.evaluation import Evaluation
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.functions import load_functions
-from rlhf_tasks.algorithms.held_out import HELD_OUT, evaluation_of
+from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
@@ -98,12 +98,10 @@ class RankRun:
     def _evaluated(self) -> Evaluation:
         """Made by the ranks that evaluate, when they do so first. Rewards of its own have a process of their own."""
         if self._evaluation is None:
-            config = evaluation_of(self._config)
-            assert config is not None, "the plan evaluates, the configuration does not"
-            if config.rewards != getattr(self._config, "rewards", ()):
-                self._rewards_of_evaluation = RewardProcess(config, self._spec.iterations, self._spec.blocks)
-            rows = TokenFile.open(Path(self._spec.run_folder, HELD_OUT))
-            self._evaluation = Evaluation(config, rows, self._rewards_of_evaluation, self._tokenizer)
+            answers, folder = evaluation_of(self._config), Path(self._spec.run_folder)
+            if answers is not None and answers.rewards != getattr(self._config, "rewards", ()):
+                self._rewards_of_evaluation = RewardProcess(answers, self._spec.iterations, self._spec.blocks)
+            self._evaluation = Evaluation(self._config, folder, self._rewards_of_evaluation, self._tokenizer)
         return self._evaluation
 
     def start(self, kept: KeptState | None) -> None:

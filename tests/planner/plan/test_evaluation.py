@@ -80,6 +80,18 @@ def test_an_iteration_is_charged_its_share_and_a_deadline_the_whole(evaluated, d
     assert larger.longest_s["evaluate_actor"] > 5 * price.longest_s["evaluate_actor"], "batch by batch"
 
 
+def test_the_loss_on_completions_is_priced_too(evaluated, demo_assignments, model_of):
+    plan = build_plan(evaluated, demo_assignments, Cluster(1, 4))
+    alone = Evaluation(every=EVERY, batch=64, completions=200, completion_tokens=48)
+    both = ASKED.model_copy(update={"completions": 200, "completion_tokens": 48})
+    loss_s, answers_s, both_s = (
+        price_plan(plan, m).longest_s["evaluate_actor"] - m.classes.dispatch_s
+        for m in map(model_of, (alone, ASKED, both))
+    )
+    assert 0 < loss_s < answers_s
+    assert both_s == pytest.approx(loss_s + answers_s)
+
+
 def test_its_cache_needs_room(evaluated, demo_assignments, model_of):
     plan = build_plan(evaluated, demo_assignments, Cluster(1, 4))
     asked = ASKED.model_copy(update={"batch": 60_000, "n_seqs": 60_000})

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.evaluation import Evaluation
 from rlhf_tasks.algorithms.examples import prepared_rows
-from rlhf_tasks.algorithms.held_out import evaluation_of
+from rlhf_tasks.algorithms.held_out import evaluation_of, held_out_sets
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
@@ -35,26 +35,38 @@ def even(completions, answer, **columns):
 """
 
 
+def held_out(path: Path) -> Path:
+    """Prompts of different lengths, an answer for the rewards, and a completion for the loss."""
+    rows = [json.loads(line) for line in write_prompts(path, ROWS).read_text().splitlines()]
+    path.write_text(
+        "".join(json.dumps({**row, "completion": "xy" * (1 + i)}) + "\n" for i, row in enumerate(rows))
+    )
+    return path
+
+
 def config_of(folder: Path, **evaluation: Any):
     """PPO with an evaluation on five rows, in batches of three: some dp rank of four is always without one."""
     (folder / "judge.py").write_text(REWARDS)
     rewards = [{"function": f"{folder / 'judge.py'}:{name}"} for name in ("total", "even")]
     asked = {
-        "data": str(write_prompts(folder / "held_out.jsonl", ROWS)),
+        "data": str(held_out(folder / "held_out.jsonl")),
         "rewards": rewards,
         "max_completion_length": TOKENS,
         "batch_size": 3,
         **evaluation,
     }
-    return ppo_config(folder, dtype="float64", evaluation=asked)
+    config = ppo_config(folder, dtype="float64", evaluation=asked)
+    for name, reader in held_out_sets(config).items():
+        prepared_rows(reader).keep(folder, name)
+    return config
 
 
 def evaluated(rank: int, world: int, strategy: tuple[int, int, int], document: str, iteration: int):
     """The metrics of one evaluation under a strategy, as this rank has them."""
     torch.set_num_threads(1)
     run = make_config(json.loads(document))
-    config = evaluation_of(run)
-    assert config is not None
+    answers = evaluation_of(run)
+    assert answers is not None
     placement = Placement(tuple(range(world)), ParallelStrategy(*strategy))
     folder = run.models.actor
     layout = Layout(ModelShape.from_folder(folder), "lm", placement)
@@ -71,9 +83,9 @@ def evaluated(rank: int, world: int, strategy: tuple[int, int, int], document: s
     engine = Engine(
         stage, layout, groups, OptimizerSettings((0.9, 0.95), eps=1e-8, weight_decay=0.0, max_grad_norm=0.5)
     )
-    rewards = RewardProcess(config)
+    rewards = RewardProcess(answers)
     try:
-        evaluation = Evaluation(config, prepared_rows(config), rewards, Tokenizer.from_folder(folder))
+        evaluation = Evaluation(run, Path(folder).parent, rewards, Tokenizer.from_folder(folder))
         return evaluation.metrics(engine, iteration, Path(folder))
     finally:
         rewards.close()
@@ -82,15 +94,14 @@ def evaluated(rank: int, world: int, strategy: tuple[int, int, int], document: s
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 0.9, "num_generations": 2}],
-    ids=["greedy", "sampled"],
+    [{"loss": True}, {"temperature": 0.9, "num_generations": 2}],
+    ids=["greedy and loss", "sampled"],
 )
 def test_the_metrics_are_equal_under_every_layout(ranks: Any, tmp_path, sampling):
     document = config_of(tmp_path, **sampling).model_dump_json()
     (alone,) = ranks.run(1, evaluated, (1, 1, 1), document, 0)
-    assert set(alone) == {
-        *("eval/reward", "eval/total/mean", "eval/even/mean", "eval/mean_length", "eval/clipped_ratio")
-    }
+    names = {"eval/reward", "eval/total/mean", "eval/even/mean", "eval/mean_length", "eval/clipped_ratio"}
+    assert set(alone) == names | ({"eval/loss"} if "loss" in sampling else set())
     for strategy in STRATEGIES:
         for metrics in ranks.run(ParallelStrategy(*strategy).size, evaluated, strategy, document, 0):
             assert metrics == pytest.approx(alone, rel=1e-9), strategy
@@ -124,6 +135,24 @@ def test_greedy_answers_are_the_models_likeliest_tokens_and_each_row_counts_once
             "eval/clipped_ratio": 1 - ended / ROWS,
         }
     )
+
+
+@pytest.mark.dist
+def test_the_loss_is_the_mean_over_all_tokens_of_all_completions(ranks: Any, tmp_path):
+    config = config_of(tmp_path, loss=True)
+    (metrics,) = ranks.run(1, evaluated, (1, 1, 1), config.model_dump_json(), 0)
+    tokenizer = Tokenizer.from_folder(config.models.actor)
+    model = AutoModelForCausalLM.from_pretrained(config.models.actor, dtype=torch.float64)
+    total, tokens = 0.0, 0
+    for line in (tmp_path / "held_out.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        given = tokenizer.encode(row["prompt"], special_tokens=True)
+        learned = [*tokenizer.encode(row["completion"]), tokenizer.eos_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([given + learned])).logits[0, len(given) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(learned), reduction="sum"))
+        tokens += len(learned)
+    assert metrics["eval/loss"] == pytest.approx(total / tokens, rel=1e-9)
 
 
 @pytest.mark.dist

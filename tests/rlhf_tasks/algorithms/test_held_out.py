@@ -97,13 +97,11 @@ def test_rows_that_are_also_trained_on_are_named(tmp_path):
     trained = rows(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "b"})
     held_out = rows(tmp_path / "h.jsonl", {"prompt": "c"}, {"prompt": "b"}, {"prompt": "d"})
     config = make_config(document(evaluation={"data": held_out}, data={"train": trained}))
-    evaluation = evaluation_of(config)
-    assert evaluation is not None
-    told = shared_prompts(config, evaluation)
+    told = shared_prompts(config)
     assert told is not None
     assert f"1 of 3 held-out prompts are also in {trained} (the first: {held_out}:2)" in told
     rows(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "B"})
-    assert shared_prompts(config, evaluation) is None
+    assert shared_prompts(config) is None
 
 
 def test_prompts_of_conversations_are_compared_without_the_answer(tmp_path):
@@ -111,6 +109,4 @@ def test_prompts_of_conversations_are_compared_without_the_answer(tmp_path):
     trained = rows(tmp_path / "rows.jsonl", {"messages": [asked, {"role": "assistant", "content": "x"}]})
     held_out = rows(tmp_path / "h.jsonl", {"prompt": [asked]})
     config = make_config(document(evaluation={"data": held_out}, data={"train": trained}))
-    evaluation = evaluation_of(config)
-    assert evaluation is not None
-    assert "1 of 1" in (shared_prompts(config, evaluation) or "")
+    assert "1 of 1" in (shared_prompts(config) or "")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_tasks.algorithms.configurations import make_config
-from rlhf_tasks.checkpoint.best import best_steps, scores_of
+from rlhf_tasks.checkpoint.best import best_steps, score_of, scores_of
 from rlhf_tasks.checkpoint.commits import RunSnapshots, commit_to_export, step_folder
 from tests.rlhf_tasks.checkpoint.test_commits import Spec, names, order, results
 
@@ -93,3 +93,10 @@ def test_of_equal_ones_the_earlier_is_better_and_what_is_not_finite_counts_nothi
 @pytest.mark.parametrize("count", [0, 9])
 def test_as_many_as_there_are(count):
     assert best_steps({1: 0.1, 2: 0.2}, count) == [2, 1][:count]
+
+
+def test_without_rewards_the_lowest_loss_is_the_best():
+    assert score_of({"eval/loss": 0.5}) == -0.5
+    assert score_of({"eval/loss": 0.5, "eval/reward": 0.2}) == 0.2
+    assert score_of({"eval/loss": None}) is None
+    assert score_of({"loss/sft": 0.5}) is None
