@@ -268,13 +268,12 @@ def _evaluation(config: RunConfig) -> Evaluation | None:
     rows = data_set(config.data.model_copy(update={"train": asked.data})).count()
     sizes: dict[str, int] = {}
     if answers is not None:
-        sizes["n_seqs"] = rows * asked.num_generations
+        sizes["answers"] = asked.num_generations
         sizes["prompt_tokens"] = stated or round(mean_prompt_tokens(answers)) or 1
         sizes["new_tokens"] = answers.sampling.max_completion_length
     if completions is not None:
-        sizes["completions"] = rows
         sizes["completion_tokens"] = stated or round(mean_prompt_tokens(completions)) or 1
-    return Evaluation(every=asked.every, batch=asked.batch_size * asked.num_generations, **sizes)
+    return Evaluation(every=asked.every, rows=rows, rows_at_once=asked.batch_size, **sizes)
 
 
 def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:

@@ -52,21 +52,21 @@ class Lengths(Frozen):
 class Evaluation(Frozen):
     """The evaluation of a trained role: what it computes, and how often.
 
-    every          iterations from one evaluation to the next
-    n_seqs         answers of one evaluation
-    batch          answers that are generated at once, by all dp ranks together
-    prompt_tokens  mean tokens of a held-out prompt
-    new_tokens     most tokens of an answer
-    completions    rows whose completions it computes the loss on; completion_tokens: mean tokens of such a row
+    every              iterations from one evaluation to the next
+    rows               held-out rows; rows_at_once: of these, computed at once by all dp ranks together
+    answers            answers that are generated to each row; 0: none
+    prompt_tokens      mean tokens of a held-out prompt
+    new_tokens         most tokens of an answer
+    completion_tokens  mean tokens of a row with its completion, on which the loss is computed; 0: it is not
     """
 
     every: int = Field(gt=0)
-    batch: int = Field(gt=0)
-    n_seqs: int = Field(0, ge=0)
+    rows: int = Field(gt=0)
+    rows_at_once: int = Field(gt=0)
+    answers: int = Field(0, ge=0)
     prompt_tokens: int = Field(1, gt=0)
     new_tokens: int = Field(1, gt=0)
-    completions: int = Field(0, ge=0)
-    completion_tokens: int = Field(1, gt=0)
+    completion_tokens: int = Field(0, ge=0)
 
 
 class Workload(Frozen):

@@ -174,8 +174,8 @@ class CostModel:
         return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
 
     def evaluation(self, role: str, placement: Placement) -> CallCost:
-        """One evaluation of a role on a placement: generation batch by batch, the rewards of the answers, and
-        a forward pass over rows with completions, row by row.
+        """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
+        forward pass over the rows with their completions.
 
         The workload must have one. It has no figures of runs: only calls are corrected by these.
         """
@@ -192,19 +192,18 @@ class CostModel:
                 workload = self.workload.model_copy(update={**lengths, "max_new_tokens": new_tokens})
                 return _OnMesh(timing, workload, local, s, where.crossings)
 
-            seconds, active = 0.0, [(0.0,) * s.pp]
-            if asked.n_seqs:
-                call = _evaluates(role, "generate", min(asked.batch, asked.n_seqs))
+            at_once = min(asked.rows_at_once, asked.rows)
+            parts = [CallCost(0.0, (0.0,) * s.pp)]
+            if asked.answers:
+                call = _evaluates(role, "generate", at_once * asked.answers)
                 on = mesh(asked.prompt_tokens, asked.new_tokens)
-                batch, rewards_s = _generate(on, call, 1), on.share(call.n_seqs) * on.workload.reward_s
-                seconds += -(-asked.n_seqs // call.n_seqs) * (batch.seconds + rewards_s)
-                active.append(batch.active_bytes)
-            if asked.completions:
-                call = _evaluates(role, "inference", asked.completions)
+                generated, rewards_s = _generate(on, call, 1), on.share(call.n_seqs) * on.workload.reward_s
+                parts.append(CallCost(generated.seconds + rewards_s, generated.active_bytes))
+            if asked.completion_tokens:
                 on = mesh(max(1, asked.completion_tokens - 1), 1)
-                passed = _infer(on, call, on.share(call.n_seqs))
-                seconds += passed.seconds
-                active.append(passed.active_bytes)
+                parts.append(_infer(on, _evaluates(role, "inference", at_once), min(s.pp, on.share(at_once))))
+            seconds = -(-asked.rows // at_once) * sum(part.seconds for part in parts)
+            active = [part.active_bytes for part in parts]
             self._evaluations[key] = CallCost(seconds, tuple(map(max, zip(*active, strict=True))))
         return self._evaluations[key]
 

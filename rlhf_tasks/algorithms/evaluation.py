@@ -137,7 +137,7 @@ def completion_loss(engine: Engine, rows: TokenFile, config: RunConfig, batch_si
     fine-tuning. Collective over the engine's placement.
 
     rows        with the keys `input_ids` and `response_mask`
-    batch_size  rows that all ranks together compute at once, each rank one after the other
+    batch_size  rows that all ranks together compute at once, in one micro-batch for each stage
     """
 
     def output(logits: Tensor, micro: MicroBatch) -> Tensor:
@@ -145,7 +145,7 @@ def completion_loss(engine: Engine, rows: TokenFile, config: RunConfig, batch_si
 
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for batch in _batches(engine, rows, config, len(rows), batch_size):
-        logprobs = engine.inference(batch, output, max(1, len(batch)))
+        logprobs = engine.inference(batch, output, engine.placement.strategy.pp)
         if engine.is_head and logprobs is not None and len(batch):
             learned = batch["response_mask"].values
             sums[0] -= logprobs.values[learned].double().sum()

@@ -199,15 +199,15 @@ class EvaluationConfig(Settings):
     temperature: float = Field(default=0.0, ge=0, description="Divides the logits; 0 is greedy.")
     num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Answers to each row.")
     batch_size: int = Field(
-        default=64, gt=0, le=MOST_SEQS, description="Rows that are answered at once, by all ranks together."
+        default=64, gt=0, le=MOST_SEQS, description="Rows that are computed at once, by all ranks together."
     )
     keep_best: int = Field(
         default=0,
         ge=0,
         le=MOST_ITERATIONS,
         description="Snapshots of the highest eval/reward (without rewards: of the lowest eval/loss) that are kept "
-        "besides keep_last. With 1 or more, the run's model is exported from the best of its evaluated snapshots; with "
-        "0, from the last snapshot.",
+        "besides keep_last. With 1 or more, the run's model is exported from the best of its evaluated snapshots, "
+        "with 0 from the last snapshot.",
     )
 
     def is_due(self, iteration: int, total_iterations: int) -> bool:

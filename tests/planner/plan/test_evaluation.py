@@ -12,7 +12,7 @@ from planner.pricing.plans import price_plan, shortfall
 from rlhf_tasks.spec import EvaluateNode, SaveNode
 
 EVERY = 5
-ASKED = Evaluation(every=EVERY, n_seqs=200, batch=64, prompt_tokens=32, new_tokens=16)
+ASKED = Evaluation(every=EVERY, rows=200, rows_at_once=64, answers=1, prompt_tokens=32, new_tokens=16)
 
 
 @pytest.fixture
@@ -76,14 +76,14 @@ def test_an_iteration_is_charged_its_share_and_a_deadline_the_whole(evaluated, d
 
     rarer = price_plan(plan, model_of(ASKED.model_copy(update={"every": 50})))
     assert rarer.iteration_time_s < price.iteration_time_s
-    larger = price_plan(plan, model_of(ASKED.model_copy(update={"n_seqs": 2000})))
+    larger = price_plan(plan, model_of(ASKED.model_copy(update={"rows": 2000})))
     assert larger.longest_s["evaluate_actor"] > 5 * price.longest_s["evaluate_actor"], "batch by batch"
 
 
 def test_the_loss_on_completions_is_priced_too(evaluated, demo_assignments, model_of):
     plan = build_plan(evaluated, demo_assignments, Cluster(1, 4))
-    alone = Evaluation(every=EVERY, batch=64, completions=200, completion_tokens=48)
-    both = ASKED.model_copy(update={"completions": 200, "completion_tokens": 48})
+    alone = Evaluation(every=EVERY, rows=200, rows_at_once=64, completion_tokens=48)
+    both = ASKED.model_copy(update={"completion_tokens": 48})
     loss_s, answers_s, both_s = (
         price_plan(plan, m).longest_s["evaluate_actor"] - m.classes.dispatch_s
         for m in map(model_of, (alone, ASKED, both))
@@ -94,7 +94,7 @@ def test_the_loss_on_completions_is_priced_too(evaluated, demo_assignments, mode
 
 def test_its_cache_needs_room(evaluated, demo_assignments, model_of):
     plan = build_plan(evaluated, demo_assignments, Cluster(1, 4))
-    asked = ASKED.model_copy(update={"batch": 60_000, "n_seqs": 60_000})
+    asked = ASKED.model_copy(update={"rows": 60_000, "rows_at_once": 60_000})
     small, large = (shortfall(price_plan(plan, m), m) for m in map(model_of, (ASKED, asked)))
     assert large is not None
     assert "during evaluate_actor" in large

@@ -41,7 +41,15 @@ SMALL = ModelShape.from_config(
 )
 
 
-EVALUATION = Evaluation(every=2, n_seqs=90, batch=40, prompt_tokens=64, new_tokens=128)
+EVALUATION = Evaluation(
+    every=2,
+    rows=45,
+    rows_at_once=20,
+    answers=2,
+    prompt_tokens=64,
+    new_tokens=128,
+    completion_tokens=90,
+)
 
 
 def make_tables(
