@@ -41,13 +41,13 @@ class Stages:
         self._open.__exit__(*error)
 
     async def run(self, name: str) -> dict[str, Any]:
-        """The summary of a stage, see `run_stage`."""
+        """The summary of a stage, which is run unless it is finished. Raises ConfigError as `run_stage` does."""
         config = self._configs[name]
         if await asyncio.to_thread(is_finished, config):
             tell(f"{name}: is finished; its results are taken from {Path(config.output_dir, name)}")
             return summary_of(config)
         place = config.cluster.model_copy(update={"address": self._address(config)})
-        return await run_stage(config.model_copy(update={"cluster": place}))
+        return await _go_on(config.model_copy(update={"cluster": place}))
 
     def _address(self, config: RunConfig) -> str:
         """Of the scheduler of the cluster that all stages share."""
@@ -68,6 +68,11 @@ async def run_stage(config: RunConfig, run_flow: Flow[..., Any] | None = None) -
     """
     if await asyncio.to_thread(is_finished, config):
         return summary_of(config)
+    return await _go_on(config, run_flow)
+
+
+async def _go_on(config: RunConfig, run_flow: Flow[..., Any] | None = None) -> dict[str, Any]:
+    """Run a stage that is not finished: from its last commit, where it has a run folder."""
     folder = Path(config.output_dir, str(config.name))
     begun = str(folder) if (folder / CONFIG).exists() else None
     return await (run_flow or flow_of(config.type))(config, begun)

@@ -49,14 +49,14 @@ class Evaluation:
         assert section is not None, "the run has no evaluation"
         self._batch_size, self._completions = section.batch_size, completions_of(config)
         self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
-        self._answers = answers and Answers(answers, self._rows[HELD_OUT], rewards, tokenizer)
+        self._answers = answers and Answers(answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder)
 
-    def metrics(self, engine: Engine, iteration: int, run_folder: Path) -> dict[str, float]:
+    def metrics(self, engine: Engine, iteration: int) -> dict[str, float]:
         """Those of `Answers.metrics`, where rewards score answers, and eval/loss, where it is asked for. Equal on all
         ranks of the engine's placement, over which it is collective."""
         found: dict[str, float] = {}
         if self._answers is not None:
-            found |= self._answers.metrics(engine, iteration, run_folder)
+            found |= self._answers.metrics(engine, iteration)
         if self._completions is not None:
             rows = self._rows[COMPLETIONS]
             found["eval/loss"] = completion_loss(engine, rows, self._completions, self._batch_size)
@@ -72,11 +72,17 @@ class Answers:
     """
 
     def __init__(
-        self, config: EvaluateConfig, rows: TokenFile, rewards: RewardProcess, tokenizer: Tokenizer
+        self,
+        config: EvaluateConfig,
+        rows: TokenFile,
+        rewards: RewardProcess,
+        tokenizer: Tokenizer,
+        run_folder: Path,
     ) -> None:
         self._config, self._rows, self._rewards, self._tokenizer = config, rows, rewards, tokenizer
+        self._run_folder = run_folder
 
-    def metrics(self, engine: Engine, iteration: int, run_folder: Path) -> dict[str, float]:
+    def metrics(self, engine: Engine, iteration: int) -> dict[str, float]:
         """Answer all held-out rows and score the answers. Collective over the engine's placement.
 
         Returns, equal on every rank, over all answers: eval/reward, the mean score; eval/<name>/mean of each reward;
@@ -92,7 +98,7 @@ class Answers:
             micro_batches=1,
             tokenizer=self._tokenizer,
             rewards=self._rewards,
-            run_folder=run_folder,
+            run_folder=self._run_folder,
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
         )
         names = [function.name for function in self._config.rewards]

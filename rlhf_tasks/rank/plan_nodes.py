@@ -258,7 +258,7 @@ class RankRun:
         held, expected = engine.version, request.versions[node.role]
         require(held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}")
         flops_before = engine.flops
-        metrics = self._evaluated().metrics(engine, iteration, Path(self._spec.run_folder))
+        metrics = self._evaluated().metrics(engine, iteration)
         return Outcome(metrics, flops=engine.flops - flops_before)
 
     def _save_as(self, step: int, role: str, engine: Engine) -> None:

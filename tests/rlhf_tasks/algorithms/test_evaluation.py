@@ -86,7 +86,7 @@ def evaluated(rank: int, world: int, strategy: tuple[int, int, int], document: s
     rewards = RewardProcess(answers)
     try:
         evaluation = Evaluation(run, Path(folder).parent, rewards, Tokenizer.from_folder(folder))
-        return evaluation.metrics(engine, iteration, Path(folder))
+        return evaluation.metrics(engine, iteration)
     finally:
         rewards.close()
 
