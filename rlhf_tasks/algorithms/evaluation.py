@@ -85,7 +85,8 @@ class Answers:
     def metrics(self, engine: Engine, iteration: int) -> dict[str, float]:
         """Answer all held-out rows and score the answers. Collective over the engine's placement.
 
-        Returns, equal on every rank, over all answers: eval/reward, the mean score; eval/<name>/mean of each reward;
+        Returns, equal on every rank, over all answers: eval/reward, the mean score; eval/<name>/mean of each reward
+        that has judged one;
         eval/mean_length in tokens; eval/clipped_ratio, the fraction without an end token. An answer depends only on
         the weights, its row and (seed, iteration, number of the answer), not on the layout.
         Raises RewardError as `score` does.
@@ -104,7 +105,7 @@ class Answers:
         names = [function.name for function in self._config.rewards]
         sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)  # over this head's answers
         for answered in self._answered(engine, context):
-            scored = score(engine, answered, context)
+            scored = score(engine, answered, context, all_judged=False)
             assert scored is not None, "this rank is a head"
             counts = [
                 len(answered),
@@ -115,20 +116,17 @@ class Answers:
             by_name = [figure for values in judged for figure in (sum(values), len(values))]
             sums += torch.tensor([*counts, scored.scores.sum(), *by_name], dtype=torch.float64)
         n, tokens, clipped, total, *by_name = engine.sum_over_dp(sums.to(engine.device)).tolist()
-        return {
-            "eval/reward": total / n,
-            "eval/mean_length": tokens / n,
-            "eval/clipped_ratio": clipped / n,
-            **{
-                f"eval/{name}/mean": by_name[2 * place] / by_name[2 * place + 1]
-                for place, name in enumerate(names)
-                if by_name[2 * place + 1]
-            },
+        means = {
+            f"eval/{name}/mean": by_name[2 * place] / by_name[2 * place + 1]
+            for place, name in enumerate(names)
+            if by_name[2 * place + 1]
         }
+        found = {**means, "eval/mean_length": tokens / n, "eval/clipped_ratio": clipped / n}
+        return {"eval/reward": total / n, **found} if means else found
 
     def _answered(self, engine: Engine, context: CallContext) -> Iterator[SampleBatch]:
         """On a head: its share of the answers, batch by batch, where it has one. Other ranks only take part."""
-        sampling = sampling_params(self._config, self._tokenizer)
+        sampling = sampling_params(self._config.sampling, self._tokenizer)
         for asked in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
             answered = generate(
                 engine, asked, sampling, self._config.seed, context.iteration, purpose=PURPOSE

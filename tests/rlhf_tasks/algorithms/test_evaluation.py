@@ -98,6 +98,7 @@ def evaluated(rank: int, world: int, strategy: tuple[int, int, int], document: s
     ids=["greedy and loss", "sampled"],
 )
 def test_the_metrics_are_equal_under_every_layout(ranks: Any, tmp_path, sampling):
+    """Of four dp ranks some have rows that one of the rewards does not judge, and some have none."""
     document = config_of(tmp_path, **sampling).model_dump_json()
     (alone,) = ranks.run(1, evaluated, (1, 1, 1), document, 0)
     names = {"eval/reward", "eval/total/mean", "eval/even/mean", "eval/mean_length", "eval/clipped_ratio"}
@@ -105,6 +106,21 @@ def test_the_metrics_are_equal_under_every_layout(ranks: Any, tmp_path, sampling
     for strategy in STRATEGIES:
         for metrics in ranks.run(ParallelStrategy(*strategy).size, evaluated, strategy, document, 0):
             assert metrics == pytest.approx(alone, rel=1e-9), strategy
+
+
+@pytest.mark.dist
+def test_a_rank_whose_answers_no_reward_judges_is_no_error(ranks: Any, tmp_path):
+    config = config_of(tmp_path)
+    assert config.evaluation is not None
+    only = config.evaluation.model_copy(update={"rewards": config.evaluation.rewards[1:]})
+    document = config.model_copy(update={"evaluation": only}).model_dump_json()
+    alone, *split = (
+        metrics
+        for strategy in ((1, 1, 1), (4, 1, 1))
+        for metrics in ranks.run(ParallelStrategy(*strategy).size, evaluated, strategy, document, 0)
+    )
+    assert alone["eval/even/mean"] == 0.5
+    assert split == [pytest.approx(alone, rel=1e-9)] * 4
 
 
 @pytest.mark.dist
