@@ -168,7 +168,7 @@ def test_the_loss_is_the_mean_over_all_tokens_of_all_completions(ranks: Any, tmp
             logits = model(torch.tensor([given + learned])).logits[0, len(given) - 1 : -1]
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(learned), reduction="sum"))
         tokens += len(learned)
-    assert metrics["eval/loss"] == pytest.approx(total / tokens, rel=1e-9)
+    assert metrics["eval/loss"] == pytest.approx(total / tokens, rel=1e-7)  # transformers norms in float32
 
 
 @pytest.mark.dist
