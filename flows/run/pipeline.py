@@ -17,7 +17,7 @@ from flows.cluster.shutdown import ending_in_time
 from flows.run.algorithm_flow import flow_of
 from flows.run.run_folder import CONFIG, SUMMARY
 from flows.run.runs import cluster_of
-from flows.run.stages import check_stages, is_finished, summary_of
+from flows.run.stages import check_stages, result_of
 from flows.view.terminal import entering, tell
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of, stages_of
@@ -43,9 +43,9 @@ class Stages:
     async def run(self, name: str) -> dict[str, Any]:
         """The summary of a stage, which is run unless it is finished. Raises ConfigError as `run_stage` does."""
         config = self._configs[name]
-        if await asyncio.to_thread(is_finished, config):
+        if found := await asyncio.to_thread(result_of, config):
             tell(f"{name}: is finished; its results are taken from {Path(config.output_dir, name)}")
-            return summary_of(config)
+            return found
         place = config.cluster.model_copy(update={"address": self._address(config)})
         return await _go_on(config.model_copy(update={"cluster": place}))
 
@@ -66,9 +66,7 @@ async def run_stage(config: RunConfig, run_flow: Flow[..., Any] | None = None) -
     run_flow  default: the algorithm's flow
     Raises ConfigError when a stage that was begun has changed since.
     """
-    if await asyncio.to_thread(is_finished, config):
-        return summary_of(config)
-    return await _go_on(config, run_flow)
+    return await asyncio.to_thread(result_of, config) or await _go_on(config, run_flow)
 
 
 async def _go_on(config: RunConfig, run_flow: Flow[..., Any] | None = None) -> dict[str, Any]:

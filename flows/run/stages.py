@@ -38,18 +38,18 @@ def _check(config: RunConfig) -> list[str]:
     return check_without_models(config)
 
 
-def is_finished(config: RunConfig) -> bool:
-    """Whether a stage has its result. Raises ConfigError when it has changed since it was begun."""
-    folder = Path(config.output_dir, str(config.name))
+def result_of(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of a stage that is finished; None of one that is not.
+
+    Raises ConfigError for a stage that has changed since it was begun, and for a summary that cannot be read.
+    """
+    folder, found = Path(config.output_dir, str(config.name)), None
+    if (folder / SUMMARY).exists():
+        remedy = f"Remove it: the stage {config.name} writes it again."
+        found = read_json(folder / SUMMARY, remedy=remedy)
     if (folder / CONFIG).exists():
         _unchanged(config)
-    return (folder / SUMMARY).exists()
-
-
-def summary_of(config: RunConfig) -> dict[str, Any]:
-    """The summary of a finished stage. Raises ConfigError where it cannot be read."""
-    path = Path(config.output_dir, str(config.name), SUMMARY)
-    return read_json(path, remedy=f"Remove it: the stage {config.name} writes it again.")
+    return found
 
 
 def _unchanged(config: RunConfig) -> Prepared:
