@@ -149,7 +149,7 @@ def completion_loss(engine: Engine, rows: TokenFile, config: RunConfig, batch_si
 
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for batch in _batches(engine, rows, config, len(rows), batch_size):
-        logprobs = engine.inference(batch, output, engine.placement.strategy.pp)
+        logprobs = engine.inference(batch, output, engine.placement.strategy.pp, counted="response_mask")
         if engine.is_head and logprobs is not None and len(batch):
             learned = batch["response_mask"].values
             sums[0] -= logprobs.values[learned].double().sum()
