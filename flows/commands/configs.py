@@ -32,7 +32,7 @@ def schema(type_: str = "ppo", /) -> None:
     Parameters
     ----------
     type_
-        ppo, grpo, sft, reward_model, rollout, evaluate, pipeline, or another algorithm (docs/algorithms.md).
+        ppo, grpo, dpo, sft, reward_model, rollout, evaluate, pipeline, or another algorithm (docs/algorithms.md).
     """
     name = type_.replace("-", "_")
     if name == PIPELINE:

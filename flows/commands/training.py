@@ -32,8 +32,8 @@ def run(
     Parameters
     ----------
     algorithm
-        ppo, grpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or pipeline, whose
-        stages are such runs: the same command again goes on with it.
+        ppo, grpo, dpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or
+        pipeline, whose stages are such runs: the same command again goes on with it.
     overrides
         `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
         accepted.
