@@ -9,6 +9,7 @@ from flows.cluster.this_machine import gpus_here
 from flows.rewards.find import check_rewards
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.planning import ITEMSIZES, hardware_of, problem_of, shapes_of
+from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.mesh import Cluster
 from planner.pricing.plans import lack_of_memory, plan_memory
@@ -182,8 +183,9 @@ def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> E
 
 
 def _refuse_what_cannot_run(config: RunConfig) -> None:
-    """Raises ConfigError for a configuration that is enough to plan with but not to run, and for an algorithm that
-    lacks a function."""
+    """Raises ConfigError for a configuration that is enough to plan with but not to run, an algorithm that lacks a
+    function, and a tracker that is not installed."""
+    refuse_missing(config.report_to)
     record = algorithm(config.type)
     if record.functions is None:
         raise ConfigError(

@@ -37,7 +37,7 @@ from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
 
 DATA, MODELS = "data.sha256", "models.json"
-FREE = ("cluster", "keep_last", "name", "output_dir", "resume", "runtime")
+FREE = ("cluster", "keep_last", "name", "output_dir", "report_to", "resume", "runtime")
 """Keys of a configuration on which no result depends."""
 
 _DIGESTS = TypeAdapter(dict[str, dict[str, str]])

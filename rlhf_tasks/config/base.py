@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlhf_tasks.data.token_file import TokenFile
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]
 """Heading in a form -> the fields below it. Fields under the empty heading are asked first."""
 
@@ -47,7 +48,7 @@ class RunConfig(Settings):
     groups: ClassVar[Groups] = {
         "": ("models", "data"),
         "Batch": ("batch_size",),
-        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last"),
+        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last", "report_to"),
         "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
         "Fixed": ("type",),
     }
@@ -80,6 +81,9 @@ class RunConfig(Settings):
         ge=2,
         le=MOST_ITERATIONS,
         description="Snapshots that are kept; at least 2, so that one is left if the last is damaged.",
+    )
+    report_to: tuple[Tracker, ...] = Field(
+        default=(), max_length=3, description="Trackers that get the metrics of each commit, too."
     )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
@@ -124,6 +128,13 @@ class RunConfig(Settings):
     def passes(self) -> int:
         """How often a train call passes over an iteration's batch."""
         return 1
+
+    @field_validator("report_to")
+    @classmethod
+    def _each_tracker_once(cls, value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"names a tracker twice: {', '.join(value)}. Name each once.")
+        return value
 
     @model_validator(mode="after")
     def _replans_what_was_searched(self) -> Self:
