@@ -122,7 +122,7 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan)
     for reward in document.get("rewards", ()):
-        location, _, function = reward["function"].rpartition(":")
+        location, _, function = reward.get("function", "").rpartition(":")
         if location.endswith(".py"):
             reward["function"] = f"{absolute(location)}:{function}"
     return type(config).model_validate(document)

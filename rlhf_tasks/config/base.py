@@ -20,7 +20,7 @@ from rlhf_tasks.config.sections import (
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
-    RewardFunction,
+    Reward,
     RewardModelScore,
     Role,
     RuntimeConfig,
@@ -226,11 +226,17 @@ class Scores(Samples):
 
     groups: ClassVar[Groups] = {
         "": ("rewards",),
-        "Score": ("reward_model", "missing_eos_penalty", "reward_timeout_s", "reward_memory_bytes"),
+        "Score": (
+            "reward_model",
+            "missing_eos_penalty",
+            "reward_timeout_s",
+            "reward_processes",
+            "reward_memory_bytes",
+        ),
     }
 
-    rewards: tuple[RewardFunction, ...] = Field(
-        default=(), description="Python rewards, summed with weights."
+    rewards: tuple[Reward, ...] = Field(
+        default=(), description="Python rewards and HTTP services, summed with weights."
     )
     reward_model: RewardModelScore = Field(
         default=RewardModelScore(), description="How the reward model's score enters the sum."
@@ -241,10 +247,16 @@ class Scores(Samples):
     reward_timeout_s: float = Field(
         default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards may take per batch."
     )
+    reward_processes: int = Field(
+        default=1,
+        gt=0,
+        le=256,
+        description="Processes of Python rewards per rank; they share out rewards, and answers judged one by one.",
+    )
     reward_memory_bytes: int = Field(
         default=4 * 2**30,
         gt=0,
-        description="Bytes of memory for each rank's process of Python rewards, with all that it starts.",
+        description="Bytes of memory for each process of Python rewards, with all that it starts.",
     )
 
     @model_validator(mode="after")

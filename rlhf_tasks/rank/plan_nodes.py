@@ -25,7 +25,7 @@ from rlhf_tasks.parallel.state.reallocation import union_set
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import RoleEngines
-from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.rewards.process import KEPT_VALUES, RewardProcess
 from rlhf_tasks.spec import (
     CallNode,
     DataSide,
@@ -70,7 +70,8 @@ class RankRun:
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
         reach(Point.JOINED)
-        self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks)
+        kept = Path(spec.run_folder) / KEPT_VALUES
+        self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks, kept, spec.rank)
         self._samples = SampleStore()
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
