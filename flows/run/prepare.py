@@ -186,12 +186,7 @@ def _refuse_what_cannot_run(config: RunConfig) -> None:
     """Raises ConfigError for a configuration that is enough to plan with but not to run, an algorithm that lacks a
     function, and a tracker that is not installed."""
     refuse_missing(config.report_to)
-    record = algorithm(config.type)
-    if record.functions is None:
-        raise ConfigError(
-            f"type: {record.name} can be drawn and planned; its training comes with a later version."
-        )
-    record.calls(config)  # here, before minutes go into checking data
+    algorithm(config.type).calls(config)  # here, before minutes go into checking data
     for role in type(config.models).model_fields:
         if isinstance(getattr(config.models, role), InlineModel):
             raise ConfigError(
