@@ -126,6 +126,13 @@ class DataConfig(Settings):
         le=MOST_TOKENS,
         description="Longer rows are refused (SFT, reward model: prompt + completion).",
     )
+    max_rows: int | None = Field(
+        default=None, gt=0, le=2**40, description="Use so many rows at most, the first ones; default: all."
+    )
+    on_bad_row: Literal["refuse", "skip"] = Field(
+        default="refuse",
+        description="Refuse data with a bad or too long row, or skip such rows and list them in skipped-rows.jsonl.",
+    )
 
 
 class RewardSource(Settings):

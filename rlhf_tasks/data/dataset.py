@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count, islice
@@ -25,6 +25,8 @@ from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Row = Mapping[str, Any]
+BadRow = Callable[[str, DataError], None]
+"""Is told of a row that cannot be used, by its place; it may raise the error."""
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
@@ -37,6 +39,11 @@ PIECE_BYTES = 1 << 20  # read at once
 ROWS_AT_ONCE = 256  # of Parquet
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character beyond 16 bits, written as an escape
+
+
+def refuse(where: str, error: DataError) -> None:
+    """A `BadRow` that raises the error."""
+    raise error
 
 
 class PlacedRow(NamedTuple):
@@ -148,28 +155,37 @@ class DataSet:
 
     def __iter__(self) -> Iterator[PlacedRow]:
         """All rows. Raises DataError for a malformed one, and where there is none at all."""
+        return self.rows(refuse)
+
+    def rows(self, bad: BadRow) -> Iterator[PlacedRow]:
+        """All rows, where `bad` is told of those that cannot be read. Raises DataError where there is none at all."""
         self._check_sizes()
-        return self._every(1)
+        return self._every(1, bad)
 
     def some(self, most: int) -> list[PlacedRow]:
         """At most so many of the rows, at even distances. Rows between them are not parsed."""
         self._check_sizes()
         rows = sum(1 for file in self.files for _ in file.unread())
-        return list(self._every(step_between(rows, most)))
+        return list(self._every(step_between(rows, most), refuse))
 
     def _check_sizes(self) -> None:
         for file in self.files:
             file.check_size()
 
-    def _every(self, step: int) -> Iterator[PlacedRow]:
+    def _every(self, step: int, bad: BadRow) -> Iterator[PlacedRow]:
         unread = ((number, *each) for number, file in enumerate(self.files) for each in file.unread())
-        empty = True
+        empty = first = True
         for number, line, content in islice(unread, 0, None, step):
-            file = self.files[number]
-            row, where = file.read(line, content), f"{file.path}:{line}"
-            if empty:
+            file, empty = self.files[number], False
+            where = f"{file.path}:{line}"
+            try:
+                row = file.read(line, content)
+            except DataError as error:
+                bad(where, error)
+                continue
+            if first:
                 self._check_renamed(row, where)
-            empty = False
+            first = False
             yield PlacedRow(number, line, where, {self.column_map.get(k, k): v for k, v in row.items()})
         if empty:
             raise DataError(f"{self.name}: has no rows.")

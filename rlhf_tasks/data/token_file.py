@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from rlhf_tasks.data.dataset import step_between
 from rlhf_tasks.data.rows import DatasetValue
 from rlhf_tasks.system.counter_random import permutation
-from rlhf_tasks.system.durable import sync
+from rlhf_tasks.system.durable import replace_file, sync
 from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Numbers = NDArray[Any]
 
 ROWS = "rows.arrow"  # in a run folder
+SKIPPED = "skipped-rows.jsonl"  # beside it: the rows that were left out, and why
 BATCH = 128  # rows of a batch of the file: a random row costs the check of so many
 SAMPLED = 1000  # rows at most that a mean is taken over
 _FACTS = b"prefect_rlhf.rows"
@@ -57,6 +58,7 @@ class TokenFile:
     key          names all that the file's content depends on
     digest       of the data: `DataSet.digest`
     columns      names of all columns of the data, in the order in which they first appear
+    skipped      (place, reason) of each row that was left out
     mean_tokens  of a row's lists of ids together, over at most SAMPLED rows at even distances
     """
 
@@ -72,6 +74,7 @@ class TokenFile:
             self.columns: tuple[str, ...] = tuple(facts["columns"])
             self.mean_tokens: float = facts["mean_tokens"]
             self._rows: int = facts["rows"]
+            self.skipped: tuple[tuple[str, str], ...] = tuple((w, why) for w, why in facts["skipped"])
             self._files: list[str] = facts["files"]
             self._kinds: dict[str, str] = facts["kinds"]
             self._longest: list[int] = facts["longest"]
@@ -100,6 +103,10 @@ class TokenFile:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
+        if self.skipped:
+            ordered = sorted(self.skipped, key=lambda one: _place(one[0]))
+            lines = (json.dumps({"row": where, "reason": why}) for where, why in ordered)
+            replace_file(folder / SKIPPED, "".join(f"{line}\n" for line in lines))
         part.replace(path)
         sync(folder)
 
@@ -152,7 +159,12 @@ class TokenFile:
 
 
 def new_token_file(
-    place: Path, key: str, digest: str, files: Sequence[str], rows: Iterable[TokenRow]
+    place: Path,
+    key: str,
+    digest: str,
+    files: Sequence[str],
+    rows: Iterable[TokenRow],
+    skipped: Sequence[tuple[str, str]] = (),
 ) -> TokenFile:
     """A token file of rows that has no name: it goes with the process, unless a run keeps it.
 
@@ -161,10 +173,15 @@ def new_token_file(
     place          a folder, which need not exist: the file lies on its disk
     key, digest    as in TokenFile
     files          the names of the data set's files
+    skipped        as in TokenFile; read when the rows have been
     Raises DataError where the values of a key are of several kinds or no 32-bit integers, and where the disk is full.
     """
     rows = iter(rows)
     first = list(islice(rows, BATCH))
+    if not first:
+        raise DataError(
+            "the data have no row that can be used" + (f": {' '.join(skipped[0])}" if skipped else ".")
+        )
     facts = _Facts(key, digest, files, first)
     while not place.is_dir():
         place = place.parent
@@ -174,7 +191,7 @@ def new_token_file(
                 for batch in facts.batches(chain(first, rows)):
                     writer.write_batch(batch)
                 last = pa.RecordBatch.from_pylist([], facts.schema)
-                writer.write_batch(last, custom_metadata=facts.metadata())
+                writer.write_batch(last, custom_metadata=facts.metadata(skipped))
             file.flush()
             return TokenFile(place, pa.memory_map(f"/proc/self/fd/{file.fileno()}"))
     except OSError as error:
@@ -214,7 +231,7 @@ class _Facts:
             self.checksums.append(_checksum(batch))
             yield batch
 
-    def metadata(self) -> dict[bytes, bytes]:
+    def metadata(self, skipped: Sequence[tuple[str, str]]) -> dict[bytes, bytes]:
         sampled = self.tokens[:: step_between(len(self.tokens), SAMPLED)]
         said = {
             "key": self.key,
@@ -225,9 +242,16 @@ class _Facts:
             "longest": self.longest,
             "checksums": self.checksums,
             "rows": len(self.tokens),
+            "skipped": list(skipped),
             "mean_tokens": sum(sampled) / len(sampled),
         }
         return {_FACTS: json.dumps(said).encode()}
+
+
+def _place(where: str) -> tuple[str, int]:
+    """File and line of `file:line`."""
+    file, _, line = where.rpartition(":")
+    return file, int(line)
 
 
 def _kind(values: Sequence[DatasetValue]) -> str:
