@@ -23,7 +23,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
-from rlhf_tasks.data.token_file import TokenFile
+from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
@@ -107,9 +107,17 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         iterations=iterations,
         rows=rows,
         changes=() if folder is None else logged_changes(folder),
-        warnings=(*of_rewards, *filter(None, of_plan)),
+        warnings=(*_skipped(rows), *of_rewards, *filter(None, of_plan)),
         disk=need,
     )
+
+
+def _skipped(rows: TokenFile) -> list[str]:
+    """A warning where rows were left out."""
+    if not rows.skipped:
+        return []
+    where, why = rows.skipped[0]
+    return [f"{len(rows.skipped)} rows are skipped, {SKIPPED} in the run folder lists them. {where}: {why}"]
 
 
 def crowding(config: RunConfig) -> str | None:

@@ -75,6 +75,7 @@ class RunView:
         api, prepared = self.api, self._prepared
         await api.show(lambda: artifacts.tag_flow_run(run_tags(prepared.config)))
         await self._show_page(lambda: artifacts.plan_page(prepared.plans[-1].plan))
+        await api.show(lambda: artifacts.show_skipped_rows(prepared.rows.skipped))
         await self._show_progress(0)
         self._showing = asyncio.create_task(self._show_all())
 

@@ -3,6 +3,7 @@
 runs/NAME/config.json      the configuration of the run, for --resume
           data.sha256      digest of its rows, which must be the same when the run is resumed
           rows.arrow       these rows as token ids; made anew if it is removed
+          skipped-rows.jsonl  the rows that were left out, and why (data.on_bad_row: skip)
           models.json      digests of its model folders, likewise
           accepted.jsonl   changes of these between two attempts that --accept-changes has accepted
           plan.json        the first execution plan of the run

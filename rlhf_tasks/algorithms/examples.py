@@ -59,9 +59,24 @@ def mean_prompt_tokens(config: RunConfig) -> float:
     Equals `TokenFile.mean_tokens`. Raises DataError, TokenizerError, or ValueError where there is no tokenizer.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-    sampled = data_set(config.data).some(SAMPLED)
-    examples = read_examples(algorithm(config.type).read_row, sampled, tokenizer)
-    return sum(len(ids) for _, example in examples for ids in _ids(example)) / len(sampled)
+    bad = _ignored if _skips(config) else refuse
+    sampled = data_set(config.data).some(SAMPLED, bad)
+    examples = read_examples(algorithm(config.type).read_row, sampled, tokenizer, bad)
+    tokens = [sum(len(ids) for ids in _ids(example)) for _, example in examples]
+    return sum(tokens) / max(len(tokens), 1)
+
+
+def first_example(config: RunConfig, reader: Reader[T], tokenizer: Tokenizer) -> tuple[PlacedRow, T]:
+    """The first row that can be used, and its example. Raises DataError where there is none."""
+    bad = _ignored if _skips(config) else refuse
+    found = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad), None)
+    if found is None:
+        raise DataError(f"{config.data.train}: has no row that can be used.")
+    return found
+
+
+def _ignored(where: str, error: DataError) -> None:
+    """A `BadRow` that leaves the row out."""
 
 
 def read_examples(
@@ -175,7 +190,7 @@ class _Skipped:
 def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
     """Raises DataError where the chat template does not open the assistant's turn behind a prompt, though it writes
     something there before an answer: the model would have to write that itself."""
-    placed = next(data.rows(lambda where, error: None), None)
+    placed = next(data.rows(_ignored), None)
     prompt = None if placed is None else placed.row.get("prompt")
     if placed is None or not isinstance(prompt, list):
         return

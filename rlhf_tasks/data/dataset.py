@@ -162,11 +162,11 @@ class DataSet:
         self._check_sizes()
         return self._every(1, bad)
 
-    def some(self, most: int) -> list[PlacedRow]:
+    def some(self, most: int, bad: BadRow = refuse) -> list[PlacedRow]:
         """At most so many of the rows, at even distances. Rows between them are not parsed."""
         self._check_sizes()
         rows = sum(1 for file in self.files for _ in file.unread())
-        return list(self._every(step_between(rows, most), refuse))
+        return list(self._every(step_between(rows, most), bad))
 
     def _check_sizes(self) -> None:
         for file in self.files:
