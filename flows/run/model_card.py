@@ -32,7 +32,7 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"The {role} of a {config.type} run of prefect-rlhf over {prepared.iterations} iterations. "
         f"It started from `{folder}`.\n",
         f"## Metrics of the last iteration\n\n| metric | value |\n|---|---|\n{reached}" if reached else "",
-        f"## Data\n\n{len(prepared.rows)} rows of `{config.data.train}`, SHA-256 of their content "
+        f"## Data\n\n{len(prepared.rows)} rows of `{config.data.name}`, SHA-256 of their content "
         f"`{prepared.rows.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions.items()),

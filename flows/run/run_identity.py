@@ -107,7 +107,7 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     changes = list(_changed_keys(_committed_config(folder, manifest), _compared(prepared.config)))
     kept = folder / DATA
     if kept.exists() and kept.read_bytes() != prepared.rows.digest.encode():
-        changes.append(f"{prepared.config.data.train} has other rows")
+        changes.append(f"{prepared.config.data.name} has other rows")
     try:
         changes += _changed_models(folder / MODELS, model_digests(prepared.config))
     except ConfigError as damaged:

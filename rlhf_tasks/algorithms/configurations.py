@@ -108,7 +108,10 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
 
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir)
-    document["data"]["train"] = absolute(config.data.train)
+    for source in document["data"]["train"] if not isinstance(config.data.train, str) else ():
+        source["path"] = absolute(source["path"])
+    if isinstance(config.data.train, str):
+        document["data"]["train"] = absolute(config.data.train)
     document["models"] = {
         role: absolute(source) if isinstance(source, str) else source
         for role, source in document["models"].items()

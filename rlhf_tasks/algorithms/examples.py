@@ -2,10 +2,11 @@
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -43,9 +44,12 @@ def prepared_rows(config: RunConfig, folder: Path | None = None) -> TokenFile:
         files = [str(file.path) for file in data.files]
         skipped = _Skipped()
         told = (skipped.malformed_row, skipped.long_row) if _skips(config) else (refuse, refuse)
-        rows = islice(_token_rows(config, record, data, limit, *told), config.data.max_rows)
-        made = new_token_file(Path(config.output_dir), key, data.digest, files, rows, skipped.rows)
+        rows = _token_rows(config, record, data, limit, *told)
+        made = new_token_file(
+            Path(config.output_dir), key, data.digest, files, rows, skipped.rows, data.sources
+        )
         skipped.refuse_many(len(made))
+        _refuse_empty(made, config)
         return made
     longer = kept.first_longer(limit.most)
     if longer is not None:
@@ -71,7 +75,7 @@ def first_example(config: RunConfig, reader: Reader[T], tokenizer: Tokenizer) ->
     bad = _ignored if _skips(config) else refuse
     found = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad), None)
     if found is None:
-        raise DataError(f"{config.data.train}: has no row that can be used.")
+        raise DataError(f"{config.data.name}: has no row that can be used.")
     return found
 
 
@@ -130,6 +134,8 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -
     digest.update(repr([sorted(data.column_map.items()), [str(file.path) for file in data.files]]).encode())
     if config.data.max_rows is not None or _skips(config):
         digest.update(repr([config.data.max_rows, _skips(config) and limit.most]).encode())
+    if len(config.data.sources) > 1:
+        digest.update(repr(data.sources).encode())
     for code in (record.read_row, record.fetch, rows, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
@@ -149,15 +155,29 @@ def _token_rows(
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     if isinstance(config, Samples):
         _refuse_silent_template(data, tokenizer)
+    most, taken = config.data.max_rows, Counter[int]()
     for placed, example in read_examples(record.read_row, data.rows(bad), tokenizer, bad):
+        source = data.sources[placed.file]
+        if most is not None and taken[source] == most:
+            if source == data.sources[-1]:
+                break
+            continue
         lengths = tuple(len(ids) for ids in _ids(example))
         try:
             limit.check(max(lengths, default=0), placed.where)
         except DataError as error:
             long(placed.where, error)
             continue
+        taken[source] += 1
         values = record.values(example)
         yield TokenRow(placed.file, placed.line, tuple(placed.row), lengths, values)
+
+
+def _refuse_empty(rows: TokenFile, config: RunConfig) -> None:
+    """Raises DataError for a source without a row."""
+    for source, count in zip(config.data.sources, chain(rows.sources, repeat(0)), strict=False):
+        if not count:
+            raise DataError(f"{source.path}: has no row that can be used. Mend or remove that source.")
 
 
 class _Skipped:

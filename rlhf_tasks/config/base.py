@@ -128,7 +128,7 @@ class RunConfig(Settings):
 
     def row_of(self, rows: "TokenFile", sample: int) -> int:
         """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
-        return rows.row_of(sample // self.group_size, self.seed)
+        return rows.row_of(sample // self.group_size, self.seed, self.data.weights)
 
     @property
     def passes(self) -> int:

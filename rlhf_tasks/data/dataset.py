@@ -137,12 +137,14 @@ class _Parquet:
 class DataSet:
     """The files of a data set, with their columns renamed.
 
-    name  as the configuration has it: a file, a glob or a folder
+    name     as the configuration has it: files, globs or folders
+    sources  number of the source of each file
     """
 
     name: str
     files: tuple[_File, ...]
     column_map: Mapping[str, str]
+    sources: tuple[int, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -210,11 +212,14 @@ def data_set(data: DataConfig) -> DataSet:
     Raises DataError when nothing matches or a file's kind is not known.
     """
     files: list[_File] = []
-    for path in _paths(data.train):
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path}: unknown kind of file. Use one of {', '.join(SUFFIXES)}.")
-        files.append(_Parquet(path) if path.name.endswith(".parquet") else _JsonLines(path))
-    return DataSet(data.train, tuple(files), data.column_map)
+    sources: list[int] = []
+    for number, source in enumerate(data.sources):
+        for path in _paths(source.path):
+            if not path.name.endswith(SUFFIXES):
+                raise DataError(f"{path}: unknown kind of file. Use one of {', '.join(SUFFIXES)}.")
+            files.append(_Parquet(path) if path.name.endswith(".parquet") else _JsonLines(path))
+            sources.append(number)
+    return DataSet(data.name, tuple(files), data.column_map, tuple(sources))
 
 
 def _paths(pattern: str) -> list[Path]:

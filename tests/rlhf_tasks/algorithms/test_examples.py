@@ -9,13 +9,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from flows.demo.data import write_model_folder
-from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.configurations import make_config, resolve_paths
 from rlhf_tasks.algorithms.examples import mean_prompt_tokens, prepared_rows, read_examples
 from rlhf_tasks.data.dataset import DataError, PlacedRow
 from rlhf_tasks.data.rows import Reader, completion_example, pair_example, prompt_example
 from rlhf_tasks.data.token_file import ROWS, SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.system.child_lines import Lines
+from rlhf_tasks.system.reading import ConfigError
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -422,3 +423,76 @@ def test_a_template_that_leaves_the_opening_of_its_turn_to_the_model_is_refused(
             prepared_rows(config(model, data))
     else:
         prepared_rows(config(model, data))
+
+
+# --- several sources -----------------------------------------------------------------------------------------
+
+
+def sourced(folder: Path, base: Path, sizes: dict[str, int], weights: list[float], **data: Any) -> Any:
+    """A configuration with a file for each letter, which has so many rows."""
+    for letter, size in sizes.items():
+        rows = (json.dumps({"prompt": letter * (i + 1)}) for i in range(size))
+        (base / f"{letter}.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    train = [{"path": str(base / f"{x}.jsonl"), "weight": w} for x, w in zip(sizes, weights, strict=True)]
+    document = config(folder, base / "x").model_dump(mode="json")
+    return make_config({**document, "data": {"train": train, **data}})
+
+
+def test_sources_are_mixed_by_weight_and_each_is_passed_through_in_its_own_epochs(
+    plain_folder: Path, plain: Tokenizer, tmp_path: Path
+):
+    found = sourced(plain_folder, tmp_path, {"a": 4, "b": 10}, [3, 1])
+    rows = prepared_rows(found)
+    assert rows.sources == (4, 10)
+    prompts = prompts_of(rows, plain)
+    stream = [prompts[found.row_of(rows, sample)] for sample in range(40)]
+    assert [text[0] for text in stream].count("a") == 30
+    of_a, of_b = [t for t in stream if t[0] == "a"], [t for t in stream if t[0] == "b"]
+    for first in range(0, 28, 4):
+        assert sorted(of_a[first : first + 4]) == ["a", "aa", "aaa", "aaaa"]
+    assert len(set(of_b)) == 10, "10 of 40 samples: one epoch"
+    assert [found.row_of(rows, 39 - n) for n in range(40)][::-1] == [found.row_of(rows, n) for n in range(40)]
+
+
+def test_one_source_in_a_list_is_the_same_as_its_path(plain_folder: Path, tmp_path: Path):
+    listed = sourced(plain_folder, tmp_path, {"a": 7}, [2.0])
+    alone = config(plain_folder, tmp_path / "a.jsonl")
+    rows = prepared_rows(listed)
+    assert prepared_rows(alone).key == rows.key
+    assert [listed.row_of(rows, n) for n in range(20)] == [alone.row_of(rows, n) for n in range(20)]
+
+
+def test_max_rows_is_of_each_source_and_a_source_without_rows_is_refused(
+    plain_folder: Path, plain: Tokenizer, tmp_path: Path
+):
+    few = sourced(plain_folder, tmp_path, {"a": 4, "b": 3}, [1, 1], max_rows=2)
+    assert prompts_of(prepared_rows(few), plain) == ["a", "aa", "b", "bb"]
+    none = sourced(plain_folder, tmp_path, {"a": 4, "b": 0}, [1, 1])
+    with pytest.raises(DataError, match=r"b\.jsonl: has no row that can be used"):
+        prepared_rows(none)
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        ([], "data.train: "),
+        ("", "data.train: "),
+        ([{"path": "a", "weight": 0}], "data.train.0.weight: "),
+        ([{"weight": 1}], "data.train.0.path: required"),
+        ([{"path": "a", "wieght": 1}], "data.train.0.wieght: unknown key, did you mean 'weight'?"),
+    ],
+)
+def test_faults_of_sources_are_named(plain_folder: Path, tmp_path: Path, train: Any, sentence: str):
+    document = config(plain_folder, tmp_path / "x").model_dump(mode="json")
+    with pytest.raises(ConfigError) as caught:
+        make_config({**document, "data": {"train": train}})
+    assert str(caught.value).startswith(sentence)
+
+
+def test_paths_of_sources_become_absolute(plain_folder: Path, tmp_path: Path):
+    document = config(plain_folder, tmp_path / "x").model_dump(mode="json")
+    found = make_config({**document, "data": {"train": [{"path": "a.jsonl"}, {"path": "/b"}]}})
+    assert [source.path for source in resolve_paths(found, tmp_path).data.sources] == [
+        str(tmp_path / "a.jsonl"),
+        "/b",
+    ]
