@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
@@ -58,19 +58,20 @@ def prepared_rows(config: RunConfig, folder: Path | None = None) -> TokenFile:
 
 
 def mean_prompt_tokens(config: RunConfig) -> float:
-    """Mean tokens of a prompt (SFT: of a row; reward model: of both answers), over at most SAMPLED of the rows.
+    """Mean tokens of an example (a prompt, a sequence, or both answers of a pair), over at most SAMPLED of the rows.
 
-    Equals `TokenFile.mean_tokens`. Raises DataError, TokenizerError, or ValueError where there is no tokenizer.
+    Equals `TokenFile.mean_tokens` where every row is one example. Raises DataError, TokenizerError, or ValueError
+    where there is no tokenizer.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     bad = _ignored if _skips(config) else refuse
     sampled = data_set(config.data).some(SAMPLED, bad)
-    examples = read_examples(algorithm(config.type).read_row, sampled, tokenizer, bad)
+    examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer, bad)
     tokens = [sum(len(ids) for ids in _ids(example)) for _, example in examples]
     return sum(tokens) / max(len(tokens), 1)
 
 
-def first_example(config: RunConfig, reader: Reader[T], tokenizer: Tokenizer) -> tuple[PlacedRow, T]:
+def first_example(config: RunConfig, reader: Reader[Any], tokenizer: Tokenizer) -> tuple[PlacedRow, Any]:
     """The first row that can be used, and its example. Raises DataError where there is none."""
     bad = _ignored if _skips(config) else refuse
     found = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad), None)
@@ -84,12 +85,12 @@ def _ignored(where: str, error: DataError) -> None:
 
 
 def read_examples(
-    reader: Reader[T], placed: Iterable[PlacedRow], tokenizer: Tokenizer, bad: BadRow = refuse
-) -> Iterator[tuple[PlacedRow, T]]:
-    """Rows and what the reader makes of them. `bad` is told of those of which it makes nothing."""
+    reader: Reader[Any], placed: Iterable[PlacedRow], tokenizer: Tokenizer, bad: BadRow = refuse
+) -> Iterator[tuple[PlacedRow, Any]]:
+    """The examples that the reader makes of rows, each with its row. `bad` is told of rows that give none."""
     remaining = iter(placed)
     while taken := list(islice(remaining, ROWS_AT_ONCE)):
-        begun: list[tuple[PlacedRow, Reading[T], list[Conversation]]] = []
+        begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]] = []
         for each in taken:
             try:
                 with _at(each.where):
@@ -104,8 +105,8 @@ def read_examples(
 
 
 def _finished(
-    begun: list[tuple[PlacedRow, Reading[T], list[Conversation]]], tokenizer: Tokenizer, bad: BadRow
-) -> Iterator[tuple[PlacedRow, T]]:
+    begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]], tokenizer: Tokenizer, bad: BadRow
+) -> Iterator[tuple[PlacedRow, Any]]:
     """The examples of rows that have asked for texts."""
     texts: Iterator[str] | None = None
     for place, (each, reading, asked) in enumerate(begun):
@@ -113,12 +114,12 @@ def _finished(
             texts = tokenizer.render([one for *_, rest in begun[place:] for one in rest])
         try:
             with _at(each.where):
-                example = _returned(reading, list(islice(texts, len(asked))))
+                read = _returned(reading, list(islice(texts, len(asked))))
         except DataError as error:
             bad(each.where, error)
             texts = None  # no text follows one that failed
             continue
-        yield each, example
+        yield from ((each, example) for example in (read if isinstance(read, list) else [read]))
 
 
 def _skips(config: RunConfig) -> bool:
@@ -136,6 +137,7 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -
         digest.update(repr([config.data.max_rows, _skips(config) and limit.most]).encode())
     if len(config.data.sources) > 1:
         digest.update(repr(data.sources).encode())
+    digest.update(repr(record.options(config)).encode())
     for code in (record.read_row, record.fetch, rows, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
@@ -155,10 +157,10 @@ def _token_rows(
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     if isinstance(config, Samples):
         _refuse_silent_template(data, tokenizer)
-    most, taken = config.data.max_rows, Counter[int]()
-    for placed, example in read_examples(record.read_row, data.rows(bad), tokenizer, bad):
+    most, taken, last = config.data.max_rows, Counter[int](), ""
+    for placed, example in read_examples(record.reader(config), data.rows(bad), tokenizer, bad):
         source = data.sources[placed.file]
-        if most is not None and taken[source] == most:
+        if taken[source] == most and placed.where != last:  # a row may give several examples
             if source == data.sources[-1]:
                 break
             continue
@@ -168,7 +170,8 @@ def _token_rows(
         except DataError as error:
             long(placed.where, error)
             continue
-        taken[source] += 1
+        taken[source] += placed.where != last
+        last = placed.where
         values = record.values(example)
         yield TokenRow(placed.file, placed.line, tuple(placed.row), lengths, values)
 
