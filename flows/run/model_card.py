@@ -34,7 +34,7 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"## Metrics of iteration {metrics.get('iteration', -1) + 1}\n\n| metric | value |\n|---|---|\n{reached}"
         if reached
         else "",
-        f"## Data\n\n{len(prepared.rows)} rows of `{config.data.train}`, SHA-256 of their content "
+        f"## Data\n\n{len(prepared.rows)} rows of `{config.data.name}`, SHA-256 of their content "
         f"`{prepared.rows.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions.items()),

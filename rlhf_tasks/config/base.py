@@ -22,7 +22,7 @@ from rlhf_tasks.config.sections import (
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
-    RewardFunction,
+    Reward,
     RewardModelScore,
     Role,
     RolloutModels,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rlhf_tasks.data.token_file import Numbers, TokenFile
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]
 """Heading in a form -> the fields below it. Fields under the empty heading are asked first."""
 
@@ -51,7 +52,7 @@ class RunConfig(Settings):
     groups: ClassVar[Groups] = {
         "": ("models", "data"),
         "Batch": ("batch_size",),
-        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last"),
+        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last", "report_to"),
         "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
         "Fixed": ("type",),
     }
@@ -84,6 +85,9 @@ class RunConfig(Settings):
         ge=2,
         le=MOST_ITERATIONS,
         description="Snapshots that are kept; at least 2, so that one is left if the last is damaged.",
+    )
+    report_to: tuple[Tracker, ...] = Field(
+        default=(), max_length=3, description="Trackers that get the metrics of each commit, too."
     )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
@@ -127,7 +131,7 @@ class RunConfig(Settings):
 
     def row_of(self, rows: "TokenFile", sample: int) -> int:
         """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
-        return rows.row_of(sample // self.group_size, self.seed)
+        return rows.row_of(sample // self.group_size, self.seed, self.data.weights)
 
     def values_of(self, rows: "TokenFile", sample: int) -> "Mapping[str, Numbers | DatasetValue]":
         """The values of a sample, given by its global id, under each key of the data set: those of its row."""
@@ -137,6 +141,13 @@ class RunConfig(Settings):
     def passes(self) -> int:
         """How often a train call passes over an iteration's batch."""
         return 1
+
+    @field_validator("report_to")
+    @classmethod
+    def _each_tracker_once(cls, value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"names a tracker twice: {', '.join(value)}. Name each once.")
+        return value
 
     @model_validator(mode="after")
     def _replans_what_was_searched(self) -> Self:
@@ -199,7 +210,7 @@ class TrainingConfig(RunConfig):
         return self.total_iterations
 
     @property
-    def rewards_of_evaluation(self) -> tuple[RewardFunction, ...]:
+    def rewards_of_evaluation(self) -> tuple[Reward, ...]:
         """The Python rewards that score the answers to held-out rows."""
         own = self.rewards if isinstance(self, Scores) else ()
         return () if self.evaluation is None else self.evaluation.rewards or own
@@ -306,11 +317,17 @@ class Scores(Samples):
 
     groups: ClassVar[Groups] = {
         "": ("rewards",),
-        "Score": ("reward_model", "missing_eos_penalty", "reward_timeout_s", "reward_memory_bytes"),
+        "Score": (
+            "reward_model",
+            "missing_eos_penalty",
+            "reward_timeout_s",
+            "reward_processes",
+            "reward_memory_bytes",
+        ),
     }
 
-    rewards: tuple[RewardFunction, ...] = Field(
-        default=(), description="Python rewards, summed with weights."
+    rewards: tuple[Reward, ...] = Field(
+        default=(), description="Python rewards and HTTP services, summed with weights."
     )
     reward_model: RewardModelScore = Field(
         default=RewardModelScore(), description="How the reward model's score enters the sum."
@@ -321,10 +338,16 @@ class Scores(Samples):
     reward_timeout_s: float = Field(
         default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards may take per batch."
     )
+    reward_processes: int = Field(
+        default=1,
+        gt=0,
+        le=256,
+        description="Processes of Python rewards per rank; they share out rewards, and answers judged one by one.",
+    )
     reward_memory_bytes: int = Field(
         default=4 * 2**30,
         gt=0,
-        description="Bytes of memory for each rank's process of Python rewards, with all that it starts.",
+        description="Bytes of memory for each process of Python rewards, with all that it starts.",
     )
 
     @model_validator(mode="after")
@@ -366,14 +389,14 @@ class OnePass(Scores, SamplesGroups):
         return roles
 
 
-def rewards_of(config: RunConfig) -> tuple[RewardFunction, ...]:
+def rewards_of(config: RunConfig) -> tuple[Reward, ...]:
     """All Python rewards that a run calls, those of its evaluation among them."""
     own = config.rewards if isinstance(config, Scores) else ()
     of_evaluation = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
     return (*own, *(reward for reward in of_evaluation if reward not in own))
 
 
-def refuse_equal_names(rewards: Sequence[RewardFunction]) -> None:
+def refuse_equal_names(rewards: Sequence[Reward]) -> None:
     """Raises ValueError where two rewards would have one name in metrics."""
     names = [reward.name for reward in rewards]
     if len(set(names)) != len(names):
