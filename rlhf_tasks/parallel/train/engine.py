@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
-from rlhf_tasks.parallel.layout.flops import TRAINING, forward_flops
+from rlhf_tasks.parallel.layout.flops import forward_flops, training_flops
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
@@ -50,6 +50,7 @@ class Engine:
     """A model, and its optimizer where the role is trained on this placement.
 
     stage               this rank's part of the model, weights loaded
+    layout              the stage's `trained`: of the whole model, or under LoRA of its trained part
     optimizer_settings  None for frozen roles and read-only copies
     version             the number of train calls applied to these weights. The caller increments it, because one
                         train call may be many calls of `train_step`
@@ -75,10 +76,13 @@ class Engine:
         self.state: dict[str, Any] = {}
         self.flops = 0.0
         self._mesh = groups[self.placement.devices]
-        stage.requires_grad_(optimizer_settings is not None)
+        stage.requires_grad_(False)
         self.optimizer: Optimizer | None = None
         if optimizer_settings is not None:
-            self.optimizer = Optimizer(dict(stage.named_parameters()), layout, groups, optimizer_settings)
+            trained = stage.trained_slices()
+            for parameter in trained.values():
+                parameter.requires_grad_()
+            self.optimizer = Optimizer(trained, layout, groups, optimizer_settings)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
         tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
         self._shard = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices])
@@ -106,7 +110,7 @@ class Engine:
             return output(y, micro) if self.is_last_stage else y
 
         rows = self.pipeline.forward(micros, run)
-        self.count(forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths))
+        self.count(self._flops_of(forward_flops, batch))
         return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
 
     def train_step(
@@ -149,8 +153,7 @@ class Engine:
 
         self.pipeline.forward_backward(split(batch, micro_batches), run)
         reach(Point.BACKWARD)
-        forward = forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths)
-        self.count(TRAINING * forward)
+        self.count(self._flops_of(training_flops, batch))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
         report = self.optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
@@ -160,6 +163,10 @@ class Engine:
         """Add FLOPs that this replica has computed; ignored except on its head."""
         if self.is_head:
             self.flops += flops
+
+    def _flops_of(self, passes: Callable[..., float], batch: SampleBatch) -> float:
+        layout = self.layout
+        return passes(layout.shape, layout.head, batch["input_ids"].lengths, layout.lora)
 
     def logprobs(self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
         """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token.
