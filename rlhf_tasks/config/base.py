@@ -17,6 +17,7 @@ from rlhf_tasks.config.sections import (
     MOST_SEQS,
     ClusterConfig,
     DataConfig,
+    LoraConfig,
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
@@ -27,6 +28,7 @@ from rlhf_tasks.config.sections import (
     SamplingConfig,
     Settings,
 )
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.token_file import TokenFile
@@ -112,6 +114,10 @@ class RunConfig(Settings):
     def roles(self) -> dict[str, Role]:
         """Every role of the run, by its name in the graph. `reward` is there only where a reward model scores."""
 
+    def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:
+        """The adapters that a role trains; None where all of it trains, or nothing. Raises ConfigError."""
+        return None
+
     @abstractmethod
     def iterations(self, n_rows: int) -> int:
         """The number of iterations of a run whose data set has `n_rows` rows."""
@@ -163,7 +169,7 @@ class TrainingConfig(RunConfig):
     groups: ClassVar[Groups] = {
         "": ("total_iterations",),
         "Batch": ("num_mini_batches",),
-        "Training": ("optimizer", "gradient_checkpointing"),
+        "Training": ("optimizer", "lora", "gradient_checkpointing"),
     }
 
     total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
@@ -171,10 +177,18 @@ class TrainingConfig(RunConfig):
         default=1, gt=0, le=MOST_SEQS, description="Optimizer steps per pass over the batch."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
+    lora: LoraConfig | None = Field(
+        default=None, description="Train low-rank adapters of every role that trains; default: all weights."
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="Recompute a layer's activations in its backward pass: less memory, more time.",
     )
+
+    def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:
+        """Those of `lora`, for a role that trains."""
+        trains = self.roles()[role].optimizer is not None
+        return self.lora.adapters(shape) if self.lora is not None and trains else None
 
     def iterations(self, n_rows: int) -> int:
         """`total_iterations`, whatever the number of rows."""

@@ -2,7 +2,7 @@
 with the same whole model in every layout."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -28,9 +28,10 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
+def load(stage: Stage, folder: str | Path, seed: int, there: Collection[str] = ()) -> tuple[str, ...]:
     """Fill a stage's parameters from a Hugging Face folder (safetensors, one file or many with an index).
 
+    there  names of parameters that have their values already
     Only this rank's slices are read. A scalar head that the folder lacks is initialised at random from `seed`, and so
     are adapters.
     Returns the names of the model's parameters that were not in the folder.
@@ -41,7 +42,7 @@ def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
     files = weight_files(Path(folder), specs, needs_head=False)
     by_file = defaultdict(list)
     for spec in specs:
-        if spec.name in files:
+        if spec.name in files and spec.name not in there:
             by_file[files[spec.name]].append(spec)
     for file, stored in by_file.items():
         with safe_open(file, framework="pt", device="cpu") as tensors:
