@@ -6,7 +6,7 @@ Transfers are priced from the same lists of messages that the executors run
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -138,7 +138,9 @@ def save_s(parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[
 def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
     """The messages of a reallocation, from the list that the executor runs."""
     role = model.models[node.role]
-    source, destination = (Layout(role.shape, role.head, p) for p in (node.source, node.destination))
+    source, destination = (
+        Layout(role.shape, role.head, p, role.lora) for p in (node.source, node.destination)
+    )
     planned = plan_reallocation(source, destination, model.workload.itemsize, model.cluster.devices_per_host)
     return [(t.source, t.destination, t.size_bytes) for t in planned]
 
@@ -186,20 +188,29 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     """The most bytes that devices hold, over the whole plan and while each call runs.
 
     Always resident: a trained role's parameters, gradients and optimizer on its training placement; a frozen role's
-    parameters on each placement where they are not offloaded. A copy exists from its reallocation to its release.
+    parameters on each placement where they are not offloaded; the weights below adapters on each placement. Roles
+    with the same frozen weights hold them once on a placement. A copy exists from its reallocation to its release.
     Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
     it runs.
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
+    there: set[Hashable] = set()  # (frozen weights, placement)
     for role, where in plan.roles.items():
         for number, placement in enumerate(where.placements):
-            if (where.trained and number) or placement in where.offloaded:
-                continue
-            held = model.training_bytes if where.trained else model.parameter_bytes
-            part = f"{role}: {'parameters, gradients, optimizer' if where.trained else 'frozen parameters'}"
-            for device, size_bytes in _by_device(stages[placement], held(role, placement)):
-                live[device][part] = live[device].get(part, 0.0) + size_bytes
+            held: dict[str, Sequence[float]] = {}
+            if where.trained and not number:
+                held["parameters, gradients, optimizer"] = model.training_bytes(role, placement)
+            key = model.frozen_weights(role, where.trained), placement
+            if key not in there and placement not in where.offloaded:
+                there.add(key)
+                frozen_bytes = model.frozen_bytes if where.trained else model.parameter_bytes
+                held["frozen parameters"] = frozen_bytes(role, placement)
+            for part, of_stages in held.items():
+                name = f"{role}: {part}"
+                for device, size_bytes in _by_device(stages[placement], of_stages):
+                    if size_bytes:
+                        live[device][name] = live[device].get(name, 0.0) + size_bytes
     peaks: dict[int, MemoryPeak] = {}
     call_bytes: dict[str, float] = {}
 
