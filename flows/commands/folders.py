@@ -39,8 +39,9 @@ def export(
     /,
     *,
     role: Annotated[str | None, Parameter("--role")] = None,
+    merged: Annotated[bool, Parameter("--merged", negative="")] = False,
 ) -> None:
-    """Write a trained model of a run's last commit as a Hugging Face folder.
+    """Write a trained model of a run's last commit as a Hugging Face folder; of a run with lora, its adapter for peft.
 
     Parameters
     ----------
@@ -50,6 +51,8 @@ def export(
         The folder to write; it must not exist yet.
     role
         A trained role; default: the only one, or the actor.
+    merged
+        Write the whole model with the adapter merged in.
     """
     run_folder, config = existing_run_folder(run)
     commit, refused = latest_commit(run_folder)
@@ -62,5 +65,5 @@ def export(
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
     if folder.exists():
         raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
-    export_commit(commit.folder, config, chosen, folder)
+    export_commit(commit.folder, config, chosen, folder, merged or None)
     console.print(f"{chosen} after {commit.step} iterations: {folder}")

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import step_folders
-from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
 from rlhf_tasks.system.durable import existing
 
@@ -42,7 +41,6 @@ def disk_need(
     shapes    role -> its model's shape
     itemsize  bytes of a parameter of the exported model
     """
-    merged = isinstance(config, TrainingConfig) and config.lora is not None and config.lora.export == "merged"
     exports, sizes = dict[str, int](), dict[str, int]()
     for name, role in config.roles().items():
         if role.optimizer is not None:
@@ -50,7 +48,7 @@ def disk_need(
             exports[name] = sizes[name] = sum(spec.size for spec in parameters(shape, role.head))
             if lora is not None:
                 sizes[name] = sum(spec.size for spec in trained_parameters(shape, role.head, lora))
-                exports[name] = exports[name] if merged else sizes[name]
+                exports[name] = sizes[name] if config.exports_adapters else exports[name]
     if not sizes:
         return NO_DISK
     state_itemsize = max(itemsize, 4)  # bfloat16 is trained in float32

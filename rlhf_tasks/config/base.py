@@ -118,6 +118,11 @@ class RunConfig(Settings):
         """The adapters that a role trains; None where all of it trains, or nothing. Raises ConfigError."""
         return None
 
+    @property
+    def exports_adapters(self) -> bool:
+        """Whether the run exports adapters alone, as a folder for peft."""
+        return False
+
     @abstractmethod
     def iterations(self, n_rows: int) -> int:
         """The number of iterations of a run whose data set has `n_rows` rows."""
@@ -189,6 +194,10 @@ class TrainingConfig(RunConfig):
         """Those of `lora`, for a role that trains."""
         trains = self.roles()[role].optimizer is not None
         return self.lora.adapters(shape) if self.lora is not None and trains else None
+
+    @property
+    def exports_adapters(self) -> bool:
+        return self.lora is not None and self.lora.export == "adapter"
 
     def iterations(self, n_rows: int) -> int:
         """`total_iterations`, whatever the number of rows."""

@@ -309,6 +309,9 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"adapters of rank {self.rank}, alpha {self.alpha:g} on {', '.join(self.targets)}"
+
     @property
     def scaling(self) -> float:
         """The factor of B (A x)."""
