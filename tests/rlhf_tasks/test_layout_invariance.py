@@ -5,9 +5,11 @@ The ranks run the product's own executor; only the runtime around it is replaced
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from safetensors import safe_open
 
 from flows.run.prepare import prepare
 from rlhf_tasks.protocol.messages import GenerationSpec
@@ -85,13 +87,14 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
     return seen
 
 
-def trajectory(ranks, tmp_path: Path, name: str) -> list[dict[str, float]]:
+def trajectory(ranks, tmp_path: Path, name: str, **changes: Any) -> list[dict[str, float]]:
     n_ranks, assignments = PLANS[name]
     config = ppo_config(
         tmp_path,
         dtype="float64",
         plan=assignments,
         cluster={"devices_per_host": n_ranks},
+        **changes,
     )
     prepared = prepare(config)
     plan = prepared.plan
@@ -134,3 +137,21 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
     for name in list(PLANS)[1:]:
         found = differences(reference, trajectory(ranks, tmp_path, name))
         assert not found, f"{name}:\n" + "\n".join(found)
+
+
+@pytest.mark.dist
+def test_adapters_train_alike_under_any_plan_and_are_all_that_moves_and_is_saved(ranks, tmp_path):
+    """Actor and critic have adapters. On one rank they share their weights with the reference and the reward model."""
+    lora = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}}
+    reference = trajectory(ranks, tmp_path, "one rank", **lora)
+    kl = [seen["actor_train/kl"] for seen in reference]
+    assert kl[0] == pytest.approx(0, abs=1e-12)
+    assert kl[2] > 1e-4, "the reference has not the adapters"
+    for name in ("calls on meshes and strategies of their own", "overlapping meshes, balanced by tokens"):
+        found = differences(reference, trajectory(ranks, tmp_path, name, **lora))
+        assert not found, f"{name}:\n" + "\n".join(found)
+    (saved,) = (tmp_path / "run-1-8").glob("step-00000003.tmp-0/actor.*.safetensors")
+    with safe_open(saved, "pt") as file:
+        names = list(file.keys())
+    assert len(names) == 3 * 2 * 7 * 4  # master weights and moments of A and B of seven modules in four layers
+    assert all("lora_" in name for name in names)
