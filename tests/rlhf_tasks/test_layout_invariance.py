@@ -147,9 +147,9 @@ def test_adapters_train_alike_under_any_plan_and_are_all_that_moves_and_is_saved
     kl = [seen["actor_train/kl"] for seen in reference]
     assert kl[0] == pytest.approx(0, abs=1e-12)
     assert kl[2] > 1e-4, "the reference has not the adapters"
-    for name in ("calls on meshes and strategies of their own", "overlapping meshes, balanced by tokens"):
-        found = differences(reference, trajectory(ranks, tmp_path, name, **lora))
-        assert not found, f"{name}:\n" + "\n".join(found)
+    name = "overlapping meshes, balanced by tokens"
+    found = differences(reference, trajectory(ranks, tmp_path, name, **lora))
+    assert not found, "\n".join(found)
     (saved,) = (tmp_path / "run-1-8").glob("step-00000003.tmp-0/actor.*.safetensors")
     with safe_open(saved, "pt") as file:
         names = list(file.keys())
