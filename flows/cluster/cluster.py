@@ -46,6 +46,8 @@ SETTINGS = {
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.spill": False,
     "distributed.comm.timeouts.connect": "30s",
+    # Scheduler, nannies and workers each keep twenty figures of every half second: for an hour, where this is not set.
+    "distributed.admin.system-monitor.log-length": 10,
     # The HTTP servers of scheduler and workers have no login, so they serve nothing.
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],

@@ -150,6 +150,23 @@ def test_ctrl_c_in_a_terminal_is_not_for_workers(cluster):
 
 
 @pytest.mark.cluster
+def test_no_process_of_our_cluster_keeps_figures_of_itself_for_an_hour(cluster):
+    """Each of them would grow by ten KiB a second: scheduler and nannies in the flow process, and every worker."""
+
+    def kept(dask_worker=None, dask_scheduler=None):
+        return (dask_worker or dask_scheduler).monitor.maxlen
+
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        lengths = [
+            *client.run(kept).values(),
+            *client.run(kept, nanny=True).values(),
+            client.run_on_scheduler(kept),
+        ]
+    assert len(lengths) == 2 * (len(cluster.ranks) + 1) + 1
+    assert set(lengths) == {10}
+
+
+@pytest.mark.cluster
 def test_ranks_on_cpu_see_no_gpu(cluster):
     def visible():
         return os.environ.get("CUDA_VISIBLE_DEVICES")
