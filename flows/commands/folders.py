@@ -41,7 +41,7 @@ def export(
     role: Annotated[str | None, Parameter("--role")] = None,
     merged: Annotated[bool, Parameter("--merged", negative="")] = False,
 ) -> None:
-    """Write a trained model of a run's last commit as a Hugging Face folder; of a run with lora, its adapter for peft.
+    """Write a trained model of a run's last commit as a Hugging Face folder; of a run with `lora`, its adapter.
 
     Parameters
     ----------

@@ -427,7 +427,9 @@ def _update_s(mesh: _OnMesh) -> float:
         + mesh.timing.update_s(parameters, s.dp)
         + mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
     )
-    if mesh.has_adapters and s.tp > 1:  # of each adapter, one matrix is on all tp ranks; with a large tp that is most
+    if (
+        mesh.has_adapters and s.tp > 1
+    ):  # of each adapter, one matrix is on all tp ranks; with a large tp that is most
         seconds += mesh.exchange_s(
             "all_reduce", s.tp * s.dp, parameters * GRADIENT_BYTES, crossings.tp or crossings.dp
         )

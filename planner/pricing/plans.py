@@ -6,7 +6,7 @@ Transfers are priced from the same lists of messages that the executors run
 
 import gc
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -195,22 +195,9 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
-    there: set[Hashable] = set()  # (frozen weights, placement)
-    for role, where in plan.roles.items():
-        for number, placement in enumerate(where.placements):
-            held: dict[str, Sequence[float]] = {}
-            if where.trained and not number:
-                held["parameters, gradients, optimizer"] = model.training_bytes(role, placement)
-            key = model.frozen_weights(role, where.trained), placement
-            if key not in there and placement not in where.offloaded:
-                there.add(key)
-                frozen_bytes = model.frozen_bytes if where.trained else model.parameter_bytes
-                held["frozen parameters"] = frozen_bytes(role, placement)
-            for part, of_stages in held.items():
-                name = f"{role}: {part}"
-                for device, size_bytes in _by_device(stages[placement], of_stages):
-                    if size_bytes:
-                        live[device][name] = live[device].get(name, 0.0) + size_bytes
+    for part, on_stages in _resident(plan, model, stages):
+        for device, size_bytes in on_stages:
+            live[device][part] = live[device].get(part, 0.0) + size_bytes
     peaks: dict[int, MemoryPeak] = {}
     call_bytes: dict[str, float] = {}
 
@@ -252,6 +239,23 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
 
 
 _Stages = list[tuple[int, int]]  # (device, stage)
+
+
+def _resident(
+    plan: ExecutionPlan, model: CostModel, stages: Mapping[Placement, _Stages]
+) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+    """What is held all the time: (part, (device, bytes) pairs). stages: as `_alike` gives them."""
+    there: set[Hashable] = set()
+    for role, where in plan.roles.items():
+        for number, placement in enumerate(where.placements):
+            if where.trained and not number:
+                held = model.training_bytes(role, placement)
+                yield f"{role}: parameters, gradients, optimizer", _by_device(stages[placement], held)
+            frozen = model.frozen_bytes if where.trained else model.parameter_bytes
+            key = model.frozen_weights(role, where.trained), placement
+            if key not in there and placement not in where.offloaded and any(frozen(role, placement)):
+                there.add(key)
+                yield f"{role}: frozen parameters", _by_device(stages[placement], frozen(role, placement))
 
 
 def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:

@@ -195,12 +195,14 @@ class LoraConfig(Settings):
 
     rank: int = Field(default=16, gt=0, le=MOST_RANK, description="Rank of the adapters (peft's r).")
     alpha: float = Field(
-        default=32.0, gt=0, description="An adapter's output is multiplied by alpha / rank (peft's lora_alpha)."
+        default=32.0,
+        gt=0,
+        description="An adapter's output is multiplied by alpha / rank (peft's lora_alpha).",
     )
     targets: tuple[str, ...] | None = Field(
         default=None,
         min_length=1,
-        description="Linear layers that get an adapter (peft's target_modules), as in [q_proj, v_proj]; default: all.",
+        description="Linear layers with an adapter (peft's target_modules), as in [q_proj, v_proj]; default: all.",
     )
     export: Literal["adapter", "merged"] = Field(
         default="adapter",

@@ -197,7 +197,10 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
 
 
 def _fill(stage: Stage, parts: Role, seed: int, shared: Collection[str]) -> None:
-    """Give a resident its weights, except those that are there since they are shared. Raises ValueError when a frozen role's head would be random."""
+    """Give a resident its weights, except for those that are shared and there.
+
+    Raises ValueError when a frozen role's head would be random.
+    """
     if parts.random_init:
         initialise(stage, seed)
         return

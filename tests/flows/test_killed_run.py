@@ -44,29 +44,49 @@ def finish(log: Path, command: list[str]) -> None:
         run.assert_gone()
 
 
-@pytest.mark.whole
-def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
-    command, undisturbed = begin(tmp_path, "undisturbed")
-    finish(tmp_path / "undisturbed.log", command)
-    command, folder = begin(tmp_path, "killed")
-    with MarkedCommand(tmp_path / "killed.log", *command) as run:
+def killed_and_resumed(base: Path, iterations: int = ITERATIONS, **changes: Any) -> tuple[Path, Path]:
+    """(folder, undisturbed folder) of a run that was killed midway and has gone on to its end: the same bits."""
+    command, undisturbed = begin(base, "undisturbed", iterations, **changes)
+    finish(base / "undisturbed.log", command)
+    command, folder = begin(base, "killed", iterations, **changes)
+    with MarkedCommand(base / "killed.log", *command) as run:
         run.wait_until(step_folder(folder, DONE).exists)
         os.killpg(run.process.pid, signal.SIGKILL)
         assert run.process.wait(60) == -signal.SIGKILL
         run.assert_gone()
     step = last_step(folder)
-    assert DONE <= step < ITERATIONS, "it was not killed midway"
+    assert DONE <= step < iterations, "it was not killed midway"
     assert not (folder / "summary.json").exists()
 
-    finish(tmp_path / "again.log", ["run", "ppo", "--resume", str(folder)])
-    assert generations_of(folder) == {i: (1 if i < step else 2, 0) for i in range(ITERATIONS)}
+    finish(base / "again.log", ["run", "ppo", "--resume", str(folder)])
+    assert generations_of(folder) == {i: (1 if i < step else 2, 0) for i in range(iterations)}
     assert_same_run(folder, undisturbed)
+    return folder, undisturbed
+
+
+@pytest.mark.whole
+def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
+    folder, undisturbed = killed_and_resumed(tmp_path)
     weights = Path("model") / "model.safetensors"
     assert (folder / weights).read_bytes() == (undisturbed / weights).read_bytes()
     with opened_ui(folder, tmp_path / "ui.log") as (address, login):
         assert count_runs(f"{address}/api", login) > ITERATIONS, (
             "an iteration is a flow run, and each attempt"
         )
+
+
+def test_so_does_one_that_trains_adapters_and_it_exports_them(tmp_path):
+    folder, undisturbed = killed_and_resumed(tmp_path, lora={"rank": 4, "alpha": 8.0})
+    written = {path.name for path in (folder / "model").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= written
+    assert not {"model.safetensors", "config.json"} & written
+    adapters = Path("model") / "adapter_model.safetensors"
+    assert (folder / adapters).read_bytes() == (undisturbed / adapters).read_bytes()
+    with MarkedCommand(
+        tmp_path / "export.log", "export", str(folder), str(tmp_path / "out"), "--merged"
+    ) as run:
+        assert run.process.wait(300) == 0, run.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_reward_that_hangs_in_a_regular_expression_dies_with_a_killed_flow_process(tmp_path):

@@ -141,7 +141,7 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
 
 @pytest.mark.dist
 def test_adapters_train_alike_under_any_plan_and_are_all_that_moves_and_is_saved(ranks, tmp_path):
-    """Actor and critic have adapters. On one rank they share their weights with the reference and the reward model."""
+    """Actor and critic have adapters. On one rank they share their weights with reference and reward model."""
     lora = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}}
     reference = trajectory(ranks, tmp_path, "one rank", **lora)
     kl = [seen["actor_train/kl"] for seen in reference]
@@ -153,5 +153,7 @@ def test_adapters_train_alike_under_any_plan_and_are_all_that_moves_and_is_saved
     (saved,) = (tmp_path / "run-1-8").glob("step-00000003.tmp-0/actor.*.safetensors")
     with safe_open(saved, "pt") as file:
         names = list(file.keys())
-    assert len(names) == 3 * 2 * 7 * 4  # master weights and moments of A and B of seven modules in four layers
+    assert (
+        len(names) == 3 * 2 * 7 * 4
+    )  # master weights and moments of A and B of seven modules in four layers
     assert all("lora_" in name for name in names)

@@ -163,7 +163,7 @@ class Arrays(NamedTuple):
     dispatch_s  seconds of a node besides its work
     role        [calls] int64: number of the call's role
     trainer     [calls] int64: the call that trains its role, -1 if none does
-    weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen of them
+    weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
     offloaded   [calls] int64: row of its first option with offloaded parameters; the next call's start if there is
                 none. The rows from start to here are the same options with resident parameters, in the same order

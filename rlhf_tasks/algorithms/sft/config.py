@@ -22,7 +22,9 @@ class SFTConfig(TrainingConfig):
     @model_validator(mode="after")
     def _adapts_a_model(self) -> Self:
         if self.random_init and self.lora is not None:
-            raise ValueError("lora trains adapters of a model that is there; random_init has none. Remove one.")
+            raise ValueError(
+                "lora trains adapters of a model that is there; random_init has none. Remove one."
+            )
         return self
 
     def roles(self) -> dict[str, Role]:

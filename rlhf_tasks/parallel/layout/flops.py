@@ -30,9 +30,7 @@ def head_flops(tokens: float, hidden: int, vocab: int) -> float:
     return 2 * tokens * hidden * vocab
 
 
-def forward_flops(
-    shape: ModelShape, head: Head, lengths: Iterable[int], lora: Lora | None = None
-) -> float:
+def forward_flops(shape: ModelShape, head: Head, lengths: Iterable[int], lora: Lora | None = None) -> float:
     """FLOPs of a whole model's forward pass, adapters included, over sequences of these lengths in tokens."""
     vocab = 1 if head == "scalar" else shape.vocab
     return sum(
@@ -41,9 +39,7 @@ def forward_flops(
     )
 
 
-def training_flops(
-    shape: ModelShape, head: Head, lengths: Iterable[int], lora: Lora | None = None
-) -> float:
+def training_flops(shape: ModelShape, head: Head, lengths: Iterable[int], lora: Lora | None = None) -> float:
     """FLOPs of a forward and a backward pass. Under LoRA, frozen matrices have no products for their gradients."""
     lengths = list(lengths)
     spared = 0.0

@@ -110,9 +110,7 @@ class ModelShape:
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise ConfigError(
-                f"Model folder {str(folder)!r} has no config.json. {_remedy(Path(folder))}"
-            )
+            raise ConfigError(f"Model folder {str(folder)!r} has no config.json. {_remedy(Path(folder))}")
         return ModelShape.from_config(read_json(path), source=str(folder))
 
     @staticmethod

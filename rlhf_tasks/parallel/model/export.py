@@ -1,4 +1,4 @@
-"""Exports a model as a Hugging Face folder that `from_pretrained`, vLLM and SGLang load, or adapters as one of peft's."""
+"""Exports a model as a Hugging Face folder that `from_pretrained`, vLLM and SGLang load; adapters as one for peft."""
 
 import json
 import shutil

@@ -320,4 +320,3 @@ class Stage(nn.Module):
         assert ours == theirs, (
             f"stage and layout differ in {sorted(set(ours.items()) ^ set(theirs.items()))[:4]}"
         )
-

@@ -1,9 +1,9 @@
 """Tensor parallelism inside one stage, after Megatron-LM (arXiv:1909.08053, section 3).
 
 The input of a block (attention or MLP) passes `copy_to_ranks` (the paper's *f*). The block's first linear modules
-(`ColumnParallelLinear`) hold a slice of the output columns. Its last linear module (`RowParallelLinear`) holds a slice
-of the input columns, and its output passes `sum_over_ranks` (the paper's *g*).
-That makes two all-reduces forward and two backward per layer.
+(`ColumnParallelLinear`) hold a slice of the output columns. Its last linear module (`RowParallelLinear`) holds a
+slice of the input columns, and its output passes `sum_over_ranks` (the paper's *g*). That makes two all-reduces
+forward and two backward per layer.
 
 A group is None where tp is 1. Every function here then does the same as its plain counterpart.
 """

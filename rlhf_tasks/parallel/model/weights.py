@@ -67,7 +67,7 @@ def initialise(stage: Stage, seed: int) -> None:
 
 
 def initialise_adapters(stage: Stage, seed: int) -> None:
-    """Set a stage's adapters as peft does: A uniform in +-1 / sqrt(in), B zero. In every layout A has the same bits."""
+    """Set a stage's adapters as peft does: A uniform in +-1 / sqrt(in), the same bits in every layout; B zero."""
     adapters, held = stage.trained_slices(), stage.trained.held(stage.holder)
     for name in adapters.keys() - stage.layout.specs.keys():
         spec, rows = stage.trained.specs[name], held[name]

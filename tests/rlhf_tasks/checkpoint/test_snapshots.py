@@ -132,9 +132,7 @@ def commit(folder, world: int) -> None:
     ],
     ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank", "adapters"],
 )
-def test_a_role_is_restored_bit_by_bit_into_any_layout(
-    ranks, tmp_path, shape, head, dtype, placements, lora
-):
+def test_a_role_is_restored_bit_by_bit_into_any_layout(ranks, tmp_path, shape, head, dtype, placements, lora):
     wrong = ranks.run(4, save_and_restore, str(tmp_path), shape, head, dtype, placements, lora)
 
     assert wrong == [[]] * 4

@@ -95,7 +95,12 @@ def commit_of(config: PPOConfig, plan: ExecutionPlan, folder: Path) -> RoleEngin
     folder.mkdir()
     engines, told = engines_of(config, plan), list[SavedPart]()
     generator = torch.Generator().manual_seed(0)
-    fields = {"run": "test", "attempt": 1, "config": config.model_dump(mode="json"), "run_folder": str(folder)}
+    fields = {
+        "run": "test",
+        "attempt": 1,
+        "config": config.model_dump(mode="json"),
+        "run_folder": str(folder),
+    }
     writer = SnapshotWriter(
         GenerationSpec.model_construct(**fields, generation=0, rank=0, plan=plan), told.append
     )
@@ -127,7 +132,7 @@ def committed(request, tmp_path_factory):
 
 
 def test_a_commit_holds_the_adapters_alone(committed):
-    config, commit, stages = committed
+    _, commit, stages = committed
     for role, more in (("actor", 0), ("critic", 1)):
         (path,) = commit.glob(f"{role}.*.safetensors")
         stored = load_file(path)
@@ -188,7 +193,9 @@ def test_an_exported_folder_gives_what_the_rank_computes(committed, tmp_path, ro
 def test_the_configuration_says_what_is_exported(committed, tmp_path):
     config, commit, _ = committed
     export_commit(commit, config, "actor", tmp_path / "adapter")
-    assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {
+        "adapter_model.safetensors"
+    }
     wanted = config.lora.model_copy(update={"export": "merged"})
     export_commit(commit, config.model_copy(update={"lora": wanted}), "actor", tmp_path / "merged")
     assert {path.name for path in (tmp_path / "merged").glob("*.safetensors")} == {"model.safetensors"}

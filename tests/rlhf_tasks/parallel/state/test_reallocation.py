@@ -37,7 +37,9 @@ PLACEMENTS = [
 ]
 
 
-def whole_model(shape: ModelShape, head: str, dtype=torch.float32, lora: Lora | None = None) -> dict[str, torch.Tensor]:
+def whole_model(
+    shape: ModelShape, head: str, dtype=torch.float32, lora: Lora | None = None
+) -> dict[str, torch.Tensor]:
     """Random *bits*, so that NaNs, infinities and negative zeros are among the values."""
     generator = torch.Generator().manual_seed(7)
     lay = Layout(shape, head, place([0]), lora)

@@ -186,7 +186,7 @@ def _first_gradients(engine: Engine) -> dict[str, list]:
 
 
 class Merged(nn.Module):
-    """A linear module with the weight W + alpha / rank * B A, of which A and B train (arXiv:2106.09685, section 4)."""
+    """A linear module with the weight W + alpha / rank * B A, of which A and B train (arXiv:2106.09685)."""
 
     def __init__(self, linear: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
         super().__init__()
