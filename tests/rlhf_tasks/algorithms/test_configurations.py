@@ -143,7 +143,10 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"batch_size": "many"}, "batch_size: input should be a valid integer"),
         ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, found 1.5."),
         ({"gamma": float("nan")}, "gamma: input should be a finite number"),
-        ({"type": "dpo"}, "type: must be one of ppo, grpo, sft, reward_model, rollout, found 'dpo'."),
+        (
+            {"type": "dpo"},
+            "type: must be one of ppo, grpo, sft, .*, reward_model, rloo, rollout, found 'dpo'.",
+        ),
         ({"type": None}, "type: must be one of"),
         ({"lora": {"rank": 0}}, "lora.rank: input should be greater than 0, found 0."),
         ({"lora": {"alpha": 0}}, "lora.alpha: input should be greater than 0"),
@@ -155,7 +158,7 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"rewards": []}, "nothing scores the responses."),
         ({"rewards": [{"function": "no_colon"}]}, "rewards.0.function: string should match pattern"),
         ({"rewards": [{"function": "a:f"}, {"function": "b:f"}]}, "two rewards share a name: f, f."),
-        ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "PPO must explore"),
+        ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "ppo must explore"),
         ({"dual_clip": 1.0}, "dual_clip: input should be greater than 1, found 1.0."),
         (
             {"truncated_responses": "drop"},
