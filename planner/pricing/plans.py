@@ -260,10 +260,11 @@ def _resident(
                 held = model.training_bytes(role, placement)
                 yield f"{role}: parameters, gradients, optimizer", _by_device(stages[placement], held)
             frozen = model.frozen_bytes if where.trained else model.parameter_bytes
+            part = "weights below adapters" if where.trained else "frozen parameters"
             key = model.frozen_weights(role, where.trained), placement
             if key not in there and placement not in where.offloaded and any(frozen(role, placement)):
                 there.add(key)
-                yield f"{role}: frozen parameters", _by_device(stages[placement], frozen(role, placement))
+                yield f"{role}: {part}", _by_device(stages[placement], frozen(role, placement))
 
 
 def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:

@@ -44,6 +44,11 @@ def overrides_of(name: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.parametrize("name", ["ppo", "grpo-lora"])
+def test_an_example_to_run_is_a_configuration(name):
+    assert load_config(EXAMPLES / f"{name}.yaml").type == name.partition("-")[0]
+
+
 def test_every_example_to_plan_is_known_here():
     found = {path.stem for path in EXAMPLES.glob("plan-*.yaml")} - {
         "plan-cluster",
