@@ -139,15 +139,20 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
         assert not found, f"{name}:\n" + "\n".join(found)
 
 
+_, *OTHERS = PLANS
+
+
 @pytest.mark.dist
-def test_adapters_train_alike_under_any_plan_and_are_all_that_moves_and_is_saved(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS[:-1]), OTHERS[-1]]
+)
+def test_adapters_train_alike_under_any_plan_and_are_all_that_is_saved(ranks, tmp_path, name):
     """Actor and critic have adapters. On one rank they share their weights with reference and reward model."""
     lora = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"learning_rate": 1e-2}}
     reference = trajectory(ranks, tmp_path, "one rank", **lora)
     kl = [seen["actor_train/kl"] for seen in reference]
     assert kl[0] == pytest.approx(0, abs=1e-12)
     assert kl[2] > 1e-4, "the reference has not the adapters"
-    name = "overlapping meshes, balanced by tokens"
     found = differences(reference, trajectory(ranks, tmp_path, name, **lora))
     assert not found, "\n".join(found)
     (saved,) = (tmp_path / "run-1-8").glob("step-00000003.tmp-0/actor.*.safetensors")
