@@ -31,12 +31,11 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     samples = SampleBatch(batch.ids, {"input_ids": batch["input_ids"], "learned": Packed(learned, lengths)})
 
     def loss(logits: Tensor, micro: MicroBatch) -> LossTerms:
-        logprobs = engine.logprobs(logits, micro)
-        return LossTerms(-torch.where(micro.data["learned"], logprobs, 0.0).sum(), {})
+        return LossTerms(-engine.logprobs(logits, micro).sum(), {})
 
     counts = counts_per_block(samples, context, "learned").to(engine.device)
     *tokens, n_chosen = engine.sum_over_dp(torch.cat([counts, chosen.double().sum()[None]])).tolist()
-    steps = Steps(engine, loss, tokens, context.micro_batches)
+    steps = Steps(engine, loss, tokens, context.micro_batches, counted="learned")
     for step in optimizer_steps(samples, context, config.optimizer):
         if tokens[step.block]:  # else only the optimizer's momentum would change the weights
             steps.take(step)

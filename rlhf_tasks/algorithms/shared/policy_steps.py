@@ -122,7 +122,9 @@ def policy_steps(
     read = ("input_ids", "response_mask", "old_logprobs", *ref, *kept)
     learned = SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
     loss = partial(_terms, engine, config.sampling.temperature, objective)
-    steps = Steps(engine, loss, weights.denominators, context.micro_batches, SUMS, tokens)
+    steps = Steps(
+        engine, loss, weights.denominators, context.micro_batches, SUMS, tokens, counted="response_mask"
+    )
     mismatch = 0.0
     for step in optimizer_steps(learned, context, config.optimizer, epochs, first_iteration):
         unchanged = steps.applied == 0
@@ -150,7 +152,6 @@ def _terms(
     data = micro.data
     mask, old = data["response_mask"], data["old_logprobs"]
     logprobs, entropy = engine.logprobs_and_entropy(logits, micro, temperature)
-    logprobs = torch.where(mask, logprobs, 0.0)
     ratio = objective.ratio(logprobs - old, mask, micro.lengths)
     losses, clipped = objective.surrogate(logprobs, ratio, data["advantages"])
     if objective.beta > 0:

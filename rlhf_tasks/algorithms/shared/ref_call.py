@@ -1,6 +1,5 @@
 """The call on the frozen reference policy."""
 
-import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
@@ -20,10 +19,9 @@ def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> C
     assert isinstance(config, Samples), f"{config.type} runs have no such call"
 
     def output(logits: Tensor, micro: MicroBatch) -> Tensor:
-        logprobs = engine.logprobs(logits, micro, config.sampling.temperature)
-        return torch.where(micro.data["response_mask"], logprobs, 0.0)
+        return engine.logprobs(logits, micro, config.sampling.temperature)
 
-    rows = engine.inference(batch, output, context.micro_batches)
+    rows = engine.inference(batch, output, context.micro_batches, counted="response_mask")
     if rows is None or not engine.is_head:
         return CallOutput()
     return CallOutput(SampleBatch(batch.ids, {"logprobs": rows}))

@@ -24,6 +24,7 @@ class Steps:
     micro_batches     micro-batches into which this replica's share of a mini-batch is cut
     metrics           names of the sums that the loss gives besides itself
     counts            of each mini-batch, over all replicas: what metrics are means over; default: the denominators
+    counted           mask of the tokens that count (see `Engine.train_step`)
     applied, skipped  numbers of steps so far
     """
 
@@ -35,12 +36,14 @@ class Steps:
         micro_batches: int,
         metrics: Sequence[str] = (),
         counts: list[float] | None = None,
+        counted: str | None = None,
     ) -> None:
         self.applied = 0
         self.skipped = 0
         self._engine, self._loss = engine, loss
         self._denominators, self._micro_batches, self._metrics = denominators, micro_batches, metrics
         self._counts = denominators if counts is None else counts
+        self._counted = counted
         self._learning_rate = 0.0
         self._norms = 0.0
         self._sums: dict[str, float] = {}
@@ -50,7 +53,13 @@ class Steps:
         """Take a step. Returns the means of the loss and of its metrics over the mini-batch."""
         weight, count = self._denominators[step.block], self._counts[step.block]
         report = self._engine.train_step(
-            step.batch, self._loss, weight, self._micro_batches, step.learning_rate, self._metrics
+            step.batch,
+            self._loss,
+            weight,
+            self._micro_batches,
+            step.learning_rate,
+            self._metrics,
+            self._counted,
         )
         norm, skipped = report.pop("grad_norm"), report.pop("skipped")
         means = {name: value if name == "loss" else value / count for name, value in report.items()}

@@ -7,7 +7,7 @@ half of its sequence on average. A backward pass costs twice a forward pass. Rec
 sequences that have ended do not count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, parameters, trained_parameters
 
@@ -30,24 +30,41 @@ def head_flops(tokens: float, hidden: int, vocab: int) -> float:
     return 2 * tokens * hidden * vocab
 
 
-def forward_flops(shape: ModelShape, head: Head, lengths: Iterable[int], lora: Lora | None = None) -> float:
-    """FLOPs of a whole model's forward pass, adapters included, over sequences of these lengths in tokens."""
+def forward_flops(
+    shape: ModelShape,
+    head: Head,
+    lengths: Sequence[int],
+    predicted: int | None = None,
+    lora: Lora | None = None,
+) -> float:
+    """FLOPs of a whole model's forward pass, adapters included, over sequences of these lengths in tokens.
+
+    predicted  tokens that pass the head; None: all
+    """
     vocab = 1 if head == "scalar" else shape.vocab
-    return sum(
-        _layers_flops(shape, head, length, lora) + head_flops(length, shape.hidden, vocab)
-        for length in lengths
-    )
+    rows = sum(lengths) if predicted is None else predicted
+    layers = sum(_layers_flops(shape, head, length, lora) for length in lengths)
+    return layers + head_flops(rows, shape.hidden, vocab)
 
 
-def training_flops(shape: ModelShape, head: Head, lengths: Iterable[int], lora: Lora | None = None) -> float:
-    """FLOPs of a forward and a backward pass. Under LoRA, frozen matrices have no products for their gradients."""
-    lengths = list(lengths)
+def training_flops(
+    shape: ModelShape,
+    head: Head,
+    lengths: Sequence[int],
+    predicted: int | None = None,
+    lora: Lora | None = None,
+) -> float:
+    """FLOPs of a forward and a backward pass. Under LoRA, frozen matrices have no products for their gradients.
+
+    predicted  as in `forward_flops`
+    """
     spared = 0.0
     if lora is not None:
         tokens = sum(lengths)
         spared = 2 * tokens * shape.layers * layer_size(shape, head)
-        spared += head_flops(tokens, shape.hidden, shape.vocab) if head == "lm" else 0
-    return TRAINING * forward_flops(shape, head, lengths, lora) - spared
+        if head == "lm":
+            spared += head_flops(tokens if predicted is None else predicted, shape.hidden, shape.vocab)
+    return TRAINING * forward_flops(shape, head, lengths, predicted, lora) - spared
 
 
 def generation_flops(

@@ -33,8 +33,10 @@ def test_training_is_three_passes_and_with_adapters_without_the_gradients_of_fro
     """Adapters of rank 1 on two 8 x 8 matrices of each of two layers."""
     assert training_flops(SHAPE, "lm", [10]) == 3 * 24_320
     lora, adapters = Lora(1, 1.0, ("q_proj", "up_proj")), 2 * 10 * 2 * 2 * (8 + 8)
-    assert forward_flops(SHAPE, "lm", [10], lora) == 24_320 + adapters
+    assert forward_flops(SHAPE, "lm", [10], lora=lora) == 24_320 + adapters
     frozen = 2 * 10 * (2 * LAYER + 8 * 16)
-    assert training_flops(SHAPE, "lm", [10], lora) == 3 * (24_320 + adapters) - frozen
-    scalar = 3 * forward_flops(SHAPE, "scalar", [10], lora) - 2 * 10 * 2 * LAYER  # its head trains
-    assert training_flops(SHAPE, "scalar", [10], lora) == scalar
+    assert training_flops(SHAPE, "lm", [10], lora=lora) == 3 * (24_320 + adapters) - frozen
+    spared = 3 * 2 * 6 * 8 * 16 - 2 * 6 * 8 * 16  # six tokens that do not pass the head
+    assert training_flops(SHAPE, "lm", [10], 4, lora) == 3 * (24_320 + adapters) - frozen - spared
+    scalar = 3 * forward_flops(SHAPE, "scalar", [10], lora=lora) - 2 * 10 * 2 * LAYER  # its head trains
+    assert training_flops(SHAPE, "scalar", [10], lora=lora) == scalar
