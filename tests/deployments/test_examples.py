@@ -1,4 +1,4 @@
-"""The examples to plan: each loads with its variants; small ones are planned by the heuristic, and fit."""
+"""The examples: each loads, those to plan with their variants; small ones are planned by the heuristic, and fit."""
 
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from planner.pricing.cluster_file import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
 from rlhf_tasks.algorithms.configurations import load_config
+from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from rlhf_tasks.config.base import Scores, TrainingConfig
 
 EXAMPLES = Path(deployments.__file__).with_name("examples")
 LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]
@@ -44,9 +46,11 @@ def overrides_of(name: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo-lora"])
-def test_an_example_to_run_is_a_configuration(name):
-    assert load_config(EXAMPLES / f"{name}.yaml").type == name.partition("-")[0]
+@pytest.mark.parametrize("name", ["ppo", "grpo", "grpo-lora", "sft", "dpo", "kto"])
+def test_an_example_to_run_is_of_the_algorithm_in_its_name_and_can_be_drawn(name):
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    assert config.type == name.partition("-")[0]
+    assert [call.name for call in algorithm(config.type).calls(config)][-1].endswith("_train")
 
 
 def test_every_example_to_plan_is_known_here():
@@ -55,6 +59,17 @@ def test_every_example_to_plan_is_known_here():
         "plan-cluster-two-classes",
     }
     assert found == set(HOSTS)
+
+
+def test_the_page_of_algorithms_has_every_one_that_learns_from_its_samples():
+    page = (EXAMPLES.parents[1] / "docs" / "algorithms.md").read_text()
+    learning = [
+        name
+        for name in algorithm_names()
+        if issubclass(algorithm(name).config, Scores) and issubclass(algorithm(name).config, TrainingConfig)
+    ]
+    assert {"ppo", "dapo", "rloo", "expert_iteration"} <= set(learning)
+    assert [name for name in learning if f"`{name.replace('_', '-')}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", HOSTS)
