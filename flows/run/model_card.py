@@ -24,6 +24,8 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
     config = prepared.config
     header = {"library_name": "transformers", "tags": ["prefect-rlhf", config.type.replace("_", "-")]}
     folder = config.roles()[role].folder
+    if config.exports_adapters:
+        header |= {"library_name": "peft", "base_model": folder}
     reached = "".join(f"| {name} | {json.dumps(value)} |\n" for name, value in metrics.items())
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     parts = [

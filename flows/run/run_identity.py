@@ -160,12 +160,19 @@ def _refuse_another_model(folder: Path, manifest: Manifest, config: RunConfig) -
     for role, parts in config.roles().items():
         record = manifest.roles.get(role)
         if record is not None:
-            difference = record.shape.difference(ModelShape.from_folder(parts.folder))
+            shape = ModelShape.from_folder(parts.folder)
+            difference = record.shape.difference(shape)
             changes = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in difference.items())
             if changes:
                 raise ConfigError(
                     f"{folder}: the saved {role!r} has another shape than {parts.folder}: {changes}. Name the "
                     "original model folder, or start a new run."
+                )
+            lora = config.adapters_of(role, shape)
+            if record.lora != lora:
+                raise ConfigError(
+                    f"{folder}: the saved {role!r} has {record.lora or 'no adapters'}, the configuration has "
+                    f"{lora or 'none'}. Set lora as it was, or start a new run."
                 )
 
 

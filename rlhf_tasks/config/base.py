@@ -19,6 +19,7 @@ from rlhf_tasks.config.sections import (
     ClusterConfig,
     DataConfig,
     EvaluationConfig,
+    LoraConfig,
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
@@ -30,6 +31,7 @@ from rlhf_tasks.config.sections import (
     SamplingConfig,
     Settings,
 )
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.rows import DatasetValue
@@ -120,6 +122,15 @@ class RunConfig(Settings):
     def roles(self) -> dict[str, Role]:
         """Every role of the run, by its name in the graph. `reward` is there only where a reward model scores."""
 
+    def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:
+        """The adapters that a role trains; None where all of it trains, or nothing. Raises ConfigError."""
+        return None
+
+    @property
+    def exports_adapters(self) -> bool:
+        """Whether the run exports adapters alone, as a folder for peft."""
+        return False
+
     @abstractmethod
     def iterations(self, n_rows: int) -> int:
         """The number of iterations of a run whose data set has `n_rows` rows."""
@@ -187,7 +198,7 @@ class TrainingConfig(RunConfig):
     groups: ClassVar[Groups] = {
         "": ("total_iterations",),
         "Batch": ("num_mini_batches",),
-        "Training": ("optimizer", "gradient_checkpointing"),
+        "Training": ("optimizer", "lora", "gradient_checkpointing"),
         "Evaluation": ("evaluation",),
     }
 
@@ -196,6 +207,9 @@ class TrainingConfig(RunConfig):
         default=1, gt=0, le=MOST_SEQS, description="Optimizer steps per pass over the batch."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
+    lora: LoraConfig | None = Field(
+        default=None, description="Train low-rank adapters of every role that trains; default: all weights."
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="Recompute a layer's activations in its backward pass: less memory, more time.",
@@ -204,6 +218,15 @@ class TrainingConfig(RunConfig):
         default=None,
         description="Scores of answers to held-out rows during the run, as metrics eval/...; default: none.",
     )
+
+    def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:
+        """Those of `lora`, for a role that trains."""
+        trains = self.roles()[role].optimizer is not None
+        return self.lora.adapters(shape) if self.lora is not None and trains else None
+
+    @property
+    def exports_adapters(self) -> bool:
+        return self.lora is not None and self.lora.export == "adapter"
 
     def iterations(self, n_rows: int) -> int:
         """`total_iterations`, whatever the number of rows."""

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
 from rlhf_tasks.spec import CallAssignment, Frozen
 
@@ -27,6 +28,7 @@ Head = Literal["lm", "scalar"]
 MOST_SEQS = 2**20  # of a batch
 MOST_TOKENS = 2**24  # of a sequence
 MOST_ITERATIONS = 10**9
+MOST_RANK = 2**20  # of an adapter; no dimension of a model is larger
 MOST_SECONDS = 1e9  # about thirty years; functions that wait accept no larger timeout
 
 
@@ -380,6 +382,32 @@ class OptimizerConfig(Settings):
     max_grad_norm: float = Field(
         default=1.0, gt=0, description="Global gradient norm to which gradients are clipped."
     )
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): they train, the model's own weights are frozen. No dropout."""
+
+    rank: int = Field(default=16, gt=0, le=MOST_RANK, description="Rank of the adapters (peft's r).")
+    alpha: float = Field(
+        default=32.0,
+        gt=0,
+        description="An adapter's output is multiplied by alpha / rank (peft's lora_alpha).",
+    )
+    targets: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Linear layers with an adapter (peft's target_modules), as in [q_proj, v_proj]; default: all.",
+    )
+    export: Literal["adapter", "merged"] = Field(
+        default="adapter",
+        description="What the run exports: the adapter, a folder for peft; or the model with the adapter merged in.",
+    )
+
+    def adapters(self, shape: ModelShape) -> Lora:
+        """The adapters of a model. Raises ConfigError for targets that it lacks and for too large a rank."""
+        lora = Lora(self.rank, self.alpha, self.targets or tuple(linear_modules(shape)))
+        lora.check(shape)
+        return lora
 
 
 class ClusterConfig(Settings):
