@@ -29,6 +29,7 @@ class ModelFunctionCall(Frozen):
     """One node of the dataflow graph: what a role's model computes once per iteration.
 
     n_seqs      sequences that the call processes per iteration
+    group_size  consecutive sequences that stay together, on one dp rank and in one mini-batch: samples of a prompt
     remap       {key in the sample store: its name in the call's function}, where the two differ
     runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
     """
@@ -39,9 +40,14 @@ class ModelFunctionCall(Frozen):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     n_seqs: int = Field(gt=0)
+    group_size: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
     runs_model: bool = True
+
+    @property
+    def n_groups(self) -> int:
+        return self.n_seqs // self.group_size
 
     @property
     def token_key(self) -> str:
@@ -53,7 +59,7 @@ class CallAssignment(Frozen):
     """Where, how and when one call runs: the planner's decision for it.
 
     micro_batches  micro-batches, balanced by tokens, into which a dp rank's share of one (mini-)batch is split
-    balance        what dp ranks get equal shares of: samples ("count") or tokens
+    balance        what dp ranks get equal shares of: groups of samples ("count") or tokens
     offload        frozen roles only: the parameters stay in host memory from the role's last call on this placement
                    to its first one in the next iteration
     order          the call's position in an iteration; None where the planner may choose it
@@ -90,6 +96,7 @@ class FetchNode(_Node):
     placement: Placement
     keys: tuple[str, ...]
     mini_batches: int = 1
+    group_size: int = 1
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -98,7 +105,7 @@ class FetchNode(_Node):
     @property
     def side(self) -> "DataSide":
         """How the rows are distributed over the heads."""
-        return DataSide(placement=self.placement, mini_batches=self.mini_batches)
+        return DataSide(placement=self.placement, mini_batches=self.mini_batches, group_size=self.group_size)
 
 
 class CallNode(_Node):
@@ -111,6 +118,11 @@ class CallNode(_Node):
     @property
     def placement(self) -> Placement:
         return self.assignment.placement
+
+    @property
+    def side(self) -> "DataSide":
+        """How the call's samples are distributed over its heads."""
+        return side_of(self.call, self.assignment)
 
     @property
     def trains(self) -> bool:
@@ -127,6 +139,17 @@ class DataSide(Frozen):
     placement: Placement
     balance: Literal["count", "tokens"] = "count"
     mini_batches: int = 1
+    group_size: int = 1
+
+
+def side_of(call: ModelFunctionCall, assignment: CallAssignment) -> DataSide:
+    """How a call's samples are dealt."""
+    return DataSide(
+        placement=assignment.placement,
+        balance=assignment.balance,
+        mini_batches=call.mini_batches,
+        group_size=call.group_size,
+    )
 
 
 class TransferNode(_Node):

@@ -46,11 +46,16 @@ SETTINGS = {
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.spill": False,
     "distributed.comm.timeouts.connect": "30s",
+    # Scheduler, nannies and workers each keep twenty figures of every half second: for an hour if this is not set.
+    "distributed.admin.system-monitor.log-length": 10,
     # The HTTP servers of scheduler and workers have no login, so they serve nothing.
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
 }
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""torch takes the least of the first two. A nanny sets all three to 1 in its own environment, from where a worker
+inherits them, except those that are set there already."""
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
 NANNIES_EVERY_S = 2.0
@@ -98,7 +103,8 @@ def local_cluster(
         nannies.append(Nanny(*arguments, **options))
         return nannies[-1]
 
-    with _environment(UNTOLD), _own_keys(folder) as keys, dask.config.set({**SETTINGS, **keys}):
+    inherited = {**UNTOLD, **threads_environment(n_ranks, os.environ)}
+    with _environment(inherited), _own_keys(folder) as keys, dask.config.set({**SETTINGS, **keys}):
         security = Security(require_encryption=True)
         encrypted = {"protocol": "tls", "security": security}
         options = {"host": "127.0.0.1", "port": 0, **encrypted, **NO_DASHBOARD}
@@ -158,9 +164,7 @@ def _worker_spec(
         options = {**common, "nthreads": nthreads, "resources": {resource: 1}, "env": environment}
         return {"cls": nanny, "options": options}
 
-    rank_environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // n_ranks))}
-    if not gpus:
-        rank_environment["GLOO_SOCKET_IFNAME"] = "lo"
+    rank_environment = {} if gpus else {"GLOO_SOCKET_IFNAME": "lo"}
     ranks = {
         f"rank-{rank}": worker(
             1,
@@ -170,8 +174,23 @@ def _worker_spec(
         )
         for rank in range(n_ranks)
     }
-    controller = worker(1, CONTROLLER_RESOURCE, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    controller = worker(1, CONTROLLER_RESOURCE, **dict.fromkeys(THREADS, "1"), CUDA_VISIBLE_DEVICES="")
     return {**ranks, "controller": controller}
+
+
+def threads_environment(n_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that give each of `n_ranks` ranks on this machine an equal share of its cores.
+
+    environment  of this process: a user's OMP_NUM_THREADS counts instead of the share, and a user's OMP_WAIT_POLICY
+                 is left alone. Without one, threads that wait for each other sleep: those that spin would take the
+                 cores from the controller, the server and other ranks
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // n_ranks)
+    threads = environment.get("OMP_NUM_THREADS", str(share))
+    return {
+        **dict.fromkeys(THREADS, threads),
+        "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
 
 
 def _wait_up(cluster: SpecCluster, n_ranks: int, deadline_s: float) -> None:

@@ -184,12 +184,7 @@ def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> E
 def _refuse_what_cannot_run(config: RunConfig) -> None:
     """Raises ConfigError for a configuration that is enough to plan with but not to run, and for an algorithm that
     lacks a function."""
-    record = algorithm(config.type)
-    if record.functions is None:
-        raise ConfigError(
-            f"type: {record.name} can be drawn and planned; its training comes with a later version."
-        )
-    record.calls(config)  # here, before minutes go into checking data
+    algorithm(config.type).calls(config)  # here, before minutes go into checking data
     for role in type(config.models).model_fields:
         if isinstance(getattr(config.models, role), InlineModel):
             raise ConfigError(

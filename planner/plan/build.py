@@ -6,7 +6,7 @@ import networkx as nx
 import numpy as np
 
 from planner.plan.call_order import OrderRule, levels, with_trailing
-from planner.plan.graph import DataflowGraph
+from planner.plan.graph import DataflowGraph, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, MeshError
 from planner.plan.node_insertion import Draft, draft, role_placements
 from planner.plan.node_order import OrderProblem, total_order
@@ -68,7 +68,7 @@ def build_plan(
     copy_s      seconds of the copy that an onload starts
 
     Raises PlanError when an assignment is missing or names an unknown call; when its devices are not a device
-    mesh of the cluster; when it has more dp ranks than a mini-batch has sequences, or more micro-batches than a dp
+    mesh of the cluster; when it has more dp ranks than a mini-batch has groups, or more micro-batches than a dp
     rank has of these sequences; when it offloads a trained role; and when the order does not name every call once
     or contradicts the graph.
     """
@@ -127,12 +127,12 @@ def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], clus
 
 
 def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
-    """Raises PlanError unless every dp rank gets a sequence of every mini-batch, and the fullest dp rank gets one for
-    each of its micro-batches."""
+    """Raises PlanError unless every dp rank gets a group of every mini-batch, and the fullest dp rank gets a sequence
+    for each of its micro-batches."""
     dp = given.placement.strategy.dp
-    if call.n_seqs < dp * call.mini_batches:
+    if call.n_groups < dp * call.mini_batches:
         raise PlanError(
-            f"Call {call.name!r}: a batch of {call.n_seqs} sequences is smaller than dp={dp} x "
+            f"Call {call.name!r}: a batch of {groups_of(call)} is smaller than dp={dp} x "
             f"{call.mini_batches} mini-batches = {dp * call.mini_batches}. "
             "Enlarge the batch or choose a smaller dp."
         )

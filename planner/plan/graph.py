@@ -31,6 +31,7 @@ class DataflowGraph:
                   data that flows along it, and `roles`, the roles whose parameter versions order its two calls
     across        version edges from each iteration to the next
     n_seqs        sequences per iteration
+    group_size    of these, consecutive ones that stay together
 
     A reader of a trained role uses the version from before the iteration's train_step, unless its data depend
     on that train_step.
@@ -38,7 +39,7 @@ class DataflowGraph:
     architectures  call -> its model's architecture (anything comparable, e.g. a ModelShape); calls of one role
                    must agree
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
-    different sizes, a cycle, and roles whose architectures differ.
+    different sizes or groups, a cycle, and roles whose architectures differ.
     """
 
     def __init__(
@@ -73,6 +74,10 @@ class DataflowGraph:
     @property
     def n_seqs(self) -> int:
         return self.calls[0].n_seqs
+
+    @property
+    def group_size(self) -> int:
+        return self.calls[0].group_size
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -131,6 +136,13 @@ def _check_names(calls: Sequence[ModelFunctionCall]) -> None:
             )
 
 
+def groups_of(call: ModelFunctionCall) -> str:
+    """The sequences of a call, for a message: "64 sequences", or "8 groups of 8 sequences"."""
+    if call.group_size == 1:
+        return f"{call.n_seqs} sequences"
+    return f"{call.n_groups} groups of {call.group_size} sequences"
+
+
 def _check_sizes(calls: Sequence[ModelFunctionCall]) -> None:
     first = calls[0]
     for call in calls:
@@ -139,9 +151,18 @@ def _check_sizes(calls: Sequence[ModelFunctionCall]) -> None:
                 f"Call {call.name!r} processes {call.n_seqs} sequences, {first.name!r} {first.n_seqs}: "
                 "all calls of an iteration process the same ones."
             )
-        if call.mini_batches > call.n_seqs:
+        if call.group_size != first.group_size:
             raise GraphError(
-                f"Call {call.name!r} cuts {call.n_seqs} sequences into {call.mini_batches} mini-batches. "
+                f"Call {call.name!r} keeps {call.group_size} sequences together, {first.name!r} {first.group_size}: "
+                "all calls of an iteration have the same groups."
+            )
+        if call.n_seqs % call.group_size:
+            raise GraphError(
+                f"Call {call.name!r} processes {call.n_seqs} sequences: no whole groups of {call.group_size}."
+            )
+        if call.mini_batches > call.n_groups:
+            raise GraphError(
+                f"Call {call.name!r} cuts {groups_of(call)} into {call.mini_batches} mini-batches. "
                 "Choose fewer mini-batches or a larger batch."
             )
 

@@ -24,6 +24,7 @@ from rlhf_tasks.spec import (
     RolePlacements,
     SaveNode,
     TransferNode,
+    side_of,
 )
 
 
@@ -81,13 +82,6 @@ def role_placements(
     return found
 
 
-def data_side(call: ModelFunctionCall, assignment: CallAssignment) -> DataSide:
-    """How a call's samples are dealt: placement, balance and mini-batches."""
-    return DataSide(
-        placement=assignment.placement, balance=assignment.balance, mini_batches=call.mini_batches
-    )
-
-
 @dataclass(frozen=True)
 class Where:
     """Where a call's samples lie. Two calls have every sample on the same rank if and only if these are equal."""
@@ -100,8 +94,8 @@ def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Wh
     """Where a call's samples lie (docs/interfaces.md, "who holds which sample").
 
     With one dp rank, all samples are on its head. If samples are dealt by count, the number of mini-batches matters
-    only where dp does not divide a mini-batch. If they are dealt by tokens, two calls agree when they have the same
-    number of mini-batches and the same key gives the lengths.
+    only where dp does not divide a mini-batch's groups. If they are dealt by tokens, two calls agree when they have
+    the same number of mini-batches and the same key gives the lengths.
     """
     return Where(placement.heads, dealing(call, placement.strategy.dp, balance))
 
@@ -113,7 +107,7 @@ def dealing(call: ModelFunctionCall, dp: int, balance: Balance) -> tuple[str, ..
         return ()
     if balance == "tokens":
         return ("tokens", str(call.mini_batches), call.token_key)
-    if call.n_seqs % (dp * call.mini_batches) == 0:
+    if call.n_groups % (dp * call.mini_batches) == 0:
         return ("count",)
     return ("count", str(call.mini_batches))
 
@@ -122,8 +116,8 @@ def _source_side(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, Cal
     """How a transfer's samples are dealt at their source; fetched rows are dealt by count."""
     if slot.source == FETCH:
         source = graph.source
-        return DataSide(placement=assignments[source.name].placement, mini_batches=source.mini_batches)
-    return data_side(graph.call(slot.source), assignments[slot.source])
+        return side_of(source, assignments[source.name].model_copy(update={"balance": "count"}))
+    return side_of(graph.call(slot.source), assignments[slot.source])
 
 
 def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> PlanNode:
@@ -136,6 +130,7 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
                 placement=here.placement,
                 keys=slot.keys,
                 mini_batches=call.mini_batches,
+                group_size=call.group_size,
             )
         case "call":
             return CallNode(name=slot.name, call=call, assignment=here)
@@ -144,7 +139,7 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
                 name=slot.name,
                 consumer=call.name,
                 source=_source_side(slot, graph, assignments),
-                destination=data_side(call, here),
+                destination=side_of(call, here),
                 keys=slot.keys,
             )
         case "reallocate":

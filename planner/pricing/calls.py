@@ -140,7 +140,7 @@ class CostModel:
 
     def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
         """A call's price from profiles and device figures, for each of `counts` micro-batches."""
-        key = call.name, call.role, call.kind, call.n_seqs, call.mini_batches, where
+        key = call.name, call.role, call.kind, call.n_seqs, call.group_size, call.mini_batches, where
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:
             price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
@@ -248,9 +248,9 @@ class _OnMesh:
     strategy: ParallelStrategy
     crossings: Crossings
 
-    def share(self, n_seqs: float) -> int:
-        """Sequences of the fullest dp rank, of `n_seqs` in all."""
-        return -(-int(n_seqs) // self.strategy.dp)
+    def share(self, call: ModelFunctionCall, mini_batches: int = 1) -> int:
+        """Sequences of the fullest dp rank, of a call's batch or of one of its mini-batches."""
+        return -(-(call.n_groups // mini_batches) // self.strategy.dp) * call.group_size
 
     def layers(self, stage: int) -> int:
         return self.local.stage_layers(self.strategy.pp, stage)
@@ -321,9 +321,10 @@ class _OnMesh:
 
 def _infer(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """A forward pass. Python rewards run at the same time, each head's sequences one by one; or they run alone."""
-    length, share = mesh.workload.mean_tokens, mesh.share(call.n_seqs)
+    length, share = mesh.workload.mean_tokens, mesh.share(call)
     tokens, fullest = share * length / micro_batches, -(-share // micro_batches) * length
-    rewards_s = share * mesh.workload.reward_s if "scores" in call.outputs else 0.0
+    scores = "scores" in (call.remap.get(key, key) for key in call.outputs)
+    rewards_s = share * mesh.workload.reward_s if scores else 0.0
     if not call.runs_model:
         return CallCost(rewards_s, (0.0,) * mesh.strategy.pp)
     passes_s = mesh.pipelined_s(["forward"], tokens, length, micro_batches)
@@ -342,7 +343,7 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     """
     workload, s = mesh.workload, mesh.strategy
     length = workload.mean_tokens
-    tokens = mesh.share(call.n_seqs / call.mini_batches) * length / micro_batches
+    tokens = mesh.share(call, call.mini_batches) * length / micro_batches
     gradients_back = (s.pp - 1 + micro_batches) * mesh.pass_on_s(tokens)
     passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)
     step = passes_s + gradients_back + _update_s(mesh)
@@ -359,7 +360,7 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))
     # Tokens of n micro-batches: each holds share // micro_batches sequences, the first ones one more.
     kept = [(n * (share // micro_batches) + min(n, share % micro_batches)) * length for n in in_flight]
-    seconds = mesh.share_batch_s(call, mesh.share(call.n_seqs) * length)
+    seconds = mesh.share_batch_s(call, mesh.share(call) * length)
     seconds += step * call.mini_batches * workload.epochs
     active = (n * of_one + besides for n, of_one, besides in zip(kept, per_token, working, strict=True))
     return CallCost(seconds, tuple(active))
@@ -386,7 +387,7 @@ def _update_s(mesh: _OnMesh) -> float:
 def _generate(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCost:
     """Prefill, then one token per step for every sequence that has not ended, in as many groups as stages."""
     workload, local = mesh.workload, mesh.local
-    pp, share = mesh.strategy.pp, mesh.share(call.n_seqs)
+    pp, share = mesh.strategy.pp, mesh.share(call)
     groups = min(pp, share)
     prompt = workload.prompt_tokens
     tokens, fullest = share * prompt / groups, -(-share // groups)

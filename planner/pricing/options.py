@@ -23,7 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import sub
 from typing import NamedTuple
 
+from planner.plan.graph import groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
+from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.plans import active_part, remedy
 from planner.pricing.problem import Problem, ProblemError
@@ -109,7 +111,7 @@ def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator
             continue
         for pp in range(1, min(shape.layers, size // tp) + 1):
             dp = size // (tp * pp)
-            if size == dp * tp * pp and dp <= call.n_seqs // call.mini_batches:
+            if size == dp * tp * pp and dp <= call.n_groups // call.mini_batches:
                 yield ParallelStrategy(dp, tp, pp)
 
 
@@ -117,7 +119,7 @@ def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> l
     """The numbers of micro-batches that a call may have; generation always has 1."""
     if call.kind == "generate":
         return [1]
-    share = call.n_seqs // (call.mini_batches * strategy.dp)
+    share = least_share(call, strategy.dp)
     counts, count = {share}, 1
     while count <= share:
         counts |= {count, min(share, count * strategy.pp)}
@@ -242,7 +244,7 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
     if not shortfalls:
         return (
             f"Call {call.name!r} has no strategy on a cluster of {problem.cluster} with tp up to "
-            f"{problem.tp_limit}: {call.n_seqs} sequences in {call.mini_batches} mini-batches. "
+            f"{problem.tp_limit}: {groups_of(call)} in {call.mini_batches} mini-batches. "
             "Enlarge the batch or the cluster."
         )
     missing, option = min(shortfalls, key=lambda pair: (pair[0], pair[1].size))

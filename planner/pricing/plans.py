@@ -35,10 +35,18 @@ from rlhf_tasks.spec import (
 
 Message = tuple[int, int, float]  # source device, destination device, bytes
 
-_TOKEN_BYTES = {"prompt_ids": 8, "input_ids": 8, "response_mask": 1, "chosen_ids": 8, "rejected_ids": 8}
+_TOKEN_BYTES = {
+    "prompt_ids": 8,
+    "input_ids": 8,
+    "response_mask": 1,
+    "greedy_input_ids": 8,
+    "greedy_response_mask": 1,
+    "chosen_ids": 8,
+    "rejected_ids": 8,
+}
 """Bytes per token of the keys that are not float32 per token (docs/interfaces.md)."""
 
-_SAMPLE_BYTES = {"scores": 4, "truncated": 1, "final_values": 4}
+_SAMPLE_BYTES = {"scores": 4, "truncated": 1, "greedy_scores": 4, "greedy_truncated": 1, "final_values": 4}
 """Bytes per sample of the keys that have one row per sample."""
 
 COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph
+from planner.plan.graph import DataflowGraph, groups_of
 from planner.plan.mesh import Cluster, meshes_from_start
-from planner.plan.workload import fullest_share
+from planner.plan.workload import fullest_share, least_share
 from planner.pricing.calls import CostModel
 from planner.pricing.plans import (
     MemoryPeak,
@@ -184,7 +184,7 @@ def _larger_demands(
         role = owner = part.split(":")[0]
         if owner not in demand.replicas:
             call, given = graph.call(owner), found[owner]
-            share = call.n_seqs // (call.mini_batches * given.placement.strategy.dp)
+            share = least_share(call, given.placement.strategy.dp)
             if call.kind != "generate" and 2 * given.micro_batches <= share:
                 yield demand._replace(cuts={**demand.cuts, owner: 2 * demand.cuts[owner]})
             role = call.role
@@ -217,18 +217,18 @@ def symmetric(
 
 def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> CallAssignment:
     """The largest mesh from device 0 on that has a strategy within the limits, and the first such strategy."""
-    most_dp = call.n_seqs // call.mini_batches
+    most_dp = call.n_groups // call.mini_batches
     for mesh in meshes_from_start(cluster):
         for strategy in _strategies(mesh.size, cluster.devices_per_host):
             if strategy.dp <= most_dp and all(limit.allow(strategy) for limit in limits):
-                share = call.n_seqs // (call.mini_batches * strategy.dp)
+                share = least_share(call, strategy.dp)
                 micro_batches = 1 if strategy.pp == 1 else max(1, min(2 * strategy.pp, share))
                 return CallAssignment(
                     placement=Placement(mesh.devices, strategy), micro_batches=micro_batches
                 )
     raise PlanError(
         f"Call {call.name!r}: no strategy on a cluster of {cluster} suits {', '.join(map(str, limits))} "
-        f"and {call.n_seqs} sequences in {call.mini_batches} mini-batches. Enlarge the cluster or the batch."
+        f"and {groups_of(call)} in {call.mini_batches} mini-batches. Enlarge the cluster or the batch."
     )
 
 

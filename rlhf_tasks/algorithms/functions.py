@@ -13,7 +13,6 @@ def load_functions(algorithm: Algorithm, calls: Iterable[str]) -> dict[str, Call
 
     Raises UserCodeError naming the package when they cannot be imported: restarting the rank would not help.
     """
-    assert algorithm.functions is not None, f"{algorithm.name} can only be planned"
     try:
         module = import_module(algorithm.functions)
         return {call: getattr(module, call) for call in calls}

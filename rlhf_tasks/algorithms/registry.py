@@ -1,18 +1,23 @@
 """The registry of algorithms: one record each, by the name in a configuration's `type`. Torch-free.
 
-Built-in algorithms are the folders beside this file. Others are entry points of the group `prefect_rlhf.algorithms`
-in any installed package. A record is imported only when it is asked for.
+Built-in algorithms are the folders beside this file; the modules in `presets/` are further names of theirs, with
+other defaults. Others are entry points of the group `prefect_rlhf.algorithms` in any installed package. A record is
+imported only when it is asked for.
 """
 
 import ast
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import rlhf_tasks.algorithms
+from pydantic import create_model
+
+from rlhf_tasks import algorithms
+from rlhf_tasks.algorithms import presets
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.config.sections import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
@@ -22,7 +27,7 @@ from rlhf_tasks.system.source import module_file, names_bound
 
 GROUP = "prefect_rlhf.algorithms"
 OURS = "prefect-rlhf"
-SHARED = "shared"  # the only folder beside this file that is not an algorithm
+NO_ALGORITHMS = ("shared", "presets")  # the only folders beside this file that are none
 FIRST = ("ppo", "grpo", "sft")  # lists and forms begin with these
 
 
@@ -36,7 +41,7 @@ class Algorithm:
     read_row      a row of the data -> an example, a tuple whose lists are token ids. Raises DataError for a bad row
     fetch         an example -> its value under each of `dataset_keys`
     functions     name of the module that has a function for each call, named as the call. Only ranks import it, so
-                  it may import torch. None: the algorithm can be drawn and planned, but not run
+                  it may import torch
     package       name of the installed package that it comes from; the registry sets it
     """
 
@@ -45,13 +50,27 @@ class Algorithm:
     dataset_keys: tuple[str, ...]
     read_row: Reader[tuple]
     fetch: Callable[[Any], Mapping[str, DatasetValue]]
-    functions: str | None
+    functions: str
     package: str = OURS
 
     @property
     def name(self) -> str:
         """The algorithm's name, as in a configuration's `type`."""
         return self.config.model_fields["type"].default
+
+    def preset(self, name: str, about: str | None, **defaults: Any) -> "Algorithm":
+        """The same algorithm under another name, with other defaults of some fields.
+
+        about  the docstring of its configurations
+        """
+        fields: dict[str, Any] = {"type": (Literal[name], name)}
+        for field, value in defaults.items():
+            changed = copy(self.config.model_fields[field])
+            changed.default = value
+            fields[field] = (changed.annotation, changed)
+        title = "".join(part.capitalize() for part in name.split("_"))
+        config = create_model(f"{title}Config", __base__=self.config, __doc__=about, **fields)
+        return replace(self, config=config)
 
     def nominal(self) -> RunConfig:
         """A configuration for drawing the graph: with every model, the smallest sizes, and defaults otherwise."""
@@ -64,8 +83,7 @@ class Algorithm:
     def calls(self, config: RunConfig) -> list[ModelFunctionCall]:
         """The calls of a configuration. Raises ConfigError when one has no function."""
         calls = self.graph(config)
-        if self.functions is not None:
-            self._refuse_missing(self.functions, [call.name for call in calls])
+        self._refuse_missing([call.name for call in calls])
         return calls
 
     def values(self, example: Any) -> dict[str, DatasetValue]:
@@ -79,8 +97,9 @@ class Algorithm:
             )
         return {key: values[key] for key in self.dataset_keys}
 
-    def _refuse_missing(self, module: str, calls: Sequence[str]) -> None:
+    def _refuse_missing(self, calls: Sequence[str]) -> None:
         """Raises ConfigError for a call without a function. Reads only the module's source: it may import torch."""
+        module = self.functions
         try:
             file = module_file(module)
         except ModuleNotFoundError:
@@ -186,10 +205,13 @@ def _sources() -> dict[str, _Source]:
 
 
 def _registered() -> Iterator[tuple[str, _Source]]:
-    for module in pkgutil.iter_modules(rlhf_tasks.algorithms.__path__):
-        if module.ispkg and module.name != SHARED:
-            target = f"{rlhf_tasks.algorithms.__name__}.{module.name}:ALGORITHM"
-            yield module.name, _Source(OURS, EntryPoint(module.name, target, GROUP))
+    folders = [
+        m.name for m in pkgutil.iter_modules(algorithms.__path__) if m.ispkg and m.name not in NO_ALGORITHMS
+    ]
+    named = [m.name for m in pkgutil.iter_modules(presets.__path__)]
+    for folder, names in ((algorithms, folders), (presets, named)):
+        for name in names:
+            yield name, _Source(OURS, EntryPoint(name, f"{folder.__name__}.{name}:ALGORITHM", GROUP))
     for entry in entry_points(group=GROUP):
         yield entry.name, _Source("(unknown)" if entry.dist is None else entry.dist.name, entry)
 

@@ -1,7 +1,8 @@
 """The base classes of run configurations, built from the sections in sections.py. Torch-free.
 
 Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` trains, `Samples`
-generates, `Scores` generates and scores. Code outside `algorithms/` checks for these bases, never for an algorithm.
+generates, `SamplesGroups` several times for each prompt, `Scores` generates and scores. Code outside `algorithms/`
+checks for these bases, never for an algorithm.
 """
 
 from abc import abstractmethod
@@ -116,9 +117,14 @@ class RunConfig(Settings):
     def iterations(self, n_rows: int) -> int:
         """The number of iterations of a run whose data set has `n_rows` rows."""
 
+    @property
+    def group_size(self) -> int:
+        """Consecutive samples that are made from one row. They stay on one dp rank and in one mini-batch."""
+        return 1
+
     def row_of(self, rows: "TokenFile", sample: int) -> int:
         """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
-        return rows.row_of(sample, self.seed)
+        return rows.row_of(sample // self.group_size, self.seed)
 
     @property
     def passes(self) -> int:
@@ -210,6 +216,36 @@ class Samples(RunConfig):
         return next(role for role in ("reward", "ref", "actor") if role in roles)
 
 
+class SamplesGroups(Samples):
+    """The configuration of runs that sample several responses to each prompt, which form a group."""
+
+    groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
+
+    num_generations: int = Field(
+        default=1, gt=0, le=MOST_SEQS, description="Samples per prompt, which form a group."
+    )
+
+    @property
+    def group_size(self) -> int:
+        return self.num_generations
+
+    @model_validator(mode="after")
+    def _groups_stay_whole(self) -> Self:
+        size, batch = self.num_generations, self.batch_size
+        if batch % size:
+            raise ValueError(
+                f"num_generations={size} does not divide batch_size={batch}. "
+                "Make batch_size a multiple of num_generations."
+            )
+        if isinstance(self, TrainingConfig) and batch // self.num_mini_batches % size:
+            raise ValueError(
+                f"num_mini_batches={self.num_mini_batches} cuts batch_size={batch} into mini-batches of "
+                f"{batch // self.num_mini_batches} samples, which split groups of num_generations={size}. "
+                f"Choose a num_mini_batches that divides the {batch // size} groups."
+            )
+        return self
+
+
 class Scores(Samples):
     """The configuration of runs that score what they generate, by Python functions, a reward model, or both."""
 
@@ -250,12 +286,3 @@ class Scores(Samples):
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")
         return self
-
-
-def refuse_split_groups(num_generations: int, batch_size: int) -> None:
-    """Raises ValueError where a batch of `batch_size` sequences would split the `num_generations` of one prompt."""
-    if batch_size % num_generations:
-        raise ValueError(
-            f"num_generations={num_generations} does not divide batch_size={batch_size}. "
-            "Make batch_size a multiple of num_generations."
-        )

@@ -28,7 +28,6 @@ from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.rewards.process import RewardProcess
 from rlhf_tasks.spec import (
     CallNode,
-    DataSide,
     ExecutionPlan,
     FetchNode,
     NodeRequest,
@@ -241,10 +240,7 @@ class RankRun:
 
     def _inputs(self, node: CallNode, request: NodeRequest) -> SampleBatch:
         """On a head: this dp rank's samples with the call's input keys, under the names its function uses."""
-        side = DataSide(
-            placement=node.placement, balance=node.assignment.balance, mini_batches=node.call.mini_batches
-        )
-        ids, lengths = self._ids(request), None
+        side, ids, lengths = node.side, self._ids(request), None
         if side.balance == "tokens":
             key = node.call.token_key
             lengths = survey(self._samples, ids, [key], side.placement.heads, self._groups)[key].rows

@@ -35,7 +35,9 @@ def test_an_override_is_part_of_the_configuration(call):
     assert shown["optimizer"]["adam_betas"] == [0.9, 0.95]
 
 
-@pytest.mark.parametrize("kind", ["ppo", "grpo", "sft", "reward-model", "rollout"])
+@pytest.mark.parametrize(
+    "kind", ["ppo", "grpo", "dr-grpo", "reinforce-pp", "remax", "sft", "reward-model", "rollout"]
+)
 def test_every_type_has_a_schema_and_a_graph(call, kind):
     status, out, _ = call("config", "schema", kind)
     assert status == 0

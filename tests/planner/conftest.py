@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -27,9 +28,10 @@ DEMO_PLAN = Path(__file__).parents[2] / "deployments/demo_plan.yaml"
 
 @pytest.fixture
 def make_graph() -> Callable[..., DataflowGraph]:
-    def make(name: str = "ppo", n_seqs: int = 64, mini_batches: int = 2, **sizes: str) -> DataflowGraph:
+    def make(name: str = "ppo", n_seqs: int = 64, mini_batches: int = 2, **sizes: Any) -> DataflowGraph:
         config = {
             "batch_size": n_seqs,
+            "group_size": 1,
             "num_mini_batches": mini_batches,
             "scoring_role": "reward",
             "records_kept": False,

@@ -84,7 +84,7 @@ SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", 
 """A slot of a skeleton: planner.plan.template.Slot with calls by number.
 
 mask   bit c: the slot occupies the mesh of call c
-moved  of a transfer, the index of its bytes in Skeletons.sample_bytes
+moved  of a transfer, the index of its bytes in Skeletons.group_bytes
 """
 
 MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8")])
@@ -103,7 +103,7 @@ class Skeletons(NamedTuple):
     after, across  [skeletons, slots, most] int64: slots of the same iteration, of the previous iteration that must
                    have finished; padded with -1
     order          [skeletons, orders, slots] int64: slots in the total order
-    sample_bytes   [different transfers] float64: bytes of their keys per sample
+    group_bytes    [different transfers] float64: bytes of their keys per group of samples
     """
 
     of: Ints
@@ -112,7 +112,7 @@ class Skeletons(NamedTuple):
     after: Ints
     across: Ints
     order: Ints
-    sample_bytes: Floats
+    group_bytes: Floats
 
 
 class Models(NamedTuple):
@@ -157,7 +157,7 @@ class KnownPrices(NamedTuple):
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
-    n_seqs      sequences per iteration
+    n_groups    groups of samples per iteration
     memory_bytes  bytes of memory of the smallest device
     memories    [runs] MEMORY_ROW: the memory of all devices, ascending
     dispatch_s  seconds of a node besides its work
@@ -174,7 +174,7 @@ class Arrays(NamedTuple):
     """
 
     n_calls: int
-    n_seqs: int
+    n_groups: int
     memory_bytes: float
     memories: Rows
     dispatch_s: float
@@ -209,7 +209,7 @@ def make_arrays(
     offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
     return Arrays(
         n_calls=len(graph.calls),
-        n_seqs=graph.n_seqs,
+        n_groups=graph.n_seqs // graph.group_size,
         memory_bytes=min(memory for _, memory in memories),
         memories=_table(MEMORY_ROW, memories),
         dispatch_s=model.classes.dispatch_s,
@@ -339,17 +339,17 @@ def _skeletons(
         copies = places[:, [place[name] for name in onloads[i]]] + 1  # the place directly after their onloads
         order[i, :, : len(rows)] = np.hstack([places, copies]).argsort(axis=1)
     sizes = np.array([*map(len, before)])
-    moved = np.array(list(row_of.sample_bytes), np.float64)
+    moved = np.array(list(row_of.group_bytes), np.float64)
     return Skeletons(of, sizes, slots, after, across, order, moved)
 
 
 class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
-    """Slot -> its SLOT_ROW. sample_bytes: different bytes per sample of its transfers -> their number."""
+    """Slot -> its SLOT_ROW. group_bytes: different bytes per group of samples of its transfers -> their number."""
 
     def __init__(self, problem: Problem) -> None:
         self._graph, self._workload = problem.graph, problem.model.workload
         self._number = {call.name: i for i, call in enumerate(problem.graph.calls)}
-        self.sample_bytes = _Numbers()
+        self.group_bytes = _Numbers()
 
     def __missing__(self, slot: Slot) -> tuple[int, int, int, int, int]:
         call, moved = self._number[slot.call], 0
@@ -358,7 +358,8 @@ class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
         if slot.kind in ("transfer", "reallocate"):
             mask |= 1 << source
         if slot.kind == "transfer":
-            moved = self.sample_bytes[sum(key_bytes(key, self._workload) for key in slot.keys)]
+            sample_bytes = sum(key_bytes(key, self._workload) for key in slot.keys)
+            moved = self.group_bytes[sample_bytes * self._graph.group_size]
         self[slot] = _KINDS[slot.kind], call, source, mask, moved
         return self[slot]
 

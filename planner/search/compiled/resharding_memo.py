@@ -16,7 +16,7 @@ _HOSTS_APART = 1 << 22  # stands for the distance of meshes without a common hos
 def redistribution(arrays: Arrays, known: KnownPrices, moved: int, source: int, destination: int) -> float:
     """Seconds in which samples move from one side to another, from `known` or put there.
 
-    moved                index into Skeletons.sample_bytes
+    moved                index into Skeletons.group_bytes
     source, destination  rows of Arrays.sides
     """
     # `+` binds tighter than `<<`: 24 bits each for both sides, the bits above for `moved`.
@@ -26,8 +26,8 @@ def redistribution(arrays: Arrays, known: KnownPrices, moved: int, source: int, 
         price.seconds = redistribution_s(
             arrays.sides[source],
             arrays.sides[destination],
-            arrays.n_seqs,
-            arrays.skeletons.sample_bytes[moved],
+            arrays.n_groups,
+            arrays.skeletons.group_bytes[moved],
             arrays.links,
         )
         price.key = key

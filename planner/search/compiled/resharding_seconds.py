@@ -64,30 +64,30 @@ def _message_s(links: Links, sender: int, receiver: int, size_bytes: float) -> f
 
 
 @inner
-def _deal(n_seqs: int, dp: int, blocks: int) -> Ints:
-    """[n_seqs] int64: the dp rank of each sample, dealt by count within each block."""
-    rank = np.empty(n_seqs, np.int64)
+def _deal(n_groups: int, dp: int, blocks: int) -> Ints:
+    """[n_groups] int64: the dp rank of each group of samples, dealt by count within each block."""
+    rank = np.empty(n_groups, np.int64)
     for block in range(blocks):
-        start = block * n_seqs // blocks
-        for i in range(start, (block + 1) * n_seqs // blocks):
+        start = block * n_groups // blocks
+        for i in range(start, (block + 1) * n_groups // blocks):
             rank[i] = (i - start) % dp
     return rank
 
 
 @compiled
 def redistribution_s(
-    source: Ints, destination: Ints, n_seqs: int, sample_bytes: float, links: Links
+    source: Ints, destination: Ints, n_groups: int, group_bytes: float, links: Links
 ) -> float:
-    """Seconds of a redistribution of n_seqs samples.
+    """Seconds of a redistribution of n_groups groups of samples.
 
     source, destination  [4] int64: first head, distance from head to head, dp, blocks
-    sample_bytes         bytes of a sample
+    group_bytes          bytes of a group
     """
     dp_a, dp_b = source[2], destination[2]
-    holder, wanter = _deal(n_seqs, dp_a, source[3]), _deal(n_seqs, dp_b, destination[3])
-    # A linked list of samples for each holder: first[holder], then following[sample]; -1 ends it.
-    first, following = np.full(dp_a, -1), np.empty(n_seqs, np.int64)
-    for i in range(n_seqs):
+    holder, wanter = _deal(n_groups, dp_a, source[3]), _deal(n_groups, dp_b, destination[3])
+    # A linked list of groups for each holder: first[holder], then following[group]; -1 ends it.
+    first, following = np.full(dp_a, -1), np.empty(n_groups, np.int64)
+    for i in range(n_groups):
         following[i], first[holder[i]] = first[holder[i]], i
     received, count = np.zeros(dp_b), np.zeros(dp_b, np.int64)
     touched = np.empty(dp_b, np.int64)
@@ -104,7 +104,7 @@ def redistribution_s(
         for b in touched[:n_touched]:
             receiver = destination[0] + b * destination[1]
             if receiver != sender:
-                seconds = _message_s(links, sender, receiver, count[b] * sample_bytes)
+                seconds = _message_s(links, sender, receiver, count[b] * group_bytes)
                 sent += seconds
                 received[b] += seconds
             count[b] = 0

@@ -1,15 +1,16 @@
-"""Group-relative policy optimisation: it can be drawn and planned, but not run."""
+"""Group-relative policy optimisation."""
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
-from rlhf_tasks.algorithms.grpo.graph import DATASET_KEYS, graph
+from rlhf_tasks.algorithms.grpo.graph import graph
 from rlhf_tasks.algorithms.registry import Algorithm
+from rlhf_tasks.algorithms.shared.rollout_calls import PROMPT_KEYS
 from rlhf_tasks.data.rows import PromptExample, prompt_example
 
 ALGORITHM = Algorithm(
     config=GRPOConfig,
     graph=graph,
-    dataset_keys=DATASET_KEYS,
+    dataset_keys=PROMPT_KEYS,
     read_row=prompt_example,
     fetch=PromptExample.values,
-    functions=None,
+    functions="rlhf_tasks.algorithms.grpo.functions",
 )

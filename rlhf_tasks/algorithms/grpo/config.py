@@ -1,39 +1,66 @@
-"""The configuration of GRPO: enough to draw and to plan it."""
+"""The configuration of GRPO."""
 
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Groups, Samples, TrainingConfig, refuse_split_groups
-from rlhf_tasks.config.sections import MOST_SEQS, GRPOModels, RewardFunction, Role
+from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
+from rlhf_tasks.config.base import Groups, SamplesGroups
+from rlhf_tasks.config.sections import MOST_SEQS
 
 
-class GRPOConfig(Samples, TrainingConfig):
-    """Group-relative policy optimisation (arXiv:2402.03300): the settings that its graph and its plan depend on."""
+class GRPOConfig(CriticFreeConfig, SamplesGroups):
+    """Group-relative policy optimisation (arXiv:2402.03300): a response counts by its score relative to its group."""
 
     type: Literal["grpo"] = "grpo"
-    groups: ClassVar[Groups] = {"": ("rewards",), "Batch": ("num_generations",)}
+    groups: ClassVar[Groups] = {
+        "Score": ("overlong_buffer", "overlong_penalty"),
+        "Advantages": ("scale_rewards",),
+        "Loss": ("loss_type", "importance_sampling_level", "delta"),
+    }
 
-    models: GRPOModels
-    rewards: tuple[RewardFunction, ...] = Field(
-        default=(), description="Python rewards, summed with weights."
-    )
     num_generations: int = Field(
-        default=8, gt=1, le=MOST_SEQS, description="Samples per prompt, which form a group."
+        default=8, ge=2, le=MOST_SEQS, description="Samples per prompt, which form a group."
     )
-
-    def roles(self) -> dict[str, Role]:
-        """Actor, ref, and reward where there is a reward model."""
-        models = self.models
-        roles = {
-            "actor": Role.of(models.actor, "lm", self.optimizer),
-            "ref": Role.of(models.ref or models.actor, "lm"),
-        }
-        if models.reward is not None:
-            roles["reward"] = Role.of(models.reward, "scalar")
-        return roles
+    beta: float = Field(
+        default=0.0,
+        ge=0,
+        description="Factor of the KL divergence from the reference (k3, in the loss); 0: no reference model.",
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="Whose standard deviation divides a score less its group's mean."
+    )
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = Field(
+        default="grpo",
+        description="Mean over each response, then over responses (grpo); over all tokens (dapo); sum over tokens by "
+        "the most possible (dr_grpo); over all tokens, with a bounded weight instead of a clipped ratio (cispo).",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        default="token", description="Policy ratio per token, or the geometric mean over a response (GSPO)."
+    )
+    delta: float | None = Field(
+        default=None,
+        gt=1,
+        description="Policy ratio above which a token with a negative advantage costs no more; default: none.",
+    )
+    overlong_buffer: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of max_completion_length, at its end, over which a length penalty grows; default: none.",
+    )
+    overlong_penalty: float = Field(
+        default=1.0, gt=0, description="What the longest response loses of its score (with overlong_buffer)."
+    )
 
     @model_validator(mode="after")
-    def _batch_holds_whole_groups(self) -> Self:
-        refuse_split_groups(self.num_generations, self.batch_size)
+    def _bounds_agree(self) -> Self:
+        if self.delta is not None and self.loss_type == "cispo":
+            raise ValueError(
+                "delta bounds a clipped ratio, which loss_type=cispo does not have. Leave it out."
+            )
+        if self.delta is not None and self.delta <= 1 + self.high:
+            raise ValueError(
+                f"delta={self.delta:g} must exceed the ratio's upper bound 1 + {self.high:g}. Make it larger."
+            )
         return self

@@ -4,11 +4,12 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Groups, Scores, TrainingConfig
+from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
+from rlhf_tasks.config.base import Groups
 from rlhf_tasks.config.sections import MOST_ITERATIONS, ModelsConfig, OptimizerConfig, Role
 
 
-class PPOConfig(Scores, TrainingConfig):
+class PPOConfig(PolicyConfig):
     """Proximal policy optimisation (arXiv:1707.06347) with a learned critic and a KL-shaped reward."""
 
     type: Literal["ppo"] = "ppo"
@@ -17,7 +18,7 @@ class PPOConfig(Scores, TrainingConfig):
         "Training": ("critic_optimizer", "critic_warmup_iterations", "early_stop_ratio"),
         "Score": ("score_clip", "truncated_responses"),
         "KL": ("kl_coef", "kl_estimator", "kl_target", "kl_horizon"),
-        "Advantages": ("gamma", "lam", "whiten_advantages", "normalize_values"),
+        "Advantages": ("gamma", "lam", "whiten_rewards", "whiten_advantages", "normalize_values"),
         "Loss": ("cliprange", "cliprange_value", "dual_clip", "value_huber_delta"),
     }
 
@@ -43,6 +44,9 @@ class PPOConfig(Scores, TrainingConfig):
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per token.")
     lam: float = Field(default=0.95, ge=0, le=1, description="Lambda of generalised advantage estimation.")
+    whiten_rewards: bool = Field(
+        default=False, description="Rewards, KL penalty included, to std 1 over the whole batch."
+    )
     whiten_advantages: bool = Field(
         default=True, description="Advantages to mean 0 and std 1 over the whole batch."
     )
@@ -80,11 +84,6 @@ class PPOConfig(Scores, TrainingConfig):
         """Epochs over an iteration's batch."""
         return self.num_ppo_epochs
 
-    @property
-    def records_kept(self) -> bool:
-        """Whether samples record which tokens top-k and top-p kept: training must leave out the same tokens."""
-        return self.sampling.top_p < 1 or self.sampling.top_k > 0
-
     def roles(self) -> dict[str, Role]:
         """Actor, critic, ref, and reward where there is a reward model."""
         models = self.models
@@ -99,11 +98,7 @@ class PPOConfig(Scores, TrainingConfig):
         return roles
 
     @model_validator(mode="after")
-    def _is_complete(self) -> Self:
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature=0 is greedy, but PPO must explore. Choose 1.0, for example."
-            )
+    def _actor_trains(self) -> Self:
         if self.critic_warmup_iterations >= self.total_iterations:
             raise ValueError(
                 f"critic_warmup_iterations={self.critic_warmup_iterations} leaves no iteration for the actor "

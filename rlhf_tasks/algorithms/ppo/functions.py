@@ -11,10 +11,13 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.ppo.learning import learning_targets
-from rlhf_tasks.algorithms.ppo.ppo_math import log_ratio, policy_loss, shifted, value_loss
+from rlhf_tasks.algorithms.ppo.ppo_math import shifted, value_loss
 from rlhf_tasks.algorithms.ppo.value_norm import ValueNorm
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.generation import actor_generate
+from rlhf_tasks.algorithms.shared.policy_math import clipped_loss, token_ratio
+from rlhf_tasks.algorithms.shared.policy_steps import Objective, Weights, policy_steps
+from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
 from rlhf_tasks.algorithms.shared.steps import Steps
@@ -30,24 +33,6 @@ __all__ = [
     "ref_inference",
     "reward_inference",
 ]
-
-
-def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Compute `logprobs` of the responses under a frozen model, at the temperature of sampling.
-
-    Tokens that top-k and top-p left out are left out here too. So the KL penalty compares distributions over the same
-    tokens, and it is 0 where policy and reference are equal.
-    """
-    temperature = _ppo(context).sampling.temperature
-
-    def output(logits: Tensor, micro: MicroBatch) -> Tensor:
-        logprobs = engine.logprobs(logits, micro, temperature)
-        return torch.where(micro.data["response_mask"], logprobs, 0.0)
-
-    rows = engine.inference(batch, output, context.micro_batches)
-    if rows is None or not engine.is_head:
-        return CallOutput()
-    return CallOutput(SampleBatch(batch.ids, {"logprobs": rows}))
 
 
 def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -76,73 +61,31 @@ def critic_inference(engine: Engine, batch: SampleBatch, context: CallContext) -
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Optimizer steps on the clipped policy loss; none during the critic's warm-up.
 
-    Once a step's mean ratio over its global mini-batch exceeds `early_stop_ratio`, the iteration's remaining steps
-    are skipped on all ranks. Metrics, besides those of `learning_targets`:
-        loss/policy, entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (nats; estimator k3): means over
-            the response tokens of the applied steps
-        policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault
-        policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
+    Metrics: those of `learning_targets` and `policy_steps`.
     """
     config = _ppo(context)
     targets = learning_targets(engine, batch, context)
     engine.state.update(targets.state)
     if context.iteration < config.critic_warmup_iterations:
         return CallOutput(metrics={**targets.metrics, "policy/steps": 0.0})
-    lengths = batch["input_ids"].lengths
-    kept = ("kept_counts", "kept_tokens") if config.records_kept else ()
-    learned = SampleBatch(
-        batch.ids,
-        {key: batch[key] for key in ("input_ids", "response_mask", "old_logprobs", *kept)}
-        | {"advantages": Packed(targets.advantages, lengths)},
+    objective = Objective(
+        token_ratio,
+        partial(clipped_loss, low=config.cliprange, high=config.cliprange, dual_clip=config.dual_clip),
     )
-
-    loss = partial(_policy_terms, engine, config)
-    steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, POLICY_SUMS)
-    mismatch = 0.0
-    first = config.critic_warmup_iterations
-    for step in optimizer_steps(learned, context, config.optimizer, config.num_ppo_epochs, first):
-        unchanged = steps.applied == 0
-        means = steps.take(step)
-        if unchanged:
-            mismatch = means["mismatch"]
-        if config.early_stop_ratio is not None and means["ratio"] > config.early_stop_ratio:
-            break
-    metrics = {
-        "loss/policy": steps.mean("loss"),
-        "entropy": steps.mean("entropy"),
-        "clip_ratio": steps.mean("clip_ratio"),
-        "policy/ratio": steps.mean("ratio"),
-        "policy/approx_kl": steps.mean("approx_kl"),
-        "policy/mismatch": mismatch,
-        "policy/steps": float(steps.applied),
-        **steps.end("actor"),
-    }
+    tokens = targets.mini_batch_tokens
+    metrics = policy_steps(
+        engine,
+        batch,
+        context,
+        objective,
+        targets.advantages,
+        Weights(batch["response_mask"].values.double(), tokens),
+        tokens,
+        epochs=config.num_ppo_epochs,
+        first_iteration=config.critic_warmup_iterations,
+        early_stop_ratio=config.early_stop_ratio,
+    )
     return CallOutput(metrics={**targets.metrics, **metrics})
-
-
-POLICY_SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch")
-
-
-def _policy_terms(engine: Engine, config: PPOConfig, logits: Tensor, micro: MicroBatch) -> LossTerms:
-    """The clipped loss of one micro-batch, and the sums over its response tokens for the metrics."""
-    mask, old = micro.data["response_mask"], micro.data["old_logprobs"]
-    logprobs, entropy = engine.logprobs_and_entropy(logits, micro, config.sampling.temperature)
-    logprobs = torch.where(mask, logprobs, 0.0)
-    terms, ratio, clipped = policy_loss(
-        logprobs, old, micro.data["advantages"], config.cliprange, config.dual_clip
-    )
-    change = log_ratio(logprobs, old).detach()
-    sums = {
-        "ratio": ratio,
-        "entropy": entropy.detach(),
-        "clip_ratio": clipped,
-        "approx_kl": torch.expm1(change) - change,
-        "mismatch": change.abs(),
-    }
-    return LossTerms(
-        torch.where(mask, terms, 0.0).sum(),
-        {name: torch.where(mask, values, 0).sum() for name, values in sums.items()},
-    )
 
 
 def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

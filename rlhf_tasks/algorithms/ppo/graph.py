@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from rlhf_tasks.algorithms.shared.rollout_calls import (
+    KEPT,
     PROMPT_KEYS,
     SEQUENCES,
     RolloutSizes,
@@ -31,8 +32,8 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
     The tokens that top-k and top-p kept are inputs of the calls that compute log-probabilities. The flag of truncated
     responses and their final values are inputs of the train calls.
     """
-    n_seqs, mini_batches = config.batch_size, config.num_mini_batches
-    kept = ("kept_counts", "kept_tokens") if config.records_kept else ()
+    n_seqs, group_size, mini_batches = config.batch_size, config.group_size, config.num_mini_batches
+    kept = KEPT if config.records_kept else ()
     cut = () if config.truncated_responses == "keep" else ("truncated",)
     final = ("final_values",) if config.truncated_responses == "bootstrap" else ()
     learning = (*SEQUENCES, "old_logprobs", "ref_logprobs", "values", "scores", *cut, *final)
@@ -46,6 +47,7 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
             inputs=SEQUENCES,
             outputs=("values", *final),
             n_seqs=n_seqs,
+            group_size=group_size,
         ),
         ModelFunctionCall(
             name="actor_train",
@@ -53,6 +55,7 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
             kind="train_step",
             inputs=(*learning, *kept),
             n_seqs=n_seqs,
+            group_size=group_size,
             mini_batches=mini_batches,
         ),
         ModelFunctionCall(
@@ -61,6 +64,7 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
             kind="train_step",
             inputs=learning,
             n_seqs=n_seqs,
+            group_size=group_size,
             mini_batches=mini_batches,
         ),
     ]

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
-from rlhf_tasks.algorithms.ppo.ppo_math import adapted_kl_coef, gae, kl_divergence, shaped_rewards
+from rlhf_tasks.algorithms.ppo.ppo_math import adapted_kl_coef
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.policy_math import gae, kl_divergence, shaped_rewards
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block
+from rlhf_tasks.algorithms.shared.statistics import moments, whitened
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
 KL_STATE = "kl_coef"
-WHITENING_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Targets:
 
 
 def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -> Targets:
-    """Shape rewards, estimate advantages and returns, whiten advantages, compute the next adaptive KL coefficient.
+    """Shape rewards, estimate advantages and returns, compute the next adaptive KL coefficient.
+
+    Rewards and advantages are whitened where the configuration says so.
 
     A truncated response keeps its score, gets 0 instead, or keeps its score and is bootstrapped with the critic's
     value of its last state (`truncated_responses`: keep, zero, bootstrap).
@@ -71,21 +74,15 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     elif config.truncated_responses == "bootstrap":
         final_values = torch.where(batch["truncated"].values, batch["final_values"].values, 0.0)
     rewards = shaped_rewards(kl, scores, mask, lengths, kl_coef)
-    advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam, final_values)
-
     tokens = counts_per_block(batch, context, "response_mask").to(mask.device)
-    errors = torch.where(mask, returns - values, 0.0)
-    firsts = torch.stack([_sum(x) for x in (advantages, returns, errors, kl, rewards)])
-    *blocks, advantage, total_return, error, total_kl, reward = engine.sum_over_dp(
-        torch.cat([tokens, firsts])
-    ).tolist()
-    count = max(sum(blocks), 1.0)
-    means = [total / count for total in (advantage, total_return, error)]
-    deviations = [
-        _sum(torch.where(mask, x.double() - m, 0.0).square())
-        for x, m in zip((advantages, returns, errors), means, strict=True)
-    ]
-    variances = [total / count for total in engine.sum_over_dp(torch.stack(deviations)).tolist()]
+    sums = torch.stack([kl.double().sum(), rewards.double().sum()])
+    *blocks, total_kl, reward = engine.sum_over_dp(torch.cat([tokens, sums])).tolist()
+    count = sum(blocks)
+    if config.whiten_rewards:
+        (of_rewards,) = moments(engine, mask, count, rewards)
+        rewards = whitened(rewards, mask, of_rewards, shift_mean=False)
+    advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam, final_values)
+    of_advantages, of_returns, of_errors = moments(engine, mask, count, advantages, returns, returns - values)
 
     kl_per_sequence = total_kl / context.n_seqs
     state: dict[str, float] = {}
@@ -93,20 +90,17 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
         state[KL_STATE] = adapted_kl_coef(
             kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
         )
-    std = (variances[0] * count / max(count - 1, 1)) ** 0.5  # unbiased, as in TRL
     if config.whiten_advantages:
-        whitened = (advantages.double() - means[0]) / (std + WHITENING_EPSILON)
-        advantages = torch.where(mask, whitened, 0.0).to(values.dtype)
+        advantages = whitened(advantages, mask, of_advantages)
     metrics = {
         "kl": kl_per_sequence,
         "kl_coef": kl_coef,
         "shaped_reward": reward / context.n_seqs,
-        "advantages/std": std,
-        "returns/mean": means[1],
-        "explained_variance": 1 - variances[2] / variances[1] if variances[1] > 0 else 0.0,
+        "advantages/std": of_advantages.std,
+        "returns/mean": of_returns.mean,
+        "explained_variance": 1 - of_errors.variance / of_returns.variance
+        if of_returns.variance > 0
+        else 0.0,
     }
-    return Targets(advantages, returns, blocks, means[1], variances[1] + means[1] ** 2, metrics, state)
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.double().sum()
+    square = of_returns.variance + of_returns.mean**2
+    return Targets(advantages, returns, blocks, of_returns.mean, square, metrics, state)

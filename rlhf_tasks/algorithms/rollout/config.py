@@ -1,24 +1,20 @@
 """The configuration of a rollout."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
-
-from rlhf_tasks.config.base import Groups, Scores, refuse_split_groups
-from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
+from rlhf_tasks.config.base import SamplesGroups, Scores
+from rlhf_tasks.config.sections import Role, RolloutModels
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.token_file import TokenFile
 
 
-class RolloutConfig(Scores):
+class RolloutConfig(Scores, SamplesGroups):
     """Samples from a model, which are scored and written as JSONL: all rows once, in file order."""
 
     type: Literal["rollout"] = "rollout"
-    groups: ClassVar[Groups] = {"Batch": ("num_generations",)}
 
     models: RolloutModels
-    num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Samples per prompt.")
 
     def iterations(self, n_rows: int) -> int:
         """The number of iterations that pass once over all rows."""
@@ -34,8 +30,3 @@ class RolloutConfig(Scores):
         if self.models.reward is not None:
             roles["reward"] = Role.of(self.models.reward, "scalar")
         return roles
-
-    @model_validator(mode="after")
-    def _batch_holds_whole_prompts(self) -> Self:
-        refuse_split_groups(self.num_generations, self.batch_size)
-        return self

@@ -1,6 +1,5 @@
 """Supervised fine-tuning: negative log-likelihood of the completion tokens."""
 
-import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.sft.config import SFTConfig
@@ -22,11 +21,10 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     assert isinstance(config, SFTConfig)
 
     def loss(logits: Tensor, micro: MicroBatch) -> LossTerms:
-        logprobs = engine.logprobs(logits, micro)
-        return LossTerms(-torch.where(micro.data["response_mask"], logprobs, 0.0).sum(), {})
+        return LossTerms(-engine.logprobs(logits, micro).sum(), {})
 
     tokens = engine.sum_over_dp(counts_per_block(batch, context, "response_mask").to(engine.device))
-    steps = Steps(engine, loss, tokens.tolist(), context.micro_batches)
+    steps = Steps(engine, loss, tokens.tolist(), context.micro_batches, counted="response_mask")
     for step in optimizer_steps(batch, context, config.optimizer):
         steps.take(step)
     return CallOutput(metrics={"loss/sft": steps.mean("loss"), **steps.end("actor")})

@@ -6,6 +6,7 @@ import torch
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.config.base import Samples
+from rlhf_tasks.config.sections import SamplingConfig
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
@@ -22,15 +23,26 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"
+    return respond(engine, batch, context, config.sampling, config.records_kept)
+
+
+def respond(
+    engine: Engine, batch: SampleBatch, context: CallContext, settings: SamplingConfig, record_kept: bool
+) -> CallOutput:
+    """As `actor_generate`, with these settings of sampling.
+
+    record_kept  whether to record which tokens top-k and top-p kept
+    """
     sampling = SamplingParams(
-        max_new_tokens=config.sampling.max_completion_length,
-        temperature=config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
+        max_new_tokens=settings.max_completion_length,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
         stop_ids=context.tokenizer.stop_ids,
     )
+    seed = context.config.seed
     started = time.perf_counter()
-    answered = draw(engine, batch, sampling, config.seed, context.iteration, record_kept=config.records_kept)
+    answered = draw(engine, batch, sampling, seed, context.iteration, record_kept=record_kept)
     elapsed_s = time.perf_counter() - started
     mine = torch.zeros(4, dtype=torch.float64)
     if answered is not None:

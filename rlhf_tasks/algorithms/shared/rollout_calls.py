@@ -10,12 +10,17 @@ PROMPT_KEYS = ("prompt_ids", "columns")
 
 SEQUENCES = ("input_ids", "response_mask")
 
+KEPT = ("kept_counts", "kept_tokens")
+"""The keys under which generation records which tokens top-k and top-p kept."""
+
 
 class RolloutSizes(Protocol):
     """The fields of a configuration that these calls depend on."""
 
     @property
     def batch_size(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
     @property
     def scoring_role(self) -> str: ...
 
@@ -36,6 +41,7 @@ def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[M
             inputs=("prompt_ids",),
             outputs=(*SEQUENCES, "old_logprobs", "truncated", *kept),
             n_seqs=config.batch_size,
+            group_size=config.group_size,
         ),
         ModelFunctionCall(
             name="reward_inference",
@@ -44,6 +50,7 @@ def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[M
             inputs=(*SEQUENCES, "truncated", "columns"),
             outputs=("scores",),
             n_seqs=config.batch_size,
+            group_size=config.group_size,
             runs_model=config.scoring_role == "reward",
         ),
     ]
@@ -58,5 +65,43 @@ def ref_inference(config: RolloutSizes, kept: Sequence[str] = ()) -> ModelFuncti
         inputs=(*SEQUENCES, *kept),
         outputs=("ref_logprobs",),
         n_seqs=config.batch_size,
+        group_size=config.group_size,
         remap={"ref_logprobs": "logprobs"},
     )
+
+
+class PolicySizes(RolloutSizes, Protocol):
+    """The fields of a configuration without a critic that its graph depends on."""
+
+    @property
+    def num_mini_batches(self) -> int: ...
+    @property
+    def records_kept(self) -> bool: ...
+    @property
+    def beta(self) -> float: ...
+    @property
+    def mask_truncated_completions(self) -> bool: ...
+
+
+def policy_calls(config: PolicySizes, compared: Sequence[str] = ()) -> list[ModelFunctionCall]:
+    """actor generate; reward inference; ref inference where the KL divergence counts; actor train_step.
+
+    compared  keys besides `scores` that the train call reads
+    """
+    kept = KEPT if config.records_kept else ()
+    with_ref = config.beta > 0
+    ref = ("ref_logprobs",) if with_ref else ()
+    cut = ("truncated",) if config.mask_truncated_completions else ()
+    return [
+        *generate_and_score(config, kept),
+        *([ref_inference(config, kept)] if with_ref else []),
+        ModelFunctionCall(
+            name="actor_train",
+            role="actor",
+            kind="train_step",
+            inputs=(*SEQUENCES, "old_logprobs", *ref, "scores", *compared, *cut, *kept),
+            n_seqs=config.batch_size,
+            group_size=config.group_size,
+            mini_batches=config.num_mini_batches,
+        ),
+    ]

@@ -54,7 +54,7 @@ def iteration_ids(context: CallContext) -> range:
 
 def block_of_samples(batch: SampleBatch, context: CallContext, mini_batches: int) -> list[int]:
     """The number of the mini-batch, from 0, of each sample of a batch."""
-    blocks = mini_batch_blocks(iteration_ids(context), mini_batches)
+    blocks = mini_batch_blocks(iteration_ids(context), mini_batches, context.config.group_size)
     block_of = {sample: number for number, block in enumerate(blocks) for sample in block}
     return [block_of[sample] for sample in batch.ids]
 

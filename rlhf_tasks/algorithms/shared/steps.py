@@ -20,9 +20,11 @@ class Steps:
     A step whose loss or gradient is not finite is not applied on any rank (see `Engine.train_step`). It counts only
     in `skipped`. All ranks of the mesh decide the same, because their reports are equal.
 
-    denominators      of each mini-batch, over all replicas: tokens, or pairs
+    denominators      of each mini-batch, over all replicas: e.g. tokens, or pairs
     micro_batches     micro-batches into which this replica's share of a mini-batch is cut
     metrics           names of the sums that the loss gives besides itself
+    counts            of each mini-batch, over all replicas: what metrics are means over; default: the denominators
+    counted           mask of the tokens that count (see `Engine.train_step`)
     applied, skipped  numbers of steps so far
     """
 
@@ -33,45 +35,59 @@ class Steps:
         denominators: list[float],
         micro_batches: int,
         metrics: Sequence[str] = (),
+        counts: list[float] | None = None,
+        counted: str | None = None,
     ) -> None:
         self.applied = 0
         self.skipped = 0
         self._engine, self._loss = engine, loss
         self._denominators, self._micro_batches, self._metrics = denominators, micro_batches, metrics
+        self._counts = denominators if counts is None else counts
+        self._counted = counted
         self._learning_rate = 0.0
-        self._weight = 0.0
         self._norms = 0.0
         self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
 
     def take(self, step: Step) -> dict[str, float]:
         """Take a step. Returns the means of the loss and of its metrics over the mini-batch."""
-        weight = self._denominators[step.block]
+        weight, count = self._denominators[step.block], self._counts[step.block]
         report = self._engine.train_step(
-            step.batch, self._loss, weight, self._micro_batches, step.learning_rate, self._metrics
+            step.batch,
+            self._loss,
+            weight,
+            self._micro_batches,
+            step.learning_rate,
+            self._metrics,
+            self._counted,
         )
         norm, skipped = report.pop("grad_norm"), report.pop("skipped")
-        means = {name: value if name == "loss" else value / weight for name, value in report.items()}
+        means = {name: value if name == "loss" else value / count for name, value in report.items()}
         self._learning_rate = step.learning_rate
         if skipped:
             self.skipped += 1
             return means
         self.applied += 1
-        self._weight += weight
         self._norms += norm
         for name, value in means.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value * weight
+            of_step = weight if name == "loss" else count
+            self._sums[name] = self._sums.get(name, 0.0) + value * of_step
+            self._weights[name] = self._weights.get(name, 0.0) + of_step
         return means
 
     def mean(self, name: str) -> float:
-        """The mean of a metric over the applied steps, weighted by their denominators; NaN if none was applied."""
-        return self._sums.get(name, 0.0) / self._weight if self.applied else math.nan
+        """The mean of the loss or of a metric over the applied steps; NaN if none was applied.
+
+        Steps are weighted by their denominators for the loss, by their counts for a metric.
+        """
+        return self._sums.get(name, 0.0) / self._weights[name] if self.applied else math.nan
 
     def end(self, role: str) -> dict[str, float]:
         """Call after the last step. Returns the metrics grad_norm, learning_rate and skipped_steps of the role.
 
-        Raises ValueError when no step of the last MAX_SKIPPED_CALLS calls was applied.
+        Raises ValueError when all steps of the last MAX_SKIPPED_CALLS calls were skipped.
         """
-        calls = 0 if self.applied else self._engine.state.get(STATE_KEY, 0) + 1
+        calls = self._engine.state.get(STATE_KEY, 0) + 1 if self.skipped and not self.applied else 0
         if calls >= MAX_SKIPPED_CALLS:
             raise ValueError(
                 f"{role}: no optimizer step of {calls} iterations in a row was applied, because losses or gradients "

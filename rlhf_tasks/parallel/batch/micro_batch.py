@@ -1,7 +1,7 @@
 """Micro-batches: the packed tensors of one forward pass of a stage."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -21,6 +21,7 @@ class MicroBatch:
     lengths       tokens of each sample: as cu_seqlens, but without a synchronisation with the device
     data          every other key of the batch, packed in the same order: [T, ...] for a key with a row per token,
                   [n, ...] for a key with a row per sample
+    rows          [R] int64, ascending: the positions of the tokens that pass the language model's head; None: all
     """
 
     input_ids: Tensor
@@ -29,6 +30,7 @@ class MicroBatch:
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
     data: Mapping[str, Tensor]
+    rows: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -37,6 +39,15 @@ class MicroBatch:
     def per_sample(self, values: Tensor) -> tuple[Tensor, ...]:
         """One view [length, ...] per sample, of a tensor [T, ...] with a row per token."""
         return values.split(list(self.lengths))
+
+
+def predicting(micro: MicroBatch, mask: str) -> MicroBatch:
+    """The micro-batch with the rows that predict the tokens where a mask is True: each is one position before.
+
+    mask  key of a bool tensor [T]; a sample's first token, which nothing predicts, is not counted
+    """
+    counted = micro.data[mask] & (micro.position_ids > 0)
+    return replace(micro, rows=counted.nonzero().squeeze(1) - 1)
 
 
 def micro_batch(batch: SampleBatch) -> MicroBatch:

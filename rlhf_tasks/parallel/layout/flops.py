@@ -7,7 +7,7 @@ half of its sequence on average. A backward pass costs twice a forward pass. Rec
 sequences that have ended do not count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rlhf_tasks.parallel.layout.shape import Head, ModelShape, parameters
 
@@ -30,11 +30,17 @@ def head_flops(tokens: float, hidden: int, vocab: int) -> float:
     return 2 * tokens * hidden * vocab
 
 
-def forward_flops(shape: ModelShape, head: Head, lengths: Iterable[int]) -> float:
-    """FLOPs of a whole model's forward pass over sequences of these lengths in tokens."""
+def forward_flops(
+    shape: ModelShape, head: Head, lengths: Sequence[int], predicted: int | None = None
+) -> float:
+    """FLOPs of a whole model's forward pass over sequences of these lengths in tokens.
+
+    predicted  tokens that pass the head; None: all
+    """
     vocab = 1 if head == "scalar" else shape.vocab
-    return sum(
-        _layers_flops(shape, head, length) + head_flops(length, shape.hidden, vocab) for length in lengths
+    rows = sum(lengths) if predicted is None else predicted
+    return sum(_layers_flops(shape, head, length) for length in lengths) + head_flops(
+        rows, shape.hidden, vocab
     )
 
 

@@ -197,11 +197,18 @@ class Side(Protocol):
     def balance(self) -> Balance: ...
     @property
     def mini_batches(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
 
 
-def mini_batch_blocks(ids: Sequence[int], mini_batches: int) -> list[list[int]]:
-    """Cut an iteration's ids into mini-batches: contiguous blocks whose sizes differ by at most one."""
-    return [list(ids[slice(*split(len(ids), mini_batches, m))]) for m in range(mini_batches)]
+def mini_batch_blocks(ids: Sequence[int], mini_batches: int, group_size: int = 1) -> list[list[int]]:
+    """Cut an iteration's ids into mini-batches: contiguous blocks, whose numbers of groups differ by at most one.
+
+    group_size  consecutive ids that form a group; no block splits one
+    """
+    assert len(ids) % group_size == 0, f"{len(ids)} samples are not groups of {group_size}"
+    groups = [split(len(ids) // group_size, mini_batches, m) for m in range(mini_batches)]
+    return [list(ids[start * group_size : stop * group_size]) for start, stop in groups]
 
 
 def partition(
@@ -210,39 +217,43 @@ def partition(
     balance: Balance = "count",
     mini_batches: int = 1,
     lengths: Mapping[int, int] | None = None,
+    group_size: int = 1,
 ) -> list[list[int]]:
     """Distribute an iteration's samples over dp ranks, mini-batch by mini-batch. Returns the ids of each dp rank.
 
-    balance  "count": sample number i of a mini-batch goes to dp rank i mod dp. "tokens": the longest remaining
-             sample goes to the dp rank with the fewest tokens so far (ties: the smaller id, the lower rank)
-    lengths  sample id -> tokens; only "tokens" needs it
+    balance     "count": group number i of a mini-batch goes to dp rank i mod dp. "tokens": the remaining group with
+                the most tokens goes to the dp rank with the fewest so far (ties: the smaller ids, the lower rank)
+    lengths     sample id -> tokens; only "tokens" needs it
+    group_size  consecutive samples that stay together
     In the list of a dp rank, the mini-batches follow each other, each with ascending ids.
     """
     shares: list[list[int]] = [[] for _ in range(dp)]
-    for block in mini_batch_blocks(ids, mini_batches):
+    for block in mini_batch_blocks(ids, mini_batches, group_size):
+        groups = [block[start : start + group_size] for start in range(0, len(block), group_size)]
         if balance == "count":
-            dealt = [block[rank::dp] for rank in range(dp)]
+            dealt = [groups[rank::dp] for rank in range(dp)]
         else:
             assert lengths is not None, "balance by tokens needs the samples' lengths"
-            dealt = _deal_tokens(block, dp, lengths)
+            dealt = _deal_tokens(groups, dp, lengths)
         for share, more in zip(shares, dealt, strict=True):
-            share += sorted(more)
+            share += chain.from_iterable(sorted(more))
     return shares
 
 
-def _deal_tokens(block: Sequence[int], dp: int, lengths: Mapping[int, int]) -> list[list[int]]:
-    dealt: list[list[int]] = [[] for _ in range(dp)]
+def _deal_tokens(groups: Sequence[list[int]], dp: int, lengths: Mapping[int, int]) -> list[list[list[int]]]:
+    dealt: list[list[list[int]]] = [[] for _ in range(dp)]
     queue = [(0, rank) for rank in range(dp)]
-    for sample in sorted(block, key=lambda i: (-lengths[i], i)):
-        tokens, rank = queue[0]
-        dealt[rank].append(sample)
-        heapq.heapreplace(queue, (tokens + lengths[sample], rank))
+    for tokens, group in sorted((-sum(lengths[sample] for sample in group), group) for group in groups):
+        load, rank = queue[0]
+        dealt[rank].append(group)
+        heapq.heapreplace(queue, (load - tokens, rank))
     return dealt
 
 
 def shares(side: Side, ids: Sequence[int], lengths: Mapping[int, int] | None = None) -> dict[int, list[int]]:
     """The samples that each head of a placement works on: head device -> ids."""
-    dealt = partition(ids, side.placement.strategy.dp, side.balance, side.mini_batches, lengths)
+    dp = side.placement.strategy.dp
+    dealt = partition(ids, dp, side.balance, side.mini_batches, lengths, side.group_size)
     return dict(zip(side.placement.heads, dealt, strict=True))
 
 

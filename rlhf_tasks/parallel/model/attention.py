@@ -6,7 +6,7 @@ keyword argument and says which tokens belong together.
 """
 
 from inspect import signature
-from itertools import accumulate
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -106,22 +106,25 @@ def kv_index(kv_head_map: tuple[int, ...], device: torch.device) -> Tensor | Non
 def _per_sequence(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float, window: int | None
 ) -> Tensor:
-    """One scaled_dot_product_attention per sequence, on any device and dtype. Shapes as in `packed_attention`."""
+    """scaled_dot_product_attention on any device and dtype. Shapes as in `packed_attention`.
+
+    Neighbours of one length make a batch of one call, without padding. `split` has one backward pass for all parts;
+    slices would each fill a gradient of the whole size.
+    """
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    parts = [x[0].split([length * n for length, n in runs], dim=1) for x in (query, key, value)]
     outputs = []
-    for stop, length in zip(accumulate(lengths), lengths, strict=True):
-        tokens = slice(stop - length, stop)
+    for (length, n), *of_run in zip(runs, *parts, strict=True):
         mask = None if window is None or length <= window else _window_mask(length, window, query.device)
         output = F.scaled_dot_product_attention(
-            query[:, :, tokens],
-            key[:, :, tokens],
-            value[:, :, tokens],
+            *(x.unflatten(1, (n, length)).transpose(0, 1) for x in of_run),  # [n, heads, length, head_dim]
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
             enable_gqa=True,
         )
-        outputs.append(output.transpose(1, 2))
-    return torch.cat(outputs, dim=1)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:

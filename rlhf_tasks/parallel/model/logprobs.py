@@ -48,8 +48,12 @@ class Kept:
         """From a micro-batch's keys `kept_counts` and `kept_tokens`; None if `generate` did not record them."""
         if "kept_counts" not in micro.data:
             return None
-        # Shift counts from position p + 1 to row p. A sample's first token was not drawn, so no ids change place.
-        return Kept(micro.data["kept_counts"].roll(-1), micro.data["kept_tokens"])
+        counts, tokens = micro.data["kept_counts"], micro.data["kept_tokens"]
+        if micro.rows is None:
+            # Shift counts from position p + 1 to row p. A sample's first token was not drawn, so no ids change place.
+            return Kept(counts.roll(-1), tokens)
+        here = torch.zeros_like(counts, dtype=torch.bool).index_fill_(0, micro.rows + 1, True)
+        return Kept(counts[micro.rows + 1], tokens[here.repeat_interleave(counts.long())])
 
     def left_out(self, chunks: Sequence[slice], start: int, width: int) -> Iterator[Tensor]:
         """For each chunk of rows: [rows, width] bool, True for token ids start .. start + width - 1 that could not be
@@ -107,7 +111,8 @@ def token_logprobs_and_entropy(
 def packed_logprobs(logits: Tensor, micro: MicroBatch, shard: VocabShard, temperature: float = 1.0) -> Tensor:
     """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token.
 
-    logits  [T, vocabulary / tp]; row p is the prediction for token p + 1 of the same sample
+    logits  [T, vocabulary / tp]; row p is the prediction for token p + 1 of the same sample. Where only some rows
+            passed the head (`micro.rows`), [R, vocabulary / tp]; the result is 0 at the tokens that none predicts
     Where the micro-batch says which tokens sampling kept (see `Kept`), the softmax is over these only.
     """
     logprobs = token_logprobs(logits, _next_tokens(micro), shard, temperature, Kept.of(micro))
@@ -119,7 +124,7 @@ def packed_logprobs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`packed_logprobs` [T], and the entropy [T] in nats of the distribution that each token was drawn from.
 
-    logits  [T, vocabulary / tp]
+    logits  [T, vocabulary / tp] or [R, vocabulary / tp], as in `packed_logprobs`
     """
     logprobs, entropy = token_logprobs_and_entropy(
         logits, _next_tokens(micro), shard, temperature, Kept.of(micro)
@@ -128,12 +133,14 @@ def packed_logprobs_and_entropy(
 
 
 def _next_tokens(micro: MicroBatch) -> Tensor:
-    """The token after each position: [T]. The entry at a sample's last token is not used (see _shift)."""
-    return micro.input_ids.roll(-1)
+    """The token after each row of the logits. With all rows, the entry at a sample's last token is not used."""
+    return micro.input_ids.roll(-1) if micro.rows is None else micro.input_ids[micro.rows + 1]
 
 
 def _shift(rows: Tensor, micro: MicroBatch) -> Tensor:
-    """Move each row one position later, with 0 at the first position of each sample."""
+    """Move each row one position later: [T], with 0 where no row comes and at the first position of each sample."""
+    if micro.rows is not None:
+        return rows.new_zeros(micro.tokens).index_copy(0, micro.rows + 1, rows)
     return torch.where(micro.position_ids == 0, 0.0, rows.roll(1))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, predicting, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
 from rlhf_tasks.parallel.layout.flops import TRAINING, forward_flops
@@ -92,21 +92,24 @@ class Engine:
     def is_last_stage(self) -> bool:
         return self.pipeline.is_last
 
-    def inference(self, batch: SampleBatch, output: Output, micro_batches: int) -> Packed | None:
+    def inference(
+        self, batch: SampleBatch, output: Output, micro_batches: int, counted: str | None = None
+    ) -> Packed | None:
         """A forward pass without gradients, followed by `output` on the last stage.
 
         batch          this replica's samples, with `input_ids`; the same on all its ranks
         micro_batches  most micro-batches into which the batch is cut
+        counted        see `train_step`
         Returns the rows of `output` in the batch's order on all ranks of the last stage, None on the others.
         """
         micros = split(batch, micro_batches)
 
         def run(x: Tensor, micro: MicroBatch) -> Tensor:
-            y = self.stage(x, micro)
+            y, micro = self._stage_output(x, micro, counted)
             return output(y, micro) if self.is_last_stage else y
 
         rows = self.pipeline.forward(micros, run)
-        self.count(forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths))
+        self.count(self._forward_flops(batch, counted))
         return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
 
     def train_step(
@@ -117,12 +120,16 @@ class Engine:
         micro_batches: int,
         learning_rate: float,
         metrics: Sequence[str] = (),
+        counted: str | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the gradient of sum(totals) / denominator over all replicas' samples.
 
         denominator    e.g. tokens of the global mini-batch, so that the loss is a mean; equal on all ranks
         micro_batches  most micro-batches for gradient accumulation
         metrics        names of the loss's metrics, equal on all ranks: most ranks never compute the loss
+        counted        key of a bool mask with a row per token: only the tokens where it is True count. A language
+                       model's head computes only the rows that predict them, and `logprobs` are 0 elsewhere;
+                       None: all count. A scalar head computes every row
         Returns, equal on every rank of the placement: the sums of the loss's metrics, and
             loss       sum(totals) / denominator
             grad_norm  the global gradient norm before clipping
@@ -134,7 +141,7 @@ class Engine:
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
 
         def run(x: Tensor, micro: MicroBatch) -> Tensor:
-            y = self.stage(x, micro)
+            y, micro = self._stage_output(x, micro, counted)
             if not self.is_last_stage:
                 return y
             terms = loss(y, micro)
@@ -149,12 +156,24 @@ class Engine:
 
         self.pipeline.forward_backward(split(batch, micro_batches), run)
         reach(Point.BACKWARD)
-        forward = forward_flops(self.layout.shape, self.layout.head, batch["input_ids"].lengths)
-        self.count(TRAINING * forward)
+        self.count(TRAINING * self._forward_flops(batch, counted))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
         report = self.optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
         return {**totals, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
+
+    def _stage_output(self, x: Tensor, micro: MicroBatch, counted: str | None) -> tuple[Tensor, MicroBatch]:
+        """The stage's output, and the micro-batch with the rows that passed the head."""
+        if counted is not None and self.is_last_stage and self.layout.head == "lm":
+            micro = predicting(micro, counted)
+        return self.stage(x, micro, rows=micro.rows), micro
+
+    def _forward_flops(self, batch: SampleBatch, counted: str | None) -> float:
+        """FLOPs of a forward pass over this replica's samples."""
+        shape, head, lengths = self.layout.shape, self.layout.head, batch["input_ids"].lengths
+        if counted is None or head == "scalar" or not self.is_head:
+            return forward_flops(shape, head, lengths)
+        return forward_flops(shape, head, lengths, predicted=int(batch[counted].values.sum()))
 
     def count(self, flops: float) -> None:
         """Add FLOPs that this replica has computed; ignored except on its head."""
@@ -162,9 +181,10 @@ class Engine:
             self.flops += flops
 
     def logprobs(self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
-        """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token.
+        """Log-probability of each token given the tokens before it: [T]; 0 at each sample's first token, and where a
+        token does not count.
 
-        logits  [T, vocabulary / tp], the output of the last stage
+        logits  [T or R, vocabulary / tp], the output of the last stage
         Collective over the tp ranks of the stage.
         """
         return packed_logprobs(logits, micro, self._shard, temperature)
@@ -174,7 +194,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor]:
         """`logprobs` [T], and the entropy [T] in nats of the distribution that each token was drawn from.
 
-        logits  [T, vocabulary / tp]
+        logits  [T or R, vocabulary / tp]
         """
         return packed_logprobs_and_entropy(logits, micro, self._shard, temperature)
 

@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size, stage_set, tied_set
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
-from rlhf_tasks.parallel.train.state_layout import BufferRange, StateLayout
+from rlhf_tasks.parallel.train.state_layout import BufferRange, StateLayout, aligned
 from rlhf_tasks.system.failpoints import Point, reach
 
 # torch 2.13 renamed both and warns of the old names; 2.11 has only the old ones.
@@ -26,8 +27,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 StateKind = Literal["master", "exp_avg", "exp_avg_sq"]
 
-BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
-"""Elements updated at a time. On the CPU a block's five tensors stay in the cache; on CUDA it bounds temporaries."""
+NORM_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements whose norm is computed at a time. On the CPU their float64 copy stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Optimizer:
         self._group = groups[layout.placement.dp_group(device)]
         flat = StateLayout(layout)
         self._pieces = flat.pieces(device)
-        self._decayed = max((p.stop for p in self._pieces if slices[p.name].ndim > 1), default=0)
+        self._decayed = aligned(max((p.stop for p in self._pieces if slices[p.name].ndim > 1), default=0))
         self._start, self._share = flat.share(device).start, flat.share(device).size
         self._allocate(slices, self._share * group_size(self._group))
         views = {p.name: self._gradients[p.start : p.stop].view_as(slices[p.name]) for p in self._pieces}
@@ -203,22 +204,40 @@ class Optimizer:
         return 1.0 if bound is None else min(1.0, bound / (norm + 1e-6))
 
     def _update(self, gradient: Tensor, learning_rate: float, factor: float) -> None:
-        """One AdamW step on this rank's share. Parameters with weight decay come first in the flat buffer."""
-        decayed = min(max(self._decayed - self._start, 0), self._share)
-        block = BLOCK[gradient.device.type]
-        for start, stop, decay in ((0, decayed, self.settings.weight_decay), (decayed, self._share, 0.0)):
-            for first in range(start, stop, block):
-                rows = slice(first, min(first + block, stop))
-                self._update_block(gradient[rows].mul_(factor), rows, learning_rate, decay)
+        """One AdamW step on this rank's share. Parameters with weight decay come first in the flat buffer.
 
-    def _update_block(self, gradient: Tensor, rows: slice, learning_rate: float, decay: float) -> None:
+        Both parts have a multiple of ALIGNMENT elements, so that no bit depends on how the buffer is shared out.
+        """
+        if factor < 1:
+            gradient.mul_(factor)  # in the kernel the factor would be rounded to float32
         beta1, beta2 = self.settings.betas
-        master, mean, square = (self._state[kind][rows] for kind in ("master", "exp_avg", "exp_avg_sq"))
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = square.sqrt().div_(math.sqrt(1 - beta2**self.step)).add_(self.settings.eps)
-        master.mul_(1 - learning_rate * decay)
-        master.addcdiv_(mean, scale, value=-learning_rate / (1 - beta1**self.step))
+        decayed = min(max(self._decayed - self._start, 0), self._share)
+        for rows, decay in (
+            (slice(0, decayed), self.settings.weight_decay),
+            (slice(decayed, self._share), 0.0),
+        ):
+            if rows.start < rows.stop:
+                master, mean, square = (
+                    self._state[kind][rows] for kind in ("master", "exp_avg", "exp_avg_sq")
+                )
+                adamw(
+                    [master],
+                    [gradient[rows]],
+                    [mean],
+                    [square],
+                    [],
+                    [
+                        torch.tensor(self.step - 1.0, device=master.device)
+                    ],  # the kernel's own count, before this step
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=learning_rate,
+                    weight_decay=decay,
+                    eps=self.settings.eps,
+                )
 
     def _gather(self) -> None:
         """All-gather the weights from the master weights of all dp ranks."""
@@ -241,7 +260,10 @@ def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def _square_norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    """The squared 2-norm in float64, of a flat tensor. It is converted in blocks, not as a whole."""
+    parts = tensor.split(NORM_BLOCK[tensor.device.type])
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    return float(torch.stack(norms).square().sum())
 
 
 def primary_range(layout: Layout, name: str, device: int) -> range:

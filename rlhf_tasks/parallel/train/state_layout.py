@@ -13,6 +13,17 @@ from torch import Tensor
 
 from rlhf_tasks.parallel.layout.slices import Interval, Layout
 
+ALIGNMENT = 16
+"""The shares of the flat buffer, and its parts with and without weight decay, have a multiple of this many elements.
+
+A fused kernel computes in vectors of at most 16 elements. What is left of a tensor it computes one by one, and rounds
+differently there."""
+
+
+def aligned(elements: int) -> int:
+    """Round up to a multiple of ALIGNMENT."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
 
 class BufferRange(NamedTuple):
     """The range of a parameter's local slice in the flat buffer, in elements."""
@@ -94,7 +105,10 @@ class StateLayout:
         self._shares = cache(self._share_out)
 
     def pieces(self, device: int) -> tuple[BufferRange, ...]:
-        """A device's slices in its flat buffer. Norms and biases (one dim) come last: they have no weight decay."""
+        """A device's slices in its flat buffer. Norms and biases (one dim) come last: they have no weight decay.
+
+        There is a gap before the first of these, up to a multiple of ALIGNMENT; there are no other gaps.
+        """
         at = self._at[device]
         return self._pieces(at.pp, at.tp)
 
@@ -126,13 +140,16 @@ class StateLayout:
     def _lay_out(self, pp: int, tp: int) -> tuple[BufferRange, ...]:
         layout, pieces, stop = self.layout, list[BufferRange](), 0
         held = layout.held(layout.placement.device(0, tp, pp))
-        for name in sorted(held, key=lambda name: len(layout.specs[name].shape) < 2):  # stable
-            start, stop = stop, stop + held[name].size * layout.specs[name].row_size
-            pieces.append(BufferRange(name, start, stop))
+        matrices = [name for name in held if len(layout.specs[name].shape) > 1]
+        for names in (matrices, [name for name in held if name not in matrices]):
+            stop = aligned(stop)
+            for name in names:
+                start, stop = stop, stop + held[name].size * layout.specs[name].row_size
+                pieces.append(BufferRange(name, start, stop))
         return tuple(pieces)
 
     def _share_out(self, pp: int, tp: int) -> dict[int, Interval]:
         group = self.layout.placement.dp_group(self.layout.placement.device(0, tp, pp))
-        size = -(-self._pieces(pp, tp)[-1].stop // len(group))
+        size = aligned(-(-self._pieces(pp, tp)[-1].stop // len(group)))
         in_group = enumerate(sorted(group))  # a process group numbers its ranks by ascending device id
         return {device: Interval(index * size, (index + 1) * size) for index, device in in_group}

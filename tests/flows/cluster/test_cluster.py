@@ -15,7 +15,7 @@ from distributed import Client, rpc
 from distributed.comm import CommClosedError
 from prefect import flow
 
-from flows.cluster.cluster import form_cluster, found_cluster, local_cluster
+from flows.cluster.cluster import form_cluster, found_cluster, local_cluster, threads_environment
 from flows.cluster.workers import ClusterError, Member, members, whole_hosts
 from flows.run.training import run_training
 from rlhf_tasks.spec import SaveNode
@@ -150,6 +150,23 @@ def test_ctrl_c_in_a_terminal_is_not_for_workers(cluster):
 
 
 @pytest.mark.cluster
+def test_no_process_of_our_cluster_keeps_figures_of_itself_for_an_hour(cluster):
+    """Each of them would grow by ten KiB a second: scheduler and nannies in the flow process, and every worker."""
+
+    def kept(dask_worker=None, dask_scheduler=None):
+        return (dask_worker or dask_scheduler).monitor.maxlen
+
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        lengths = [
+            *client.run(kept).values(),
+            *client.run(kept, nanny=True).values(),
+            client.run_on_scheduler(kept),
+        ]
+    assert len(lengths) == 2 * (len(cluster.ranks) + 1) + 1
+    assert set(lengths) == {10}
+
+
+@pytest.mark.cluster
 def test_ranks_on_cpu_see_no_gpu(cluster):
     def visible():
         return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -217,14 +234,36 @@ if __name__ == "__main__":
 """
 
 
+def test_ranks_share_the_cores_and_a_users_number_of_threads_counts_instead():
+    cores = len(os.sched_getaffinity(0))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    alone, crowded = threads_environment(1, {}), threads_environment(cores + 1, {})
+    assert [alone[name] for name in names] == [str(cores)] * 3
+    assert [crowded[name] for name in names] == ["1"] * 3
+    assert alone["OMP_WAIT_POLICY"] == "PASSIVE"
+    users = threads_environment(1, {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"})
+    assert [users[name] for name in names] == ["3"] * 3
+    assert users["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def threads():
+    import torch
+
+    return torch.get_num_threads()
+
+
 @pytest.mark.cluster
-def test_a_worker_of_our_cluster_whose_nanny_has_ended_gets_another(tmp_path):
-    """So does a nanny whose next worker fails while it starts."""
+def test_a_worker_of_our_cluster_whose_nanny_has_ended_gets_another(tmp_path, monkeypatch):
+    """So does a nanny whose next worker fails while it starts. Either has the cores of this machine."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
     with (
         local_cluster(1, folder=tmp_path, deadline_s=STARTUP_S) as cluster,
         Client(cluster.scheduler_address, set_as_default=False) as client,
     ):
-        nanny = client.scheduler_info()["workers"][cluster.ranks[0].address]["nanny"]
+        first = cluster.ranks[0].address
+        assert client.run(threads, workers=[first])[first] == cores
+        nanny = client.scheduler_info()["workers"][first]["nanny"]
         client.sync(end_nanny, nanny, cluster.connection_args)
         deadline = time.monotonic() + STARTUP_S
         while True:
@@ -234,7 +273,7 @@ def test_a_worker_of_our_cluster_whose_nanny_has_ended_gets_another(tmp_path):
                 break
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert client.run(os.getpid, workers=[address])[address] != os.getpid()
+        assert client.run(threads, workers=[address])[address] == cores
         assert form_cluster(client, 1, deadline_s=STARTUP_S).ranks[0].address == address
 
 

@@ -140,6 +140,29 @@ def test_mini_batches_matter_only_where_dp_does_not_divide_them(make_graph, assi
     assert bool(names(plan, TransferNode)) == moves
 
 
+@pytest.mark.parametrize(("n_seqs", "moves"), [(64, False), (48, True)])
+def test_groups_are_dealt_whole(make_graph, assign, n_seqs, moves):
+    """48 sequences in groups of 8 and 2 mini-batches: 3 groups each, which 2 dp ranks cannot share evenly."""
+    graph = make_graph(n_seqs=n_seqs, group_size=8)
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], dp=2))
+    places["ref_inference"] = assign([1])
+    plan = build_plan(graph, places, Cluster(1, 2))
+    assert ("transfer_actor_generate_to_actor_train" in names(plan, TransferNode)) == moves
+    sides = [node.side for node in plan.nodes if isinstance(node, FetchNode | CallNode)]
+    sides += [s for n in plan.nodes if isinstance(n, TransferNode) for s in (n.source, n.destination)]
+    assert {side.group_size for side in sides} == {8}
+    with pytest.raises(
+        PlanError, match=rf"a batch of {n_seqs // 8} groups of 8 sequences is smaller than dp="
+    ):
+        build_plan(graph, {**places, "actor_train": assign(list(range(8)), dp=8)}, Cluster(1, 8))
+    fullest = 16
+    build_plan(graph, {**places, "actor_train": assign([0, 1], dp=2, micro_batches=fullest)}, Cluster(1, 2))
+    with pytest.raises(PlanError, match=f"Choose at most {fullest} micro-batches"):
+        build_plan(
+            graph, {**places, "actor_train": assign([0, 1], dp=2, micro_batches=fullest + 1)}, Cluster(1, 2)
+        )
+
+
 def test_dealing_by_tokens_moves_samples(make_graph, assign):
     graph = make_graph()
     places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1], dp=2))
@@ -313,7 +336,7 @@ OFFLOADED = [set(), {"ref_inference"}, {"ref_inference", "reward_inference"}]
 
 
 class _Sizes:
-    batch_size, num_mini_batches, scoring_role = 24, 3, "ref"
+    batch_size, group_size, num_mini_batches, scoring_role = 24, 2, 3, "ref"
     records_kept, truncated_responses = True, "bootstrap"
 
 

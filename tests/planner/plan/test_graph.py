@@ -114,6 +114,25 @@ def test_refused_with_the_reason(calls, message):
         DataflowGraph(calls, ("x",))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            [{"group_size": 4}, {"group_size": 2}],
+            "'b' keeps 2 sequences together, 'a' 4: all calls of an iteration",
+        ),
+        ([{"group_size": 3}, {"group_size": 3}], "'a' processes 8 sequences: no whole groups of 3"),
+        (
+            [{"group_size": 4}, {"group_size": 4, "mini_batches": 3}],
+            "'b' cuts 2 groups of 4 sequences into 3 mini-batches",
+        ),
+    ],
+)
+def test_groups_that_no_plan_could_keep_whole_are_refused(sizes, message):
+    with pytest.raises(GraphError, match=message):
+        DataflowGraph([call(name, **size) for name, size in zip("ab", sizes, strict=True)], ("x",))
+
+
 def test_a_cycle_through_versions_is_refused():
     """Each role is read, in its old version, by a call that needs the other role's training."""
     calls = [

@@ -1,5 +1,7 @@
 """Which options a call has, and what is said when it has none."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.plan.mesh import Cluster, meshes
@@ -53,6 +55,15 @@ def test_every_strategy_fills_its_mesh_and_keeps_the_limits(problem):
             assert s.pp <= 32
             assert s.dp * call.mini_batches <= call.n_seqs
             assert 1 <= option.micro_batches <= max(1, call.n_seqs // (call.mini_batches * s.dp))
+
+
+def test_no_dp_rank_is_without_a_group(make_graph, problem):
+    asked = problem(Cluster(2, 8))
+    grouped = replace(asked, graph=make_graph(n_seqs=asked.graph.n_seqs, group_size=16))
+    for call in grouped.graph.calls:
+        options = call_options(grouped, call)
+        assert max(option.strategy.dp for option in options) <= call.n_groups // call.mini_batches
+        assert max(option.strategy.dp for option in options) > 1 or call.n_groups == call.mini_batches
 
 
 def test_options_keep_their_price_wherever_their_mesh_lies(problem):

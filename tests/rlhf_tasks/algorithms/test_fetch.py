@@ -20,6 +20,12 @@ BY_TYPE: dict[str, dict[str, Any]] = {
         "rewards": [{"function": "m:f"}],
         "total_iterations": 1,
     },
+    "grpo": {
+        "sampling": {"max_completion_length": 4},
+        "rewards": [{"function": "m:f"}],
+        "num_generations": 2,
+        "total_iterations": 1,
+    },
     "rollout": {"sampling": {"max_completion_length": 4}, "num_generations": 2},
     "sft": {"total_iterations": 1},
     "reward_model": {"total_iterations": 1},
@@ -48,6 +54,13 @@ def fetch(tmp_path: Path) -> Any:
 
 def texts(batch: SampleBatch, key: str, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(part.tolist()) for part in batch[key].split()]
+
+
+def test_the_samples_of_a_group_have_one_prompt_of_the_shuffled_order(fetch: Any):
+    batch, tokenizer = fetch("grpo", list(range(20)))
+    groups = texts(batch, "prompt_ids", tokenizer)
+    assert groups[::2] == groups[1::2]
+    assert groups[::2] == texts(fetch("ppo", list(range(10)))[0], "prompt_ids", tokenizer)
 
 
 def test_prompts_come_with_their_columns_in_an_order_of_each_epoch(fetch: Any):

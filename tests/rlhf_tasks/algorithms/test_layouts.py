@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -49,10 +49,13 @@ def config_of(kind: str, options: dict[str, Any]) -> RunConfig:
         "optimizer": OPTIMIZER,
         "seed": 5,
     }
-    if kind == "ppo":
+    if kind not in ("sft", "reward_model"):
         document |= {
             "sampling": {"max_completion_length": 8, "temperature": 0.8},
             "rewards": [{"function": "m:f"}],
+        }
+    if kind == "ppo":
+        document |= {
             "num_ppo_epochs": 2,
             "kl_target": 0.5,
             "kl_horizon": 50,
@@ -79,7 +82,7 @@ def samples(kind: str) -> SampleBatch:
         parts = {key: [tokens(n) for n in order] for key, order in _pairs(lengths).items()}
     else:
         parts = {"input_ids": [tokens(n) for n in lengths], "response_mask": masks}
-    if kind == "ppo":
+    if kind not in ("sft", "reward_model"):
         for key, offset, scale in (
             ("old_logprobs", -4.2, 0.3),
             ("ref_logprobs", -4.2, 0.3),
@@ -87,6 +90,7 @@ def samples(kind: str) -> SampleBatch:
         ):
             parts[key] = [torch.where(m, offset + numbers(len(m), scale), 0.0) for m in masks]
         parts["scores"] = [numbers(1, 2.0) for _ in masks]
+        parts["greedy_scores"] = [numbers(1, 1.0) for _ in masks]
         parts["truncated"] = [torch.tensor([i % 3 == 0]) for i in range(N_SEQS)]
         parts["final_values"] = [numbers(1, 1.0) for _ in masks]
         kept = [[_kept(int(t), i + p) for p, t in enumerate(ids)] for i, ids in enumerate(parts["input_ids"])]
@@ -136,18 +140,22 @@ def run_calls(
     calls: tuple[str, ...],
     head: Head,
     options: dict[str, Any],
+    balance: Literal["count", "tokens"] = "count",
 ):
     """Two iterations of some calls on one engine: metrics, rows of the outputs, weights' sums, state."""
     torch.set_num_threads(1)
     engine = engine_on(rank, strategy, head)
     config, whole = config_of(kind, options), samples(kind)
-    if kind == "ppo":
-        read = {key for call in algorithm("ppo").graph(config) if call.name in calls for key in call.inputs}
+    if kind not in ("sft", "reward_model"):
+        read = {key for call in algorithm(kind).graph(config) if call.name in calls for key in call.inputs}
         whole = SampleBatch(whole.ids, {key: whole[key] for key in read})
     metrics, rows = [], {}
     for iteration in range(2):
         shifted = SampleBatch(tuple(N_SEQS * iteration + i for i in whole.ids), whole.data)
-        mine = partition(shifted.ids, strategy[0], "count", config.num_mini_batches)[engine.coordinate.dp]
+        dealt = partition(
+            shifted.ids, strategy[0], balance, config.num_mini_batches, tokens_of(shifted), config.group_size
+        )
+        mine = dealt[engine.coordinate.dp]
         batch = share_batch(
             shifted.select(mine) if engine.is_head else None, engine.placement, engine.groups, rank
         )
@@ -163,6 +171,11 @@ def run_calls(
                     (key, i): part.tolist() for i, part in zip(output.batch.ids, packed.split(), strict=True)
                 }
     return metrics, rows, dict(engine.state)
+
+
+def tokens_of(batch: SampleBatch) -> dict[int, int]:
+    key = "input_ids" if "input_ids" in batch.data else "chosen_ids"
+    return dict(zip(batch.ids, batch[key].lengths, strict=True))
 
 
 CASES = [
@@ -198,6 +211,49 @@ def test_functions_do_not_depend_on_the_layout(
         assert found.keys() == rows.keys()
         for key, values in rows.items():
             assert found[key] == pytest.approx(values, rel=1e-9, abs=1e-12), (strategy, key)
+
+
+CRITIC_FREE: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {"num_generations": 2, "beta": 0.1, "scale_rewards": "batch", "num_iterations": 2}),
+    ("dapo", {"num_generations": 2, "mask_truncated_completions": True}),
+    ("gspo", {"num_generations": 4, "epsilon": 0.1, "epsilon_high": 0.2, "num_iterations": 2}),
+    ("rloo", {"num_generations": 2, "sampling": {"max_completion_length": 8, "top_k": 9}}),
+    ("remax", {"epsilon_high": 0.3}),
+    ("reinforce_pp", {"gamma": 0.9}),
+    ("reinforce_pp", {"num_generations": 2, "baseline": "group"}),
+    ("expert_iteration", {"num_generations": 2, "min_score": 0.0, "best_of_group": True}),
+]
+"""Algorithms with one train call, and options that make it communicate."""
+
+PLANS: list[tuple[tuple[int, int, int], Literal["count", "tokens"]]] = [
+    ((2, 1, 1), "count"),
+    ((2, 1, 1), "tokens"),
+    ((1, 2, 2), "count"),
+]
+
+
+def runs_of(
+    rank: int, world: int, strategy: tuple[int, int, int], balance: Literal["count", "tokens"]
+) -> list[Any]:
+    """What `run_calls` gives for each of `CRITIC_FREE`, all in one go."""
+    return [
+        run_calls(rank, world, strategy, kind, ("actor_train",), "lm", options, balance)
+        for kind, options in CRITIC_FREE
+    ]
+
+
+def test_algorithms_without_a_critic_do_not_depend_on_the_layout(ranks: Any):
+    alone = ranks.run(1, runs_of, (1, 1, 1), "count")[0]
+    for (kind, _), (metrics, _, _) in zip(CRITIC_FREE, alone, strict=True):
+        assert all(m["grad_norm/actor"] > 1e-3 for m in metrics), f"{kind} learned nothing"
+    for strategy, balance in PLANS:
+        for of_rank in ranks.run(ParallelStrategy(*strategy).size, runs_of, strategy, balance):
+            for (kind, _), (metrics, _, state), (found, _, found_state) in zip(
+                CRITIC_FREE, alone, of_rank, strict=True
+            ):
+                for one, other in zip(metrics, found, strict=True):
+                    assert other == pytest.approx(one, rel=1e-9, abs=1e-12), (kind, strategy, balance)
+                assert found_state == state
 
 
 def flat(state: dict[str, Any]) -> dict[str, float]:

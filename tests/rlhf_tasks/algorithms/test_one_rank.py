@@ -13,7 +13,8 @@ from flows.demo.data import MODEL, write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo import functions
 from rlhf_tasks.algorithms.ppo.learning import Targets, learning_targets
-from rlhf_tasks.algorithms.ppo.ppo_math import kl_divergence, last_response_tokens
+from rlhf_tasks.algorithms.shared.packed import last_response_tokens
+from rlhf_tasks.algorithms.shared.policy_math import kl_divergence
 from rlhf_tasks.algorithms.shared.scoring import reward_model_part
 from rlhf_tasks.config.sections import RewardModelScore
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore

@@ -56,6 +56,7 @@ def make_tables(
         "num_mini_batches": 2,
         "scoring_role": "reward",
         "records_kept": False,
+        "group_size": 2,
         "truncated_responses": "keep",
     }
     registered = algorithm(name)

@@ -105,22 +105,22 @@ def test_reallocations_cost_what_their_lists_cost(pair, head):
     assert (found == 0) == (not planned)
 
 
-@given(pairs(), st.integers(12, 40), st.sampled_from([1, 2, 3]), st.sampled_from([1, 3]))
+@given(pairs(), st.integers(12, 40), st.sampled_from([1, 2, 3]), st.sampled_from([1, 3]), st.integers(1, 3))
 @settings(max_examples=150)
-def test_redistributions_cost_what_their_lists_cost(pair, n_seqs, blocks_a, blocks_b):
+def test_redistributions_cost_what_their_lists_cost(pair, n_groups, blocks_a, blocks_b, size):
     classes, _, source, destination = pair
     sides = (
-        DataSide(placement=placement, mini_batches=blocks)
+        DataSide(placement=placement, mini_batches=blocks, group_size=size)
         for placement, blocks in ((source, blocks_a), (destination, blocks_b))
     )
-    held, wanted = (shares(side, range(n_seqs)) for side in sides)
+    held, wanted = (shares(side, range(n_groups * size)) for side in sides)
     planned = plan_redistribution(held, wanted, classes.cluster.devices_per_host)
     expected = send_s([(t.source, t.destination, len(t.ids) * 1000.0) for t in planned], classes)
     heads = (
         np.array([placement.heads[0], placement.strategy.tp, placement.strategy.dp, blocks])
         for placement, blocks in ((source, blocks_a), (destination, blocks_b))
     )
-    found = redistribution_s(*heads, n_seqs, 1000.0, links(classes))
+    found = redistribution_s(*heads, n_groups, size * 1000.0, links(classes))
     assert found == pytest.approx(expected, rel=1e-9)
 
 

@@ -140,6 +140,7 @@ class At:
     placement: Placement
     balance: str = "count"
     mini_batches: int = 1
+    group_size: int = 1
 
 
 def heads(*devices: int) -> Placement:
@@ -147,23 +148,35 @@ def heads(*devices: int) -> Placement:
 
 
 @given(
-    st.integers(0, 40), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["count", "tokens"]), st.data()
+    st.integers(0, 20),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from(["count", "tokens"]),
+    st.data(),
 )
-def test_a_partition_deals_each_sample_once_and_mini_batches_evenly(n, dp, mini_batches, balance, data):
-    ids = range(100, 100 + n)
+def test_a_partition_deals_each_group_once_and_mini_batches_evenly(n, dp, mini_batches, size, balance, data):
+    first = 60 * size
+    ids = range(first, first + n * size)
     lengths = {i: data.draw(st.integers(1, 50)) for i in ids}
 
-    dealt = partition(ids, dp, balance, mini_batches, lengths)
+    dealt = partition(ids, dp, balance, mini_batches, lengths, size)
 
     assert sorted(i for share in dealt for i in share) == list(ids)
-    for block in mini_batch_blocks(ids, mini_batches):
+    for block in mini_batch_blocks(ids, mini_batches, size):
         of_block = [[i for i in share if i in block] for share in dealt]
         assert all(share == sorted(share) for share in of_block)
+        groups = [Counter(i // size for i in share) for share in of_block]
+        assert all(count == size for of_rank in groups for count in of_rank.values())
         if balance == "count":
-            assert max(map(len, of_block)) - min(map(len, of_block)) <= 1
+            assert max(map(len, groups)) - min(map(len, groups)) <= 1
         else:
             tokens = [sum(lengths[i] for i in share) for share in of_block]
-            assert max(tokens) - min(tokens) <= max((lengths[i] for i in block), default=0)
+            largest = max(
+                (sum(lengths[i] for i in block[at : at + size]) for at in range(0, len(block), size)),
+                default=0,
+            )
+            assert max(tokens) - min(tokens) <= largest
 
 
 def test_who_gets_which_sample():
@@ -173,6 +186,13 @@ def test_who_gets_which_sample():
     lengths = {0: 9, 1: 1, 2: 4, 3: 5}
     assert partition(range(4), 2, "tokens", 1, lengths) == [[0, 1], [2, 3]]
     assert mini_batch_blocks(range(5), 2) == [[0, 1], [2, 3, 4]]
+
+
+def test_groups_stay_whole():
+    assert partition(range(10, 20), 2, group_size=2) == [[10, 11, 14, 15, 18, 19], [12, 13, 16, 17]]
+    assert mini_batch_blocks(range(10), 2, 2) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    lengths = {0: 9, 1: 1, 2: 4, 3: 5, 4: 9, 5: 9, 6: 1, 7: 1}
+    assert partition(range(8), 2, "tokens", 1, lengths, 2) == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 def test_an_equal_side_needs_no_transfer():

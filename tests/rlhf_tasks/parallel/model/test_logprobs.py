@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import micro_batch
+from rlhf_tasks.parallel.batch.micro_batch import micro_batch, predicting
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.model import logprobs as module
 from rlhf_tasks.parallel.model.logprobs import (
@@ -118,6 +118,31 @@ def test_a_microbatch_that_says_what_was_kept_is_scored_among_it() -> None:
         masks = list(kept_here.left_out(chunks, start, width))
         assert [len(mask) for mask in masks] == [9, 1, TOKENS - 10]  # never more than a chunk at a time
         assert torch.equal(torch.cat(masks), ~among[:, start : start + width])
+
+
+@pytest.mark.parametrize("counted", [(2, 3, 5, 9, 12), (0, 4, 9, 10), ()], ids=["some", "firsts", "none"])
+def test_rows_of_tokens_that_do_not_count_need_no_logits(counted: tuple[int, ...]) -> None:
+    """Also where sampling kept few tokens. A first token has no row, whatever the mask says."""
+    logits, targets = _logits(torch.float64)
+    allowed = _allowed(targets)
+    lengths = (9, TOKENS - 9)
+    kept = [allowed[t].nonzero()[:, 0].int() if t % 9 > 1 else torch.empty(0).int() for t in range(TOKENS)]
+    mask = torch.zeros(TOKENS, dtype=torch.bool).index_fill_(
+        0, torch.tensor(counted, dtype=torch.int64), True
+    )
+    data = {"input_ids": Packed(targets, lengths), "counted": Packed(mask, lengths)}
+    of_kept = {
+        "kept_counts": Packed(torch.tensor([len(k) for k in kept]), lengths),
+        "kept_tokens": Packed.of([torch.cat(kept[:9]), torch.cat(kept[9:])]),
+    }
+    for keys in (data, data | of_kept):
+        micro = micro_batch(SampleBatch((0, 1), keys))
+        few = predicting(micro, "counted")
+        assert few.rows is not None
+        assert few.rows.tolist() == [t - 1 for t in counted if t not in (0, 9)]
+        got = packed_logprobs_and_entropy(logits[few.rows], few, WHOLE, 0.7)
+        whole = packed_logprobs_and_entropy(logits, micro, WHOLE, 0.7)
+        torch.testing.assert_close(got, tuple(torch.where(mask, x, 0.0) for x in whole), rtol=1e-12, atol=0)
 
 
 def test_logprobs_alone_have_the_same_gradient() -> None:

@@ -1,6 +1,6 @@
 """Engines of 1, 2 and 4 ranks against plain transformers and torch's AdamW in one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.flops import forward_flops
+from rlhf_tasks.parallel.layout.flops import forward_flops, head_flops
 from rlhf_tasks.parallel.layout.slices import Head, Layout, ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
@@ -346,6 +346,51 @@ def test_the_work_of_all_ranks_is_the_models_however_it_is_split(ranks, strategy
     trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
     layout = trial.layout
     assert sum(ranks.run(strategy.size, _work, trial)) == 4 * forward_flops(layout.shape, "lm", LENGTHS)
+
+
+def _counted(rank: int, world: int, trial: Trial, counted: str | None):
+    """Three steps on the tokens of a mask, and log-probabilities after them. Some samples have no such token."""
+    engine = _engine(trial, rank)
+    batch = _shared(engine, rank)
+    lengths, weight = batch["weight"].lengths, batch["weight"].values
+    mask = weight > 0.6
+    masked = {"counted": Packed(mask, lengths), "weight": Packed(weight * mask, lengths)}
+    batch = SampleBatch(batch.ids, {**batch.data, **masked})
+    steps = [
+        engine.train_step(batch, _loss(engine), DENOMINATOR, len(LENGTHS), rate, SUMS, counted)
+        for rate in RATES
+    ]
+    rows = engine.inference(
+        batch, lambda y, micro: _rows(engine, y, micro), trial.micro_batches, counted=counted
+    )
+    seen = None if rows is None else dict(zip(batch.ids, rows.split(), strict=True))
+    return steps, seen, engine.flops
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize(
+    "strategy", [ParallelStrategy(*s) for s in [(1, 1, 1), (4, 1, 1), (1, 2, 2), (1, 4, 1)]], ids=str
+)
+def test_a_head_without_the_tokens_that_do_not_count_gives_the_same(ranks, head: Head, strategy) -> None:
+    start = _expected("qwen3-tied", head, torch.float64).start
+    plain = Trial(CONFIGS["qwen3-tied"], head, start, ParallelStrategy())
+    ((steps, whole, flops),) = ranks.run(1, _counted, plain, None)
+    masks = [weight > 0.6 for weight in _batch()["weight"].split()]
+    assert not all(mask.any() for mask in masks)
+    results = ranks.run(strategy.size, _counted, replace(plain, strategy=strategy), "counted")
+    for of_rank, rows, _ in results:
+        assert of_rank == [pytest.approx(step, rel=1e-9) for step in steps]
+        for sample, mask in zip(_batch().ids, masks, strict=True):
+            if rows is not None and sample in rows:
+                want = torch.where(mask, whole[sample], 0.0) if head == "lm" else whole[sample]
+                torch.testing.assert_close(rows[sample], want, rtol=1e-9, atol=1e-12)
+    uncounted = sum(LENGTHS) - sum(int(mask.sum()) for mask in masks)
+    saved = 10 * head_flops(
+        uncounted, SIZES["hidden_size"], SIZES["vocab_size"]
+    )  # three steps of three passes, one pass
+    assert sum(flops for *_, flops in results) == pytest.approx(
+        flops - (saved if head == "lm" else 0), rel=1e-12
+    )
 
 
 def _poisoned(rank: int, world: int, trial: Trial):

@@ -133,6 +133,32 @@ def test_three_steps_equal_torchs_adamw(ranks, shape: ModelShape, strategy: Para
     _assert_trained(results, shape, strategy, torch.float64, order, 1e-12)
 
 
+def _train_on_the_first(rank: int, world: int, strategy: ParallelStrategy) -> list:
+    """Three steps without clipping. Only the first dp rank has gradients, so their sum is exact."""
+    layout = Layout(GROUPED, "lm", Placement(tuple(range(world)), strategy))
+    groups = ProcessGroups(device_sets(layout.placement), 240.0, torch.device("cpu"))
+    whole = _whole(GROUPED, 0, torch.float32)
+    slices = {n: nn.Parameter(t) for n, t in held_slices(layout, rank, whole).items()}
+    optimizer = Optimizer(slices, layout, groups, replace(SETTINGS, max_grad_norm=None))
+    for step, rate in enumerate(RATES, start=1):
+        gradients = held_slices(layout, rank, _whole(GROUPED, step, torch.float32))
+        _backward(slices, {n: g * (rank == 0) for n, g in gradients.items()}, parts=1)
+        optimizer.apply(rate)
+    return [(s.name, s.kind, s.start, s.stop, s.tensor.clone()) for s in optimizer.shard_state()]
+
+
+@pytest.mark.parametrize("dp", [2, 3, 4])
+def test_no_bit_depends_on_how_the_buffer_is_shared_out(ranks, dp: int) -> None:
+    alone, shared = (
+        _assemble(
+            Layout(GROUPED, "lm", Placement(tuple(range(size)), ParallelStrategy(dp=size))),
+            ranks.run(size, _train_on_the_first, ParallelStrategy(dp=size)),
+        )
+        for size in (1, dp)
+    )
+    assert all(torch.equal(shared[key], alone[key]) for key in alone)
+
+
 def test_devices_in_any_order_and_float32(ranks) -> None:
     strategy, order = ParallelStrategy(dp=2, tp=2, pp=1), (3, 0, 1, 2)
     results = ranks.run(4, _train, GROUPED, strategy, torch.float32, order)

@@ -1,0 +1,5 @@
+"""Flow `reinforce-pp`."""
+
+from flows.run.algorithm_flow import flow_of
+
+reinforce_pp = flow_of("reinforce_pp")

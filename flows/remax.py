@@ -1,0 +1,5 @@
+"""Flow `remax`."""
+
+from flows.run.algorithm_flow import flow_of
+
+remax = flow_of("remax")

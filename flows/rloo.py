@@ -1,0 +1,5 @@
+"""Flow `rloo`."""
+
+from flows.run.algorithm_flow import flow_of
+
+rloo = flow_of("rloo")

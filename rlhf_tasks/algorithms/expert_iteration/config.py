@@ -1,0 +1,45 @@
+"""The configuration of expert iteration."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.config.base import Groups, SamplesGroups, Scores, TrainingConfig
+from rlhf_tasks.config.sections import MOST_SEQS, Role, RolloutModels
+
+
+class ExpertIterationConfig(Scores, TrainingConfig, SamplesGroups):
+    """Expert iteration, or rejection sampling: the model learns those of its own responses that score well."""
+
+    type: Literal["expert_iteration"] = "expert_iteration"
+    groups: ClassVar[Groups] = {"Score": ("min_score", "best_of_group")}
+
+    models: RolloutModels
+    num_generations: int = Field(
+        default=4, gt=0, le=MOST_SEQS, description="Samples per prompt, which form a group."
+    )
+    min_score: float | None = Field(
+        default=None, description="Least score of a response that is learned; default: any."
+    )
+    best_of_group: bool = Field(
+        default=False, description="Learn only the response with the highest score of each group."
+    )
+
+    def roles(self) -> dict[str, Role]:
+        """The actor, and reward where there is a reward model."""
+        roles = {"actor": Role.of(self.models.actor, "lm", self.optimizer)}
+        if self.models.reward is not None:
+            roles["reward"] = Role.of(self.models.reward, "scalar")
+        return roles
+
+    @model_validator(mode="after")
+    def _selects(self) -> Self:
+        if self.min_score is None and not self.best_of_group:
+            raise ValueError(
+                "every response would be learned, whatever its score. Give min_score, best_of_group: true, or both."
+            )
+        if self.best_of_group and self.num_generations == 1:
+            raise ValueError(
+                "best_of_group compares the samples of a prompt, but num_generations is 1. Choose at least 2."
+            )
+        return self

@@ -1,0 +1,68 @@
+"""GRPO's calls (arXiv:2402.03300), with the options of Dr.GRPO, DAPO, GSPO and CISPO."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.grpo.config import GRPOConfig
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.critic_free import learn
+from rlhf_tasks.algorithms.shared.generation import actor_generate
+from rlhf_tasks.algorithms.shared.groups import group_stds, less_mean
+from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
+from rlhf_tasks.algorithms.shared.policy_math import (
+    cispo_loss,
+    clipped_loss,
+    geometric_ratio,
+    overlong_penalties,
+    token_ratio,
+)
+from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_most_tokens, per_response, per_token
+from rlhf_tasks.algorithms.shared.ref_call import ref_inference
+from rlhf_tasks.algorithms.shared.reward_call import reward_inference
+from rlhf_tasks.algorithms.shared.statistics import moments
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
+
+__all__ = ["actor_generate", "actor_train", "ref_inference", "reward_inference"]
+
+STD_EPSILON = 1e-4
+"""Added to the standard deviation that divides a score, as in TRL."""
+
+RATIOS = {"token": token_ratio, "sequence": geometric_ratio}
+WEIGHTINGS = {"grpo": per_response, "dapo": per_token, "dr_grpo": per_most_tokens, "cispo": per_token}
+
+
+def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Optimizer steps on each response, weighted by its score relative to its group. Metrics: see `learn`."""
+    config = context.config
+    assert isinstance(config, GRPOConfig)
+    clipped = partial(clipped_loss, low=config.epsilon, high=config.high, dual_clip=config.delta)
+    surrogate = partial(cispo_loss, high=config.high) if config.loss_type == "cispo" else clipped
+    objective = Objective(RATIOS[config.importance_sampling_level], surrogate, config.beta)
+    advantages = on_tokens(relative_scores(engine, batch, config), batch["input_ids"].lengths)
+    return learn(engine, batch, context, advantages, objective, WEIGHTINGS[config.loss_type])
+
+
+def relative_scores(engine: Engine, batch: SampleBatch, config: GRPOConfig) -> Tensor:
+    """Each sample's score less its group's mean, divided by the standard deviation of its group or of the batch: [n]
+    float64 (arXiv:2402.03300, section 4.1.2).
+
+    Standard deviations are unbiased. A group of equal scores gets exactly 0. Collective over the mesh.
+    """
+    scores, size = batch["scores"].values.double(), config.num_generations
+    if config.overlong_buffer is not None:
+        tokens = response_lengths(batch["response_mask"].values, batch["input_ids"].lengths)
+        most = config.sampling.max_completion_length
+        scores = scores + config.overlong_penalty * overlong_penalties(tokens, most, config.overlong_buffer)
+    relative = less_mean(scores, size)
+    match config.scale_rewards:
+        case "group":
+            return relative / (group_stds(scores, size) + STD_EPSILON)
+        case "batch":
+            everyone = torch.ones_like(scores, dtype=torch.bool)
+            (of_batch,) = moments(engine, everyone, config.batch_size, scores)
+            return relative / (of_batch.std + STD_EPSILON)
+        case "none":
+            return relative

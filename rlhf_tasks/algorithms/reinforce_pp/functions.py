@@ -1,0 +1,48 @@
+"""The calls of REINFORCE++ (arXiv:2501.03262)."""
+
+from functools import partial
+
+from rlhf_tasks.algorithms.reinforce_pp.config import ReinforcePPConfig
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.critic_free import learn, reference_kl
+from rlhf_tasks.algorithms.shared.generation import actor_generate
+from rlhf_tasks.algorithms.shared.groups import less_mean
+from rlhf_tasks.algorithms.shared.policy_math import (
+    clipped_loss,
+    discounted_returns,
+    shaped_rewards,
+    token_ratio,
+)
+from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token, token_counts
+from rlhf_tasks.algorithms.shared.ref_call import ref_inference
+from rlhf_tasks.algorithms.shared.reward_call import reward_inference
+from rlhf_tasks.algorithms.shared.statistics import moments, whitened
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
+
+__all__ = ["actor_generate", "actor_train", "ref_inference", "reward_inference"]
+
+
+def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Optimizer steps on each token, weighted by its whitened discounted return.
+
+    The KL divergence is in the rewards (k1). With `baseline: group` the group's mean is subtracted from the scores
+    first, and the KL divergence is in the loss (k2; section 3.3 of the paper). Metrics: see `learn`.
+    """
+    config = context.config
+    assert isinstance(config, ReinforcePPConfig)
+    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
+    scores, kl, in_loss = batch["scores"].values.double(), mask.double() * 0, 0.0
+    if config.baseline == "group":
+        scores, in_loss = less_mean(scores, config.num_generations), config.beta
+    elif config.beta > 0:
+        kl = reference_kl(batch, "k1").double()
+    rewards = shaped_rewards(kl, scores, mask, lengths, config.beta)
+    returns = discounted_returns(rewards, mask, lengths, config.gamma)
+    count = sum(token_counts(engine, batch, context, mask))
+    (of_returns,) = moments(engine, mask, count, returns)
+    advantages = whitened(returns, mask, of_returns)
+    surrogate = partial(clipped_loss, low=config.epsilon, high=config.high)
+    objective = Objective(token_ratio, surrogate, in_loss, "k2")
+    estimator = "k2" if config.baseline == "group" else "k1"
+    return learn(engine, batch, context, advantages, objective, per_token, estimator)

@@ -1,0 +1,63 @@
+"""ReMax's calls (arXiv:2310.10505)."""
+
+from functools import partial
+
+from rlhf_tasks.algorithms.remax.config import ReMaxConfig
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.critic_free import learn, reference_kl
+from rlhf_tasks.algorithms.shared.generation import actor_generate, respond
+from rlhf_tasks.algorithms.shared.policy_math import (
+    clipped_loss,
+    discounted_returns,
+    shaped_rewards,
+    token_ratio,
+)
+from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
+from rlhf_tasks.algorithms.shared.ref_call import ref_inference
+from rlhf_tasks.algorithms.shared.reward_call import reward_inference, score_and_write
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
+
+__all__ = [
+    "actor_generate",
+    "actor_train",
+    "greedy_generate",
+    "greedy_reward_inference",
+    "ref_inference",
+    "reward_inference",
+]
+
+
+def greedy_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """The likeliest response to each prompt. Metrics: those of `actor_generate`, as greedy/..."""
+    greedy = _remax(context).sampling.model_copy(update={"temperature": 0.0, "top_k": 0, "top_p": 1.0})
+    return _as_greedy(respond(engine, batch, context, greedy, record_kept=False))
+
+
+def greedy_reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """The scores of the greedy responses. Metrics: those of `reward_inference`, as greedy/..."""
+    return _as_greedy(score_and_write(engine, batch, context, written=0))
+
+
+def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Optimizer steps on each token, weighted by the rewards that follow less the score of the greedy response.
+
+    The rewards are the score and -beta times the KL divergence (k1) of each token. Metrics: see `learn`.
+    """
+    config = _remax(context)
+    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
+    advances = batch["scores"].values.double() - batch["greedy_scores"].values.double()
+    kl = reference_kl(batch, "k1").double() if config.beta > 0 else mask.double() * 0
+    rewards = shaped_rewards(kl, advances, mask, lengths, config.beta)
+    advantages = discounted_returns(rewards, mask, lengths, gamma=1.0)
+    objective = Objective(token_ratio, partial(clipped_loss, low=config.epsilon, high=config.high))
+    return learn(engine, batch, context, advantages, objective, per_token, "k1")
+
+
+def _as_greedy(output: CallOutput) -> CallOutput:
+    return CallOutput(output.batch, {f"greedy/{name}": value for name, value in output.metrics.items()})
+
+
+def _remax(context: CallContext) -> ReMaxConfig:
+    assert isinstance(context.config, ReMaxConfig), f"{context.config.type} runs have no such call"
+    return context.config

@@ -1,0 +1,12 @@
+"""The dataflow graph of RLOO."""
+
+from rlhf_tasks.algorithms.shared.rollout_calls import PolicySizes, policy_calls
+from rlhf_tasks.spec import ModelFunctionCall
+
+
+def graph(config: PolicySizes) -> list[ModelFunctionCall]:
+    """actor generate; reward inference, and ref inference where beta > 0; actor train_step.
+
+    A sequence's baseline is the mean score of the others of its group, so there is no critic.
+    """
+    return policy_calls(config)

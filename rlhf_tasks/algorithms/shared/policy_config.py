@@ -1,0 +1,73 @@
+"""The bases of configurations of algorithms that learn by a policy gradient from their own samples. Torch-free."""
+
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.config.base import Groups, Scores, TrainingConfig
+from rlhf_tasks.config.sections import GRPOModels, Role
+
+
+class PolicyConfig(Scores, TrainingConfig):
+    """What all of them share: they must sample at random, and know from which tokens."""
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether samples record which tokens top-k and top-p kept: training must leave out the same tokens."""
+        return self.sampling.top_p < 1 or self.sampling.top_k > 0
+
+    @model_validator(mode="after")
+    def _explores(self) -> Self:
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                f"sampling.temperature=0 is greedy, but {self.type} must explore. Choose 1.0, for example."
+            )
+        return self
+
+
+class CriticFreeConfig(PolicyConfig):
+    """Those without a learned critic: an actor, and a reference where its KL divergence counts."""
+
+    groups: ClassVar[Groups] = {
+        "Batch": ("num_iterations",),
+        "KL": ("beta",),
+        "Loss": ("epsilon", "epsilon_high", "mask_truncated_completions"),
+    }
+
+    models: GRPOModels
+    beta: float = Field(
+        default=0.0,
+        ge=0,
+        description="Factor of the KL divergence from the reference; 0: no reference model.",
+    )
+    epsilon: float = Field(
+        default=0.2, gt=0, lt=1, description="The policy ratio counts down to 1 - epsilon."
+    )
+    epsilon_high: float | None = Field(
+        default=None, gt=0, description="The policy ratio counts up to 1 + epsilon_high; default: epsilon."
+    )
+    num_iterations: int = Field(default=1, gt=0, le=1000, description="Passes over an iteration's batch.")
+    mask_truncated_completions: bool = Field(
+        default=False,
+        description="Learn nothing from responses without end token; their scores still compare.",
+    )
+
+    @property
+    def passes(self) -> int:
+        """Epochs over an iteration's batch."""
+        return self.num_iterations
+
+    @property
+    def high(self) -> float:
+        """The ratio's upper bound is 1 + this."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def roles(self) -> dict[str, Role]:
+        """Actor, ref where the KL divergence counts, and reward where there is a reward model."""
+        models = self.models
+        roles = {"actor": Role.of(models.actor, "lm", self.optimizer)}
+        if self.beta > 0:
+            roles["ref"] = Role.of(models.ref or models.actor, "lm")
+        if models.reward is not None:
+            roles["reward"] = Role.of(models.reward, "scalar")
+        return roles

@@ -1,0 +1,185 @@
+"""The optimizer steps of a policy: one loss; an algorithm brings its ratio, its surrogate and its weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
+from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
+from rlhf_tasks.algorithms.shared.policy_math import bounded, kl_divergence
+from rlhf_tasks.algorithms.shared.rollout_calls import KEPT
+from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.steps import Steps
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+
+Ratio = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+"""(logprobs - old_logprobs [T], mask [T], lengths) -> the policy ratio that counts for each token: [T]."""
+
+Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(logprobs, ratio, advantages), all [T] -> (loss, where a bound applies), both [T]."""
+
+SUMS = ("ratio", "entropy", "clip_ratio", "approx_kl", "mismatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a policy's steps minimise, for each response token: surrogate loss + beta * KL(policy || reference).
+
+    kl_estimator  k1, k2 or k3; only read where beta > 0
+    """
+
+    ratio: Ratio
+    surrogate: Surrogate
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+
+
+class Weights(NamedTuple):
+    """How the losses of tokens make the loss of a mini-batch: their weighted sum over all replicas / denominator.
+
+    weights       [T] float64; 0 outside responses
+    denominators  of each mini-batch, equal on all ranks
+    """
+
+    weights: Tensor
+    denominators: list[float]
+
+
+def per_token(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
+    """The mean over all learned tokens of the mini-batch. learned  [T] bool, as in the other weights."""
+    return Weights(learned.double(), token_counts(engine, batch, context, learned))
+
+
+def per_response(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
+    """The mean over each response's learned tokens, then over all responses of the mini-batch."""
+    lengths = batch["input_ids"].lengths
+    shares = 1 / response_lengths(learned, lengths).clamp(min=1).double()
+    return Weights(
+        torch.where(learned, on_tokens(shares, lengths), 0.0), [_responses(context)] * _steps(context)
+    )
+
+
+def per_sum(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
+    """The sum over each response's learned tokens, then the mean over all responses of the mini-batch."""
+    return Weights(learned.double(), [_responses(context)] * _steps(context))
+
+
+def per_most_tokens(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
+    """The sum over all learned tokens, divided by what the longest responses would have (arXiv:2503.20783)."""
+    most = _config(context).sampling.max_completion_length
+    return Weights(learned.double(), [_responses(context) * most] * _steps(context))
+
+
+def token_counts(engine: Engine, batch: SampleBatch, context: CallContext, mask: Tensor) -> list[float]:
+    """The marked tokens of each mini-batch, over all replicas; at least 1, so that they can be divisors."""
+    marked = SampleBatch(batch.ids, {"marked": Packed(mask, batch["input_ids"].lengths)})
+    counts = counts_per_block(marked, context, "marked").to(engine.device)
+    return engine.sum_over_dp(counts).clamp(min=1).tolist()
+
+
+def policy_steps(
+    engine: Engine,
+    batch: SampleBatch,
+    context: CallContext,
+    objective: Objective,
+    advantages: Tensor,
+    weights: Weights,
+    tokens: list[float],
+    *,
+    epochs: int = 1,
+    first_iteration: int = 0,
+    early_stop_ratio: float | None = None,
+) -> dict[str, float]:
+    """The optimizer steps of one train call.
+
+    advantages       [T]
+    tokens           response tokens of each mini-batch, over all replicas
+    first_iteration  the role's first training iteration
+    early_stop_ratio once a step's mean ratio over its global mini-batch exceeds it, the iteration's remaining steps
+                     are skipped on all ranks
+    Returns the metrics
+        loss/policy: mean of the mini-batches' losses, by their denominators
+        entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (nats; estimator k3, from the sampling policy):
+            means over the response tokens of the applied steps
+        policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault
+        policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
+    """
+    config = _config(context)
+    kept = KEPT if config.records_kept else ()
+    ref = ("ref_logprobs",) if objective.beta > 0 else ()
+    lengths, dtype = batch["input_ids"].lengths, batch["old_logprobs"].values.dtype
+    own = {
+        "advantages": Packed(advantages.to(dtype), lengths),
+        "weights": Packed(weights.weights.to(dtype), lengths),
+    }
+    read = ("input_ids", "response_mask", "old_logprobs", *ref, *kept)
+    learned = SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
+    loss = partial(_terms, engine, config.sampling.temperature, objective)
+    steps = Steps(
+        engine, loss, weights.denominators, context.micro_batches, SUMS, tokens, counted="response_mask"
+    )
+    mismatch = 0.0
+    for step in optimizer_steps(learned, context, config.optimizer, epochs, first_iteration):
+        unchanged = steps.applied == 0
+        means = steps.take(step)
+        if unchanged:
+            mismatch = means["mismatch"]
+        if early_stop_ratio is not None and means["ratio"] > early_stop_ratio:
+            break
+    return {
+        "loss/policy": steps.mean("loss"),
+        "entropy": steps.mean("entropy"),
+        "clip_ratio": steps.mean("clip_ratio"),
+        "policy/ratio": steps.mean("ratio"),
+        "policy/approx_kl": steps.mean("approx_kl"),
+        "policy/mismatch": mismatch,
+        "policy/steps": float(steps.applied),
+        **steps.end("actor"),
+    }
+
+
+def _terms(
+    engine: Engine, temperature: float, objective: Objective, logits: Tensor, micro: MicroBatch
+) -> LossTerms:
+    """The weighted losses of one micro-batch, and the sums over its response tokens for the metrics."""
+    data = micro.data
+    mask, old = data["response_mask"], data["old_logprobs"]
+    logprobs, entropy = engine.logprobs_and_entropy(logits, micro, temperature)
+    ratio = objective.ratio(logprobs - old, mask, micro.lengths)
+    losses, clipped = objective.surrogate(logprobs, ratio, data["advantages"])
+    if objective.beta > 0:
+        kl = kl_divergence(logprobs, data["ref_logprobs"], objective.kl_estimator)
+        losses = losses + objective.beta * kl
+    change = bounded(logprobs - old).detach()
+    sums = {
+        "ratio": ratio.detach(),
+        "entropy": entropy.detach(),
+        "clip_ratio": clipped,
+        "approx_kl": torch.expm1(change) - change,
+        "mismatch": change.abs(),
+    }
+    return LossTerms(
+        torch.where(data["weights"] > 0, data["weights"] * losses, 0.0).sum(),
+        {name: torch.where(mask, values, 0).sum() for name, values in sums.items()},
+    )
+
+
+def _config(context: CallContext) -> PolicyConfig:
+    assert isinstance(context.config, PolicyConfig), f"{context.config.type} runs have no policy loss"
+    return context.config
+
+
+def _steps(context: CallContext) -> int:
+    return _config(context).num_mini_batches
+
+
+def _responses(context: CallContext) -> float:
+    """The responses of a mini-batch."""
+    return context.n_seqs / _steps(context)
