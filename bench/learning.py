@@ -1,6 +1,7 @@
-"""Compares the demo's PPO with baselines that use the same CPU seconds.
+"""Compares the demo's PPO with baselines that use the same CPU seconds, and with the other algorithms.
 
-    python -m bench.learning [--seeds 0 1 2] [--folder runs/learning] [--json FILE]
+    python -m bench.learning [--seeds 0 1 2] [--algorithms grpo ...] [--iterations N] [--folder runs/learning]
+                             [--json FILE]
 
 All rows start from the same SFT model. Their result is the greedy exact-match accuracy on 500 held-out words:
 
@@ -11,6 +12,12 @@ All rows start from the same SFT model. Their result is the greedy exact-match a
 
 The two SFT rows get as many CPU seconds of the ranks as PPO, including sampling. The last row runs as many iterations
 as PPO.
+
+    grpo, dapo, ...      every other algorithm that learns from its own samples
+
+These sample as many responses as PPO (ReMax's greedy ones count) and get the same scores. All but expert iteration
+pass over a batch twice, as PPO does. Their rows also say how many tokens they have generated and how many CPU seconds
+they took.
 """
 
 import argparse
@@ -19,6 +26,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +39,40 @@ from flows.demo.data import write_jsonl
 from flows.demo.stages import Demo, demo_at, make_models, measure
 from flows.ppo import rlhf_ppo
 from flows.rollout import rollout
+from flows.run.algorithm_flow import flow_of
 from flows.sft import sft
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.registry import algorithm
+from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.rewards.samples_folder import read_samples
 
 SAMPLES_PER_PROMPT = 2
+TWICE = {"num_iterations": 2}
+"""Passes over an iteration's batch, as in the demo's PPO."""
+
+GROUPED = {"num_generations": 8, **TWICE}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": GROUPED,
+    "dr_grpo": GROUPED,
+    "dapo": GROUPED,
+    "gspo": {
+        **GROUPED,
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+    },  # the paper's bounds are for responses of 1,000 tokens
+    "cispo": GROUPED,
+    "rloo": {**GROUPED, "beta": 0.02},
+    "remax": {**TWICE, "beta": 0.02},
+    "reinforce_pp": {**TWICE, "beta": 0.02},
+    "expert_iteration": {"num_generations": 8, "min_score": 0.6},
+}
+"""Algorithm -> its fields beside those that it shares with PPO. A right answer scores at least 1 - 0.2 * 2 = 0.6."""
+
+SHARED = (
+    *("models", "data", "sampling", "rewards", "reward_model", "missing_eos_penalty", "batch_size"),
+    *("num_mini_batches", "total_iterations", "optimizer", "seed", "output_dir", "cluster"),
+)
+"""The fields that these take from PPO's configuration."""
 
 
 class CpuClock:
@@ -53,9 +91,13 @@ class CpuClock:
         return sum(sum(rank.cpu_times()[:2]) for rank in self._ranks)
 
 
-async def run_seed(demo: Demo, clock: CpuClock) -> dict[str, Any]:
-    """All rows of one seed."""
+async def run_seed(
+    demo: Demo, clock: CpuClock, algorithms: Sequence[str], iterations: int | None
+) -> dict[str, Any]:
+    """All rows of one seed. iterations: of PPO, where not the demo's."""
     policy = await make_models(demo)
+    if iterations is not None:
+        policy = policy.model_copy(update={"total_iterations": iterations})
     start = policy.roles()["actor"].folder
     row: dict[str, Any] = {"seed": demo.seed, "sft": await measure(demo, start, "before")}
     before_s = clock.now()
@@ -63,6 +105,9 @@ async def run_seed(demo: Demo, clock: CpuClock) -> dict[str, Any]:
     budget_s = clock.now() - before_s
     row["ppo"] = await measure(demo, trained["model"], "after")
     row["cpu_s"] = budget_s
+    row["ppo tokens"] = generated_tokens(demo, "ppo", policy)
+    for name in algorithms:
+        row |= await learned(demo, clock, policy, name)
     row["continued sft"], row["continued sft cpu_s"] = await continued(demo, clock, start, budget_s)
     row["rejection sampling"], row["rejection sampling cpu_s"] = await rejection(demo, clock, start, budget_s)
     alone = policy.model_dump()
@@ -72,6 +117,36 @@ async def run_seed(demo: Demo, clock: CpuClock) -> dict[str, Any]:
     row["reward model alone"] = await measure(demo, trained["model"], "alone")
     row["reward model alone cpu_s"] = clock.now() - before_s
     return row
+
+
+async def learned(demo: Demo, clock: CpuClock, policy: RunConfig, name: str) -> dict[str, float]:
+    """Accuracy, generated tokens and CPU seconds of an algorithm that samples as many responses as PPO."""
+    shared = {key: value for key, value in policy.model_dump(mode="json").items() if key in SHARED}
+    config = make_config({**shared, "type": name, "name": name, **ALGORITHMS[name]})
+    generations = sum(call.kind == "generate" for call in algorithm(name).calls(config))
+    if generations > 1:
+        fewer = max(1, shared["total_iterations"] // generations)
+        config = config.model_copy(update={"total_iterations": fewer})
+    before_s = clock.now()
+    trained = await demo.run(flow_of(name), config)
+    used_s = clock.now() - before_s
+    return {
+        name: await measure(demo, trained["model"], name),
+        f"{name} tokens": generated_tokens(demo, name, config),
+        f"{name} cpu_s": used_s,
+    }
+
+
+def generated_tokens(demo: Demo, run: str, config: RunConfig) -> int:
+    """The tokens of all responses that a run has sampled."""
+    lines = (demo.folder / "stages" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    means = [
+        value
+        for line in lines
+        for key, value in json.loads(line).items()
+        if key.endswith("completions/mean_length")
+    ]
+    return round(sum(means) * config.batch_size)
 
 
 async def continued(demo: Demo, clock: CpuClock, start: str, budget_s: float) -> tuple[float, float]:
@@ -119,7 +194,9 @@ async def tune(
     return await measure(demo, trained["model"], name), used_s
 
 
-async def all_rows(folder: Path, seed: int) -> dict[str, Any]:
+async def all_rows(
+    folder: Path, seed: int, algorithms: Sequence[str], iterations: int | None
+) -> dict[str, Any]:
     """All rows of one seed, with a new Prefect server and cluster."""
     with demo_at(folder, seed) as demo:
 
@@ -127,7 +204,7 @@ async def all_rows(folder: Path, seed: int) -> dict[str, Any]:
             name="bench-learning", persist_result=False
         )  # has no parameters, because Prefect would copy them
         async def one_seed() -> dict[str, Any]:
-            return await run_seed(demo, CpuClock(demo.scheduler))
+            return await run_seed(demo, CpuClock(demo.scheduler), algorithms, iterations)
 
         return await one_seed()
 
@@ -137,6 +214,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--iterations", type=int, help="of PPO; default: the demo's")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -145,7 +224,7 @@ def main() -> None:
         folder = arguments.folder / f"seed-{seed}"
         # An existing stage would cost no CPU seconds, but the budget is what PPO costs.
         folder.mkdir(parents=True)
-        rows.append(asyncio.run(all_rows(folder, seed)))
+        rows.append(asyncio.run(all_rows(folder, seed, arguments.algorithms, arguments.iterations)))
         print(yaml.safe_dump(rows[-1], sort_keys=False), flush=True)
     if arguments.json is not None:
         machine = {"platform": platform.platform(), "cpus": psutil.cpu_count(), "date": time.strftime("%F")}

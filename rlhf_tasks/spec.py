@@ -267,6 +267,11 @@ class ExecutionPlan(Frozen):
     roles: dict[str, RolePlacements]
     nodes: tuple[PlanNode, ...]
 
+    @property
+    def group_size(self) -> int:
+        """Consecutive samples that are made from one row."""
+        return next((node.group_size for node in self.nodes if isinstance(node, FetchNode)), 1)
+
     def node(self, name: str) -> PlanNode:
         """The node of that name. Raises KeyError."""
         for node in self.nodes:

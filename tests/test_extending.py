@@ -43,7 +43,7 @@ def installed(tmp_path_factory):
     """The environment of processes that find the page's package installed; nothing of it is in the checkout."""
     source, place = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name, text in FILES.items():
-        if name != "expert.yaml":
+        if name != "regression.yaml":
             (source / name).parent.mkdir(exist_ok=True)
             (source / name).write_text(text)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
@@ -61,7 +61,7 @@ def user(tmp_path_factory):
     (folder / "rewards.py").write_text(
         "def brief(completions, **columns):\n    return [len(completion) / 8 for completion in completions]\n"
     )
-    (folder / "expert.yaml").write_text(FILES["expert.yaml"])
+    (folder / "regression.yaml").write_text(FILES["regression.yaml"])
     return folder
 
 
@@ -78,30 +78,30 @@ def command(installed, user, *arguments):
 
 
 def test_the_algorithm_is_found_drawn_and_planned(installed, user):
-    drawn = command(installed, user, "graph", "expert-iteration")
+    drawn = command(installed, user, "graph", "weighted-regression")
     assert drawn.returncode == 0, drawn.stderr
     assert [line.split()[0] for line in drawn.stdout.strip().splitlines()[2:]] == [
         "actor_generate",
         "reward_inference",
         "actor_train",
     ]
-    schema = command(installed, user, "config", "schema", "expert-iteration")
-    assert json.loads(schema.stdout)["properties"]["min_score"]["default"] == 1.0
-    planned = command(installed, user, "config", "validate", "expert.yaml", "cluster.devices_per_host=2")
+    schema = command(installed, user, "config", "schema", "weighted-regression")
+    assert json.loads(schema.stdout)["properties"]["score_scale"]["default"] == 1.0
+    planned = command(installed, user, "config", "validate", "regression.yaml", "cluster.devices_per_host=2")
     assert planned.returncode == 0, planned.stderr
     assert "valid. 64 rows, 3 iterations." in planned.stdout
     assert "save_actor" in planned.stdout
-    refused = command(installed, user, "config", "validate", "expert.yaml", "min_scores=1")
+    refused = command(installed, user, "config", "validate", "regression.yaml", "score_scales=1")
     assert refused.returncode == 2
-    assert refused.stderr == "error: min_scores: unknown key, did you mean 'min_score'?\n"
+    assert refused.stderr == "error: score_scales: unknown key, did you mean 'score_scale'?\n"
 
 
 def run(installed, user, name, *arguments, **environment):
-    """Carry out `prefect-rlhf run expert-iteration`; gives its exit status and what it has printed."""
+    """Carry out `prefect-rlhf run weighted-regression`; gives its exit status and what it has printed."""
     with MarkedCommand(
         user / f"{name}.log",
         "run",
-        "expert-iteration",
+        "weighted-regression",
         *arguments,
         environment={**installed, **environment},
     ) as begun:
@@ -118,7 +118,7 @@ def test_the_algorithm_trains_loses_a_rank_and_is_resumed_to_the_same_bits(insta
     folders = {name: user / "runs" / name for name in ("undisturbed", "rebuilt", "ended")}
     placed = {"actor_generate": [0, 1], "reward_inference": [1], "actor_train": [0, 1]}
     plan = {call: {"devices": devices, "dp": len(devices)} for call, devices in placed.items()}
-    document = {**yaml.safe_load(FILES["expert.yaml"]), "plan": plan, "cluster": {"devices_per_host": 2}}
+    document = {**yaml.safe_load(FILES["regression.yaml"]), "plan": plan, "cluster": {"devices_per_host": 2}}
     (user / "planned.yaml").write_text(yaml.safe_dump(document))
     killed = {"PREFECT_RLHF_FAILPOINT": "trained:kill@rank1@iter1@gen0"}
 
@@ -126,7 +126,7 @@ def test_the_algorithm_trains_loses_a_rank_and_is_resumed_to_the_same_bits(insta
     assert status == 0, said
     rows = [json.loads(line) for line in (folders["undisturbed"] / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
-    assert all(row["expert/tokens"] > 0 and row["loss/expert"] > 0 for row in rows)
+    assert all(row["regression/weight"] > 0 and row["loss/regression"] > 0 for row in rows)
     assert (folders["undisturbed"] / "model" / "model.safetensors").exists()
 
     status, said = run(installed, user, "rebuilt", "--config", "planned.yaml", "name=rebuilt", **killed)
@@ -137,7 +137,7 @@ def test_the_algorithm_trains_loses_a_rank_and_is_resumed_to_the_same_bits(insta
     changes = ("name=ended", "runtime.max_restarts=0")
     status, said = run(installed, user, "ended", "--config", "planned.yaml", *changes, **killed)
     assert status == 1, said
-    assert f"To go on: prefect-rlhf run expert-iteration --resume {folders['ended']}" in said
+    assert f"To go on: prefect-rlhf run weighted-regression --resume {folders['ended']}" in said
     status, said = run(installed, user, "resumed", "--resume", str(folders["ended"]))
     assert status == 0, said
     assert generations_of(folders["ended"])[ITERATIONS - 1] == (2, 0), "it began anew"

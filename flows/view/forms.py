@@ -18,13 +18,16 @@ OTHER = "Further"  # the group of fields that a configuration puts in none
 
 WORDS = {
     "adam": "Adam",
+    "cispo": "CISPO",
     "coef": "coefficient",
     "cliprange": "clip range",
+    "dapo": "DAPO",
     "dir": "folder",
     "dtype": "type of parameters",
     "eos": "end token",
     "bytes": "(bytes)",
     "grpo": "GRPO",
+    "gspo": "GSPO",
     "huber": "Huber",
     "kl": "KL",
     "kwargs": "further arguments",

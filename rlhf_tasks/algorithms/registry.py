@@ -76,9 +76,9 @@ class Algorithm:
         """A configuration for drawing the graph: with every model, the smallest sizes, and defaults otherwise."""
         models: Any = self.config.model_fields["models"].annotation
         named = models.model_construct(**dict.fromkeys(models.model_fields, ""))
-        return self.config.model_construct(
-            models=named, batch_size=1, total_iterations=1, sampling=SamplingConfig(max_completion_length=1)
-        )
+        sampling = SamplingConfig(max_completion_length=1)
+        made = self.config.model_construct(models=named, total_iterations=1, sampling=sampling)
+        return made.model_copy(update={"batch_size": made.group_size})
 
     def calls(self, config: RunConfig) -> list[ModelFunctionCall]:
         """The calls of a configuration. Raises ConfigError when one has no function."""

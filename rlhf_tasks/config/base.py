@@ -241,7 +241,7 @@ class SamplesGroups(Samples):
             raise ValueError(
                 f"num_mini_batches={self.num_mini_batches} cuts batch_size={batch} into mini-batches of "
                 f"{batch // self.num_mini_batches} samples, which split groups of num_generations={size}. "
-                f"Choose a num_mini_batches that divides the {batch // size} groups."
+                f"Choose a num_mini_batches that divides batch_size / num_generations = {batch // size}."
             )
         return self
 

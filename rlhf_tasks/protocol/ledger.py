@@ -86,7 +86,7 @@ class Ledger:
                 deadlines,
                 first_iteration=committed_step or 0,
                 first_sample=cursor,
-            ),
+            ).whole_groups(),
             plans,
             SnapshotSchedule(snapshot_every, total_iterations),
             committed_step,

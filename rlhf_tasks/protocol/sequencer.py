@@ -58,6 +58,13 @@ class Sequencer:
     first_sample: int = 0
     first_versions: Mapping[str, int] | None = None
 
+    def whole_groups(self) -> "Sequencer":
+        """The same, from the first whole group of samples on: before a change of the configuration that a user has
+        accepted, groups may have had another size."""
+        return replace(
+            self, first_sample=-(-self.first_sample // self.plan.group_size) * self.plan.group_size
+        )
+
     def starting_at(self, generation: int, iteration: int, planned: ScheduledPlan) -> "Sequencer":
         """The same run's sequencer for a generation that starts at an iteration and follows a plan."""
         return replace(

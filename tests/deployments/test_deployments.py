@@ -25,6 +25,11 @@ def test_every_deployment_names_a_flow_that_is_there():
     assert set(named) == {
         "rlhf-ppo/local",
         "rlhf-pipeline/local",
+        "grpo/local",
+        "rloo/local",
+        "remax/local",
+        "reinforce-pp/local",
+        "expert-iteration/local",
         "sft/local",
         "reward-model/local",
         "plan/local",

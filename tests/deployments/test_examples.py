@@ -10,6 +10,8 @@ from planner.pricing.cluster_file import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
 from rlhf_tasks.algorithms.configurations import load_config
+from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
+from rlhf_tasks.config.base import Scores, TrainingConfig
 
 EXAMPLES = Path(deployments.__file__).with_name("examples")
 LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]
@@ -50,6 +52,22 @@ def test_every_example_to_plan_is_known_here():
         "plan-cluster-two-classes",
     }
     assert found == set(HOSTS)
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_an_example_to_run_is_a_configuration_of_its_algorithm(name):
+    assert load_config(EXAMPLES / f"{name}.yaml").type == name
+
+
+def test_the_page_of_algorithms_has_every_one_that_learns_from_its_samples():
+    page = (EXAMPLES.parents[1] / "docs" / "algorithms.md").read_text()
+    learning = [
+        name
+        for name in algorithm_names()
+        if issubclass(algorithm(name).config, Scores) and issubclass(algorithm(name).config, TrainingConfig)
+    ]
+    assert {"ppo", "dapo", "rloo", "expert_iteration"} <= set(learning)
+    assert [name for name in learning if f"`{name.replace('_', '-')}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", HOSTS)

@@ -15,7 +15,7 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     type: Literal["grpo"] = "grpo"
     groups: ClassVar[Groups] = {
         "Score": ("overlong_buffer", "overlong_penalty"),
-        "Advantages": ("scale_rewards",),
+        "Advantages": ("scale_rewards", "filter_groups"),
         "Loss": ("loss_type", "importance_sampling_level", "delta"),
     }
 
@@ -29,6 +29,10 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group", description="Whose standard deviation divides a score less its group's mean."
+    )
+    filter_groups: bool = Field(
+        default=False,
+        description="Groups of equal scores leave the batch: loss, KL divergence and denominators.",
     )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = Field(
         default="grpo",

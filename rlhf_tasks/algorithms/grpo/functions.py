@@ -9,7 +9,7 @@ from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn
 from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import group_stds, less_mean
+from rlhf_tasks.algorithms.shared.groups import all_equal, group_stds, less_mean
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_math import (
     cispo_loss,
@@ -41,21 +41,31 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     clipped = partial(clipped_loss, low=config.epsilon, high=config.high, dual_clip=config.delta)
     surrogate = partial(cispo_loss, high=config.high) if config.loss_type == "cispo" else clipped
     objective = Objective(RATIOS[config.importance_sampling_level], surrogate, config.beta)
-    advantages = on_tokens(relative_scores(engine, batch, config), batch["input_ids"].lengths)
-    return learn(engine, batch, context, advantages, objective, WEIGHTINGS[config.loss_type])
+    scores = shaped_scores(batch, config)
+    advantages = on_tokens(relative_scores(engine, scores, config), batch["input_ids"].lengths)
+    kept = None
+    if config.filter_groups:
+        kept = ~all_equal(scores, config.num_generations).repeat_interleave(config.num_generations)
+    return learn(engine, batch, context, advantages, objective, WEIGHTINGS[config.loss_type], kept=kept)
 
 
-def relative_scores(engine: Engine, batch: SampleBatch, config: GRPOConfig) -> Tensor:
+def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:
+    """The scores, less the penalty of long responses where there is one: [n] float64."""
+    scores = batch["scores"].values.double()
+    if config.overlong_buffer is None:
+        return scores
+    tokens = response_lengths(batch["response_mask"].values, batch["input_ids"].lengths)
+    most = config.sampling.max_completion_length
+    return scores + config.overlong_penalty * overlong_penalties(tokens, most, config.overlong_buffer)
+
+
+def relative_scores(engine: Engine, scores: Tensor, config: GRPOConfig) -> Tensor:
     """Each sample's score less its group's mean, divided by the standard deviation of its group or of the batch: [n]
     float64 (arXiv:2402.03300, section 4.1.2).
 
     Standard deviations are unbiased. A group of equal scores gets exactly 0. Collective over the mesh.
     """
-    scores, size = batch["scores"].values.double(), config.num_generations
-    if config.overlong_buffer is not None:
-        tokens = response_lengths(batch["response_mask"].values, batch["input_ids"].lengths)
-        most = config.sampling.max_completion_length
-        scores = scores + config.overlong_penalty * overlong_penalties(tokens, most, config.overlong_buffer)
+    size = config.num_generations
     relative = less_mean(scores, size)
     match config.scale_rewards:
         case "group":

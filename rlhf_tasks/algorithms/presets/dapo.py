@@ -8,4 +8,5 @@ ALGORITHM = GRPO.preset(
     loss_type="dapo",
     epsilon_high=0.28,
     overlong_buffer=0.2,
+    filter_groups=True,
 )

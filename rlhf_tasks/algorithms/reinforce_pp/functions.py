@@ -13,7 +13,7 @@ from rlhf_tasks.algorithms.shared.policy_math import (
     shaped_rewards,
     token_ratio,
 )
-from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token, token_counts
+from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
 from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.statistics import moments, whitened
@@ -39,7 +39,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         kl = reference_kl(batch, "k1").double()
     rewards = shaped_rewards(kl, scores, mask, lengths, config.beta)
     returns = discounted_returns(rewards, mask, lengths, config.gamma)
-    count = sum(token_counts(engine, batch, context, mask))
+    count = engine.sum_over_dp(mask.sum()[None]).item()
     (of_returns,) = moments(engine, mask, count, returns)
     advantages = whitened(returns, mask, of_returns)
     surrogate = partial(clipped_loss, low=config.epsilon, high=config.high)

@@ -1,6 +1,6 @@
 """The train call of algorithms without a learned critic: what it does with the advantages of its responses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,11 +10,12 @@ from rlhf_tasks.algorithms.shared.groups import all_equal
 from rlhf_tasks.algorithms.shared.packed import on_tokens
 from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
 from rlhf_tasks.algorithms.shared.policy_math import kl_divergence
-from rlhf_tasks.algorithms.shared.policy_steps import Objective, Weights, policy_steps, token_counts
-from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.algorithms.shared.policy_steps import Counts, Objective, Weights, policy_steps
+from rlhf_tasks.algorithms.shared.schedule import counts_per_block
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
-Weighting = Callable[[Engine, SampleBatch, CallContext, Tensor], Weights]
+Weighting = Callable[[Tensor, Sequence[int], Counts, int], Weights]
 """`per_token` and its like in policy_steps.py."""
 
 
@@ -26,34 +27,50 @@ def learn(
     objective: Objective,
     weighting: Weighting,
     kl_estimator: str = "k3",
+    kept: Tensor | None = None,
 ) -> CallOutput:
     """Optimizer steps on the responses, without those truncated where the configuration masks them.
 
     advantages    [T]
     kl_estimator  of the metric kl
+    kept          [n] bool: the responses that stay in the batch; None: all
     Metrics, besides those of `policy_steps`: kl (with a reference: mean KL per sequence of the policy that sampled,
     in nats), frac_reward_zero_std (with groups: share of groups whose scores are all equal).
     """
-    config = context.config
+    config, scores = context.config, batch["scores"].values
     assert isinstance(config, CriticFreeConfig), f"{config.type} runs have a critic"
-    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
-    learned = mask
+    kl = reference_kl(batch, kl_estimator).double().sum() if config.beta > 0 else scores.new_zeros(())
+    equal = all_equal(scores, config.group_size).sum()
+    of_tokens = {"advantages": Packed(advantages, batch["input_ids"].lengths)}
+    batch = SampleBatch(batch.ids, {**batch.data, **of_tokens})
+    if kept is not None:
+        batch = batch.take(kept.nonzero().squeeze(1).tolist())
+
+    lengths, learned = batch["input_ids"].lengths, batch["response_mask"].values
     if config.mask_truncated_completions:
-        learned = mask & ~on_tokens(batch["truncated"].values, lengths)
-    kl = reference_kl(batch, kl_estimator).double().sum() if config.beta > 0 else torch.zeros(())
-    size = config.group_size
-    equal = all_equal(batch["scores"].values, size).sum() if size > 1 else torch.zeros(())
-    sums = torch.stack([kl.double().to(engine.device), equal.double().to(engine.device)])
-    total_kl, total_equal = engine.sum_over_dp(sums).tolist()
+        learned = learned & ~on_tokens(batch["truncated"].values, lengths)
+    marks = SampleBatch(batch.ids, {"learned": Packed(learned, lengths), "tokens": batch["response_mask"]})
+    counted = torch.cat([counts_per_block(marks, context, key) for key in (None, "learned", "tokens")])
+    own = torch.cat([counted.to(engine.device), torch.stack([kl.double(), equal.double()])])
+    *totals, total_kl, total_equal = engine.sum_over_dp(own).tolist()
+    n = config.num_mini_batches
+    counts = Counts(totals[:n], totals[n : 2 * n], totals[2 * n :])
+
     metrics: dict[str, float] = {}
     if config.beta > 0:
         metrics["kl"] = total_kl / context.n_seqs
-    if size > 1:
-        metrics["frac_reward_zero_std"] = total_equal * size / context.n_seqs
-    weights = weighting(engine, batch, context, learned)
-    tokens = token_counts(engine, batch, context, mask)
+    if config.group_size > 1:
+        metrics["frac_reward_zero_std"] = total_equal * config.group_size / context.n_seqs
+    weights = weighting(learned, lengths, counts, config.sampling.max_completion_length)
     steps = policy_steps(
-        engine, batch, context, objective, advantages, weights, tokens, epochs=config.num_iterations
+        engine,
+        batch,
+        context,
+        objective,
+        batch["advantages"].values,
+        weights,
+        counts.tokens,
+        epochs=config.num_iterations,
     )
     return CallOutput(metrics=metrics | steps)
 

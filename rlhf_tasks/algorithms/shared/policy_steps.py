@@ -13,7 +13,7 @@ from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.algorithms.shared.policy_math import bounded, kl_divergence
 from rlhf_tasks.algorithms.shared.rollout_calls import KEPT
-from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
 from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -45,43 +45,55 @@ class Weights(NamedTuple):
     """How the losses of tokens make the loss of a mini-batch: their weighted sum over all replicas / denominator.
 
     weights       [T] float64; 0 outside responses
-    denominators  of each mini-batch, equal on all ranks
+    denominators  of each mini-batch, equal on all ranks; 0: nothing is learned there, and it has no step
     """
 
     weights: Tensor
     denominators: list[float]
 
 
-def per_token(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
-    """The mean over all learned tokens of the mini-batch. learned  [T] bool, as in the other weights."""
-    return Weights(learned.double(), token_counts(engine, batch, context, learned))
+class Counts(NamedTuple):
+    """What there is in each mini-batch, over all replicas.
+
+    responses  of the batch, without those of groups that were dropped
+    learned    tokens that are learned
+    tokens     of these responses
+    """
+
+    responses: list[float]
+    learned: list[float]
+    tokens: list[float]
 
 
-def per_response(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
+def per_token(learned: Tensor, lengths: Sequence[int], counts: Counts, most: int) -> Weights:
+    """The mean over all learned tokens of the mini-batch.
+
+    The arguments of this and the following functions:
+    learned  [T] bool
+    most     tokens of the longest possible response
+    """
+    return Weights(learned.double(), counts.learned)
+
+
+def per_response(learned: Tensor, lengths: Sequence[int], counts: Counts, most: int) -> Weights:
     """The mean over each response's learned tokens, then over all responses of the mini-batch."""
-    lengths = batch["input_ids"].lengths
     shares = 1 / response_lengths(learned, lengths).clamp(min=1).double()
-    return Weights(
-        torch.where(learned, on_tokens(shares, lengths), 0.0), [_responses(context)] * _steps(context)
-    )
+    return Weights(torch.where(learned, on_tokens(shares, lengths), 0.0), _responses(counts))
 
 
-def per_sum(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
+def per_sum(learned: Tensor, lengths: Sequence[int], counts: Counts, most: int) -> Weights:
     """The sum over each response's learned tokens, then the mean over all responses of the mini-batch."""
-    return Weights(learned.double(), [_responses(context)] * _steps(context))
+    return Weights(learned.double(), _responses(counts))
 
 
-def per_most_tokens(engine: Engine, batch: SampleBatch, context: CallContext, learned: Tensor) -> Weights:
+def per_most_tokens(learned: Tensor, lengths: Sequence[int], counts: Counts, most: int) -> Weights:
     """The sum over all learned tokens, divided by what the longest responses would have (arXiv:2503.20783)."""
-    most = _config(context).sampling.max_completion_length
-    return Weights(learned.double(), [_responses(context) * most] * _steps(context))
+    return Weights(learned.double(), [n * most for n in _responses(counts)])
 
 
-def token_counts(engine: Engine, batch: SampleBatch, context: CallContext, mask: Tensor) -> list[float]:
-    """The marked tokens of each mini-batch, over all replicas; at least 1, so that they can be divisors."""
-    marked = SampleBatch(batch.ids, {"marked": Packed(mask, batch["input_ids"].lengths)})
-    counts = counts_per_block(marked, context, "marked").to(engine.device)
-    return engine.sum_over_dp(counts).clamp(min=1).tolist()
+def _responses(counts: Counts) -> list[float]:
+    """The responses of each mini-batch; 0 where nothing is learned."""
+    return [n if learned else 0.0 for n, learned in zip(counts.responses, counts.learned, strict=True)]
 
 
 def policy_steps(
@@ -120,13 +132,15 @@ def policy_steps(
         "weights": Packed(weights.weights.to(dtype), lengths),
     }
     read = ("input_ids", "response_mask", "old_logprobs", *ref, *kept)
-    learned = SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
+    samples = SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
     loss = partial(_terms, engine, config.sampling.temperature, objective)
     steps = Steps(
         engine, loss, weights.denominators, context.micro_batches, SUMS, tokens, counted="response_mask"
     )
     mismatch = 0.0
-    for step in optimizer_steps(learned, context, config.optimizer, epochs, first_iteration):
+    for step in optimizer_steps(samples, context, config.optimizer, epochs, first_iteration):
+        if not weights.denominators[step.block]:
+            continue  # only the optimizer's momentum would change the weights
         unchanged = steps.applied == 0
         means = steps.take(step)
         if unchanged:
@@ -174,12 +188,3 @@ def _terms(
 def _config(context: CallContext) -> PolicyConfig:
     assert isinstance(context.config, PolicyConfig), f"{context.config.type} runs have no policy loss"
     return context.config
-
-
-def _steps(context: CallContext) -> int:
-    return _config(context).num_mini_batches
-
-
-def _responses(context: CallContext) -> float:
-    """The responses of a mini-batch."""
-    return context.n_seqs / _steps(context)

@@ -186,7 +186,7 @@ def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
     ("change", "parts"),
     [
         ({"batch_size": 16}, ("plan of another graph", "8 sequences", "Remove it")),
-        ({"type": "grpo"}, ("plan of another graph", "critic_train", "Remove it")),
+        ({"type": "grpo", "num_generations": 4}, ("plan of another graph", "critic_train", "Remove it")),
         ({"cluster": {"devices_per_host": 4}}, ("a plan for 2 devices", "the cluster is 1x4", "Remove it")),
     ],
 )

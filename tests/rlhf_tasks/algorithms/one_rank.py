@@ -100,7 +100,8 @@ class OneRank:
         batch = _renamed(store.get(list(ids), call.inputs), call.remap)
         output = self.functions[call.name](self.engines[call.role], batch, context)
         if output.batch is not None:
-            store.put(_renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()}))
+            renamed = _renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()})
+            store.put(SampleBatch(renamed.ids, {key: renamed[key] for key in call.outputs}))
         return dict(output.metrics)
 
     def save(self, role: str, folder: Path) -> None:

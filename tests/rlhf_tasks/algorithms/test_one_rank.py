@@ -70,8 +70,8 @@ def document(kind: str, folder: Path, actor: str = "actor", **changes: Any) -> d
         "rewards": [{"function": f"{folder}/rewards.py:letters", "weight": 2.0}],
         "missing_eos_penalty": 0.5,
     }
-    by_kind = {"sft": training, "reward_model": training, "rollout": scoring, "ppo": training | scoring}
-    return {**common, **by_kind[kind], **changes}
+    by_kind = {"sft": training, "reward_model": training, "rollout": scoring}
+    return {**common, **by_kind.get(kind, training | scoring), **changes}
 
 
 @pytest.fixture
@@ -342,6 +342,91 @@ def test_rollouts_write_each_sample_once_in_file_order(start: Any, tmp_path: Pat
         penalty = 0.5 * sample["truncated"]
         assert sample["score"] == pytest.approx(2 * sample["rewards"]["letters"] - penalty)
     assert len(list(read_samples(tmp_path, 5))) == 5
+
+
+GROUPED = {"num_generations": 4}
+CRITIC_FREE = {
+    "grpo": {**GROUPED, "beta": 0.1},
+    "dr_grpo": GROUPED,
+    "dapo": GROUPED,
+    "gspo": GROUPED,
+    "cispo": GROUPED,
+    "rloo": GROUPED,
+    "remax": {},
+    "reinforce_pp": {},
+    "expert_iteration": {**GROUPED, "best_of_group": True},
+}
+
+
+@pytest.mark.parametrize("kind", CRITIC_FREE)
+def test_algorithms_without_a_critic_train_the_actor_alone(start: Any, kind: str):
+    run = start(kind, **CRITIC_FREE[kind])
+    before = {role: weights(run, role) for role in run.engines}
+    metrics, store = run.iterate(0)
+    with_ref = kind in ("grpo", "rloo", "remax", "reinforce_pp")
+    assert run.engines.keys() == ({"actor", "ref"} if with_ref else {"actor"})
+    assert changed(run, "actor", before["actor"])
+    assert not with_ref or not changed(run, "ref", before["ref"])
+    assert {"reward", "reward_std", "completions/mean_length", "grad_norm/actor"} <= metrics.keys()
+    size = CRITIC_FREE[kind].get("num_generations", 1)
+    prompts = [json.loads(text)["prompt"] for text in whole(store, "columns")["columns"].texts()]
+    assert [len(set(prompts[at : at + size])) for at in range(0, N_SEQS, size)] == [1] * (N_SEQS // size)
+    assert len(set(prompts)) == min(N_SEQS // size, 7)  # of seven rows
+    if kind == "expert_iteration":
+        assert metrics["learned/fraction"] == 1 / 4
+        return
+    assert metrics["policy/mismatch"] < 1e-5
+    assert {"entropy", "clip_ratio", "loss/policy"} <= metrics.keys()
+    assert ("kl" in metrics) == with_ref
+    assert ("frac_reward_zero_std" in metrics) == (size > 1)
+
+
+def test_remax_compares_with_the_likeliest_response(start: Any):
+    run = start("remax", missing_eos_penalty=0.0)
+    metrics, store = run.iterate(0)
+    batch = whole(store, "input_ids", "greedy_input_ids", "greedy_response_mask", "greedy_scores", "scores")
+    for ids, mask, score in zip(
+        batch["greedy_input_ids"].split(),
+        batch["greedy_response_mask"].split(),
+        batch["greedy_scores"].split(),
+        strict=True,
+    ):
+        assert score.item() == pytest.approx(2.0 * len(run.tokenizer.decode(ids[mask].tolist())) / 8)
+    rolled = start("rollout", sampling={"max_completion_length": 8, "temperature": 0})
+    del rolled.engines["actor"]
+    rolled.engines["actor"] = start("remax").engines["actor"]  # before its training
+    prompts = SampleBatch(tuple(range(N_SEQS)), {"prompt_ids": whole(store, "prompt_ids")["prompt_ids"]})
+    again = SampleStore()
+    again.put(prompts)
+    rolled.call(next(call for call in rolled.calls if call.kind == "generate"), 0, again, range(N_SEQS))
+    assert torch.equal(
+        again.get(list(range(N_SEQS)), ["input_ids"])["input_ids"].values, batch["greedy_input_ids"].values
+    )
+    assert metrics["greedy/reward"] == pytest.approx(batch["greedy_scores"].values.mean().item(), rel=1e-6)
+    assert not torch.equal(batch["input_ids"].values, batch["greedy_input_ids"].values)
+
+
+def test_whitened_rewards_have_a_standard_deviation_of_one_and_keep_their_mean(start: Any):
+    run, seen = start("ppo", kl_coef=0.0, lam=1.0, gamma=1.0, whiten_rewards=True), []
+
+    def first(engine: Any, batch: SampleBatch, context: Any) -> Targets:
+        if not seen:
+            seen.append((batch, learning_targets(engine, batch, context)))
+        return seen[0][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "learning_targets", first)
+        run.calls = [call for call in run.calls if call.name != "critic_train"]
+        run.iterate(0)
+    batch, targets = seen[0]
+    mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
+    rewards = torch.zeros(len(mask)).double()
+    rewards[last_response_tokens(mask, lengths)] = batch["scores"].values.double()
+    rewards = rewards[mask]
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-8) + rewards.mean()
+    returns = targets.returns[mask].double().split([int(part.sum()) for part in mask.split(list(lengths))])
+    found = torch.cat([r - torch.cat([r[1:], r.new_zeros(1)]) for r in returns])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_rollouts_take_the_likeliest_tokens(start: Any, tmp_path: Path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
-from rlhf_tasks.spec import NodeKey
+from rlhf_tasks.spec import FetchNode, NodeKey
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.settings import DEADLINES
 
@@ -76,3 +76,16 @@ def test_a_new_generation_sends_the_same_requests_under_new_names_and_numbers():
             assert [r.key for r in mine] == [NodeKey("run", 1, 2, 6, r.key.node) for r in before]
             plain = [replace(r, key=old.key(6, ""), number=0) for r in mine]
             assert plain == [replace(r, key=old.key(6, ""), number=0) for r in before]
+
+
+def test_samples_go_on_with_a_whole_group_after_a_change_of_the_groups():
+    plan = small_plan()
+    place = plan.nodes[1].placement
+    fetch = FetchNode(name="fetch", call="generate", placement=place, keys=("prompt_ids",), group_size=4)
+    grouped = plan.model_copy(update={"nodes": (fetch, *plan.nodes)})
+    first = [
+        Sequencer(grouped, "run", 1, DEADLINES, first_iteration=1, first_sample=at).whole_groups().cursor(1)
+        for at in (4, 6, 8)
+    ]
+    assert first == [4, 8, 8]
+    assert sequencer(first_sample=7).whole_groups().first_sample == 7
