@@ -41,7 +41,8 @@ class SecondUser:
 
     model    a Hugging Face folder
     rewards  a folder of Python files: trl.py, verl.py, openrlhf.py, broken.py
-    data     shape -> file of rows: "trl" (text, JSONL), "verl" (messages, Parquet), "chat" (messages, JSONL)
+    data     shape -> file of rows: "trl" (text, JSONL), "verl" (messages, Parquet), "chat" (messages, JSONL), "pairs"
+             (a right and a wrong answer as messages, Parquet), "turns" (whole conversations of two turns, JSONL)
     """
 
     folder: Path
@@ -67,6 +68,18 @@ class SecondUser:
             "num_mini_batches": 2,
             "total_iterations": 2,
             "optimizer": {"learning_rate": 1e-4},
+            **changes,
+        }
+
+    def supervised(self, kind: str, data: str, **changes: Any) -> dict[str, Any]:
+        """The document of a configuration that learns from rows as they are: sft, reward_model, dpo, kto."""
+        return {
+            "type": kind,
+            "models": {"actor": str(self.model)},
+            "data": {"train": str(self.data[data]), "max_prompt_tokens": 200},
+            "output_dir": str(self.folder / "runs"),
+            "batch_size": 8,
+            "total_iterations": 2,
             **changes,
         }
 
@@ -140,14 +153,16 @@ def _write_model(folder: Path) -> Path:
 
 
 def _write_rows(folder: Path) -> dict[str, Path]:
-    """The same questions in three shapes."""
+    """The same questions in five shapes."""
     folder.mkdir()
     files = {
         "trl": folder / "trl.jsonl",
         "verl": folder / "verl.parquet",
         "chat": folder / "chat.jsonl",
+        "pairs": folder / "pairs.parquet",
+        "turns": folder / "turns.jsonl",
     }
-    text, verl, chat = [], [], []
+    text, verl, chat, pairs, turns = [], [], [], [], []
     for index, (question, answer, task) in enumerate(_sums()):
         messages = [{"role": "user", "content": question}]
         text.append({"prompt": question, "ground_truth": answer, "task": task})
@@ -162,7 +177,11 @@ def _write_rows(folder: Path) -> dict[str, Path]:
         )
         system = {"role": "system", "content": "Answer with a number."}
         chat.append({"prompt": [system, *messages], "label": answer})
+        right, wrong = ([{"role": "assistant", "content": said}] for said in (answer, f"{answer}0"))
+        pairs.append({"prompt": messages, "chosen": right, "rejected": wrong, "margin": float(index % 3)})
+        turns.append({"messages": [system, *messages, *wrong, {"role": "user", "content": "Sure?"}, *right]})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl), files["verl"])
-    for name, rows in (("trl", text), ("chat", chat)):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), files["pairs"])
+    for name, rows in (("trl", text), ("chat", chat), ("turns", turns)):
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return files

@@ -17,6 +17,28 @@ def test_rows_of_every_shape_are_sound(second_user, tmp_path, data, reward):
     assert len(prepared.rows) == 40
 
 
+@pytest.mark.parametrize(
+    ("kind", "data", "rows"),
+    [("sft", "turns", 40), ("reward_model", "pairs", 40), ("dpo", "pairs", 40), ("kto", "pairs", 80)],
+)
+def test_conversations_and_pairs_are_sound(second_user, tmp_path, kind, data, rows):
+    options = {"assistant_only_loss": True} if kind == "sft" else {}
+    prepared = prepare(make_config(second_user.supervised(kind, data, output_dir=str(tmp_path), **options)))
+    assert len(prepared.rows) == rows
+    tokenizer, first = Tokenizer.from_folder(second_user.model), prepared.rows.values(0)
+
+    def shown(ids: str, mask: str) -> str:
+        return tokenizer.decode(first[ids][first[mask]], special_tokens=True)
+
+    if kind == "sft":
+        assert shown("input_ids", "response_mask") == "30<|im_end|> \n 3<|im_end|> \n"
+    elif kind == "dpo":
+        assert shown("chosen_ids", "chosen_mask") == "3<|im_end|> \n"
+        assert shown("rejected_ids", "rejected_mask") == "30<|im_end|> \n"
+    elif kind == "reward_model":
+        assert [prepared.rows.values(i)["margin"].tolist() for i in range(3)] == [[0.0], [1.0], [2.0]]
+
+
 def test_the_tokenizer_is_its_own(second_user):
     tokenizer = Tokenizer.from_folder(second_user.model)
     ids = tokenizer.encode("What is 3 + 4?", special_tokens=True)

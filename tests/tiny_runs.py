@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
+from rlhf_tasks.config.base import RunConfig
 
 EOS = "<eos>"
 SIZES = {
@@ -69,6 +70,31 @@ def write_prompts(path: Path, n: int = 64) -> Path:
     rows = [{"prompt": f"{i:x} says " + "ab" * (i % 5), "answer": str(i % 7)} for i in range(n)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def learning_config(folder: Path, kind: str, **changes: Any) -> RunConfig:
+    """DPO, KTO or distillation on two models and rows below `folder`, which are made where they are not there yet."""
+    if not (folder / "actor").exists():
+        write_model(folder / "actor")
+        write_model(folder / "frozen", seed=2)
+        rows = [
+            {"prompt": f"{i:x} says ", "chosen": "ab" * (i % 5 + 1), "rejected": f"{i % 7}"}
+            for i in range(32)
+        ]
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generates = kind == "distillation"
+    document = {
+        "type": kind,
+        "models": {"actor": str(folder / "actor"), "teacher" if generates else "ref": str(folder / "frozen")},
+        "data": {"train": str(folder / "pairs.jsonl")},
+        "output_dir": str(folder / "runs"),
+        "batch_size": 16,
+        "num_mini_batches": 2,
+        "total_iterations": 3,
+        "optimizer": {"learning_rate": 1e-3},
+        **({"sampling": {"max_completion_length": 12}} if generates else {}),
+    }
+    return make_config({**document, **changes})
 
 
 def ppo_config(folder: Path, **changes: Any) -> PPOConfig:

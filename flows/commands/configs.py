@@ -23,7 +23,7 @@ def schema(type_: str = "ppo", /) -> None:
     Parameters
     ----------
     type_
-        ppo, grpo, sft, reward_model, rollout, or another algorithm (docs/algorithms.md).
+        ppo, grpo, dpo, sft, reward_model, rollout, or another algorithm (docs/algorithms.md).
     """
     name = type_.replace("-", "_")
     if name not in algorithm_names():

@@ -15,7 +15,7 @@ def graph(
     Parameters
     ----------
     algorithm
-        ppo, grpo, sft, reward_model, rollout, or another algorithm (docs/algorithms.md).
+        ppo, grpo, dpo, sft, reward_model, rollout, or another algorithm (docs/algorithms.md).
     form
         `table` for the terminal, `mermaid` for documents.
     """

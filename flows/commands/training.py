@@ -30,7 +30,7 @@ def run(
     Parameters
     ----------
     algorithm
-        ppo, grpo, sft, reward-model, rollout, or another algorithm (docs/algorithms.md).
+        ppo, grpo, dpo, sft, reward-model, rollout, or another algorithm (docs/algorithms.md).
     overrides
         `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
         accepted.

@@ -87,6 +87,8 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
             f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
             "All models of a run must share the actor's tokenizer."
         )
+    for role in config.roles().values():
+        tokenizer.refuse_other(role.folder)
     rows = prepared_rows(config, folder)
     of_rewards: list[str] = []
     if isinstance(config, Scores):

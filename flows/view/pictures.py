@@ -40,7 +40,7 @@ COLOURS = {
 """A colour for each kind of node; colour-blind-safe (Tol's muted scheme, 2021)."""
 CALL_KINDS = ("generate", "inference", "train_step")
 
-PANELS = ("reward", "rewards/*/mean", "kl", "loss/*", "accuracy")
+PANELS = ("reward", "rewards/*/mean", "rewards/margins", "rewards/accuracies", "kl", "loss/*", "accuracy")
 """Patterns of the metrics that are drawn, each metric in a separate panel, in this order."""
 ENOUGH = 8  # with fewer values, none is an outlier
 MARKED = 60  # a curve of more points has no markers

@@ -41,12 +41,28 @@ _TOKEN_BYTES = {
     "response_mask": 1,
     "greedy_input_ids": 8,
     "greedy_response_mask": 1,
-    "chosen_ids": 8,
-    "rejected_ids": 8,
+    "chosen_ids": 4,  # half of a pair's tokens
+    "rejected_ids": 4,
+    "chosen_mask": 0.5,
+    "rejected_mask": 0.5,
+    "mismatched_ids": 8,
+    "mismatched_mask": 1,
 }
 """Bytes per token of the keys that are not float32 per token (docs/interfaces.md)."""
 
-_SAMPLE_BYTES = {"scores": 4, "truncated": 1, "greedy_scores": 4, "greedy_truncated": 1, "final_values": 4}
+_SAMPLE_BYTES = {
+    "scores": 4,
+    "truncated": 1,
+    "greedy_scores": 4,
+    "greedy_truncated": 1,
+    "final_values": 4,
+    "margin": 8,
+    "desirable": 1,
+    "ref_chosen_logps": 4,
+    "ref_rejected_logps": 4,
+    "ref_logps": 4,
+    "ref_mismatched_logps": 4,
+}
 """Bytes per sample of the keys that have one row per sample."""
 
 COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns

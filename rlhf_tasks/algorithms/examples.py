@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
@@ -46,23 +46,25 @@ def prepared_rows(config: RunConfig, folder: Path | None = None) -> TokenFile:
 
 
 def mean_prompt_tokens(config: RunConfig) -> float:
-    """Mean tokens of a prompt (SFT: of a row; reward model: of both answers), over at most SAMPLED of the rows.
+    """Mean tokens of an example (a prompt, a sequence, or both answers of a pair), over at most SAMPLED of the rows.
 
-    Equals `TokenFile.mean_tokens`. Raises DataError, TokenizerError, or ValueError where there is no tokenizer.
+    Equals `TokenFile.mean_tokens` where every row is one example. Raises DataError, TokenizerError, or ValueError
+    where there is no tokenizer.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     sampled = data_set(config.data).some(SAMPLED)
-    examples = read_examples(algorithm(config.type).read_row, sampled, tokenizer)
-    return sum(len(ids) for _, example in examples for ids in _ids(example)) / len(sampled)
+    examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer)
+    tokens = [sum(len(ids) for ids in _ids(example)) for _, example in examples]
+    return sum(tokens) / len(tokens)
 
 
 def read_examples(
-    reader: Reader[T], placed: Iterable[PlacedRow], tokenizer: Tokenizer
-) -> Iterator[tuple[PlacedRow, T]]:
-    """Rows and what the reader makes of them. Raises DataError that names the row's place."""
+    reader: Reader[Any], placed: Iterable[PlacedRow], tokenizer: Tokenizer
+) -> Iterator[tuple[PlacedRow, Any]]:
+    """The examples that the reader makes of rows, each with its row. Raises DataError that names the row's place."""
     remaining = iter(placed)
     while taken := list(islice(remaining, ROWS_AT_ONCE)):
-        begun: list[tuple[PlacedRow, Reading[T], list[Conversation]]] = []
+        begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]] = []
         for each in taken:
             with _at(each.where):
                 reading = reader(each.row, tokenizer)
@@ -70,8 +72,8 @@ def read_examples(
         texts = tokenizer.render([each for *_, asked in begun for each in asked])
         for each, reading, asked in begun:
             with _at(each.where):
-                example = _returned(reading, list(islice(texts, len(asked))))
-            yield each, example
+                read = _returned(reading, list(islice(texts, len(asked))))
+            yield from ((each, example) for example in (read if isinstance(read, list) else [read]))
 
 
 def _key(config: RunConfig, record: Algorithm, data: DataSet) -> str:
@@ -81,6 +83,7 @@ def _key(config: RunConfig, record: Algorithm, data: DataSet) -> str:
         digest.update(_content(Path(config.models.tokenizer, name)))
     digest.update(_content(Path(config.models.tokenizer, "chat_template.jinja")))
     digest.update(repr([sorted(data.column_map.items()), [str(file.path) for file in data.files]]).encode())
+    digest.update(repr(record.options(config)).encode())
     for code in (record.read_row, record.fetch, rows, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
     return digest.hexdigest()
@@ -96,7 +99,7 @@ def _content(path: Path) -> bytes:
 
 def _token_rows(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> Iterator[TokenRow]:
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-    for placed, example in read_examples(record.read_row, data, tokenizer):
+    for placed, example in read_examples(record.reader(config), data, tokenizer):
         lengths = tuple(len(ids) for ids in _ids(example))
         limit.check(max(lengths, default=0), placed.where)
         values = record.values(example)

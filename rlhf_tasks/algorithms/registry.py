@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple
 
@@ -38,19 +38,24 @@ class Algorithm:
     config        its class of configurations; the default of the field `type` is the algorithm's name
     graph         a configuration -> the model function calls of one iteration
     dataset_keys  the keys that the calls take from the data set
-    read_row      a row of the data -> an example, a tuple whose lists are token ids. Raises DataError for a bad row
+    read_row      a row of the data -> an example, a tuple whose lists are token ids, or a list of examples. Raises
+                  DataError for a bad row
     fetch         an example -> its value under each of `dataset_keys`
     functions     name of the module that has a function for each call, named as the call. Only ranks import it, so
                   it may import torch
+    row_options   fields of the configuration that `read_row` takes by keyword
+    stored_keys   the keys that `fetch` gives, where the configuration's `values_of` makes others of them
     package       name of the installed package that it comes from; the registry sets it
     """
 
     config: type[RunConfig]
     graph: Callable[[Any], list[ModelFunctionCall]]
     dataset_keys: tuple[str, ...]
-    read_row: Reader[tuple]
+    read_row: Reader[Any]
     fetch: Callable[[Any], Mapping[str, DatasetValue]]
     functions: str
+    row_options: tuple[str, ...] = ()
+    stored_keys: tuple[str, ...] = ()
     package: str = OURS
 
     @property
@@ -86,16 +91,24 @@ class Algorithm:
         self._refuse_missing([call.name for call in calls])
         return calls
 
+    def options(self, config: RunConfig) -> dict[str, Any]:
+        """What `read_row` takes besides row and tokenizer."""
+        return {name: getattr(config, name) for name in self.row_options}
+
+    def reader(self, config: RunConfig) -> Reader[Any]:
+        """`read_row` with its options."""
+        return partial(self.read_row, **self.options(config))
+
     def values(self, example: Any) -> dict[str, DatasetValue]:
-        """An example's value under each of `dataset_keys`. Raises ConfigError when `fetch` leaves one out."""
-        values = self.fetch(example)
-        missing = [key for key in self.dataset_keys if key not in values]
+        """An example's value under each key that is stored. Raises ConfigError when `fetch` leaves one out."""
+        values, stored = self.fetch(example), self.stored_keys or self.dataset_keys
+        missing = [key for key in stored if key not in values]
         if missing:
             raise ConfigError(
                 f"{_whose(self.name, self.package)} takes the key {missing[0]!r} from the data set, but its fetch "
                 "does not return it. Fix or uninstall that package."
             )
-        return {key: values[key] for key in self.dataset_keys}
+        return {key: values[key] for key in stored}
 
     def _refuse_missing(self, calls: Sequence[str]) -> None:
         """Raises ConfigError for a call without a function. Reads only the module's source: it may import torch."""

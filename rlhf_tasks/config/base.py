@@ -30,7 +30,8 @@ from rlhf_tasks.config.sections import (
 )
 
 if TYPE_CHECKING:
-    from rlhf_tasks.data.token_file import TokenFile
+    from rlhf_tasks.data.rows import DatasetValue
+    from rlhf_tasks.data.token_file import Numbers, TokenFile
 
 
 Groups = Mapping[str, tuple[str, ...]]
@@ -70,7 +71,7 @@ class RunConfig(Settings):
         default="float32", description="Type of the parameters."
     )
     batch_size: int = Field(
-        default=64, gt=0, le=MOST_SEQS, description="Sequences (reward model: pairs) per iteration."
+        default=64, gt=0, le=MOST_SEQS, description="Sequences, or preference pairs, per iteration."
     )
     resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
     snapshot_every: int = Field(
@@ -125,6 +126,10 @@ class RunConfig(Settings):
     def row_of(self, rows: "TokenFile", sample: int) -> int:
         """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
         return rows.row_of(sample // self.group_size, self.seed)
+
+    def values_of(self, rows: "TokenFile", sample: int) -> "Mapping[str, Numbers | DatasetValue]":
+        """The values of a sample, given by its global id, under each key of the data set: those of its row."""
+        return rows.values(self.row_of(rows, sample))
 
     @property
     def passes(self) -> int:

@@ -86,6 +86,20 @@ class ActorOnly(Settings):
         return self.actor
 
 
+class ReferenceModels(ActorOnly):
+    """Hugging Face folders of an actor and its frozen reference."""
+
+    ref: ModelSource | None = Field(
+        default=None, description="Folder of the frozen reference; default: the actor."
+    )
+
+
+class DistillationModels(ActorOnly):
+    """Hugging Face folders of a student, the actor, and its teacher."""
+
+    teacher: ModelSource = Field(description="Folder of the frozen teacher, whose tokenizer is the actor's.")
+
+
 class RolloutModels(ActorOnly):
     """Hugging Face folders of a rollout."""
 
@@ -94,12 +108,8 @@ class RolloutModels(ActorOnly):
     )
 
 
-class GRPOModels(RolloutModels):
+class GRPOModels(ReferenceModels, RolloutModels):
     """Hugging Face folders of the roles of GRPO, which has no critic."""
-
-    ref: ModelSource | None = Field(
-        default=None, description="Folder of the frozen reference; default: the actor."
-    )
 
 
 class ModelsConfig(GRPOModels):
@@ -122,7 +132,7 @@ class DataConfig(Settings):
         default=1024,
         gt=0,
         le=MOST_TOKENS,
-        description="Longer rows are refused (SFT, reward model: prompt + completion).",
+        description="Longer rows are refused (where nothing is generated: prompt + completion).",
     )
 
 
@@ -350,7 +360,7 @@ class PlanningConfig(Settings):
         default=None,
         gt=0,
         le=MOST_TOKENS,
-        description="Tokens of a prompt (SFT, reward model: of a row); default: taken from the data.",
+        description="Tokens of a prompt (where nothing is generated: of a row); default: taken from the data.",
     )
     new_tokens: (
         Annotated[

@@ -1,8 +1,8 @@
 """A data set as token ids: one Arrow file, mapped into memory, from which ranks read their samples. Torch-free.
 
-Every value of a row is a list of numbers: token ids are int32, masks and UTF-8 text are uint8. Batches of the file
-hold BATCH rows each and are checked when they are first read. The last batch has no rows; its metadata says what the
-file holds.
+Every value of a row is a list of numbers: token ids are int32, masks and UTF-8 text are uint8, other numbers float64.
+Batches of the file hold BATCH rows each and are checked when they are first read. The last batch has no rows; its
+metadata says what the file holds.
 """
 
 import json
@@ -104,7 +104,7 @@ class TokenFile:
         sync(folder)
 
     def values(self, index: int) -> dict[str, Numbers | str]:
-        """The values of a row by key: int32 token ids [tokens], a bool mask [tokens], or text."""
+        """The values of a row by key: int32 token ids [tokens], a bool mask [tokens], float64 numbers, or text."""
         batch, place = self._batch(index // BATCH), index % BATCH
         found: dict[str, Numbers | str] = {}
         for key, kind in self._kinds.items():
@@ -122,6 +122,11 @@ class TokenFile:
         """`file:line` of a row, for errors."""
         batch, place = self._batch(index // BATCH), index % BATCH
         return f"{self._files[batch.column('#file')[place].as_py()]}:{batch.column('#line')[place].as_py()}"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest list of ids of all rows."""
+        return max(self._longest)
 
     def first_longer(self, tokens: int) -> tuple[int, int] | None:
         """(index, tokens) of the first row with a longer list of ids; None where there is none."""
@@ -191,7 +196,8 @@ class _Facts:
         self.columns: dict[str, None] = {}
         self.checksums, self.longest = list[int](), list[int]()
         self.tokens = array("q")  # of each row
-        types = {key: pa.int32() if kind == "ids" else pa.uint8() for key, kind in self.kinds.items()}
+        wide = {"ids": pa.int32(), "numbers": pa.float64()}
+        types = {key: wide.get(kind, pa.uint8()) for key, kind in self.kinds.items()}
         keys = [pa.field(key, pa.list_(type_)) for key, type_ in types.items()]
         self.schema = pa.schema([*keys, *(pa.field(name, pa.int32()) for name in _OWN)])
 
@@ -231,8 +237,9 @@ class _Facts:
 
 
 def _kind(values: Sequence[DatasetValue]) -> str:
-    """What values of one key are: text, a mask, or ids; several words where they differ, "" where all are empty."""
-    kinds = {str: "text", bool: "mask", int: "ids"}
+    """What values of one key are: text, a mask, ids or numbers; several words where they differ, "" where all are
+    empty."""
+    kinds = {str: "text", bool: "mask", int: "ids", float: "numbers"}
     types = {str if isinstance(value, str) else type(value[0]) for value in values if value or value == ""}
     return " or ".join(sorted(kinds.get(type_, type_.__name__) for type_ in types))
 

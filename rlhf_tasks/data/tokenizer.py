@@ -51,10 +51,9 @@ class Tokenizer:
                 f"{folder}: has no tokenizer.json. Save the model's fast tokenizer there with "
                 "transformers' `AutoTokenizer.from_pretrained(...).save_pretrained(...)`."
             )
-        with reading(path, "cannot be read as a tokenizer", TokenizerError):
-            backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, MOST_TOKENIZER_BYTES))
-            backend.no_padding()
-            backend.no_truncation()
+        backend = _backend(path)
+        backend.no_padding()
+        backend.no_truncation()
         names = ("tokenizer_config.json", "config.json", "generation_config.json")
         settings, model, generation = (_Declared.of(folder / name) for name in names)
         special = {name: settings.token(name) for name in ("bos_token", "eos_token", "pad_token")}
@@ -82,6 +81,19 @@ class Tokenizer:
         """One more than the largest token id, added tokens included: so many embeddings a model needs."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    def refuse_other(self, folder: str | Path) -> None:
+        """Raises TokenizerError unless each token has the same id in another folder's tokenizer, if that has one."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file() or path.read_bytes() == self._file.read_bytes():
+            return
+        theirs = _backend(path).get_vocab(with_added_tokens=True)
+        for token, number in self._backend.get_vocab(with_added_tokens=True).items():
+            if theirs.get(token) != number:
+                raise TokenizerError(
+                    f"{path}: differs from {self._file}: the token {shown(token)} has the id {number} there and "
+                    f"{theirs.get(token, 'none')} here. All models of a run must share the actor's tokenizer."
+                )
+
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of a text; with `special_tokens`, those too that the tokenizer puts around it (BOS).
 
@@ -107,6 +119,12 @@ class Tokenizer:
                 "the rows are conversations, but the model has no chat template. Add chat_template.jinja "
                 "to its folder, or give prompts as text."
             )
+
+
+def _backend(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json. Raises TokenizerError where it is none."""
+    with reading(path, "cannot be read as a tokenizer", TokenizerError):
+        return tokenizers.Tokenizer.from_buffer(read_bytes(path, MOST_TOKENIZER_BYTES))
 
 
 class _Declared:

@@ -32,6 +32,9 @@ def test_every_deployment_names_a_flow_that_is_there():
         "expert-iteration/local",
         "sft/local",
         "reward-model/local",
+        "dpo/local",
+        "kto/local",
+        "distillation/local",
         "plan/local",
     }
 

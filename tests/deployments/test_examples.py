@@ -1,4 +1,4 @@
-"""The examples to plan: each loads with its variants; small ones are planned by the heuristic, and fit."""
+"""The examples: each loads, those to plan with their variants; small ones are planned by the heuristic, and fit."""
 
 from pathlib import Path
 
@@ -46,17 +46,19 @@ def overrides_of(name: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.parametrize("name", ["ppo", "grpo", "sft", "dpo", "kto"])
+def test_an_example_to_run_is_of_the_algorithm_in_its_name_and_can_be_drawn(name):
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    assert config.type == name
+    assert [call.name for call in algorithm(name).calls(config)][-1].endswith("_train")
+
+
 def test_every_example_to_plan_is_known_here():
     found = {path.stem for path in EXAMPLES.glob("plan-*.yaml")} - {
         "plan-cluster",
         "plan-cluster-two-classes",
     }
     assert found == set(HOSTS)
-
-
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_an_example_to_run_is_a_configuration_of_its_algorithm(name):
-    assert load_config(EXAMPLES / f"{name}.yaml").type == name
 
 
 def test_the_page_of_algorithms_has_every_one_that_learns_from_its_samples():

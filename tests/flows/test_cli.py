@@ -66,7 +66,7 @@ def test_every_type_has_a_schema_and_a_graph(call, kind):
             ("2 ", "2 mini-batches"),
         ),
         ({"plan": {"actor_train": PLACE}}, ("actor_generate",)),
-        ({"type": "dpo"}, ("type: must be one of ppo", "'dpo'")),
+        ({"type": "orpo"}, ("type: must be one of ppo", "'orpo'")),
         ({"num_mini_batches": 3}, ("num_mini_batches: 3 does not divide batch_size=8",)),
         ({"name": "../x"}, ("name: ", "'../x'")),
     ],
@@ -102,7 +102,7 @@ def test_a_missing_configuration_is_refused(call):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["run", "ppo", "--config"], ["graph", "dpo"], ["demo", "--seed", "x"]]
+    "arguments", [["nonsense"], ["run", "ppo", "--config"], ["graph", "orpo"], ["demo", "--seed", "x"]]
 )
 def test_a_malformed_command_line_has_status_2(arguments, capsys):
     assert run_command(arguments) == 2

@@ -1,9 +1,11 @@
-"""Any plan gives the same losses: three iterations of PPO, all six calls, under plans that differ in everything.
+"""Any plan gives the same losses: three iterations of all calls, under plans that differ in everything.
 
 The ranks run the product's own executor; only the runtime around it is replaced by a loop in plan order.
 """
 
 import json
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from rlhf_tasks.rank.executor import Executor
 from rlhf_tasks.spec import ExecutionPlan
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES
-from tests.tiny_runs import ppo_config
+from tests.tiny_runs import learning_config, ppo_config
 
 ALONE = {"devices": [0]}
 PLANS = {
@@ -48,6 +50,23 @@ PLANS = {
         },
     ),
 }
+
+FROZEN_AND_TRAINED = {
+    "one rank": (1, {"frozen": ALONE, "actor_train": ALONE}),
+    "a mesh for each": (2, {"frozen": {"devices": [0]}, "actor_train": {"devices": [1], "micro_batches": 3}}),
+    "one mesh, balanced by tokens": (
+        2,
+        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in ("frozen", "actor_train")},
+    ),
+    "overlapping meshes": (
+        4,
+        {
+            "frozen": {"devices": [2, 3], "pp": 2, "micro_batches": 2},
+            "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "micro_batches": 2},
+        },
+    ),
+}
+"""Plans of algorithms with one call of a frozen model and one that trains."""
 
 
 def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str, port: int) -> list[dict]:
@@ -85,9 +104,10 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
     return seen
 
 
-def trajectory(ranks, tmp_path: Path, name: str) -> list[dict[str, float]]:
-    n_ranks, assignments = PLANS[name]
-    config = ppo_config(
+def trajectory(
+    ranks, tmp_path: Path, n_ranks: int, assignments: dict, make_config=ppo_config
+) -> list[dict[str, float]]:
+    config = make_config(
         tmp_path,
         dtype="float64",
         plan=assignments,
@@ -95,8 +115,7 @@ def trajectory(ranks, tmp_path: Path, name: str) -> list[dict[str, float]]:
     )
     prepared = prepare(config)
     plan = prepared.plan
-    folder = tmp_path / f"run-{n_ranks}-{len(name)}"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     prepared.rows.keep(folder)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     per_rank = ranks.run(
@@ -129,8 +148,30 @@ def differences(reference: list[dict[str, float]], other: list[dict[str, float]]
 
 @pytest.mark.dist
 def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path):
-    reference = trajectory(ranks, tmp_path, "one rank")
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"])
     assert reference[2]["actor_train/loss/policy"] != reference[0]["actor_train/loss/policy"]
     for name in list(PLANS)[1:]:
-        found = differences(reference, trajectory(ranks, tmp_path, name))
+        found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name]))
+        assert not found, f"{name}:\n" + "\n".join(found)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "kind", ["kto", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "distillation"))]
+)
+def test_so_do_algorithms_that_learn_against_a_frozen_model(ranks, tmp_path, kind):
+    frozen = "teacher_inference" if kind == "distillation" else "ref_inference"
+
+    def losses(name: str) -> list[dict[str, float]]:
+        n_ranks, given = FROZEN_AND_TRAINED[name]
+        assignments = {frozen if call == "frozen" else call: where for call, where in given.items()}
+        if kind == "distillation":
+            assignments["actor_generate"] = {"devices": [0, 1], "tp": 2} if n_ranks > 1 else ALONE
+        return trajectory(ranks, tmp_path, n_ranks, assignments, partial(learning_config, kind=kind))
+
+    reference = losses("one rank")
+    loss = f"actor_train/loss/{kind}"
+    assert len({metrics[loss] for metrics in reference}) == 3
+    for name in list(FROZEN_AND_TRAINED)[1:]:
+        found = differences(reference, losses(name))
         assert not found, f"{name}:\n" + "\n".join(found)

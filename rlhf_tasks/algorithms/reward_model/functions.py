@@ -7,10 +7,16 @@ from rlhf_tasks.algorithms.reward_model.config import RewardModelConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
 from rlhf_tasks.algorithms.shared.scoring import last_value
+from rlhf_tasks.algorithms.shared.side_by_side import side_by_side
 from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
-from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+
+ANSWERS = (
+    {"input_ids": "chosen_ids", "margin": "margin"},
+    {"input_ids": "rejected_ids", "margin": "margin"},
+)
 
 
 def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -25,12 +31,13 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
 
     def loss(values: Tensor, micro: MicroBatch) -> LossTerms:
         scores = last_value(values, micro)
-        return pair_loss(scores[0::2], scores[1::2], config.center_rewards_coefficient)
+        margin = micro.data["margin"][0::2].to(scores.dtype)
+        return pair_loss(scores[0::2], scores[1::2], margin, config.center_rewards_coefficient)
 
     pairs = engine.sum_over_dp(counts_per_block(batch, context).to(engine.device))
     steps = Steps(engine, loss, pairs.tolist(), context.micro_batches, ["accuracy", "margin"])
     for step in optimizer_steps(batch, context, config.optimizer):
-        steps.take(step._replace(batch=side_by_side(step.batch)))
+        steps.take(step._replace(batch=side_by_side(step.batch, ANSWERS)))
     return CallOutput(
         metrics={
             "loss/reward_model": steps.mean("loss"),
@@ -41,20 +48,14 @@ def reward_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     )
 
 
-def pair_loss(chosen: Tensor, rejected: Tensor, centering: float) -> LossTerms:
-    """Sum over pairs of -log sigmoid(chosen - rejected) + centering * (chosen^2 + rejected^2) / 2.
+def pair_loss(chosen: Tensor, rejected: Tensor, margin: Tensor, centering: float) -> LossTerms:
+    """Sum over pairs of -log sigmoid(chosen - rejected - margin) + centering * (chosen^2 + rejected^2) / 2.
 
     chosen, rejected  [n] scores
+    margin            [n], by how much the chosen answer is better (arXiv:2307.09288, eq. 2)
     The second term keeps scores near 0: the first depends only on their difference.
     """
-    margin = chosen - rejected
-    total = -logsigmoid(margin).sum() + centering * (chosen.square() + rejected.square()).sum() / 2
-    return LossTerms(total, {"accuracy": (margin > 0).sum(), "margin": margin.sum()})
-
-
-def side_by_side(batch: SampleBatch) -> SampleBatch:
-    """A batch in which the two answers of each pair are consecutive sequences under the pair's id, chosen first."""
-    pairs = zip(batch["chosen_ids"].split(), batch["rejected_ids"].split(), strict=True)
-    sequences = [sequence for pair in pairs for sequence in pair]
-    ids = tuple(sample for sample in batch.ids for _ in range(2))
-    return SampleBatch(ids, {"input_ids": Packed.of(sequences) if sequences else batch["chosen_ids"]})
+    difference = chosen - rejected
+    total = -logsigmoid(difference - margin).sum()
+    total = total + centering * (chosen.square() + rejected.square()).sum() / 2
+    return LossTerms(total, {"accuracy": (difference > 0).sum(), "margin": difference.sum()})

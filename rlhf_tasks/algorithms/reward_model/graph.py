@@ -4,7 +4,7 @@ from typing import Protocol
 
 from rlhf_tasks.spec import ModelFunctionCall
 
-DATASET_KEYS = ("chosen_ids", "rejected_ids")
+DATASET_KEYS = ("chosen_ids", "rejected_ids", "margin")
 
 
 class RewardModelSizes(Protocol):

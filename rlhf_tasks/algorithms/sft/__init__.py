@@ -12,4 +12,5 @@ ALGORITHM = Algorithm(
     read_row=completion_example,
     fetch=CompletionExample.values,
     functions="rlhf_tasks.algorithms.sft.functions",
+    row_options=("completion_only_loss", "assistant_only_loss"),
 )

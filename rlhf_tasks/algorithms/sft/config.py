@@ -9,14 +9,24 @@ from rlhf_tasks.config.sections import ActorOnly, Role
 
 
 class SFTConfig(TrainingConfig):
-    """Supervised fine-tuning on completion tokens."""
+    """Supervised fine-tuning on completion tokens, on all tokens, or on what the assistant says."""
 
     type: Literal["sft"] = "sft"
-    groups: ClassVar[Groups] = {"Training": ("random_init",)}
+    groups: ClassVar[Groups] = {
+        "Training": ("random_init",),
+        "Loss": ("completion_only_loss", "assistant_only_loss"),
+    }
 
     models: ActorOnly
     random_init: bool = Field(
         default=False, description="Start from random weights: models.actor needs only its configuration."
+    )
+
+    completion_only_loss: bool = Field(
+        default=True, description="Learn the completion (of messages: the last one) only; false: all tokens."
+    )
+    assistant_only_loss: bool = Field(
+        default=False, description="Learn every message of the assistant in a conversation, and nothing else."
     )
 
     def roles(self) -> dict[str, Role]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: negative log-likelihood of the completion tokens."""
+"""Supervised fine-tuning: negative log-likelihood of the tokens that are learned."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """One optimizer step per mini-batch, on the mean loss over all its completion tokens, of all replicas.
+    """One optimizer step per mini-batch, on the mean loss over all its learned tokens, of all replicas.
 
     Metrics, over the iteration: loss/sft in nats per token, grad_norm/actor, learning_rate/actor,
     skipped_steps/actor.

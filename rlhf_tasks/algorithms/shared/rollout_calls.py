@@ -14,35 +14,43 @@ KEPT = ("kept_counts", "kept_tokens")
 """The keys under which generation records which tokens top-k and top-p kept."""
 
 
-class RolloutSizes(Protocol):
-    """The fields of a configuration that these calls depend on."""
+class GenerateSizes(Protocol):
+    """The fields of a configuration that generation depends on."""
 
     @property
     def batch_size(self) -> int: ...
     @property
     def group_size(self) -> int: ...
+
+
+class RolloutSizes(GenerateSizes, Protocol):
+    """The fields of a configuration that these calls depend on."""
+
     @property
     def scoring_role(self) -> str: ...
+
+
+def generate(config: GenerateSizes, kept: Sequence[str] = ()) -> ModelFunctionCall:
+    """`actor_generate`. kept: keys under which it records which tokens top-k and top-p kept."""
+    return ModelFunctionCall(
+        name="actor_generate",
+        role="actor",
+        kind="generate",
+        inputs=("prompt_ids",),
+        outputs=(*SEQUENCES, "old_logprobs", "truncated", *kept),
+        n_seqs=config.batch_size,
+        group_size=config.group_size,
+    )
 
 
 def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[ModelFunctionCall]:
     """`actor_generate` and `reward_inference`.
 
     The reward call adds the reward model's score and the Python rewards. Without a reward model it only runs the
-    Python rewards, on the mesh of `scoring_role`.
-
-    kept  keys under which generation records which tokens top-k and top-p kept
+    Python rewards, on the mesh of `scoring_role`. kept: as in `generate`.
     """
     return [
-        ModelFunctionCall(
-            name="actor_generate",
-            role="actor",
-            kind="generate",
-            inputs=("prompt_ids",),
-            outputs=(*SEQUENCES, "old_logprobs", "truncated", *kept),
-            n_seqs=config.batch_size,
-            group_size=config.group_size,
-        ),
+        generate(config, kept),
         ModelFunctionCall(
             name="reward_inference",
             role=config.scoring_role,

@@ -69,18 +69,23 @@ class Steps:
             return means
         self.applied += 1
         self._norms += norm
-        for name, value in means.items():
+        for name, value in report.items():
             of_step = weight if name == "loss" else count
-            self._sums[name] = self._sums.get(name, 0.0) + value * of_step
+            total = value * weight if name == "loss" else value
+            self._sums[name] = self._sums.get(name, 0.0) + total
             self._weights[name] = self._weights.get(name, 0.0) + of_step
         return means
+
+    def total(self, name: str) -> float:
+        """The sum of a metric over the applied steps."""
+        return self._sums.get(name, 0.0)
 
     def mean(self, name: str) -> float:
         """The mean of the loss or of a metric over the applied steps; NaN if none was applied.
 
         Steps are weighted by their denominators for the loss, by their counts for a metric.
         """
-        return self._sums.get(name, 0.0) / self._weights[name] if self.applied else math.nan
+        return self.total(name) / self._weights[name] if self.applied else math.nan
 
     def end(self, role: str) -> dict[str, float]:
         """Call after the last step. Returns the metrics grad_norm, learning_rate and skipped_steps of the role.

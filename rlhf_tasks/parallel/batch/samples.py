@@ -47,8 +47,8 @@ class Packed:
 class SampleBatch:
     """Samples by global id, with the same keys for every sample.
 
-    ids   global sample ids, in the order of the packed data. Each id occurs once, except in the batch that a reward
-          model is trained on: there the two answers of a pair follow each other under one id
+    ids   global sample ids, in the order of the packed data. Each id occurs once, except where a sample is several
+          sequences that one call reads, such as the two answers of a pair: they follow each other under its id
     data  key -> Packed of len(ids) samples
     """
 

@@ -6,6 +6,7 @@ different numbers of micro-batches. A replica without samples still takes part i
 
 import json
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,15 +230,16 @@ def _in_order(
     """The rows of all micro-batches in the order of the batch."""
     if not micros:
         return Packed(torch.zeros(0, device=device), ())
-    by_id: dict[int, Tensor] = {}
+    by_id: dict[int, deque[Tensor]] = defaultdict(deque)  # several where sequences share a sample's id
     for micro, part in zip(micros, rows, strict=True):
         if part.shape[0] == micro.tokens:
             pieces = micro.per_sample(part)
         else:
             assert part.shape[0] == len(micro.ids), f"{part.shape[0]} rows for {len(micro.ids)} samples"
             pieces = part.split(1)
-        by_id.update(zip(micro.ids, pieces, strict=True))
-    return Packed.of([by_id[sample] for sample in batch.ids])
+        for sample, piece in zip(micro.ids, pieces, strict=True):
+            by_id[sample].append(piece)
+    return Packed.of([by_id[sample].popleft() for sample in batch.ids])
 
 
 def share_batch(

@@ -43,5 +43,5 @@ def test_an_algorithm_of_another_package_has_one(tmp_path):
 
 
 def test_an_unknown_algorithm_has_none():
-    with pytest.raises(ConfigError, match=r"there is no algorithm 'dpo'; registered are ppo, grpo, sft"):
-        flow_of("dpo")
+    with pytest.raises(ConfigError, match=r"there is no algorithm 'orpo'; registered are ppo, grpo, sft"):
+        flow_of("orpo")

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from flows.demo.data import write_model_folder
 from flows.run import prepare
@@ -24,6 +25,7 @@ from rlhf_tasks.spec import ExecutionPlan
 from tests.flows.checked_files import LLAMA, model_folder, refused, without
 from tests.flows.plan_documents import measured, ppo
 from tests.ppo_calls import PPO_CALLS
+from tests.tiny_runs import learning_config
 
 
 def auto(**changes) -> RunConfig:
@@ -321,3 +323,29 @@ def test_a_prompt_that_just_fits_is_accepted(call, tmp_path):
 def test_a_missing_data_file_is_refused(call, tmp_path):
     (tmp_path / "prompts.jsonl").unlink()
     refused(call, "prompts.jsonl: no such file")
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
+    config = learning_config(tmp_path, "distillation")
+    assert prepare.prepare(config).plan.algorithm == "distillation"
+    file = tmp_path / "frozen" / "tokenizer.json"
+    written = json.loads(file.read_text())
+    written["model"]["vocab"]["a"], written["model"]["vocab"]["b"] = (
+        written["model"]["vocab"][letter] for letter in "ba"
+    )
+    file.write_text(json.dumps(written))
+    with pytest.raises(ConfigError) as caught:
+        prepare.prepare(config)
+    assert str(caught.value).startswith(
+        f"{file}: differs from {tmp_path / 'actor' / 'tokenizer.json'}: the token"
+    )
+    assert str(caught.value).endswith("All models of a run must share the actor's tokenizer.")
+
+
+def test_a_teacher_may_know_more_tokens(tmp_path):
+    config = learning_config(tmp_path, "distillation")
+    file = str(tmp_path / "frozen" / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save(file)
+    assert prepare.prepare(config).plan.algorithm == "distillation"

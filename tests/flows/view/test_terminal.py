@@ -16,6 +16,7 @@ METRICS = {
     "kl": 0.5,
     "rewards/brevity/mean": 2.0,
     "rewards/brevity/std": 1.0,
+    "rewards/margins": 0.5,
     "reward": 3.0,
     "accuracy": None,
     "time/iteration": 1.25,
@@ -35,7 +36,7 @@ def shown(monkeypatch):
 
 
 def test_every_reward_of_the_run_is_shown_by_its_own_name():
-    assert shown_metrics(METRICS) == ["reward", "rewards/brevity/mean", "kl", "loss/value"]
+    assert shown_metrics(METRICS) == ["reward", "rewards/brevity/mean", "rewards/margins", "kl", "loss/value"]
 
 
 def test_plain_lines_say_phases_seconds_of_the_ranks_and_what_is_left(shown):
@@ -51,7 +52,7 @@ def test_plain_lines_say_phases_seconds_of_the_ranks_and_what_is_left(shown):
     progress.begin_phase("model and summary")
     progress.close()
     assert file.getvalue().splitlines() == ["Prefect server ...", "Prefect server: 0.0 s"]
-    figures = "reward 3.000, rewards/brevity/mean 2.000, kl 0.500, loss/value 0.250"
+    figures = "reward 3.000, rewards/brevity/mean 2.000, rewards/margins 0.500, kl 0.500, loss/value 0.250"
     assert lines == [
         "models ...",
         "models: 0.0 s",

@@ -13,7 +13,7 @@ from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.config.sections import Role
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.samples import SampleBatch, SampleStore
@@ -86,6 +86,17 @@ class OneRank:
     def call(
         self, call: ModelFunctionCall, iteration: int, store: SampleStore, ids: range
     ) -> dict[str, float]:
+        batch = _renamed(store.get(list(ids), call.inputs), call.remap)
+        output = self.output(call, self.engines[call.role], batch, iteration, ids)
+        if output.batch is not None:
+            renamed = _renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()})
+            store.put(SampleBatch(renamed.ids, {key: renamed[key] for key in call.outputs}))
+        return dict(output.metrics)
+
+    def output(
+        self, call: ModelFunctionCall, engine: Engine, batch: SampleBatch, iteration: int, ids: range
+    ) -> CallOutput:
+        """What a call's function makes of a batch, whichever engine it is given."""
         context = CallContext(
             config=self.config,
             iteration=iteration,
@@ -97,12 +108,7 @@ class OneRank:
             run_folder=self.run_folder,
             where=str,
         )
-        batch = _renamed(store.get(list(ids), call.inputs), call.remap)
-        output = self.functions[call.name](self.engines[call.role], batch, context)
-        if output.batch is not None:
-            renamed = _renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()})
-            store.put(SampleBatch(renamed.ids, {key: renamed[key] for key in call.outputs}))
-        return dict(output.metrics)
+        return self.functions[call.name](engine, batch, context)
 
     def save(self, role: str, folder: Path) -> None:
         """The role's weights as a Hugging Face folder."""

@@ -146,8 +146,10 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"batch_size": "many"}, "batch_size: input should be a valid integer"),
         ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, found 1.5."),
         ({"gamma": float("nan")}, "gamma: input should be a finite number"),
-        ({"type": "dpo"}, "type: must be one of ppo, grpo, sft, "),
-        ({"type": "dpo"}, ", rollout, found 'dpo'."),
+        (
+            {"type": "orpo"},
+            "kto, reinforce_pp, remax, reward_model, rloo, rollout, found 'orpo'.",
+        ),
         ({"type": None}, "type: must be one of"),
         ({"models": {}}, "models.actor: required, but not given."),
         ({"batch_size": 10, "num_mini_batches": 4}, "num_mini_batches: 4 does not divide batch_size=10."),

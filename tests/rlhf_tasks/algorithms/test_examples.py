@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.examples import mean_prompt_tokens, prepared_rows, read_examples
 from rlhf_tasks.data.dataset import DataError, PlacedRow
-from rlhf_tasks.data.rows import Reader, completion_example, pair_example, prompt_example
+from rlhf_tasks.data.rows import (
+    CompletionExample,
+    Reader,
+    completion_example,
+    labelled_examples,
+    pair_example,
+    prompt_example,
+)
 from rlhf_tasks.data.token_file import ROWS
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.system.child_lines import Lines
@@ -45,12 +53,17 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def read_row(reader: Reader[Any], row: dict[str, Any], tokenizer: Tokenizer) -> Any:
-    ((_, example),) = read_examples(reader, [PlacedRow(0, 1, "rows:1", row)], tokenizer)
-    return example
+    examples = [example for _, example in read_examples(reader, [PlacedRow(0, 1, "rows:1", row)], tokenizer)]
+    return examples if reader is labelled_examples else examples[0]
 
 
 def text(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, special_tokens=True)
+
+
+def learned(tokenizer: Tokenizer, example: CompletionExample) -> list[str]:
+    """The parts of a sequence that are learned."""
+    return [text(tokenizer, example.input_ids[part.start : part.stop]) for part in example.learned]
 
 
 def test_prompts_keep_their_row_for_the_rewards(plain: Tokenizer):
@@ -75,13 +88,13 @@ def test_rows_of_verl_are_read_as_they_are(chat: Tokenizer):
 def test_prompt_and_completion_learn_the_completion_and_its_end(plain: Tokenizer):
     example = read_row(completion_example, {"prompt": "ab", "completion": "ba"}, plain)
     assert text(plain, example.input_ids) == "abba<eos>"
-    assert example.prompt_tokens == 2
+    assert example.learned == (range(2, 5),)
 
 
 def test_text_learns_all_that_can_be_predicted(plain: Tokenizer):
     example = read_row(completion_example, {"text": "abc"}, plain)
     assert text(plain, example.input_ids) == "abc<eos>"
-    assert example.prompt_tokens == 1
+    assert example.learned == (range(1, 4),)
     assert read_row(completion_example, {"text": "abc<eos>"}, plain) == example
 
 
@@ -96,7 +109,71 @@ def test_without_a_prompt_the_first_token_is_not_learned(plain: Tokenizer):
 def test_messages_learn_the_last_turn(chat: Tokenizer):
     example = read_row(completion_example, {"messages": [USER, ANSWER]}, chat)
     assert text(chat, example.input_ids) == "<|user|>hi<eos><|assistant|>ho<eos>"
+    assert learned(chat, example) == ["ho<eos>"]
+
+
+def test_all_tokens_are_learned_that_can_be_predicted(plain: Tokenizer, chat: Tokenizer):
+    reader = partial(completion_example, completion_only_loss=False)
+    assert learned(plain, read_row(reader, {"prompt": "ab", "completion": "ba"}, plain)) == ["bba<eos>"]
+    example = read_row(reader, {"messages": [USER, ANSWER]}, chat)
+    assert learned(chat, example) == [text(chat, example.input_ids[1:])]
+
+
+def test_every_message_of_the_assistant_is_learned_and_nothing_else(chat: Tokenizer):
+    reader = partial(completion_example, assistant_only_loss=True)
+    other = {"role": "assistant", "content": "no"}
+    example = read_row(reader, {"messages": [USER, ANSWER, USER, other, USER]}, chat)
+    assert text(chat, example.input_ids) == (
+        "<|user|>hi<eos><|assistant|>ho<eos><|user|>hi<eos><|assistant|>no<eos><|user|>hi<eos>"
+    )
+    assert learned(chat, example) == ["ho<eos>", "no<eos>"]
+    mask = example.values()["response_mask"]
+    assert sum(mask) == sum(len(part) for part in example.learned)
+    example = read_row(reader, {"messages": [ANSWER, USER, other]}, chat)
+    assert learned(chat, example)[1:] == ["no<eos>"]
+    assert learned(chat, example)[0].endswith("ho<eos>"), "nothing opens a conversation's first message"
+    example = read_row(reader, {"prompt": [USER, ANSWER, USER], "completion": [other]}, chat)
+    assert learned(chat, example) == ["ho<eos>", "no<eos>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_cannot_tell_the_assistants_apart(
+    plain_folder: Path, tmp_path: Path
+):
+    shutil.copytree(plain_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}" + TEMPLATE)
+    reader = partial(completion_example, assistant_only_loss=True)
+    with pytest.raises(DataError, match="changes earlier turns"):
+        read_row(reader, {"messages": [USER, ANSWER, USER, ANSWER]}, Tokenizer.from_folder(tmp_path))
+
+
+def test_a_pair_has_a_margin_and_its_prompt_is_not_learned(plain: Tokenizer):
+    pair = read_row(pair_example, {"prompt": "pq", "chosen": "a", "rejected": "bc", "margin": 2}, plain)
+    assert pair.values() == {
+        "chosen_ids": pair.chosen_ids,
+        "rejected_ids": pair.rejected_ids,
+        "chosen_mask": [False, False, True, True],
+        "rejected_mask": [False, False, True, True, True],
+        "margin": [2.0],
+    }
+    pair = read_row(pair_example, {"chosen": "ab", "rejected": "cd", "margin": None}, plain)
+    assert (pair.prompt_tokens, pair.margin) == (1, 0.0), "nothing predicts the first token"
+
+
+def test_a_labelled_answer_is_one_example_and_a_pair_is_two(plain: Tokenizer, chat: Tokenizer):
+    row = {"prompt": "p", "completion": "no", "label": False}
+    (example,) = read_row(labelled_examples, row, plain)
+    assert text(plain, example.input_ids) == "pno<eos>"
+    assert (example.prompt_tokens, example.desirable) == (1, False)
+    row = {"prompt": [USER], "completion": [ANSWER], "label": True}
+    (example,) = read_row(labelled_examples, row, chat)
     assert text(chat, example.input_ids[example.prompt_tokens :]) == "ho<eos>"
+    placed = PlacedRow(0, 3, "rows:3", {"prompt": "p", "chosen": "y", "rejected": "n"})
+    read = list(read_examples(labelled_examples, [placed], plain))
+    assert [each.where for each, _ in read] == ["rows:3", "rows:3"]
+    assert [(text(plain, e.input_ids), e.desirable) for _, e in read] == [
+        ("py<eos>", True),
+        ("pn<eos>", False),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +233,46 @@ def test_pairs_with_and_without_a_prompt(plain: Tokenizer, chat: Tokenizer):
         ),
         (completion_example, {"text": 1}, "column 'text' must be text, found int."),
         (pair_example, {"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
+        (
+            pair_example,
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "has equal answers: neither is preferred.",
+        ),
+        (pair_example, {"chosen": [USER], "rejected": [USER]}, "has equal answers: neither is preferred."),
+        (pair_example, {"prompt": "a", "chosen": "b", "rejected": "b<eos>"}, "has equal answers:"),
+        (
+            pair_example,
+            {"chosen": [USER, ANSWER], "rejected": [USER]},
+            "has nothing to learn: an answer is empty.",
+        ),
+        (
+            pair_example,
+            {"prompt": "a", "chosen": "b", "rejected": ""},
+            "has nothing to learn: an answer is empty.",
+        ),
+        (
+            pair_example,
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"},
+            "column 'margin' must be a finite number, found '1'.",
+        ),
+        (completion_example, {"prompt": "a", "completion": ""}, "has nothing to learn: an answer is empty."),
+        (
+            partial(completion_example, assistant_only_loss=True),
+            {"prompt": "a", "completion": "b"},
+            "is text, but assistant_only_loss is set.",
+        ),
+        (
+            partial(completion_example, assistant_only_loss=True),
+            {"messages": [USER]},
+            "has nothing to learn: no message is the assistant's",
+        ),
+        (labelled_examples, {"prompt": "a", "completion": "b"}, "has no column 'label'"),
+        (
+            labelled_examples,
+            {"prompt": "a", "completion": "b", "label": 1},
+            "column 'label' must be true or false, found 1.",
+        ),
+        (labelled_examples, {"prompt": "a", "completion": "", "label": True}, "has nothing to learn:"),
     ],
 )
 def test_faults_of_a_row_are_named(plain: Tokenizer, reader: Any, row: dict, sentence: str):

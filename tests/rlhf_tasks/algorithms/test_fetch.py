@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config
@@ -29,6 +30,7 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "rollout": {"sampling": {"max_completion_length": 4}, "num_generations": 2},
     "sft": {"total_iterations": 1},
     "reward_model": {"total_iterations": 1},
+    "kto": {"total_iterations": 1, "batch_size": 4, "num_mini_batches": 2},
 }
 
 
@@ -36,9 +38,9 @@ BY_TYPE: dict[str, dict[str, Any]] = {
 def fetch(tmp_path: Path) -> Any:
     write_model_folder(tmp_path / "model")
     data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
-    def run(kind: str, ids: list[int]) -> tuple[SampleBatch, Any]:
+    def run(kind: str, ids: list[int], rows: list[dict[str, Any]] = ROWS) -> tuple[SampleBatch, Any]:
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         document = {
             "type": kind,
             "models": {"actor": str(tmp_path / "model")},
@@ -91,3 +93,29 @@ def test_pairs_have_both_answers_behind_the_prompt(fetch: Any):
     assert chosen[0] == "p"
     assert (chosen[2:], rejected[2:]) == ("y", "n")
     assert chosen[:2] == rejected[:2]
+
+
+def test_the_margin_of_a_pair_is_a_number_of_its_own(fetch: Any):
+    batch, _ = fetch("reward_model", [0, 1])
+    assert (batch["margin"].values.dtype, batch["margin"].values.tolist()) == (torch.float64, [0.0, 0.0])
+
+
+def test_a_mismatched_answer_is_that_of_the_sample_before_in_the_mini_batch(fetch: Any):
+    batch, tokenizer = fetch("kto", list(range(8)))
+    own, other = texts(batch, "input_ids", tokenizer), texts(batch, "mismatched_ids", tokenizer)
+    assert sorted({text[2:] for text in own}) == ["n", "y"]
+    for sample in range(8):
+        assert other[sample] == own[sample][:2] + own[sample ^ 1][2:], "mini-batches have two samples"
+    assert batch["desirable"].values.tolist() == [text[2:] == "y" for text in own]
+    alone, _ = fetch("kto", [5])
+    assert texts(alone, "mismatched_ids", tokenizer) == [other[5]], "whatever else this head reads"
+
+
+def test_a_mismatched_sequence_is_cut_where_it_is_longer_than_any_row(fetch: Any):
+    rows = [
+        {"prompt": "a", "completion": "long" * 4, "label": True},
+        {"prompt": "long" * 4, "completion": "b", "label": False},
+    ]
+    batch, tokenizer = fetch("kto", [0, 1, 2, 3], rows)
+    found = set(zip(texts(batch, "mismatched_ids", tokenizer), batch["mismatched_ids"].lengths, strict=True))
+    assert found >= {("long" * 4 + "lo", 18), ("ab", 3)}

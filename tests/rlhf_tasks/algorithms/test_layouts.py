@@ -25,6 +25,7 @@ from tests.tiny_models import held_slices, shape_of, tiny_config, tiny_model
 pytestmark = pytest.mark.dist
 
 N_SEQS = 8
+LEARNT_FROM_ROWS = ("sft", "reward_model", "dpo", "kto")
 STRATEGIES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1)]
 OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 2, "max_grad_norm": 0.5}
 
@@ -49,7 +50,7 @@ def config_of(kind: str, options: dict[str, Any]) -> RunConfig:
         "optimizer": OPTIMIZER,
         "seed": 5,
     }
-    if kind not in ("sft", "reward_model"):
+    if kind not in (*LEARNT_FROM_ROWS, "distillation"):
         document |= {
             "sampling": {"max_completion_length": 8, "temperature": 0.8},
             "rewards": [{"function": "m:f"}],
@@ -62,6 +63,11 @@ def config_of(kind: str, options: dict[str, Any]) -> RunConfig:
             "normalize_values": True,
             "score_clip": 1.0,
             "early_stop_ratio": 1.02,
+        }
+    elif kind == "distillation":
+        document |= {
+            "models": {"actor": "a", "teacher": "t"},
+            "sampling": {"max_completion_length": 8, "temperature": 0.8},
         }
     return make_config(document | options)
 
@@ -76,13 +82,27 @@ def samples(kind: str) -> SampleBatch:
     def numbers(length: int, scale: float) -> Tensor:
         return scale * torch.randn(length, generator=draw, dtype=torch.float64)
 
+    def likely(masks: list[Tensor]) -> list[Tensor]:
+        return [-6.0 * mask.sum() + numbers(1, 3.0) for mask in masks]
+
     lengths = [4 + (3 * i) % 7 for i in range(N_SEQS)]
     masks = [torch.arange(length) >= 2 for length in lengths]
-    if kind == "reward_model":
+    if kind in ("reward_model", "dpo"):
         parts = {key: [tokens(n) for n in order] for key, order in _pairs(lengths).items()}
+        parts["margin"] = [numbers(1, 0.5) for _ in masks]
+        if kind == "dpo":
+            parts |= {"chosen_mask": masks, "rejected_mask": masks[::-1]}
+            parts |= {key: likely(masks) for key in ("ref_chosen_logps", "ref_rejected_logps")}
     else:
         parts = {"input_ids": [tokens(n) for n in lengths], "response_mask": masks}
-    if kind not in ("sft", "reward_model"):
+    if kind == "kto":
+        parts |= {"mismatched_ids": [tokens(n) for n in lengths[::-1]], "mismatched_mask": masks[::-1]}
+        parts |= {"ref_logps": likely(masks), "ref_mismatched_logps": likely(masks[::-1])}
+        parts["desirable"] = [torch.tensor([i % 3 > 0]) for i in range(N_SEQS)]
+    if kind == "distillation":
+        for key in ("old_logprobs", "teacher_logprobs"):
+            parts[key] = [torch.where(m, -4.2 + numbers(len(m), 0.3), 0.0) for m in masks]
+    elif kind not in LEARNT_FROM_ROWS:
         for key, offset, scale in (
             ("old_logprobs", -4.2, 0.3),
             ("ref_logprobs", -4.2, 0.3),
@@ -147,7 +167,7 @@ def run_calls(
     torch.set_num_threads(1)
     engine = engine_on(rank, strategy, head)
     config, whole = config_of(kind, options), samples(kind)
-    if kind not in ("sft", "reward_model"):
+    if kind != "sft":
         read = {key for call in algorithm(kind).graph(config) if call.name in calls for key in call.inputs}
         whole = SampleBatch(whole.ids, {key: whole[key] for key in read})
     metrics, rows = [], {}
@@ -186,6 +206,10 @@ CASES = [
     ("ppo", ("critic_inference", "critic_train"), "scalar", OPTIONS),
     ("sft", ("actor_train",), "lm", {}),
     ("reward_model", ("reward_train",), "scalar", {}),
+    ("dpo", ("ref_inference", "actor_train"), "lm", {}),
+    ("dpo", ("ref_inference", "actor_train"), "lm", {"loss_type": "ipo"}),
+    ("kto", ("ref_inference", "actor_train"), "lm", {"undesirable_weight": 1.5}),
+    ("distillation", ("teacher_inference", "actor_train"), "lm", {}),
 ]
 
 
@@ -279,6 +303,9 @@ def test_the_cases_reach_what_they_should(ranks: Any):
     _, _, state = ranks.run(1, run_calls, (1, 1, 1), *CASES[1])[0]
     assert state["value_norm"]["weight"] > 0
     assert state["kl_coef"] != 0.05
+    (kto,) = [case for case in CASES if case[0] == "kto"]
+    metrics, _, _ = ranks.run(1, run_calls, (1, 1, 1), *kto)[0]
+    assert min(m["kl"] for m in metrics if m) > 0
 
 
 @pytest.mark.parametrize("case", [0, 1])

@@ -23,6 +23,7 @@ SIZES = SimpleNamespace(
     beta=0.1,
     mask_truncated_completions=False,
 )
+LEARNT_FROM_ROWS = ("sft", "reward_model", "dpo", "kto")
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -30,7 +31,7 @@ def test_sizes_come_from_the_configuration(name):
     calls = algorithm(name).graph(SIZES)
     assert {call.n_seqs for call in calls} == {12}
     assert all(call.mini_batches == (3 if call.kind == "train_step" else 1) for call in calls)
-    assert {call.group_size for call in calls} == {1 if name in ("sft", "reward_model") else 2}
+    assert {call.group_size for call in calls} == {1 if name in LEARNT_FROM_ROWS else 2}
 
 
 def test_a_preset_is_the_algorithm_with_other_defaults():

@@ -38,6 +38,7 @@ def test_means_are_weighted_by_the_denominators():
     steps, metrics = train_call(Reporting(), GOOD, BETTER)
     assert steps.mean("loss") == (2.0 * 10 + 1.0 * 30) / 40
     assert steps.mean("ratio") == (30 + 10) / 40
+    assert steps.total("ratio") == 30 + 10
     assert metrics == {"grad_norm/actor": 1.0, "learning_rate/actor": 0.2, "skipped_steps/actor": 0.0}
 
 

@@ -1,0 +1,79 @@
+"""DPO's calls (arXiv:2305.18290). Each runs on all ranks of its call's mesh: ref_inference, then actor_train."""
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.dpo.config import DPOConfig
+from rlhf_tasks.algorithms.dpo.dpo_math import pair_loss
+from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.reference import ANSWER, answer_logps, reference_logps
+from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.side_by_side import CHOSEN, REJECTED, side_by_side
+from rlhf_tasks.algorithms.shared.steps import Steps
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine, LossTerms
+
+SUMS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """Compute `ref_chosen_logps` and `ref_rejected_logps`: the answers' log-probabilities under the reference."""
+    sequences = {"ref_chosen_logps": CHOSEN, "ref_rejected_logps": REJECTED}
+    return reference_logps(engine, batch, sequences, context.micro_batches)
+
+
+def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
+    """One optimizer step per mini-batch, on the mean loss over all its pairs, of all replicas.
+
+    Metrics, means over the iteration's pairs: loss/dpo; rewards/chosen and rewards/rejected (beta times the log-ratio
+    of policy and reference); rewards/margins (their difference); rewards/accuracies (fraction of pairs with a
+    positive margin); logps/chosen and logps/rejected in nats; and grad_norm/actor, learning_rate/actor,
+    skipped_steps/actor.
+    """
+    config = context.config
+    assert isinstance(config, DPOConfig)
+
+    def loss(logits: Tensor, micro: MicroBatch) -> LossTerms:
+        return _pair_terms(config, answer_logps(engine, logits, micro), micro)
+
+    pairs = engine.sum_over_dp(counts_per_block(batch, context).to(engine.device))
+    steps = Steps(engine, loss, pairs.tolist(), context.micro_batches, SUMS, counted=ANSWER)
+    sequences = [
+        {**CHOSEN, "ref_logps": "ref_chosen_logps"},
+        {**REJECTED, "ref_logps": "ref_rejected_logps"},
+    ]
+    for step in optimizer_steps(batch, context, config.optimizer):
+        steps.take(step._replace(batch=side_by_side(step.batch, sequences)))
+    metrics = {name: steps.mean(name) for name in SUMS}
+    return CallOutput(metrics={"loss/dpo": steps.mean("loss"), **metrics, **steps.end("actor")})
+
+
+def _pair_terms(config: DPOConfig, logps: Tensor, micro: MicroBatch) -> LossTerms:
+    """The loss of one micro-batch of n pairs, and the sums over them for the metrics.
+
+    logps  [2 n], of the chosen and the rejected answer of each pair in turn
+    """
+    ratios = logps - micro.data["ref_logps"]
+    rewards = config.beta * ratios.detach()
+    if config.loss_type == "ipo":
+        tokens = torch.stack([mask.sum() for mask in micro.per_sample(micro.data["response_mask"])])
+        ratios = ratios / tokens
+    losses = pair_loss(ratios[0::2], ratios[1::2], config.loss_type, config.beta, config.label_smoothing)
+    margins = rewards[0::2] - rewards[1::2]
+    sums = {
+        "rewards/chosen": rewards[0::2],
+        "rewards/rejected": rewards[1::2],
+        "rewards/accuracies": margins > 0,
+        "rewards/margins": margins,
+        "logps/chosen": logps[0::2],
+        "logps/rejected": logps[1::2],
+    }
+    return LossTerms(losses.sum(), {name: values.sum() for name, values in sums.items()})

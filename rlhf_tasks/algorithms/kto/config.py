@@ -1,0 +1,68 @@
+"""The configuration of KTO."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.algorithms.shared.preference_config import PreferenceConfig
+from rlhf_tasks.config.base import Groups
+
+if TYPE_CHECKING:
+    from rlhf_tasks.data.rows import DatasetValue
+    from rlhf_tasks.data.token_file import Numbers, TokenFile
+
+
+class KTOConfig(PreferenceConfig):
+    """Kahneman-Tversky optimisation (arXiv:2402.01306) on answers that are labelled desirable or not."""
+
+    type: Literal["kto"] = "kto"
+    groups: ClassVar[Groups] = {"Loss": ("desirable_weight", "undesirable_weight")}
+
+    desirable_weight: float = Field(default=1.0, ge=0, description="Factor of desirable answers' loss.")
+    undesirable_weight: float = Field(default=1.0, ge=0, description="Factor of undesirable answers' loss.")
+
+    def mismatched(self, sample: int) -> int:
+        """The sample whose answer is set behind the prompt of this one: the one before it in its mini-batch; for the
+        first, the last."""
+        size = self.batch_size // self.num_mini_batches
+        first = sample - sample % size
+        return first + (sample - first - 1) % size
+
+    def values_of(self, rows: "TokenFile", sample: int) -> "Mapping[str, Numbers | DatasetValue]":
+        """A sample's own sequence, and a mismatched one for the KL estimate: its prompt with another sample's answer,
+        cut where it is longer than the longest row, which every model can read."""
+        own, other = (rows.values(self.row_of(rows, each)) for each in (sample, self.mismatched(sample)))
+        given, taken = (int(each["prompt_tokens"][0]) for each in (own, other))
+        mismatched = [*map(int, own["input_ids"][:given]), *map(int, other["input_ids"][taken:])][
+            : rows.longest
+        ]
+        return {
+            "input_ids": own["input_ids"],
+            "response_mask": _from(given, len(own["input_ids"])),
+            "mismatched_ids": mismatched,
+            "mismatched_mask": _from(given, len(mismatched)),
+            "desirable": own["desirable"],
+        }
+
+    @model_validator(mode="after")
+    def _has_mismatched_answers(self) -> Self:
+        if self.batch_size == self.num_mini_batches:
+            raise ValueError(
+                f"batch_size={self.batch_size} and num_mini_batches={self.num_mini_batches} leave one sample to an "
+                "optimizer step, but the KL estimate takes another sample's answer. Enlarge batch_size."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learns_something(self) -> Self:
+        if self.desirable_weight == self.undesirable_weight == 0:
+            raise ValueError(
+                "desirable_weight and undesirable_weight are both 0: nothing is learned. Raise one."
+            )
+        return self
+
+
+def _from(given: int, length: int) -> list[bool]:
+    """A mask that is True behind the first `given` tokens."""
+    return [place >= given for place in range(length)]

@@ -1,0 +1,42 @@
+"""Log-probabilities of whole answers, and the call that computes them under a frozen reference."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.shared.context import CallOutput
+from rlhf_tasks.algorithms.shared.side_by_side import Keys, apart, side_by_side
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.train.engine import Engine
+
+ANSWER = "response_mask"
+"""Of sequences that are set side by side: the mask of the answer's tokens, which alone count."""
+
+
+def answer_logps(engine: Engine, logits: Tensor, micro: MicroBatch) -> Tensor:
+    """The log-probability of each sequence's answer given the prompt before it: [n].
+
+    logits  [R, vocabulary / tp], of the rows that predict the answers' tokens: the pass was told to count ANSWER
+    Collective over the tp ranks of the stage.
+    """
+    return torch.stack([part.sum() for part in micro.per_sample(engine.logprobs(logits, micro))])
+
+
+def reference_logps(
+    engine: Engine, batch: SampleBatch, sequences: Mapping[str, Keys], micro_batches: int
+) -> CallOutput:
+    """`answer_logps` of each of a sample's sequences under a frozen model, one number per sample and sequence.
+
+    sequences  key of the result -> the sequence that it is about
+    """
+    rows = engine.inference(
+        side_by_side(batch, list(sequences.values())),
+        lambda logits, micro: answer_logps(engine, logits, micro),
+        micro_batches,
+        counted=ANSWER,
+    )
+    if rows is None or not engine.is_head:
+        return CallOutput()
+    return CallOutput(SampleBatch(batch.ids, apart(rows, sequences)))
