@@ -122,6 +122,7 @@ async def run_seed(
 async def learned(demo: Demo, clock: CpuClock, policy: RunConfig, name: str) -> dict[str, float]:
     """Accuracy, generated tokens and CPU seconds of an algorithm that samples as many responses as PPO."""
     shared = {key: value for key, value in policy.model_dump(mode="json").items() if key in SHARED}
+    shared["models"] = {role: shared["models"][role] for role in ("actor", "reward")}
     config = make_config({**shared, "type": name, "name": name, **ALGORITHMS[name]})
     generations = sum(call.kind == "generate" for call in algorithm(name).calls(config))
     if generations > 1:

@@ -1,4 +1,4 @@
-"""Flow `rlhf-pipeline`: the demo from random weights to a better policy, stage by stage."""
+"""Flow `rlhf-pipeline`: the stages of a configuration one after another; without one, the demo."""
 
 import json
 import time
@@ -10,23 +10,34 @@ from prefect.runtime import flow_run
 
 from flows.demo.stages import demo_at, make_models, measure, settle_seed
 from flows.ppo import rlhf_ppo
+from flows.run.pipeline import carry_out_pipeline
+from rlhf_tasks.algorithms.pipelines import PipelineConfig
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
 
 
 def _run_name() -> str:
-    return f"pipeline/{Path(flow_run.parameters['folder']).name}"
+    config = flow_run.parameters.get("config")
+    return f"pipeline/{Path(flow_run.parameters['folder']).name if config is None else config.name}"
 
 
 @flow(name="rlhf-pipeline", flow_run_name=_run_name, persist_result=False)
-async def rlhf_pipeline(folder: str = "runs/demo", seed: int = 0) -> dict[str, Any]:
-    """Supervised fine-tuning on sloppy demonstrations, a reward model, then PPO. Measures accuracy before and after
-    PPO. Returns the summary, which is also written to FOLDER/summary.json.
+async def rlhf_pipeline(
+    folder: str = "runs/demo", seed: int = 0, config: PipelineConfig | None = None
+) -> dict[str, Any]:
+    """The stages of a pipeline, each a subflow. Stages that are finished are skipped, one that was interrupted is
+    resumed. Returns the summary, which is also written to summary.json in the pipeline's folder.
+
+    Without a configuration the demo runs: supervised fine-tuning on sloppy demonstrations, a reward model, then PPO,
+    with the accuracy before and after PPO.
 
     Args:
-        folder: Folder of all results. An interrupted pipeline in it is resumed; a finished one is not run again.
-        seed: Seed of data, weights and sampling.
+        folder: Folder of the demo's results.
+        seed: Seed of the demo's data, weights and sampling.
+        config: The pipeline's configuration, as in a YAML file.
     """
+    if config is not None:
+        return await carry_out_pipeline(config)
     place, started_s = Path(folder).resolve(), time.time()
     finished = place / "summary.json"
     if finished.exists():

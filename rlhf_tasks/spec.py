@@ -231,8 +231,31 @@ class SaveNode(_Node):
         return tuple(sorted(self.placement.devices))
 
 
+class EvaluateNode(_Node):
+    """Answers held-out rows with the parameters that the train_step has just left, and scores the answers.
+
+    The node does so in the iterations that the configuration's `evaluation` names, and nothing in the others.
+    """
+
+    kind: Literal["evaluate"] = "evaluate"
+    role: str
+    placement: Placement
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+
 PlanNode = Annotated[
-    FetchNode | CallNode | TransferNode | ReallocateNode | ReleaseNode | OnloadNode | OffloadNode | SaveNode,
+    FetchNode
+    | CallNode
+    | TransferNode
+    | ReallocateNode
+    | ReleaseNode
+    | OnloadNode
+    | OffloadNode
+    | SaveNode
+    | EvaluateNode,
     Field(discriminator="kind"),
 ]
 

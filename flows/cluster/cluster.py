@@ -46,6 +46,8 @@ SETTINGS = {
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.spill": False,
     "distributed.comm.timeouts.connect": "30s",
+    # With a value malloc no longer learns which sizes recur: every tensor above 128 KiB would be mapped and unmapped.
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     # Scheduler, nannies and workers each keep twenty figures of every half second: for an hour if this is not set.
     "distributed.admin.system-monitor.log-length": 10,
     # The HTTP servers of scheduler and workers have no login, so they serve nothing.
@@ -54,8 +56,7 @@ SETTINGS = {
 }
 UNTOLD = {"DO_NOT_TRACK": "1"}  # a worker imports Prefect if its parent's main module does
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""torch takes the least of the first two. A nanny sets all three to 1 in its own environment, from where a worker
-inherits them, except those that are set there already."""
+"""torch takes the lesser of the first two. A nanny sets those of the three to 1 that its process lacks."""
 CONNECT_S = 30.0  # to a scheduler
 LOOK_EVERY_S = 0.1
 NANNIES_EVERY_S = 2.0

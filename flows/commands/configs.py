@@ -11,8 +11,17 @@ from flows.commands.plans import show_warnings
 from flows.rewards.trial import try_rewards
 from flows.run.prepare import prepare
 from flows.run.run_folder import open_run
+from flows.run.stages import check_stages
 from planner.report.text import plan_table
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config
+from rlhf_tasks.algorithms.held_out import evaluation_of
+from rlhf_tasks.algorithms.pipelines import (
+    PIPELINE,
+    PipelineConfig,
+    is_pipeline,
+    load_pipeline,
+    stages_of,
+)
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import RunConfig, Scores
 
@@ -23,9 +32,12 @@ def schema(type_: str = "ppo", /) -> None:
     Parameters
     ----------
     type_
-        ppo, grpo, dpo, sft, reward_model, rollout, or another algorithm (docs/algorithms.md).
+        ppo, grpo, dpo, sft, reward_model, rollout, evaluate, pipeline, or another algorithm (docs/algorithms.md).
     """
     name = type_.replace("-", "_")
+    if name == PIPELINE:
+        print(json.dumps(PipelineConfig.model_json_schema(), indent=2))
+        return
     if name not in algorithm_names():
         raise ConfigError(
             f"there is no configuration type {type_!r}; there are {', '.join(algorithm_names())}."
@@ -58,8 +70,13 @@ def validate(
     overrides
         `key.sub=value`, the value being YAML.
     rewards
-        Also call each Python reward once, on the first row of the data, in a separate process.
+        Also call each Python reward once, on the first row of the data that it scores, in a separate process.
     """
+    if is_pipeline(config):
+        stages = stages_of(load_pipeline(config, overrides))
+        show_warnings(check_stages(stages))
+        print(f"{config}: valid. {len(stages)} stages: {', '.join(stages)}.")
+        return
     folder, settings = open_run(load_config(config, overrides))
     prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
@@ -71,10 +88,14 @@ def validate(
 
 def _try_rewards(settings: RunConfig) -> None:
     """Print each reward's value. Raises ConfigError with a sentence for each that failed."""
-    if not isinstance(settings, Scores):
+    own, of_evaluation = settings if isinstance(settings, Scores) else None, evaluation_of(settings)
+    if own is not None and of_evaluation is not None and own.rewards == of_evaluation.rewards:
+        of_evaluation = None
+    scored = [part for part in (own, of_evaluation) if part is not None]
+    if not scored:
         raise ConfigError(f"--rewards: a run of type {settings.type!r} has no rewards. Leave it out.")
     faults = []
-    for tried in try_rewards(settings):
+    for tried in (each for part in scored for each in try_rewards(part)):
         if tried.fault:
             faults.append(tried.fault)
             continue

@@ -10,7 +10,7 @@ from rich.console import Console
 from flows.cluster.server import own_server
 from flows.run.run_folder import CONFIG, existing_run_folder
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.checkpoint.commits import latest_commit
+from rlhf_tasks.checkpoint.commits import commit_to_export
 
 console = Console()
 
@@ -40,7 +40,8 @@ def export(
     *,
     role: Annotated[str | None, Parameter("--role")] = None,
 ) -> None:
-    """Write a trained model of a run's last commit as a Hugging Face folder.
+    """Write a trained model of a run as a Hugging Face folder: of its last commit, or, with evaluation.keep_best, of
+    its best.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ def export(
         A trained role; default: the only one, or the actor.
     """
     run_folder, config = existing_run_folder(run)
-    commit, refused = latest_commit(run_folder)
+    commit, refused = commit_to_export(run_folder, config)
     for error in refused:
         console.print(f"refused: {error}")
     if commit is None:

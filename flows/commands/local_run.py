@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from flows.run.algorithm_flow import flow_of
 from flows.run.disk_room import full_disk
 from flows.run.planning import profile_folder
 from flows.run.profiling import rlhf_profile
-from flows.run.runs import SUMMARY
+from flows.run.run_folder import SUMMARY
 from flows.run.summary import in_short
 from flows.run.training import RunFailed
 from flows.view.prefect_api import is_prefects, what_is_wrong
 from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
 from planner.pricing.profile_cache import read_profiles, write_profiles
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from rlhf_tasks.algorithms.pipelines import PipelineConfig, folder_of
 
 TRACEBACK = "error.log"  # in the run folder
 OWN_FLOWS: dict[str, Flow[..., Any]] = {"ppo": rlhf_ppo}
@@ -38,7 +39,9 @@ def run_here(algorithm: str, config: RunConfig, folder: Path) -> None:
     again = f"prefect-rlhf run {algorithm.replace('_', '-')} --resume {folder}"
     run_flow = OWN_FLOWS.get(algorithm) or flow_of(algorithm)
     summary = _watched(folder, again, lambda: run_flow(config, str(folder)))
-    tell(f"done in {since_start_s():.0f} s: {in_short(summary)}; {folder / 'summary.json'}")
+    tell(f"done in {since_start_s():.0f} s: {in_short(summary)}; {folder / SUMMARY}")
+    if "scores" in summary:
+        tell(_means(summary["scores"]))
 
 
 def demo_here(folder: Path, seed: int) -> None:
@@ -54,6 +57,25 @@ def demo_here(folder: Path, seed: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def pipeline_here(config: PipelineConfig, file: Path) -> None:
+    """Run a pipeline in this process, and print what each stage has reached. file: with its configuration."""
+    folder = folder_of(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = _watched(
+        folder, f"prefect-rlhf run pipeline --config {file}", lambda: rlhf_pipeline(config=config)
+    )
+    for name, stage in summary["stages"].items():
+        reached = _means(stage["scores"]) if "scores" in stage else stage["model"]
+        tell(f"{name} ({stage['type']}): {reached}")
+    tell(f"done in {since_start_s():.0f} s; {folder / SUMMARY}")
+
+
+def _means(scores: Mapping[str, float]) -> str:
+    """The mean scores of a summary in words."""
+    means = ", ".join(f"{name} {mean:.4f}" for name, mean in scores.items() if name != "samples")
+    return f"means of {scores['samples']} answers: {means}"
 
 
 def profile_here(config: RunConfig, out: Path | None) -> None:

@@ -11,8 +11,10 @@ from flows.demo.data import DATA, refuse_without_task
 from flows.run import run_identity
 from flows.run.prepare import prepare
 from flows.run.run_folder import existing_run_folder, open_run, refuse_taken, refuse_unwritable, run_folder_of
+from flows.run.stages import check_stages
 from flows.view.terminal import phase
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config, override
+from rlhf_tasks.algorithms.pipelines import PIPELINE, PipelineConfig, folder_of, load_pipeline, stages_of
 from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.system.durable import replace_file
 
@@ -30,7 +32,8 @@ def run(
     Parameters
     ----------
     algorithm
-        ppo, grpo, dpo, sft, reward-model, rollout, or another algorithm (docs/algorithms.md).
+        ppo, grpo, dpo, sft, reward-model, rollout, evaluate, or another algorithm (docs/algorithms.md); or
+        pipeline, whose stages are such runs: the same command again goes on with it.
     overrides
         `key.sub=value`, the value being YAML; with --resume only `cluster.*` and `runtime.*`, unless changes are
         accepted.
@@ -42,6 +45,13 @@ def run(
         With --resume: resume although configuration, data, models or journals have changed since the last commit;
         the differences are written to accepted.jsonl in the run folder.
     """
+    if algorithm == PIPELINE:
+        if config is None or resume is not None or accept_changes:
+            raise ConfigError(
+                "A pipeline goes on where it ended: give --config FILE, and nothing else, again."
+            )
+        _run_pipeline(load_pipeline(config, overrides), config)
+        return
     if (config is None) == (resume is None):
         raise ConfigError("Give either --config FILE for a new run or --resume FOLDER to resume one.")
     if resume is not None:
@@ -79,12 +89,29 @@ def run(
     refuse_blocks_without_server(settings)
     refuse_dead_server()
     with run_folder_of(settings, folder) as folder:
-        prepared.rows.keep(
+        prepared.keep_rows(
             folder
         )  # the flow prepares again what its process may not know; these two are done
         if settings.plan == "auto":  # the flow reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
         run_here(settings.type, settings, folder)
+
+
+def _run_pipeline(settings: PipelineConfig, file: Path) -> None:
+    """Check all stages, then run those that are not finished."""
+    configs = stages_of(settings)
+    refuse_unwritable(folder_of(settings), "output_dir")
+    with phase("data and models of all stages"):
+        warnings = check_stages(configs)
+    show_warnings(warnings)
+    with phase("Prefect"):
+        from flows.cluster.server import refuse_dead_server
+        from flows.commands.local_run import pipeline_here
+        from flows.rewards.secret_blocks import refuse_blocks_without_server
+    for stage in configs.values():
+        refuse_blocks_without_server(stage)
+    refuse_dead_server()
+    pipeline_here(settings, file)
 
 
 def demo(

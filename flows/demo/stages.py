@@ -1,10 +1,14 @@
-"""The demo's stages from random weights to PPO's configuration, and the measurement of a model."""
+"""The demo's stages from random weights to PPO's configuration, and the measurement of a model.
+
+The stages are a pipeline (deployments/demo/pipeline.yaml), with two steps between them that are no runs and that only
+the demo has: preference pairs are made from scored samples, and the reward model's scores are normalised for PPO.
+"""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +32,17 @@ from flows.demo.data import (
     write_jsonl,
 )
 from flows.run.algorithm_flow import flow_of
+from flows.run.pipeline import run_stage
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config, resolve_paths
+from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
 from rlhf_tasks.config.sections import RuntimeConfig
 from rlhf_tasks.rewards.samples_folder import read_samples
-from rlhf_tasks.system.reading import read_json, reading
+from rlhf_tasks.system.reading import reading
 
 RANKS = 4
+BEFORE_PPO = ("sft", "pairs", "reward-model", "calibration")
 STARTUP_S = RuntimeConfig().startup_timeout_s
 
 
@@ -58,13 +65,15 @@ class Demo:
 
     async def run(self, stage_flow: Flow[..., Any], config: RunConfig) -> dict[str, Any]:
         """The summary of a stage: run it, resume it, or read its summary if it is finished."""
-        assert config.name is not None
-        folder = self.folder / "stages" / config.name
-        summary = folder / "summary.json"
-        if summary.exists():
-            return read_json(summary, remedy=f"Remove it: the demo goes on with {config.name}.")
-        begun = str(folder) if (folder / "config.json").exists() else None
-        return await stage_flow(config, begun)
+        return await run_stage(config, stage_flow)
+
+    def stages(self) -> dict[str, RunConfig]:
+        """The configurations of all stages, by name, from `deployments/demo/pipeline.yaml`."""
+        with as_file(files("deployments") / "demo") as folder:
+            pipeline = load_pipeline(folder / "pipeline.yaml")
+        cluster = pipeline.cluster.model_copy(update={"address": self.scheduler})
+        place = {"seed": self.seed, "output_dir": str(self.folder), "cluster": cluster}
+        return stages_of(pipeline.model_copy(update=place), self.folder)
 
 
 @contextmanager
@@ -103,24 +112,16 @@ async def make_models(demo: Demo) -> RunConfig:
     """Run the stages before PPO that are not finished yet. Returns PPO's configuration."""
     if not data_is_there(demo.folder / DATA):
         await asyncio.to_thread(write_demo_data, demo.folder / DATA, demo.seed)
-    supervised = await demo.run(flow_of("sft"), demo.config("sft", "sft"))
-    actor = {"actor": supervised["model"]}
-    pairs = demo.config("pairs", "pairs", models=actor)
-    await demo.run(flow_of("rollout"), pairs)
-    await asyncio.to_thread(_write_pairs, demo, pairs)
-    scorer = await demo.run(
-        flow_of("reward_model"), demo.config("reward_model", "reward-model", models=actor)
-    )
-    both = {**actor, "reward": scorer["model"]}
-    await demo.run(flow_of("rollout"), demo.config("calibration", "calibration", models=both))
+    stages = demo.stages()
+    for name in BEFORE_PPO:
+        await demo.run(flow_of(stages[name].type), stages[name])
+        if name == "pairs":
+            await asyncio.to_thread(_write_pairs, demo, stages[name])
     mean, std = score_statistics(_samples(demo, "calibration", CALIBRATION))
-    scoring = {
-        **demo.config("ppo", "ppo", models=both).model_dump()["reward_model"],
-        "mean": mean,
-        "std": std,
-    }
+    policy = stages["ppo"].model_dump()
     plan = str(files("deployments") / "demo_plan.yaml")
-    return demo.config("ppo", "ppo", models=both, plan=plan, reward_model=scoring)
+    scoring = {**policy["reward_model"], "mean": mean, "std": std}
+    return make_config({**policy, "plan": plan, "reward_model": scoring})
 
 
 async def measure(demo: Demo, model: str, when: str) -> float:

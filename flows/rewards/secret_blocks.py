@@ -5,7 +5,7 @@ from prefect.settings import PREFECT_API_URL
 
 from flows.rewards.find import blocks_named
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.base import RunConfig, Scores
+from rlhf_tasks.config.base import RunConfig, rewards_of
 
 INSTEAD = "or name an environment variable: {env: VARIABLE}"
 
@@ -15,7 +15,7 @@ def refuse_blocks_without_server(config: RunConfig) -> list[str]:
 
     Raises ConfigError when there are some and no server is configured: a run's own server has no blocks at first.
     """
-    names = blocks_named(config.rewards) if isinstance(config, Scores) else []
+    names = blocks_named(rewards_of(config))
     if names and not PREFECT_API_URL.value():
         raise ConfigError(
             f"a reward's kwargs name the Prefect Secret block {names[0]!r}, and no server is configured. Set "

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import step_folders
+from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.system.durable import existing
 
@@ -49,12 +50,14 @@ def disk_need(
     }
     if not sizes:
         return NO_DISK
+    evaluation = config.evaluation if isinstance(config, TrainingConfig) else None
+    best = 0 if evaluation is None else evaluation.keep_best
     state_itemsize = max(itemsize, 4)  # bfloat16 is trained in float32
     written = -(-iterations // config.snapshot_every) + 1  # with step 0
     exported = sizes.get("actor", next(iter(sizes.values())))
     return DiskNeed(
         STATE_FLOATS * state_itemsize * sum(sizes.values()),
-        min(config.keep_last + 1, written),
+        min(config.keep_last + best + 1, written),
         itemsize * exported,
     )
 
@@ -70,7 +73,7 @@ def refuse_full_disk(need: DiskNeed, place: Path) -> None:
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"{place} needs {needed_bytes} bytes and its disk has {free_bytes} free: {need.commits} commits of "
-            f"{need.commit_bytes} bytes (keep_last and the one being written) and {need.export_bytes} for "
+            f"{need.commit_bytes} bytes (keep_last, keep_best and the one being written) and {need.export_bytes} for "
             "the exported model. Free some space, lower keep_last, or set output_dir to another disk."
         )
 

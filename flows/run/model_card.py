@@ -16,10 +16,10 @@ SECRET_WORDS = ("secret", "token", "password", "api_key", "apikey", "credential"
 
 
 def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, Any]) -> str:
-    """The card as Markdown with Hugging Face's header: run, last metrics, data, plan, versions, configuration.
+    """The card as Markdown with Hugging Face's header: run, metrics, data, plan, versions, configuration.
 
     run, role  the run's name, and the role of the exported model
-    metrics    the metrics of the last iteration; may be empty
+    metrics    of the iteration after which the model is exported; may be empty
     """
     config = prepared.config
     header = {"library_name": "transformers", "tags": ["prefect-rlhf", config.type.replace("_", "-")]}
@@ -31,7 +31,9 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"# {run}\n",
         f"The {role} of a {config.type} run of prefect-rlhf over {prepared.iterations} iterations. "
         f"It started from `{folder}`.\n",
-        f"## Metrics of the last iteration\n\n| metric | value |\n|---|---|\n{reached}" if reached else "",
+        f"## Metrics of iteration {metrics.get('iteration', -1) + 1}\n\n| metric | value |\n|---|---|\n{reached}"
+        if reached
+        else "",
         f"## Data\n\n{len(prepared.rows)} rows of `{config.data.train}`, SHA-256 of their content "
         f"`{prepared.rows.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",

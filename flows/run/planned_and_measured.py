@@ -19,7 +19,7 @@ from planner.pricing.provenance import figures_source
 from planner.pricing.run_history import RanCall, drifted, keep_figures
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.profiling.measurements import LEAST_S, MOST_S
-from rlhf_tasks.spec import CallNode, ExecutionPlan
+from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 
 Row = Mapping[str, Any]
 logger = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
 
     A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end:
     what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
-    first iteration of a call counts only where it is the one, and no time between two generations does.
+    first iteration of a call counts only where it is the one, and no time between two generations does. Of an
+    evaluation only the iterations count that have one; without any it is left out.
     """
     spans: dict[tuple[str, int], float] = {}
     ends: dict[int, float] = defaultdict(float)
@@ -114,9 +115,9 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
     between = [ends[after] - ends[t] for t, after in pairs] or [ends[first] - starts]
     calls = {
-        node.name: (price.duration_s[node.name], median(spans[node.name, t] for t in kept))
+        node.name: (price.longest_s[node.name], median(spans[node.name, t] for t in at))
         for node in plan.nodes
-        if isinstance(node, CallNode)
+        if isinstance(node, CallNode | EvaluateNode) and (at := _worked(node, kept, lineage))
     }
     memory = {
         rank: (price.peaks[int(rank)].total_bytes + expected.process_bytes, peak)
@@ -140,6 +141,14 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
         "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
     }
+
+
+def _worked(node: CallNode | EvaluateNode, iterations: Sequence[int], lineage: Sequence[Row]) -> list[int]:
+    """Of some iterations, those in which a node had something to do; all of a call's, even where it only scored."""
+    if isinstance(node, CallNode):
+        return list(iterations)
+    worked = {row["iteration"] for row in lineage if row["node"] == node.name and row["flops"] > 0}
+    return [t for t in iterations if t in worked]
 
 
 def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any]) -> bool:

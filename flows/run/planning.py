@@ -10,7 +10,7 @@ from planner.deadline import never
 from planner.plan.build import PlanError
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.plan.workload import Evaluation, Lengths, RoleModel, Workload
 from planner.pricing.analytic import tabulated
 from planner.pricing.calibrate import recalibrated
 from planner.pricing.calls import CostModel
@@ -26,10 +26,12 @@ from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.examples import mean_prompt_tokens
+from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, section_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.config.base import RunConfig, Samples, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.sections import Role
+from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
@@ -200,7 +202,14 @@ def shapes_of(config: RunConfig) -> dict[str, ModelShape]:
 def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
     """The dataflow graph that a configuration describes."""
     record = algorithm(config.type)
-    return DataflowGraph(record.calls(config), record.dataset_keys, name=record.name, architectures=shapes)
+    evaluated = () if section_of(config) is None else ("actor",)
+    return DataflowGraph(
+        record.calls(config),
+        record.dataset_keys,
+        name=record.name,
+        architectures=shapes,
+        evaluated=evaluated,
+    )
 
 
 def hardware_of(config: RunConfig, cluster_file: Path | None = None) -> Hardware:
@@ -246,7 +255,25 @@ def workload_of(config: RunConfig, prompt_tokens: float | None = None) -> Worklo
         itemsize=ITEMSIZES[config.dtype],
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
         reward_s=planning.reward_seconds_per_sequence,
+        evaluation=_evaluation(config),
     )
+
+
+def _evaluation(config: RunConfig) -> Evaluation | None:
+    """What a run's evaluation generates; the held-out rows are counted. Raises DataError."""
+    asked, stated = section_of(config), config.planning.prompt_tokens
+    if asked is None:
+        return None
+    answers, completions = evaluation_of(config), completions_of(config)
+    rows = data_set(config.data.model_copy(update={"train": asked.data})).count()
+    sizes: dict[str, int] = {}
+    if answers is not None:
+        sizes["answers"] = asked.num_generations
+        sizes["prompt_tokens"] = stated or round(mean_prompt_tokens(answers)) or 1
+        sizes["new_tokens"] = answers.sampling.max_completion_length
+    if completions is not None:
+        sizes["completion_tokens"] = stated or round(mean_prompt_tokens(completions)) or 1
+    return Evaluation(every=asked.every, rows=rows, rows_at_once=asked.batch_size, **sizes)
 
 
 def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:

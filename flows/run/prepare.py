@@ -1,7 +1,8 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.cluster.shutdown import beside
@@ -18,16 +19,23 @@ from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
 from rlhf_tasks.algorithms.examples import prepared_rows
+from rlhf_tasks.algorithms.held_out import (
+    HELD_OUT,
+    evaluation_of,
+    held_out_sets,
+    shared_prompts,
+)
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
+from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
-from rlhf_tasks.spec import CallNode, ExecutionPlan
+from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +45,10 @@ class Prepared:
     plan         that the run begins by; changes: the later ones that are decided
     problem      what the configuration asks of the planner
     rows         the tokenised data set, which the run keeps; a resumed run must find data of the same digest
+    held_out     file in the run folder -> the tokenised rows of its evaluation, likewise
     warnings     a sentence for each figure of planning.device that is implausible, for each file of kept figures that
-                 was put aside, for prices by extrapolation, and for ranks that crowd this machine
+                 was put aside, for prices by extrapolation, for ranks that crowd this machine, and for held-out rows
+                 that are among the data
     disk         what the run writes
     """
 
@@ -50,11 +60,18 @@ class Prepared:
     changes: tuple[ScheduledPlan, ...] = ()
     warnings: tuple[str, ...] = ()
     disk: DiskNeed = NO_DISK
+    held_out: Mapping[str, TokenFile] = field(default_factory=dict)
 
     @property
     def plans(self) -> tuple[ScheduledPlan, ...]:
         """Which plan each iteration goes by, as far as it is decided."""
         return (ScheduledPlan(iteration=0, plan=self.plan), *self.changes)
+
+    def keep_rows(self, folder: Path) -> None:
+        """Leave the tokenised rows in the run's folder, where the ranks read them. Raises OSError."""
+        self.rows.keep(folder)
+        for name, rows in self.held_out.items():
+            rows.keep(folder, name)
 
 
 def prepare(config: RunConfig, folder: Path | None = None) -> Prepared:
@@ -94,6 +111,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     if isinstance(config, Scores):
         columns = [name for name in rows.columns if name != "prompt"]
         of_rewards = check_rewards(config.rewards, columns, config.cluster.address is None)
+    held_out, of_evaluation = _held_out(config, folder)
     iterations = config.iterations(len(rows))
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
     refuse_full_disk(need, folder or Path(config.output_dir))
@@ -108,9 +126,34 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         iterations=iterations,
         rows=rows,
         changes=() if folder is None else logged_changes(folder),
-        warnings=(*of_rewards, *filter(None, of_plan)),
+        warnings=(*of_rewards, *of_evaluation, *filter(None, of_plan)),
         disk=need,
+        held_out=held_out,
     )
+
+
+def check_without_models(config: RunConfig) -> list[str]:
+    """Check what `prepare` would, of a configuration whose models are still to be trained: whether its data are there
+    and its rewards fit them. Returns warnings. Raises ConfigError."""
+    _refuse_what_cannot_run(config)
+    warnings, is_here = list[str](), config.cluster.address is None
+    for part in (config, *held_out_sets(config).values()):
+        columns = [name for name in next(iter(data_set(part.data))).row if name != "prompt"]
+        if isinstance(part, Scores):
+            warnings += check_rewards(part.rewards, columns, is_here)
+    return warnings
+
+
+def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFile], list[str]]:
+    """The tokenised rows of a run's evaluation, by file, and warnings about them and its rewards."""
+    found = {name: prepared_rows(reader, folder, name) for name, reader in held_out_sets(config).items()}
+    warnings = [shared] if (shared := shared_prompts(config)) else []
+    evaluation, is_here = evaluation_of(config), config.cluster.address is None
+    if evaluation is not None:
+        columns = [name for name in found[HELD_OUT].columns if name != "prompt"]
+        told = set(check_rewards(getattr(config, "rewards", ()), columns, is_here))
+        warnings += [w for w in check_rewards(evaluation.rewards, columns, is_here) if w not in told]
+    return found, warnings
 
 
 def crowding(config: RunConfig) -> str | None:
@@ -134,7 +177,11 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
     manual, kept = manual_assignments(config), None if folder is None else folder / PLAN
     if config.plan == "auto" and kept is not None and kept.exists():
         plan = _kept_plan(
-            kept, [call.name for call in problem.graph.calls], problem.cluster, problem.graph.n_seqs
+            kept,
+            [call.name for call in problem.graph.calls],
+            problem.cluster,
+            problem.graph.n_seqs,
+            problem.graph.evaluated,
         )
     elif manual is not None:
         check_strategies(problem.graph, problem.model, manual)
@@ -166,14 +213,18 @@ def _devices_assumed(config: RunConfig, problem: Problem) -> str:
     return f" Devices are taken for this machine's, {name}: planning.device names others."
 
 
-def _kept_plan(path: Path, calls: list[str], cluster: Cluster, n_seqs: int) -> ExecutionPlan:
+def _kept_plan(
+    path: Path, calls: list[str], cluster: Cluster, n_seqs: int, evaluated: Sequence[str]
+) -> ExecutionPlan:
     """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
     plan = read_plan(path, "Remove it, and the run is planned anew.")
     planned = [node.name for node in plan.nodes if isinstance(node, CallNode)]
-    if sorted(planned) != sorted(calls) or plan.n_seqs != n_seqs:
+    evaluates = [node.role for node in plan.nodes if isinstance(node, EvaluateNode)]
+    if (sorted(planned), plan.n_seqs, sorted(evaluates)) != (sorted(calls), n_seqs, sorted(evaluated)):
         raise ConfigError(
             f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: "
-            f"{', '.join(planned)}). Remove it, and the run is planned anew."
+            f"{', '.join([*planned, *(f'evaluation of {role}' for role in evaluates)])}). Remove it, and the run is "
+            "planned anew."
         )
     if (plan.n_devices, plan.devices_per_host) != (cluster.n_devices, cluster.devices_per_host):
         raise ConfigError(

@@ -65,7 +65,7 @@ def propose(config: RunConfig, present: ExecutionPlan) -> Proposal:
     found = find_plan(problem, "search", config.planning.time_limit_s, config.seed)
     return Proposal(
         plan=found.plan,
-        predicted_s=dict(found.price.duration_s),
+        predicted_s=found.price.longest_s,
         iteration_time_s=found.iteration_time_s,
         present_iteration_time_s=price_plan(present, problem.model).iteration_time_s,
     )

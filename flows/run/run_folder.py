@@ -3,6 +3,7 @@
 runs/NAME/config.json      the configuration of the run, for --resume
           data.sha256      digest of its rows, which must be the same when the run is resumed
           rows.arrow       these rows as token ids; made anew if it is removed
+          held-out.sha256, held-out.arrow   the same of the rows of the evaluation
           models.json      digests of its model folders, likewise
           accepted.jsonl   changes of these between two attempts that --accept-changes has accepted
           plan.json        the first execution plan of the run
@@ -37,6 +38,7 @@ from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.reading import read_json
 
 CONFIG = "config.json"
+SUMMARY = "summary.json"
 LOCK = ".lock"
 ORDER = "order"
 BEGUN = "flow-runs"  # folder in a run folder: an empty file for each flow run of the run, named by its id

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from flows.run.prepare import Prepared
 from flows.run.run_folder import CONFIG, taken
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
+from rlhf_tasks.algorithms.held_out import section_of
 from rlhf_tasks.checkpoint.accepted_changes import Accepted, last_accepted, write_accepted
 from rlhf_tasks.checkpoint.commits import lost_commits, step_folder, steps_of
 from rlhf_tasks.checkpoint.journals import (
@@ -32,11 +33,12 @@ from rlhf_tasks.checkpoint.journals import (
 )
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from rlhf_tasks.checkpoint.plan_log import PLAN
+from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
 
-DATA, MODELS = "data.sha256", "models.json"
+DATA, HELD_OUT_DATA, MODELS = "data.sha256", "held-out.sha256", "models.json"
 FREE = ("cluster", "keep_last", "name", "output_dir", "resume", "runtime")
 """Keys of a configuration on which no result depends."""
 
@@ -90,7 +92,8 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 
 def keep_identity(folder: Path, prepared: Prepared) -> None:
     """Record the plan and the digests of data and models, with which the next attempt compares. Raises OSError."""
-    replace_file(folder / DATA, prepared.rows.digest)
+    for name, rows, _ in _data_of(prepared):
+        replace_file(folder / name, rows.digest)
     replace_file(folder / MODELS, json.dumps(model_digests(prepared.config), indent=1))
     replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
 
@@ -104,10 +107,10 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     if manifest is None:
         return ()
     _refuse_another_model(folder, manifest, prepared.config)
-    changes = list(_changed_keys(_committed_config(folder, manifest), _compared(prepared.config)))
-    kept = folder / DATA
-    if kept.exists() and kept.read_bytes() != prepared.rows.digest.encode():
-        changes.append(f"{prepared.config.data.train} has other rows")
+    changes = list(_changed_keys(_committed_config(folder, manifest), compared(prepared.config)))
+    for name, rows, source in _data_of(prepared):
+        if (folder / name).exists() and (folder / name).read_bytes() != rows.digest.encode():
+            changes.append(f"{source} has other rows")
     try:
         changes += _changed_models(folder / MODELS, model_digests(prepared.config))
     except ConfigError as damaged:
@@ -118,6 +121,16 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
         except JournalError as error:
             changes.append(str(error).rstrip("."))
     return tuple(changes)
+
+
+def _data_of(prepared: Prepared) -> Iterator[tuple[str, TokenFile, str]]:
+    """(file with the digest, rows, where they come from) of a run's data and of its held-out rows."""
+    yield DATA, prepared.rows, prepared.config.data.train
+    section = section_of(prepared.config)
+    for rows in prepared.held_out.values():
+        assert section is not None, "held-out rows are of an evaluation"
+        yield HELD_OUT_DATA, rows, section.data
+        return  # the others are of the same files
 
 
 def _newest_manifest(folder: Path) -> Manifest | None:
@@ -163,12 +176,13 @@ def _committed_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
     accepted = _accepted(folder, manifest.step)
     document = manifest.config if accepted is None else accepted.config
     try:  # keys that a later version has added get their defaults
-        return _compared(make_config(document))
+        return compared(make_config(document))
     except ConfigError:
         return {key: value for key, value in document.items() if key not in FREE}
 
 
-def _compared(config: RunConfig) -> dict[str, Any]:
+def compared(config: RunConfig) -> dict[str, Any]:
+    """Of a configuration, as a document, all that results depend on."""
     return config.model_dump(mode="json", exclude=set(FREE))
 
 

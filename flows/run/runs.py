@@ -27,7 +27,7 @@ from flows.run.planning import hardware_of
 from flows.run.prepare import Prepared, prepare
 from flows.run.progress import RunView
 from flows.run.replanning import Replanning
-from flows.run.run_folder import open_run, remember_folder, run_folder_of, taken
+from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_of, taken
 from flows.run.run_identity import keep_identity, refuse_changes
 from flows.run.summary import read_jsonl, rows_by_plan, run_figures
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
@@ -35,14 +35,15 @@ from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
-from rlhf_tasks.checkpoint.commits import latest_commit, newest_step
+from rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
+from rlhf_tasks.config.base import OnePass
+from rlhf_tasks.rewards.samples_folder import mean_scores
 from rlhf_tasks.system.durable import replace_file
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.reading import read_json, reading
 
-SUMMARY = "summary.json"
 RESTARTS = "restarts.json"
 
 
@@ -88,7 +89,7 @@ async def carry_out(
         prepared, expected = made or _prepared(config, place)
         with prefect_server(place):
             keep_identity(place, prepared)
-            prepared.rows.keep(place)
+            prepared.keep_rows(place)
             view = RunView(prepared, place, expected)
             try:
                 await view.begin()
@@ -246,7 +247,7 @@ class Attempts:
                 api=view.api,
                 orders=self._orders,
                 changes=[
-                    p.model_copy(update={"predicted_s": expected[p.iteration].price.duration_s})
+                    p.model_copy(update={"predicted_s": expected[p.iteration].price.longest_s})
                     for p in view.replanning.plans[1:]
                 ],
                 snapshot_every=config.snapshot_every,
@@ -254,7 +255,7 @@ class Attempts:
                 deadline_floor_s=config.runtime.deadline_floor_s,
                 max_rebuilds=config.runtime.max_restarts,
                 rebuilds=rebuilds,
-                predicted_s=expected[0].price.duration_s,
+                predicted_s=expected[0].price.longest_s,
                 peak_flops_per_s=expected[0].peak_flops_per_s,
                 blocks=self._blocks,
             )
@@ -313,7 +314,7 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
     summary["metrics"] = metrics[-1] if metrics else {}
     trained = [role for role, placed in prepared.plan.roles.items() if placed.trained]
     if trained:
-        commit, _ = latest_commit(folder)
+        commit, _ = commit_to_export(folder, prepared.config)
         assert commit is not None, "a finished run has a commit"
         model, role = folder / "model", "actor" if "actor" in trained else trained[0]
         if _exported_step(folder) != commit.step:  # a run that was stopped may have gone on
@@ -322,9 +323,11 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
             _export(commit.folder, prepared, role, model)
             reach(Point.EXPORTED)
         by_now = replace(prepared, changes=replanning.plans[1:])
-        card = model_card(by_now, folder.name, role, summary["metrics"])
+        card = model_card(by_now, folder.name, role, metrics[commit.step - 1] if commit.step else {})
         (model / "README.md").write_text(card, encoding="utf-8")
-        summary["model"] = str(model)
+        summary |= {"model": str(model), "model_step": commit.step}
+    if isinstance(prepared.config, OnePass):
+        summary["scores"] = mean_scores(folder, prepared.config.samples(len(prepared.rows)))
     if missing := api.missing():
         summary["prefect"] = missing
     text = json.dumps(summary, indent=2)
@@ -333,9 +336,9 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
 
 
 def _exported_step(folder: Path) -> int | None:
-    """How many iterations had been committed when the run's model was exported; None where nothing says so."""
+    """The step of the commit that the run's model was exported from; None where nothing says so."""
     with suppress(ConfigError):
-        return read_json(folder / SUMMARY).get("iterations")
+        return read_json(folder / SUMMARY).get("model_step")
     return None
 
 

@@ -36,11 +36,15 @@ COLOURS = {
     "onload": "#44AA99",
     "offload": "#882255",
     "save": "#999933",
+    "evaluate": "#661100",
 }
 """A colour for each kind of node; colour-blind-safe (Tol's muted scheme, 2021)."""
 CALL_KINDS = ("generate", "inference", "train_step")
 
-PANELS = ("reward", "rewards/*/mean", "rewards/margins", "rewards/accuracies", "kl", "loss/*", "accuracy")
+PANELS = (
+    *("eval/reward", "eval/loss", "reward", "rewards/*/mean", "rewards/margins", "rewards/accuracies"),
+    *("kl", "loss/*", "accuracy"),
+)
 """Patterns of the metrics that are drawn, each metric in a separate panel, in this order."""
 ENOUGH = 8  # with fewer values, none is an outlier
 MARKED = 60  # a curve of more points has no markers

@@ -73,10 +73,11 @@ def tell(line: str) -> None:
 
 
 def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
-    """Names of the metrics that are shown, in order: reward, mean of each reward, margins, KL, accuracy, losses."""
+    """Names of the metrics that are shown, in order: of the evaluation, reward, mean of each reward, margins, KL,
+    accuracy, losses."""
     own = [name for name in metrics if name.startswith("rewards/") and name.endswith("/mean")]
     losses = [name for name in metrics if name.startswith("loss/")]
-    shown = ("reward", *own, "rewards/margins", "kl", "accuracy", *losses)
+    shown = ("eval/reward", "eval/loss", "reward", *own, "rewards/margins", "kl", "accuracy", *losses)
     return [name for name in shown if metrics.get(name) is not None]
 
 

@@ -1,6 +1,6 @@
 """The dataflow graph of an algorithm: model function calls joined by data keys and by parameter versions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class DataflowGraph:
 
     architectures  call -> its model's architecture (anything comparable, e.g. a ModelShape); calls of one role
                    must agree
+    evaluated      roles that are evaluated after their train_step
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
     different sizes or groups, a cycle, and roles whose architectures differ.
     """
@@ -49,6 +50,7 @@ class DataflowGraph:
         *,
         name: str = "graph",
         architectures: Mapping[str, object] | None = None,
+        evaluated: Collection[str] = (),
     ) -> None:
         self.name = name
         self.dataset_keys = tuple(dataset_keys)
@@ -59,6 +61,10 @@ class DataflowGraph:
         graph = _data_graph(calls, producers, self.dataset_keys)
         _refuse_cycle(graph)
         self._trainers = _trainers(calls)
+        self.evaluated = tuple(evaluated)
+        frozen = sorted(set(self.evaluated) - self._trainers.keys())
+        if frozen:
+            raise GraphError(f"Role {frozen[0]!r} is evaluated, but no call of {name} trains it.")
         self.across = _add_version_edges(graph, calls, self._trainers)
         _refuse_cycle(graph)
         position = {call.name: i for i, call in enumerate(calls)}

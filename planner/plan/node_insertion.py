@@ -1,4 +1,5 @@
-"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads and saves.
+"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads, saves and
+evaluations.
 
 planner.plan.template decides which nodes there are and what they wait for; here they get their devices.
 """
@@ -14,6 +15,7 @@ from rlhf_tasks.spec import (
     CallAssignment,
     CallNode,
     DataSide,
+    EvaluateNode,
     FetchNode,
     ModelFunctionCall,
     OffloadNode,
@@ -157,3 +159,5 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
             return OffloadNode(name=slot.name, role=call.role, placement=here.placement)
         case "save":
             return SaveNode(name=slot.name, role=call.role, placement=here.placement)
+        case "evaluate":
+            return EvaluateNode(name=slot.name, role=call.role, placement=here.placement)

@@ -13,14 +13,21 @@ from planner.plan.graph import DataflowGraph
 
 FETCH = "fetch"
 
-SlotKind = Literal["fetch", "call", "transfer", "reallocate", "release", "onload", "offload", "save"]
+SlotKind = Literal[
+    "fetch", "call", "transfer", "reallocate", "release", "onload", "offload", "save", "evaluate"
+]
+
+
+TRAILING: frozenset[SlotKind] = frozenset({"release", "offload", "save", "evaluate"})
+"""The kinds of slots that directly follow others: the last reader, or the train_step."""
 
 
 class Slot(NamedTuple):
     """A node without its devices.
 
     call    the call that it serves. Of a call: itself; of a fetch: the source call; of a transfer: the consumer; of
-            a reallocation, release, onload or offload: the first reader; of a save: the train_step that it follows
+            a reallocation, release, onload or offload: the first reader; of a save or an evaluation: the train_step
+            that it follows
     source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
             role's train_step; otherwise `call`
     keys    what a fetch or transfer brings
@@ -52,8 +59,8 @@ class Skeleton:
 
     @property
     def moving(self) -> list[str]:
-        """The slots whose order is chosen: all but releases, offloads and saves, which directly follow others."""
-        return [name for name, slot in self.slots.items() if slot.kind not in ("release", "offload", "save")]
+        """The slots whose order is chosen: all but those that directly follow others."""
+        return [name for name, slot in self.slots.items() if slot.kind not in TRAILING]
 
 
 def skeleton(
@@ -132,11 +139,17 @@ def _add_onloads(
 
 
 def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
+    """After each train_step a save, then an evaluation where the role is evaluated. The next train_step waits."""
     for role in graph.roles:
         trainer = graph.trainer(role)
         if trainer is not None:
             made.add(Slot(f"save_{role}", "save", trainer.name, trainer.name), after={trainer.name})
             made.across[trainer.name].add(f"save_{role}")
+        if (
+            trainer is not None and role in graph.evaluated
+        ):  # behind the save, whose files are written meanwhile
+            made.add(Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name), after={trainer.name})
+            made.across[trainer.name].add(f"evaluate_{role}")
 
 
 class _Holding(NamedTuple):

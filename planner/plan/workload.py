@@ -49,6 +49,26 @@ class Lengths(Frozen):
         return spans
 
 
+class Evaluation(Frozen):
+    """The evaluation of a trained role: what it computes, and how often.
+
+    every              iterations from one evaluation to the next
+    rows               held-out rows; rows_at_once: of these, computed at once by all dp ranks together
+    answers            answers that are generated to each row; 0: none
+    prompt_tokens      mean tokens of a held-out prompt
+    new_tokens         most tokens of an answer
+    completion_tokens  mean tokens of a row with its completion, on which the loss is computed; 0: it is not
+    """
+
+    every: int = Field(gt=0)
+    rows: int = Field(gt=0)
+    rows_at_once: int = Field(gt=0)
+    answers: int = Field(0, ge=0)
+    prompt_tokens: int = Field(1, gt=0)
+    new_tokens: int = Field(1, gt=0)
+    completion_tokens: int = Field(0, ge=0)
+
+
 class Workload(Frozen):
     """Sizes of an iteration, in addition to those in the graph.
 
@@ -59,6 +79,7 @@ class Workload(Frozen):
     itemsize         bytes of a parameter or activation
     recompute        activations are recomputed in the backward pass
     reward_s         seconds of the Python rewards per sequence
+    evaluation       of the role that the graph has evaluated
     """
 
     prompt_tokens: int = Field(gt=0)
@@ -68,6 +89,7 @@ class Workload(Frozen):
     itemsize: int = Field(gt=0)
     recompute: bool
     reward_s: float = Field(0.0, ge=0)
+    evaluation: Evaluation | None = None
 
     @property
     def mean_tokens(self) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.plan.mesh import Cluster
-from planner.plan.workload import RoleModel, Workload, fullest_share
+from planner.plan.workload import Lengths, RoleModel, Workload, fullest_share
 from planner.pricing.calibrate import with_measured_moves
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import Sizes, sizes, stage_kinds
@@ -22,7 +22,7 @@ from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, facto
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Exchange, Pass
-from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
 OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments in float32 (optimizer.py)
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
@@ -98,6 +98,7 @@ class CostModel:
         self.classes = replace(stated, profiles=tuple(found))
         self._timings: dict[tuple, Timing] = {}
         self._costs: dict[tuple, dict[int, CallCost]] = {}
+        self._evaluations: dict[tuple, CallCost] = {}
         self.ran = tuple(ran)
         self._factors: dict[str, dict[tuple, Factor]] = {}
 
@@ -172,6 +173,41 @@ class CostModel:
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
         return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
 
+    def evaluation(self, role: str, placement: Placement) -> CallCost:
+        """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
+        forward pass over the rows with their completions.
+
+        The workload must have one. It has no figures of runs: only calls are corrected by these.
+        """
+        asked = self.workload.evaluation
+        assert asked is not None, "the workload has no evaluation"
+        where, s = self._where(placement), placement.strategy
+        key = role, where
+        if key not in self._evaluations:
+            timing = self._timing(role, s.tp, where.crossings.tp, where.classes)
+            local = self._sizes(role, s)
+
+            def mesh(prompt_tokens: int, new_tokens: int) -> _OnMesh:
+                lengths = {"prompt_tokens": prompt_tokens, "new_tokens": Lengths.fixed(new_tokens)}
+                workload = self.workload.model_copy(update={**lengths, "max_new_tokens": new_tokens})
+                return _OnMesh(timing, workload, local, s, where.crossings)
+
+            at_once = min(asked.rows_at_once, asked.rows)
+            parts = [CallCost(0.0, (0.0,) * s.pp)]
+            if asked.answers:
+                call = _evaluates(role, "generate", at_once * asked.answers)
+                on = mesh(asked.prompt_tokens, asked.new_tokens)
+                generated, rewards_s = _generate(on, call, 1), on.share(call) * on.workload.reward_s
+                parts.append(CallCost(generated.seconds + rewards_s, generated.active_bytes))
+            if asked.completion_tokens:
+                on = mesh(max(1, asked.completion_tokens - 1), 1)
+                call = _evaluates(role, "inference", at_once)
+                parts.append(_infer(on, call, min(s.pp, on.share(call))))
+            seconds = -(-asked.rows // at_once) * sum(part.seconds for part in parts)
+            active = [part.active_bytes for part in parts]
+            self._evaluations[key] = CallCost(seconds, tuple(map(max, zip(*active, strict=True))))
+        return self._evaluations[key]
+
     def onload_s(self, role: str, placement: Placement) -> float:
         """Seconds to copy a role's parameters from host memory: those of the fullest device, as the others wait."""
         held = max(self.parameter_bytes(role, placement))
@@ -221,6 +257,10 @@ class CostModel:
             spans(at(rank, 0, 0) for rank in range(s.dp)),
             spans(at(0, 0, rank) for rank in range(s.pp)),
         )
+
+
+def _evaluates(role: str, kind: CallKind, n_seqs: int) -> ModelFunctionCall:
+    return ModelFunctionCall(name="evaluate", role=role, kind=kind, inputs=("input_ids",), n_seqs=n_seqs)
 
 
 def _by_class(

@@ -46,7 +46,7 @@ class Option(NamedTuple):
                    optimizer; of a frozen role, parameters unless they are offloaded; 0 for other calls of a trained
                    role
     copy           [stages] bytes of a read-only copy of the parameters, or of the parameters while onloaded
-    active         [stages] bytes beyond these while the call runs
+    active         [stages] bytes beyond these while the call runs, or the evaluation that follows a train_step
     offload        whether a frozen role's parameters are in host memory except during this call
     """
 
@@ -199,9 +199,20 @@ def _prices(
         resident = model.training_bytes(call.role, placement)
     else:
         resident = (0.0,) * strategy.pp
-    counts = micro_batch_counts(call, strategy)
+    counts, besides = micro_batch_counts(call, strategy), (0.0,) * strategy.pp
+    if trainer is not None and trainer.name == call.name and call.role in problem.graph.evaluated:
+        besides = model.evaluation(call.role, placement).active_bytes
     return [
-        Option(first, strategy.size, strategy, count, cost.seconds, resident, copy, cost.active_bytes)
+        Option(
+            first,
+            strategy.size,
+            strategy,
+            count,
+            cost.seconds,
+            resident,
+            copy,
+            tuple(map(max, cost.active_bytes, besides)),
+        )
         for count, cost in zip(counts, model.calls(call, placement, counts), strict=True)
     ]
 

@@ -21,6 +21,7 @@ from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
 from rlhf_tasks.spec import (
     CallNode,
+    EvaluateNode,
     ExecutionPlan,
     FetchNode,
     ModelFunctionCall,
@@ -85,11 +86,12 @@ class MemoryPeak:
 class PlanPrice:
     """A plan under a cost model.
 
-    duration_s   node -> seconds
+    duration_s   node -> seconds per iteration; of an evaluation, which not every iteration has, their mean
+    rare_s       evaluation -> seconds of an iteration that has it
     copy_s       onload -> seconds of the copy that it starts
     moved_bytes  transfer or reallocation -> bytes that it sends between devices
     peaks        device -> its peak memory, for the devices that the plan uses
-    call_bytes   call -> the most bytes that a device holds while it runs
+    call_bytes   call or evaluation -> the most bytes that a device holds while it runs
     """
 
     duration_s: dict[str, float]
@@ -98,6 +100,12 @@ class PlanPrice:
     peaks: dict[int, MemoryPeak]
     call_bytes: dict[str, float]
     copy_s: dict[str, float] = field(default_factory=dict)
+    rare_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def longest_s(self) -> dict[str, float]:
+        """Node -> its seconds in an iteration in which it has most to do: deadlines must allow for them."""
+        return {**self.duration_s, **self.rare_s}
 
     @property
     def iteration_time_s(self) -> float:
@@ -120,15 +128,17 @@ def _no_collection() -> Iterator[None]:
 @_no_collection()
 def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
     """Price every node of a plan, in seconds and bytes. Raises ValueError when a strategy does not suit its model."""
-    duration_s, moved_bytes, copy_s = {}, {}, {}
+    duration_s, moved_bytes, copy_s, rare_s = {}, {}, {}, {}
     for node in plan.nodes:
         duration_s[node.name], moved = node_cost(node, plan, model)
         if isinstance(node, TransferNode | ReallocateNode):
             moved_bytes[node.name] = moved
         if isinstance(node, OnloadNode):
             copy_s[node.name] = model.onload_s(node.role, node.placement)
+        if isinstance(node, EvaluateNode):
+            rare_s[node.name] = model.evaluation(node.role, node.placement).seconds + model.classes.dispatch_s
     steady = steady_state(plan, duration_s, copy_s)
-    return PlanPrice(duration_s, moved_bytes, steady, *plan_memory(plan, model), copy_s)
+    return PlanPrice(duration_s, moved_bytes, steady, *plan_memory(plan, model), copy_s, rare_s)
 
 
 def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
@@ -145,6 +155,8 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case SaveNode():
             held = max(model.parameter_bytes(node.role, node.placement))
             seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement))
+        case EvaluateNode():
+            seconds = evaluation_s(node.role, node.placement, model)
         case FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
             pass
     return seconds + model.classes.dispatch_s, moved
@@ -157,6 +169,12 @@ def save_s(parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[
     """
     state_bytes = parameter_bytes / model.workload.itemsize * OPTIMIZER_BYTES / dp
     return model.classes.host_copy_s(state_bytes, classes)
+
+
+def evaluation_s(role: str, placement: Placement, model: CostModel) -> float:
+    """Seconds per iteration of the evaluation of a role: most iterations have none."""
+    assert model.workload.evaluation is not None, "the workload has no evaluation"
+    return model.evaluation(role, placement).seconds / model.workload.evaluation.every
 
 
 def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
@@ -252,16 +270,23 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
                 brought(node.name, node.role, f"{node.role}: onloaded parameters", node.placement)
             case OffloadNode():
                 freed(node.role, f"{node.role}: onloaded parameters", node.placement)
-            case CallNode():
-                active = model.call(node.call, node.assignment).active_bytes
+            case CallNode() | EvaluateNode():
+                active, part = _active(node, model)
                 for device, size_bytes in _by_device(stages[node.placement], active):
-                    parts = {**live[device], active_part(node.call): size_bytes}
+                    parts = {**live[device], part: size_bytes}
                     note(device, node.name, parts)
                     call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
             case FetchNode() | TransferNode() | SaveNode():
                 pass
     by_device = {device: peak for first, peak in peaks.items() for device in groups[first]}
     return PlanMemory(by_device, call_bytes)
+
+
+def _active(node: CallNode | EvaluateNode, model: CostModel) -> tuple[tuple[float, ...], str]:
+    """([stages] bytes that a node needs while it runs, their name as a part of MemoryPeak)."""
+    if isinstance(node, EvaluateNode):
+        return model.evaluation(node.role, node.placement).active_bytes, f"{node.name}: KV cache"
+    return model.call(node.call, node.assignment).active_bytes, active_part(node.call)
 
 
 _Stages = list[tuple[int, int]]  # (device, stage)
@@ -327,6 +352,8 @@ def active_part(call: ModelFunctionCall) -> str:
 
 def remedy(part: str) -> str:
     """One sentence on the fields that would lower a part of MemoryPeak."""
+    if part.startswith("evaluate_"):
+        return "A smaller evaluation.batch_size or fewer new tokens would lower it."
     if part.endswith("KV cache"):
         return "A larger dp, tp or pp, a smaller batch_size or fewer new tokens would lower it."
     if part.endswith("activations"):

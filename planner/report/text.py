@@ -7,6 +7,7 @@ from planner.plan.graph import DataflowGraph
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.spec import (
     CallNode,
+    EvaluateNode,
     ExecutionPlan,
     FetchNode,
     OffloadNode,
@@ -81,7 +82,7 @@ def _short_name(node: PlanNode) -> str:
     match node:
         case TransferNode():
             return f"→ {node.name.rpartition('_to_')[2]}"
-        case ReallocateNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode():
+        case ReallocateNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
             return f"{node.kind}_{node.role}"
         case _:
             return node.name
@@ -135,8 +136,8 @@ def node_detail(node: PlanNode) -> str:
             return ", ".join(keys)
         case ReallocateNode(role=role, source=source, destination=destination):
             return f"{role}: {source.strategy} → {destination.strategy}"
-        case ReleaseNode(role=role) | OnloadNode(role=role) | OffloadNode(role=role) | SaveNode(role=role):
-            return role
+        case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
+            return node.role
 
 
 def _keys(keys: Sequence[str]) -> str:

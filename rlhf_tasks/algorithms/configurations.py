@@ -45,7 +45,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
     """
     document = read_yaml(Path(path))
     for change in overrides:
-        _apply_override(document, change)
+        apply_override(document, change)
     return resolve_paths(make_config(document), base or Path.cwd())
 
 
@@ -66,7 +66,7 @@ def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """The configuration with overrides applied, as in `load_config`. Raises ConfigError for a fault in a field."""
     document = config.model_dump(mode="json")
     for change in overrides:
-        _apply_override(document, change)
+        apply_override(document, change)
     return make_config(document)
 
 
@@ -109,6 +109,9 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir)
     document["data"]["train"] = absolute(config.data.train)
+    evaluation = document.get("evaluation")
+    if evaluation is not None:
+        evaluation["data"] = absolute(evaluation["data"])
     document["models"] = {
         role: absolute(source) if isinstance(source, str) else source
         for role, source in document["models"].items()
@@ -121,14 +124,14 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         document["resume"] = absolute(config.resume)
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan)
-    for reward in document.get("rewards", ()):
+    for reward in (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ())):
         location, _, function = reward["function"].rpartition(":")
         if location.endswith(".py"):
             reward["function"] = f"{absolute(location)}:{function}"
     return type(config).model_validate(document)
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
+def apply_override(document: dict[str, Any], override: str) -> None:
     """Set one key of a parsed document in place, and create missing mappings above it."""
     dotted, equals, text = override.partition("=")
     keys, what = dotted.strip().split("."), f"override {shown(override)}"

@@ -24,17 +24,18 @@ ROWS_AT_ONCE = 256
 FORMAT = 1  # of token files
 
 
-def prepared_rows(config: RunConfig, folder: Path | None = None) -> TokenFile:
+def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROWS) -> TokenFile:
     """The tokenised data set of a run, every row checked: its columns and its length.
 
     folder  of a run that may have its token file already; else `TokenFile.keep` gives it one
+    name    of the token file in it
     Raises DataError (naming file:line), TokenizerError, or ConfigError if the algorithm's `fetch` leaves out a key.
     """
     record, data, limit = algorithm(config.type), data_set(config.data), _Limit.of(config)
     key, kept = _key(config, record, data), None
     if folder is not None:
         with suppress(DataError):  # none, or a damaged one: it is made anew
-            kept = TokenFile.open(folder / ROWS)
+            kept = TokenFile.open(folder / name)
     if kept is None or kept.key != key:
         files = [str(file.path) for file in data.files]
         rows = _token_rows(config, record, data, limit)

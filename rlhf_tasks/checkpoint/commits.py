@@ -9,11 +9,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
+from rlhf_tasks.checkpoint.best import best_steps, keep_best, score_of, scores_of
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
@@ -25,6 +26,7 @@ from rlhf_tasks.checkpoint.journals import (
     JournalMark,
     MetricsLines,
     lineage_lines,
+    reported,
 )
 from rlhf_tasks.checkpoint.manifest import (
     CHECKSUM,
@@ -37,6 +39,7 @@ from rlhf_tasks.checkpoint.manifest import (
     write_manifest,
 )
 from rlhf_tasks.checkpoint.plan_log import plan_digest
+from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.system.durable import explained, refuse_full, sync, write_file
 from rlhf_tasks.system.failpoints import Point, at, reach
@@ -113,13 +116,30 @@ def latest_commit(run_folder: Path) -> tuple[Commit | None, list[CheckpointError
     return None, refused
 
 
-def prune(run_folder: Path, keep_last: int) -> None:
-    """Verify the newest commit, then remove all but the newest `keep_last`.
+def commit_to_export(run_folder: Path, config: RunConfig) -> tuple[Commit | None, list[CheckpointError]]:
+    """The commit whose model a run exports, and why others were refused: with `evaluation.keep_best` the one of the
+    best evaluation, else, and where none was evaluated, the newest. Reads every byte of these commits."""
+    refused = []
+    if keep_best(config.model_dump()):
+        there, scores = set(steps_of(run_folder)), scores_of(run_folder)
+        for step in best_steps(scores, len(scores)):
+            if step in there:
+                try:
+                    folder = step_folder(run_folder, step)
+                    return Commit(step, folder, verify(folder)), refused
+                except CheckpointError as error:
+                    refused.append(error)
+    found, of_newest = latest_commit(run_folder)
+    return found, refused + of_newest
+
+
+def prune(run_folder: Path, keep_last: int, best: Collection[int] = ()) -> None:
+    """Verify the newest commit, then remove all but the newest `keep_last` and those of the steps `best`.
 
     Raises CheckpointError, and removes nothing, when the newest does not verify.
     """
     steps = sorted(steps_of(run_folder))
-    old = steps[:-keep_last]
+    old = [step for step in steps[:-keep_last] if step not in best]
     if old:
         verify(step_folder(run_folder, steps[-1]))
     for step in old:
@@ -214,6 +234,7 @@ class RunSnapshots:
         self._journals = self._open_journals({})
         self._marked = False
         self._metrics = MetricsLines(spec.peak_flops_per_s)
+        self._scores: dict[int, float] = {}  # of evaluated steps
 
     def latest(self) -> tuple[int, int] | None:
         """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
@@ -240,6 +261,8 @@ class RunSnapshots:
             reach(Point.SWEEP)
         for journal in self._journals.values():
             journal.cut()
+        if keep_best(self._spec.config):
+            self._scores = scores_of(self._folder)
         return None if found is None else (found.step, found.manifest.cursor)
 
     def commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
@@ -284,8 +307,10 @@ class RunSnapshots:
         for journal in self._journals.values():
             journal.keep()
         self._mark_attempt(order.step)
+        self._score(order.iterations, results)
         try:
-            prune(self._folder, self._spec.config["keep_last"])
+            best = best_steps(self._scores, keep_best(self._spec.config))
+            prune(self._folder, self._spec.config["keep_last"], best)
         except (CheckpointError, OSError) as error:
             logger.error("older commits are kept: %s", error)
 
@@ -319,6 +344,12 @@ class RunSnapshots:
             except OSError as error:
                 raise explained(error, path, size_bytes) from error
         return marks
+
+    def _score(self, iterations: Iterable[int], results: Mapping[int, IterationResults]) -> None:
+        for i in iterations:
+            score = score_of(reported(i, results[i])) if i in results else None
+            if score is not None:
+                self._scores[i + 1] = score
 
     def _mark_attempt(self, step: int) -> None:
         """Record in the attempt's file that it has trained: `lost_commits` needs that if all commits are lost."""

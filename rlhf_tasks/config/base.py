@@ -1,12 +1,12 @@
 """The base classes of run configurations, built from the sections in sections.py. Torch-free.
 
 Every configuration is a `RunConfig`. Its other bases say what its runs do: `TrainingConfig` trains, `Samples`
-generates, `SamplesGroups` several times for each prompt, `Scores` generates and scores. Code outside `algorithms/`
-checks for these bases, never for an algorithm.
+generates, `SamplesGroups` several times for each prompt, `Scores` generates and scores, `OnePass` does that once for
+each row. Code outside `algorithms/` checks for these bases, never for an algorithm.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
@@ -18,12 +18,14 @@ from rlhf_tasks.config.sections import (
     MOST_SEQS,
     ClusterConfig,
     DataConfig,
+    EvaluationConfig,
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
     RewardFunction,
     RewardModelScore,
     Role,
+    RolloutModels,
     RuntimeConfig,
     SamplingConfig,
     Settings,
@@ -175,6 +177,7 @@ class TrainingConfig(RunConfig):
         "": ("total_iterations",),
         "Batch": ("num_mini_batches",),
         "Training": ("optimizer", "gradient_checkpointing"),
+        "Evaluation": ("evaluation",),
     }
 
     total_iterations: int = Field(gt=0, le=MOST_ITERATIONS, description="Iterations of the run.")
@@ -186,10 +189,20 @@ class TrainingConfig(RunConfig):
         default=False,
         description="Recompute a layer's activations in its backward pass: less memory, more time.",
     )
+    evaluation: EvaluationConfig | None = Field(
+        default=None,
+        description="Scores of answers to held-out rows during the run, as metrics eval/...; default: none.",
+    )
 
     def iterations(self, n_rows: int) -> int:
         """`total_iterations`, whatever the number of rows."""
         return self.total_iterations
+
+    @property
+    def rewards_of_evaluation(self) -> tuple[RewardFunction, ...]:
+        """The Python rewards that score the answers to held-out rows."""
+        own = self.rewards if isinstance(self, Scores) else ()
+        return () if self.evaluation is None else self.evaluation.rewards or own
 
     @field_validator("num_mini_batches")
     @classmethod
@@ -200,6 +213,43 @@ class TrainingConfig(RunConfig):
                 f"{value} does not divide batch_size={batch_size}. Make batch_size a multiple of it."
             )
         return value
+
+    @model_validator(mode="after")
+    def _can_be_evaluated(self) -> Self:
+        asked = self.evaluation
+        if asked is None:
+            return self
+        actor = self.roles().get("actor")
+        if actor is None or actor.optimizer is None or actor.head != "lm":
+            raise ValueError(
+                f"evaluation: its answers are those of a language model that trains, and a run of type {self.type!r} "
+                "trains none. Leave it out."
+            )
+        if asked.every > self.total_iterations:
+            raise ValueError(
+                f"evaluation.every={asked.every} is more than total_iterations={self.total_iterations}. Lower it."
+            )
+        if not self.rewards_of_evaluation and not asked.loss:
+            raise ValueError(
+                "evaluation: nothing scores the answers. Name a function under evaluation.rewards, or set "
+                "evaluation.loss: true for the loss on the rows' completions."
+            )
+        if (
+            self.rewards_of_evaluation
+            and asked.max_completion_length is None
+            and not isinstance(self, Samples)
+        ):
+            raise ValueError(
+                f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
+                "evaluation.max_completion_length."
+            )
+        if asked.keep_best and asked.every % self.snapshot_every:
+            raise ValueError(
+                f"evaluation.keep_best keeps evaluated snapshots, but every={asked.every} is no multiple of "
+                f"snapshot_every={self.snapshot_every}. Make it one."
+            )
+        refuse_equal_names(asked.rewards)
+        return self
 
 
 class Samples(RunConfig):
@@ -287,7 +337,44 @@ class Scores(Samples):
 
     @model_validator(mode="after")
     def _refuse_equal_names(self) -> Self:
-        names = [reward.name for reward in self.rewards]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")
+        refuse_equal_names(self.rewards)
         return self
+
+
+class OnePass(Scores, SamplesGroups):
+    """The configuration of runs that answer all rows once, in file order, with a frozen model."""
+
+    models: RolloutModels
+
+    def samples(self, n_rows: int) -> int:
+        """The number of samples of `n_rows` rows. The last iteration may have more: it begins the rows again."""
+        return n_rows * self.num_generations
+
+    def iterations(self, n_rows: int) -> int:
+        """The number of iterations that pass once over all rows."""
+        return -(-self.samples(n_rows) // self.batch_size)
+
+    def row_of(self, rows: "TokenFile", sample: int) -> int:
+        """The index of the row of a sample: rows in file order, `num_generations` samples each."""
+        return sample // self.num_generations % len(rows)
+
+    def roles(self) -> dict[str, Role]:
+        """The frozen actor, and reward where there is a reward model."""
+        roles = {"actor": Role.of(self.models.actor, "lm")}
+        if self.models.reward is not None:
+            roles["reward"] = Role.of(self.models.reward, "scalar")
+        return roles
+
+
+def rewards_of(config: RunConfig) -> tuple[RewardFunction, ...]:
+    """All Python rewards that a run calls, those of its evaluation among them."""
+    own = config.rewards if isinstance(config, Scores) else ()
+    of_evaluation = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
+    return (*own, *(reward for reward in of_evaluation if reward not in own))
+
+
+def refuse_equal_names(rewards: Sequence[RewardFunction]) -> None:
+    """Raises ValueError where two rewards would have one name in metrics."""
+    names = [reward.name for reward in rewards]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two rewards share a name: {', '.join(names)}. Rename one of the functions.")

@@ -178,6 +178,53 @@ class SamplingConfig(Settings):
     )
 
 
+class EvaluationConfig(Settings):
+    """Evaluation on held-out rows during a training run: the model as it then is answers them, and the answers are
+    scored by rewards; or it is asked how likely the rows' own completions are.
+    """
+
+    data: str = Field(
+        min_length=1, description="Held-out rows: JSONL (.gz) or Parquet, read as those of data.train are."
+    )
+    every: int = Field(
+        default=1,
+        gt=0,
+        le=MOST_ITERATIONS,
+        description="Iterations from one evaluation to the next; the last iteration always has one.",
+    )
+    rewards: tuple[RewardFunction, ...] = Field(
+        default=(),
+        description="Python rewards that score the answers, summed with weights; default: the run's.",
+    )
+    loss: bool = Field(
+        default=False,
+        description="Also the loss on the rows' completions, as of supervised fine-tuning: eval/loss.",
+    )
+    max_completion_length: int | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_TOKENS,
+        description="Maximum tokens of an answer; default: sampling.max_completion_length.",
+    )
+    temperature: float = Field(default=0.0, ge=0, description="Divides the logits; 0 is greedy.")
+    num_generations: int = Field(default=1, gt=0, le=MOST_SEQS, description="Answers to each row.")
+    batch_size: int = Field(
+        default=64, gt=0, le=MOST_SEQS, description="Rows that are computed at once, by all ranks together."
+    )
+    keep_best: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_ITERATIONS,
+        description="Snapshots of the highest eval/reward (without rewards: of the lowest eval/loss) that are kept "
+        "besides keep_last. With 1 or more, the run's model is exported from the best of its evaluated snapshots, "
+        "with 0 from the last snapshot.",
+    )
+
+    def is_due(self, iteration: int, total_iterations: int) -> bool:
+        """Whether an iteration, counted from 0, ends with an evaluation."""
+        return (iteration + 1) % self.every == 0 or iteration + 1 == total_iterations
+
+
 class OptimizerConfig(Settings):
     """AdamW and its learning-rate schedule. Steps are optimizer steps (mini-batches), not iterations."""
 

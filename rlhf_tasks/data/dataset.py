@@ -153,9 +153,12 @@ class DataSet:
 
     def some(self, most: int) -> list[PlacedRow]:
         """At most so many of the rows, at even distances. Rows between them are not parsed."""
+        return list(self._every(step_between(self.count(), most)))
+
+    def count(self) -> int:
+        """The number of rows; none is parsed."""
         self._check_sizes()
-        rows = sum(1 for file in self.files for _ in file.unread())
-        return list(self._every(step_between(rows, most)))
+        return sum(1 for file in self.files for _ in file.unread())
 
     def _check_sizes(self) -> None:
         for file in self.files:

@@ -89,9 +89,9 @@ class TokenFile:
     def __len__(self) -> int:
         return self._rows
 
-    def keep(self, folder: Path) -> None:
+    def keep(self, folder: Path, name: str = ROWS) -> None:
         """Copy the file into a run folder, unless it is there; it appears whole or not at all. Raises OSError."""
-        path, part = folder / ROWS, folder / f".{ROWS}.part"
+        path, part = folder / name, folder / f".{name}.part"
         if self._name == path:
             return
         self._source.seek(0)

@@ -11,6 +11,7 @@ from functools import cached_property
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import (
     CallNode,
+    EvaluateNode,
     ExecutionPlan,
     NodeKey,
     NodeRequest,
@@ -174,6 +175,6 @@ def _role(node: PlanNode) -> str | None:
     """The role whose parameters a node reads, if any."""
     if isinstance(node, CallNode):
         return node.call.role
-    if isinstance(node, ReallocateNode | ReleaseNode | SaveNode):
+    if isinstance(node, ReallocateNode | ReleaseNode | SaveNode | EvaluateNode):
         return node.role
     return None

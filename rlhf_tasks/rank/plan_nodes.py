@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.evaluation import Evaluation
 from rlhf_tasks.algorithms.fetch import fetch
 from rlhf_tasks.algorithms.functions import load_functions
+from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
+from rlhf_tasks.config.base import TrainingConfig
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
@@ -28,6 +31,7 @@ from rlhf_tasks.rank.role_engines import RoleEngines
 from rlhf_tasks.rewards.process import RewardProcess
 from rlhf_tasks.spec import (
     CallNode,
+    EvaluateNode,
     ExecutionPlan,
     FetchNode,
     NodeRequest,
@@ -70,6 +74,8 @@ class RankRun:
         )
         reach(Point.JOINED)
         self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks)
+        self._evaluation: Evaluation | None = None
+        self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
@@ -87,6 +93,15 @@ class RankRun:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self._config.models.tokenizer)
+
+    def _evaluated(self) -> Evaluation:
+        """Made by the ranks that evaluate, when they do so first. Rewards of its own have a process of their own."""
+        if self._evaluation is None:
+            answers, folder = evaluation_of(self._config), Path(self._spec.run_folder)
+            if answers is not None and answers.rewards != getattr(self._config, "rewards", ()):
+                self._rewards_of_evaluation = RewardProcess(answers, self._spec.iterations, self._spec.blocks)
+            self._evaluation = Evaluation(self._config, folder, self._rewards_of_evaluation, self._tokenizer)
+        return self._evaluation
 
     def start(self, kept: KeptState | None) -> None:
         """Restore the commit that the generation starts from; without one, save the initial state as step 0.
@@ -138,6 +153,7 @@ class RankRun:
         aborted  the writer does not write what is still queued
         """
         self._rewards.close()
+        self._rewards_of_evaluation.close()
         self._engines.close()
         self._writer.close(wait=not aborted)
 
@@ -231,6 +247,19 @@ class RankRun:
             self._save_as(request.key.iteration + 1, node.role, engine)
         return Outcome()
 
+    @_perform.register
+    def _evaluate(self, node: EvaluateNode, request: NodeRequest) -> Outcome:
+        config, iteration = self._config, request.key.iteration
+        assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
+        if config.evaluation is None or not config.evaluation.is_due(iteration, config.total_iterations):
+            return Outcome()
+        engine = self._engines.get(node.role, node.placement)
+        held, expected = engine.version, request.versions[node.role]
+        require(held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}")
+        flops_before = engine.flops
+        metrics = self._evaluated().metrics(engine, iteration)
+        return Outcome(metrics, flops=engine.flops - flops_before)
+
     def _save_as(self, step: int, role: str, engine: Engine) -> None:
         self._at_step[role] = step
         self._writer.save(role, engine, step)
@@ -262,7 +291,7 @@ def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
                 sets.append(heads_set(node.source, node.destination))
             case ReallocateNode():
                 sets.append(union_set(node.source, node.destination))
-            case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode():
+            case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
                 pass
     return sorted(set(sets))
 

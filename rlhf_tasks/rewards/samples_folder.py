@@ -3,10 +3,28 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 SAMPLES = "samples"
 """The folder's name in the run folder; one JSONL file per iteration and dp rank."""
+
+
+def mean_scores(run_folder: Path, n_samples: int) -> dict[str, float]:
+    """Means over the samples of a finished rollout: `reward`, of the scores, and `rewards/<name>/mean` of each,
+    without samples that it does not judge. `samples` is their number.
+
+    n_samples  as in `read_samples`
+    """
+    values: dict[str, list[float]] = {"reward": []}
+    count = 0
+    for sample in read_samples(run_folder, n_samples):
+        count += 1
+        values["reward"].append(sample["score"])
+        for name, value in {**sample["rewards"], "reward_model": sample["reward_model"]}.items():
+            if value is not None:
+                values.setdefault(f"rewards/{name}/mean", []).append(value)
+    return {"samples": count, **{name: fmean(found) for name, found in values.items() if found}}
 
 
 def read_samples(run_folder: Path, n_samples: int) -> Iterator[dict[str, Any]]:

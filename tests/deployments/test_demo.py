@@ -15,6 +15,7 @@ from flows.demo.data import (
     write_demo_data,
     write_jsonl,
 )
+from flows.demo.stages import BEFORE_PPO, Demo
 from rlhf_tasks.algorithms.configurations import RunConfig, load_config
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
@@ -25,7 +26,10 @@ FOLDER = Path(__file__).parents[2] / "deployments" / "demo"
 SEED = 0
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+RUNS = sorted({*FOLDER.glob("*.yaml")} - {FOLDER / "pipeline.yaml"})
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_every_configuration_loads_and_fits_the_model(path: Path, tmp_path: Path):
     config = load_config(path, base=tmp_path)
     assert config.data.train.startswith(str(tmp_path / "data"))
@@ -33,6 +37,21 @@ def test_every_configuration_loads_and_fits_the_model(path: Path, tmp_path: Path
     if isinstance(config, PPOConfig | RolloutConfig):
         longest = config.data.max_prompt_tokens + config.sampling.max_completion_length
         assert longest <= MODEL["max_position_embeddings"]
+
+
+def test_the_stages_are_one_pipeline_of_these_configurations(tmp_path: Path):
+    demo = Demo(tmp_path, SEED, "tls://127.0.0.1:1")
+    stages = demo.stages()
+    sft, reward = (str(tmp_path / "stages" / name / "model") for name in ("sft", "reward-model"))
+    assert list(stages) == [*BEFORE_PPO, "ppo", "accuracy-before", "accuracy-after"]
+    assert stages["sft"] == demo.config("sft", "sft")
+    assert stages["pairs"] == demo.config("pairs", "pairs", models={"actor": sft})
+    assert stages["reward-model"] == demo.config("reward_model", "reward-model", models={"actor": sft})
+    both = {"actor": sft, "reward": reward}
+    assert stages["calibration"] == demo.config("calibration", "calibration", models=both)
+    assert stages["ppo"] == demo.config("ppo", "ppo", models=both)
+    measured = demo.config("evaluation", "accuracy-before", models={"actor": sft})
+    assert stages["accuracy-before"] == measured
 
 
 def stage(name: str, base: Path, *overrides: str) -> tuple[RunConfig, OneRank, Path]:

@@ -10,6 +10,7 @@ from planner.pricing.cluster_file import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
 from rlhf_tasks.algorithms.configurations import load_config
+from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import Scores, TrainingConfig
 
@@ -120,3 +121,24 @@ def test_an_example_with_long_answers_is_the_variant_that_the_short_ones_head_na
         [f"sampling.max_completion_length={tokens}", f"batch_size={n_seqs}"],
     )
     assert load_config(EXAMPLES / f"{name}.yaml") == short
+
+
+def test_the_evaluation_and_the_pipeline_are_sound_and_fit_each_other():
+    alone = load_config(EXAMPLES / "evaluate.yaml")
+    stages = stages_of(load_pipeline(EXAMPLES / "pipeline.yaml"))
+    assert {name: config.type for name, config in stages.items()} == {
+        "sft": "sft",
+        "reward-model": "reward_model",
+        "before": "evaluate",
+        "ppo": "ppo",
+        "after": "evaluate",
+    }
+    folder = Path.cwd() / "runs" / "my-model"
+    assert stages["ppo"].models.actor == str(folder / "sft" / "model")
+    assert stages["ppo"].models.reward == str(folder / "reward-model" / "model")
+    assert stages["after"].models.actor == str(folder / "ppo" / "model")
+    assert stages["before"].sampling == stages["after"].sampling == alone.sampling
+    for config in stages.values():
+        assert config.output_dir == str(folder)
+        if isinstance(config, TrainingConfig) and config.evaluation is not None:
+            assert config.evaluation.data == str(Path.cwd() / "data" / "held_out.jsonl")

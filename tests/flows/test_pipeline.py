@@ -50,14 +50,13 @@ def stage_config(demo, name):
 @pytest.mark.usefixtures("prefect")
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 def test_the_demo_goes_from_random_weights_to_a_policy_and_ppo_goes_on_from_its_models(tmp_path, monkeypatch):
-    whole = Demo.config
+    whole = Demo.stages
 
-    def shortened(demo, stage, name, **changes):
-        return whole(
-            demo, stage, name, **({"total_iterations": ITERATIONS} if stage == "ppo" else {}), **changes
-        )
+    def shortened(demo):
+        stages = whole(demo)
+        return {**stages, "ppo": stages["ppo"].model_copy(update={"total_iterations": ITERATIONS})}
 
-    monkeypatch.setattr(Demo, "config", shortened)
+    monkeypatch.setattr(Demo, "stages", shortened)
     monkeypatch.chdir(tmp_path)
     summary = asyncio.run(rlhf_pipeline("runs/demo", SEED))
     demo = tmp_path / "runs" / "demo"

@@ -61,20 +61,20 @@ def exceeds(r: Relaxation, choice: Ints, meet: Ints, moves: Floats, period: floa
     allowed  [calls] float64, output if the result is false: the most seconds that each call without an option may
              take in a plan with this period
     """
-    seconds, saves, n = seconds_of(r, choice), np.zeros(len(choice)), len(choice)
+    seconds, trailing, n = seconds_of(r, choice), np.zeros(len(choice)), len(choice)
     for call in range(n):
         if choice[call] != OPEN and r.arrays.trainer[call] == call:
-            saves[call] = r.arrays.options[choice[call]].save_s
+            trailing[call] = r.arrays.options[choice[call]].save_s + r.arrays.options[choice[call]].evaluate_s
     # occupied: seconds on the call's devices; before: seconds of the moves directly before a node;
     # joined: seconds of slower options that the moves' columns count already, so `allowed` adds them again
-    occupied, before, joined = seconds + saves, np.zeros(n + len(moves)), np.zeros(n)
+    occupied, before, joined = seconds + trailing, np.zeros(n + len(moves)), np.zeros(n)
     for k in range(len(moves)):
         if r.alone[k]:
             before[r.reader[k]] += moves[k, READER]
             occupied[r.reader[k]] += r.arrays.dispatch_s if moves[k, ALONE] > 0 else 0.0
         joined[r.trainer[k]] += moves[k, BOTH] - moves[k, ALONE]
         joined[r.reader[k]] += moves[k, BOTH] - moves[k, ALONE]
-    free = _free_edges(r, choice, meet, moves, seconds, saves, occupied, period)
+    free = _free_edges(r, choice, meet, moves, seconds, trailing, occupied, period)
     weight = free.copy()
     if _has_gain(weight, period):
         return True
@@ -135,7 +135,7 @@ def _free_edges(
     meet: Ints,
     moves: Floats,
     seconds: Floats,
-    saves: Floats,
+    trailing: Floats,
     occupied: Floats,
     period: float,
 ) -> Floats:
@@ -151,7 +151,7 @@ def _free_edges(
                 sends = _sends(r.arrays.options, choice[a], choice[b], meet[a, b])
                 weight[a, b] = seconds[a] + (dispatch_s if sends else 0.0)
             if r.ends[a] and r.begins[b]:
-                weight[a, b] = max(weight[a, b], seconds[a] + saves[a] - IN_FLIGHT * period)
+                weight[a, b] = max(weight[a, b], seconds[a] + trailing[a] - IN_FLIGHT * period)
         load = occupied[a] + (dispatch_s if a == r.source else 0.0)
         weight[a, a] = max(weight[a, a], load - period)
     for k in range(n_moves):
@@ -211,7 +211,7 @@ def _device_edges(
     The first array is for orders in which a is before b. The second is for orders in which a is after b, so that a
     precedes b of the next iteration.
 
-    occupied  [calls] seconds of a call with the save or release that follows on the same devices
+    occupied  [calls] seconds of a call with the save, evaluation or release that follows on the same devices
     before    [nodes] seconds of the moves directly before a node, with the surplus of the node's slower options
     """
     n = len(occupied)

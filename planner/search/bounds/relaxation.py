@@ -47,7 +47,7 @@ class Relaxation(NamedTuple):
     above         [rows] the row one level up; OPEN for groups and for offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
     spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
-    load          [rows] least seconds x devices, with the save of a train_step
+    load          [rows] least seconds x devices, with the save and the evaluation of a train_step
     least         [rows, 3] the smallest of resident, copy, active bytes over the stages
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
@@ -138,7 +138,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
     call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
     members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
     trains = arrays.trainer[call] == call
-    load = (options.seconds + options.save_s * trains) * options["size"]
+    load = (options.seconds + (options.save_s + options.evaluate_s) * trains) * options["size"]
     least = np.concatenate([load[:, None], _least_stages(arrays)], axis=1)
     above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
     for alike, opened in _RUNGS:
@@ -147,7 +147,8 @@ def _ladder(arrays: Arrays) -> _Ladder:
         members, new = members[order], np.diff(keys[:, order]).any(axis=0)
         starts = np.concatenate([[0], 1 + np.flatnonzero(new)])
         rows = options[members[starts]].copy()  # the fastest member, since each run is sorted by seconds
-        rows["save_s"] = np.minimum.reduceat(options.save_s[members], starts)
+        for trailing in ("save_s", "evaluate_s"):
+            rows[trailing] = np.minimum.reduceat(options[trailing][members], starts)
         for name in opened:
             rows[name] = OPEN
         begin.append(begin[-1][-1] + np.append(starts[1:], len(members)))

@@ -23,7 +23,7 @@ from planner.plan.workload import RoleModel
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import sizes
 from planner.pricing.options import Option
-from planner.pricing.plans import key_bytes, save_s
+from planner.pricing.plans import evaluation_s, key_bytes, save_s
 from planner.pricing.problem import Problem
 from planner.search.compiled.resharding_pieces import parts
 from planner.search.compiled.resharding_seconds import Links, links
@@ -34,7 +34,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
-FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE, ONLOAD, OFFLOAD, COPY = range(9)
+FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE, EVALUATE, ONLOAD, OFFLOAD, COPY = range(10)
 """Kinds of slots; COPY is the copy from host memory that an onload starts."""
 
 _KINDS: dict[SlotKind, int] = {
@@ -44,6 +44,7 @@ _KINDS: dict[SlotKind, int] = {
     "reallocate": REALLOCATE,
     "release": RELEASE,
     "save": SAVE,
+    "evaluate": EVALUATE,
     "onload": ONLOAD,
     "offload": OFFLOAD,
 }
@@ -54,7 +55,7 @@ MEMORY_SLOTS = 1 << 18
 
 OPTION_ROW = np.dtype(
     [
-        *((name, "f8") for name in ("seconds", "save_s", "copy_s")),
+        *((name, "f8") for name in ("seconds", "save_s", "evaluate_s", "copy_s")),
         *(
             (name, "i8")
             for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "stage")
@@ -66,6 +67,7 @@ OPTION_ROW = np.dtype(
 """An option.
 
 seconds, save_s  seconds of the call, and of the save that follows a train_step; both include dispatch
+evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
 copy_s           seconds of the copy of its parameters from host memory
 first .. pp      mesh and strategy
 where            row of Arrays.sides; options with equal numbers have every sample on the same rank
@@ -270,16 +272,21 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
                 layer = float(sizes(model.shape, model.head, s.tp).layer * itemsize)
                 known[alike] = (
                     save_s(most[1], s.dp, problem.model, within) + dispatch_s,
+                    evaluation_s(call.role, option.assignment.placement, problem.model) + dispatch_s
+                    if call.role in problem.graph.evaluated
+                    else 0.0,
                     classes.host_copy_s(most[1], within),
                     strategies[degrees, layout],
                     *_dealt(call, s),
                     (len(stages), *most, layer, -(-model.shape.layers // s.pp)),
                 )
                 stages += zip(option.resident, option.copy, option.active, strict=True)
-            saved_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
+            saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
             where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
             seconds = option.seconds + dispatch_s
-            rows.append((seconds, saved_s, copy_s, *mesh, *degrees, where, place, strategy, *figures))
+            rows.append(
+                (seconds, saved_s, evaluated_s, copy_s, *mesh, *degrees, where, place, strategy, *figures)
+            )
     return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64)
 
 

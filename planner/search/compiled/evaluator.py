@@ -16,7 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan.steady_state import IN_FLIGHT
-from planner.search.compiled.arrays import CALL, COPY, OFFLOAD, ONLOAD, REALLOCATE, SAVE, TRANSFER, Arrays
+from planner.search.compiled.arrays import (
+    CALL,
+    COPY,
+    EVALUATE,
+    OFFLOAD,
+    ONLOAD,
+    REALLOCATE,
+    SAVE,
+    TRANSFER,
+    Arrays,
+)
 from planner.search.compiled.compile import compiled, inner
 from planner.search.compiled.memory_peaks import excesses, surely_fits
 from planner.search.compiled.resharding_memo import least_reallocation, reallocation, redistribution
@@ -71,6 +81,8 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
             out[i] = options[here].seconds
         elif slot.kind == SAVE:
             out[i] = options[here].save_s
+        elif slot.kind == EVALUATE:
+            out[i] = options[here].evaluate_s
         elif slot.kind == COPY:
             out[i] = options[here].copy_s
         elif slot.kind == REALLOCATE:

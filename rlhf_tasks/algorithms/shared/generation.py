@@ -1,6 +1,7 @@
 """The generate call of every algorithm that samples from its policy."""
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.train.engine import Engine
+
+if TYPE_CHECKING:
+    from rlhf_tasks.data.tokenizer import Tokenizer
 
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -33,13 +37,7 @@ def respond(
 
     record_kept  whether to record which tokens top-k and top-p kept
     """
-    sampling = SamplingParams(
-        max_new_tokens=settings.max_completion_length,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        stop_ids=context.tokenizer.stop_ids,
-    )
+    sampling = sampling_params(settings, context.tokenizer)
     seed = context.config.seed
     started = time.perf_counter()
     answered = draw(engine, batch, sampling, seed, context.iteration, record_kept=record_kept)
@@ -57,3 +55,14 @@ def respond(
         "throughput/tokens_per_s": tokens * heads / seconds,
     }
     return CallOutput(answered, metrics)
+
+
+def sampling_params(settings: SamplingConfig, tokenizer: "Tokenizer") -> SamplingParams:
+    """The engine's sampling parameters from a configuration's."""
+    return SamplingParams(
+        max_new_tokens=settings.max_completion_length,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        stop_ids=tokenizer.stop_ids,
+    )

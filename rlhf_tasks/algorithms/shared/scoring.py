@@ -46,8 +46,10 @@ def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBa
     return SampleBatch(batch.ids, {"scores": Packed(scores, (1,) * len(batch))})
 
 
-def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | None:
+def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: bool = True) -> Scored | None:
     """Score this replica's samples. Returns the scores on the head, None elsewhere.
+
+    all_judged  False: samples that no reward judges are no error, as where nothing is learned from them
 
     The Python rewards run in the head's helper process while the reward model computes.
     Raises RewardError, naming the sample, when a Python reward fails or times out, or when there is no reward model
@@ -66,7 +68,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext) -> Scored | 
     try:
         judged = pending.result()
         rewards = judged.values
-        if raw is None:
+        if raw is None and all_judged:
             _refuse_unjudged(rewards)
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None

@@ -24,7 +24,7 @@ class Steps:
     micro_batches     micro-batches into which this replica's share of a mini-batch is cut
     metrics           names of the sums that the loss gives besides itself
     counts            of each mini-batch, over all replicas: what metrics are means over; default: the denominators
-    counted           mask of the tokens that count (see `Engine.train_step`)
+    counted           key of the mask of the tokens that the loss looks at (see `Engine.train_step`)
     applied, skipped  numbers of steps so far
     """
 

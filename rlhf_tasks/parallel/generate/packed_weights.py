@@ -3,7 +3,8 @@
 A decode step multiplies a few rows with every weight of the model. The libraries first rearrange the weights in
 blocks, which for a few rows costs as much as the product itself. Speed-ups of packed weights, measured on one thread
 with weights of 0.25 to 2 million elements: at 8 rows 1.3 to 2.3 in float32 and 1.3 to 1.6 in bfloat16, at 32 rows
-1.15 to 1.7 and 1.15 to 1.25.
+1.15 to 1.7 and 1.15 to 1.25. Whole generations of 64 rows, 32 + 64 tokens, in CPU seconds on an AMD EPYC: float32 .91
+instead of 1.27 (5M Llama) and 3.2 instead of 4.8 (25M); bfloat16 2.6 either way (25M).
 """
 
 from collections.abc import Callable

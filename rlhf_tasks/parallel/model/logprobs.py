@@ -169,7 +169,7 @@ class _TokenStatistics(torch.autograd.Function):
         # With x = logit - maximum: the sum of exp(x), the sum of exp(x) x, and the logit of the target.
         sums = torch.zeros(3, tokens, dtype=dtype, device=logits.device)
         for rows, left_out in _chunks(logits, kept, shard.start):
-            x = logits[rows].to(dtype) / temperature
+            x = _scaled(logits[rows], dtype, temperature)
             if left_out is not None:
                 x.masked_fill_(left_out, LEFT_OUT)
             maximum[rows] = x.amax(1)
@@ -190,31 +190,39 @@ class _TokenStatistics(torch.autograd.Function):
         logprobs = sums[2] - maximum - log_sum
         entropy = log_sum - sums[1] / sums[0]
         ctx.save_for_backward(logits, columns, here, maximum, log_sum, entropy)
-        ctx.temperature, ctx.with_entropy = temperature, with_entropy
-        ctx.kept, ctx.start = kept, shard.start
+        ctx.temperature, ctx.kept, ctx.start = temperature, kept, shard.start
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs no backward pass
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
         grad_logprobs, grad_entropy = gradients
         logits, columns, here, maximum, log_sum, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(maximum)
         result = torch.empty_like(logits)
         for rows, left_out in _chunks(logits, ctx.kept, ctx.start):
-            log_p = logits[rows].to(maximum.dtype) / ctx.temperature
+            log_p = _scaled(logits[rows], maximum.dtype, ctx.temperature)
             if left_out is not None:
                 log_p.masked_fill_(left_out, LEFT_OUT)
             log_p -= maximum[rows, None]
             log_p -= log_sum[rows, None]
             slope = -grad_logprobs[rows, None]
-            if ctx.with_entropy:
+            if grad_entropy is not None:
                 slope = slope - grad_entropy[rows, None] * (log_p + entropy[rows, None])
             grad = log_p.exp_().mul_(slope)
             at_target = torch.where(here[rows], grad_logprobs[rows], 0.0)
             grad.scatter_add_(1, columns[rows, None], at_target[:, None])
-            result[rows] = grad.div_(ctx.temperature)
+            result[rows] = grad if ctx.temperature == 1 else grad.div_(ctx.temperature)
         return result, None, None, None, None, None
+
+
+def _scaled(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    """A copy of the logits in `dtype`, divided by the temperature."""
+    copied = logits.to(dtype, copy=True)
+    return copied if temperature == 1 else copied.div_(temperature)
 
 
 def _chunks(logits: Tensor, kept: Kept | None, start: int) -> Iterator[tuple[slice, Tensor | None]]:

@@ -22,6 +22,7 @@ from rlhf_tasks.parallel.layout.flops import TRAINING, forward_flops
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
+from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, all_gather
 from rlhf_tasks.parallel.train.pipeline import Pipeline
@@ -109,7 +110,8 @@ class Engine:
             y, micro = self._stage_output(x, micro, counted)
             return output(y, micro) if self.is_last_stage else y
 
-        rows = self.pipeline.forward(micros, run)
+        with products(self.device, self.stage.dtype):
+            rows = self.pipeline.forward(micros, run)
         self.count(self._forward_flops(batch, counted))
         return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
 
@@ -155,7 +157,8 @@ class Engine:
             sums.add_(torch.stack([given[name].detach().double() for name in names]))
             return terms.total / denominator
 
-        self.pipeline.forward_backward(split(batch, micro_batches), run)
+        with products(self.device, self.stage.dtype):
+            self.pipeline.forward_backward(split(batch, micro_batches), run)
         reach(Point.BACKWARD)
         self.count(TRAINING * self._forward_flops(batch, counted))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))

@@ -249,12 +249,13 @@ def test_ranks_share_the_cores_and_a_users_number_of_threads_counts_instead():
 def threads():
     import torch
 
+    assert "MALLOC_TRIM_THRESHOLD_" not in os.environ
     return torch.get_num_threads()
 
 
 @pytest.mark.cluster
 def test_a_worker_of_our_cluster_whose_nanny_has_ended_gets_another(tmp_path, monkeypatch):
-    """So does a nanny whose next worker fails while it starts. Either has the cores of this machine."""
+    """So does a nanny whose next worker fails while it starts. Either has all cores and malloc as it is."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     with (

@@ -91,7 +91,8 @@ def test_overrides_win_over_the_file(file: Path):
 
 
 def test_ppo_stays_small():
-    keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith("planning.")}
+    asked_for = ("planning.", "evaluation.")  # sections that most runs leave out
+    keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith(asked_for)}
     assert len(keys) <= 68, sorted(keys)
     assert sum(keys.values()) <= 8
 

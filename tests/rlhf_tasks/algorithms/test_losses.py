@@ -244,20 +244,24 @@ class Recording:
     def __init__(self, samples: list[Sample]) -> None:
         self._samples = samples
         self.state: dict[str, Any] = {}
+        self._counted = None
         self.taken: list[tuple[set[int], float, dict[int, Tensor]]] = []
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
         return values.double()
 
     def logprobs(self, logits: Tensor, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
-        return logits
+        return torch.where(
+            micro.data[self._counted], logits, 0.0
+        )  # as the engine: 0 where a token does not count
 
     def logprobs_and_entropy(self, logits: Tensor, micro: MicroBatch, temperature: float) -> Any:
         return logits, torch.zeros_like(logits)
 
     def train_step(
-        self, batch, loss, denominator, micro_batches, learning_rate, metrics=()
+        self, batch, loss, denominator, micro_batches, learning_rate, metrics=(), counted=None
     ) -> dict[str, float]:
+        self._counted = counted
         total, sums, gradients = 0.0, dict.fromkeys(metrics, 0.0), {}
         for micro in split(batch, micro_batches):
             own = [self._samples[i] for i in micro.ids]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.replay import replay
 from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
-from planner.plan.workload import Lengths, RoleModel, Workload
+from planner.plan.workload import Evaluation, Lengths, RoleModel, Workload
 from planner.pricing.calls import CostModel
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import DeviceProfile, Link, preset
@@ -41,6 +41,17 @@ SMALL = ModelShape.from_config(
 )
 
 
+EVALUATION = Evaluation(
+    every=2,
+    rows=45,
+    rows_at_once=20,
+    answers=2,
+    prompt_tokens=64,
+    new_tokens=128,
+    completion_tokens=90,
+)
+
+
 def make_tables(
     cluster: Cluster,
     name: str = "ppo",
@@ -49,6 +60,7 @@ def make_tables(
     slower: float = 1.0,
     last_host: DeviceProfile | None = None,
     host_copy_bytes_per_s: float = 25e9,
+    evaluation: Evaluation | None = None,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices."""
     sizes = {
@@ -60,10 +72,17 @@ def make_tables(
         "truncated_responses": "keep",
     }
     registered = algorithm(name)
-    graph = DataflowGraph(registered.graph(SimpleNamespace(**sizes)), registered.dataset_keys, name=name)
+    graph = DataflowGraph(
+        registered.graph(SimpleNamespace(**sizes)),
+        registered.dataset_keys,
+        name=name,
+        evaluated=("actor",) if evaluation else (),
+    )
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
     models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
-    workload = Workload(prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=2, recompute=True)
+    workload = Workload(
+        prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=2, recompute=True, evaluation=evaluation
+    )
     device = preset("a100-80g-sxm").model_copy(
         update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
     )
@@ -87,7 +106,8 @@ def slow_down(device: DeviceProfile, factor: float) -> DeviceProfile:
 
 @cache
 def tables_of(name: str) -> Tables:
-    """Roomy clusters, one with shares that mini-batches do not divide, one with small devices, and a rollout."""
+    """Roomy clusters, one with shares that mini-batches do not divide, one with small devices, a rollout, and
+    evaluations that take a good part of the time and of a small device's memory."""
     return {
         "1x8": lambda: make_tables(Cluster(1, 8)),
         "2x2": lambda: make_tables(Cluster(2, 2)),
@@ -103,12 +123,13 @@ def tables_of(name: str) -> Tables:
             Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8
         ),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
+        "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
     }[name]()
 
 
 NAMES = [
     *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
-    *("3x2, two classes", "2x2, two classes, little memory", "rollout"),
+    *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
 ]
 
 

@@ -1,0 +1,174 @@
+"""TRL's half of `bench.vs_trl`, which runs this file in an environment that has TRL: it imports nothing of ours.
+
+    python trl_side.py WORK.json OUT.json
+
+WORK.json is a `Work` of bench/vs_trl.py. OUT.json gets one row for each iteration: its seconds (whole, and for PPO
+generation, scoring, training) and the CPU seconds of this process.
+"""
+
+# pyright: reportMissingImports=false
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+
+class Clock(TrainerCallback):
+    """Notes the times of an iteration. `mark` is called at the borders inside it."""
+
+    def __init__(self):
+        self.rows, self._marks, self._cpu = [], [time.perf_counter()], time.process_time()
+
+    def mark(self):
+        self._marks.append(time.perf_counter())
+
+    def on_train_begin(self, args, state, control, **_):
+        self._marks, self._cpu = [time.perf_counter()], time.process_time()
+
+    def on_step_end(self, args, state, control, **_):
+        self.mark()
+        row = {"iteration": self._marks[-1] - self._marks[0], "cpu": time.process_time() - self._cpu}
+        if len(self._marks) == 4:
+            for place, part in enumerate(("generation", "scoring", "training")):
+                row[part] = self._marks[place + 1] - self._marks[place]
+        self.rows.append(row)
+        self._marks, self._cpu = [time.perf_counter()], time.process_time()
+
+
+def tokenizer(folder):
+    """Of a model folder of ours."""
+    return PreTrainedTokenizerFast(
+        tokenizer_file=f"{folder}/tokenizer.json", pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def common(work, rows_per_step):
+    """Settings of any trainer: nothing is written, logged or evaluated; bfloat16 as autocast, TRL's default."""
+    return {
+        "output_dir": f"{work['folder']}/trl",
+        "per_device_train_batch_size": rows_per_step,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": work["learning_rate"],
+        "max_grad_norm": 1.0,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.0,
+        "lr_scheduler_type": "constant",
+        "bf16": work["dtype"] == "bfloat16",
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "seed": 1234,
+    }
+
+
+def causal(work):
+    return AutoModelForCausalLM.from_pretrained(f"{work['folder']}/actor", dtype=torch.float32)
+
+
+def scalar(work):
+    return AutoModelForSequenceClassification.from_pretrained(
+        f"{work['folder']}/reward", num_labels=1, dtype=torch.float32
+    )
+
+
+def texts(work):
+    path = Path(work["folder"], f"{work['algorithm']}.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ppo(work, clock):
+    """TRL's PPO. Generation ends where `batch_generation` does, scoring where the advantages are whitened."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+
+    for name in ("batch_generation", "masked_whiten"):
+        inner = getattr(ppo_trainer, name)
+
+        def timed(*arguments, _inner=inner, **named):
+            result = _inner(*arguments, **named)
+            clock.mark()
+            return result
+
+        setattr(ppo_trainer, name, timed)
+    tokens = tokenizer(f"{work['folder']}/actor")
+    ids = [tokens(row["prompt"])["input_ids"] for row in texts(work)]
+    batch = work["batch_size"]
+    config = PPOConfig(
+        **common(work, batch),
+        num_mini_batches=4,
+        total_episodes=batch * work["iterations"],
+        local_rollout_forward_batch_size=batch,
+        num_ppo_epochs=1,
+        response_length=work["new_tokens"],
+        stop_token=None if work["full_length"] else "eos",
+        kl_coef=0.05,
+        gamma=1.0,
+        lam=0.95,
+        num_sample_generations=0,
+    )
+    return PPOTrainer(
+        args=config,
+        processing_class=tokens,
+        model=causal(work),
+        ref_model=causal(work),
+        reward_model=scalar(work),
+        value_model=scalar(work),
+        train_dataset=Dataset.from_dict({"input_ids": ids}),
+        callbacks=[clock],
+    )
+
+
+def sft(work, clock):
+    """One optimizer step for each iteration, as for reward modelling."""
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(
+        **common(work, work["batch_size"]), max_steps=work["iterations"], max_length=work["length"]
+    )
+    return SFTTrainer(
+        model=causal(work),
+        args=config,
+        train_dataset=Dataset.from_list(texts(work)),
+        processing_class=tokenizer(f"{work['folder']}/actor"),
+        callbacks=[clock],
+    )
+
+
+def reward_model(work, clock):
+    """Pairs that share a prompt."""
+    from trl import RewardConfig, RewardTrainer
+
+    config = RewardConfig(
+        **common(work, work["batch_size"]),
+        max_steps=work["iterations"],
+        max_length=work["length"],
+        center_rewards_coefficient=1e-3,
+    )
+    return RewardTrainer(
+        model=scalar(work),
+        args=config,
+        train_dataset=Dataset.from_list(texts(work)),
+        processing_class=tokenizer(f"{work['folder']}/reward"),
+        callbacks=[clock],
+    )
+
+
+def main():
+    work, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    clock = Clock()
+    trainer = {"ppo": ppo, "sft": sft, "reward_model": reward_model}[work["algorithm"]](work, clock)
+    trainer.train()
+    out.write_text(json.dumps(clock.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Compares a whole run with TRL on the same work, in one go.
+
+    python -m bench.vs_trl [--works ppo sft reward_model] [--models tiny small] [--dtypes float32 bfloat16]
+                           [--lengths full natural] [--repeats 3] [--iterations 4] [--out FILE] [key.sub=value ...]
+
+TRL 1.12 does PPO (the last release that has it), TRL 1.16 supervised fine-tuning and reward modelling. Each is
+installed once, with pip, into an environment of its own in `.cache/bench`. Our side is `prefect-rlhf run`: flow,
+server, workers, commits, with the default configuration; overrides at the end of the command line are for it. A bare
+loop with the same arithmetic (bench/floor.py) is the third. They take turns, all with OMP_WAIT_POLICY=PASSIVE.
+
+    ppo           64 prompts of 32 tokens, at most 64 new ones; policy, reference, reward and value model of a shape;
+                  4 optimizer steps of each trained model. full: every response has 64 tokens. natural: an end token
+                  with a probability of about 1 in 40 ends it
+    sft           16 sequences of 128 tokens, one optimizer step
+    reward_model  16 pairs of 128 tokens, one optimizer step
+
+Models (Llama, vocabulary 4096, tied): tiny 5M, small 25M parameters. bfloat16 is what each side makes of it: TRL and
+the loop compute under autocast, we hold weights in it; all have float32 master weights.
+
+For each work, medians over the iterations after the first of all repeats: seconds of the whole, of generation,
+scoring and training (ours by the clocks of the ranks), and CPU seconds of all processes. Beside them the ratio to
+ours, above 1 where we are faster, and its spread over the repeats. Seconds on a machine that others use say little;
+CPU seconds say more.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+
+from flows.demo.data import byte_tokenizer
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENTS = ROOT / ".cache" / "bench"
+TRL = {"ppo": "1.12.0", "sft": "1.16.0", "reward_model": "1.16.0"}
+SHAPES = {
+    "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
+    "small": {
+        "hidden_size": 512,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "intermediate_size": 1408,
+    },
+}
+VOCAB, PROMPT, NEW, LENGTH = 4096, 32, 64, 128
+END = 2  # <eos> of the byte tokenizer
+PARTS = ("iteration", "generation", "scoring", "training", "cpu")
+POLL_S = 0.05
+
+Row = dict[str, float]
+"""Part of an iteration -> seconds."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done. `folder` has the models and, as NAME.jsonl, the rows of each algorithm."""
+
+    algorithm: str
+    model: str
+    dtype: str
+    full_length: bool
+    folder: str
+    iterations: int
+    batch_size: int
+    new_tokens: int = NEW
+    length: int = LENGTH
+    learning_rate: float = 1e-6
+
+    def __str__(self) -> str:
+        lengths = ("full" if self.full_length else "natural") if self.algorithm == "ppo" else f"{LENGTH}"
+        return f"{self.algorithm} {self.model} {self.dtype} {lengths}"
+
+
+# Models and rows
+
+
+def write_models(folder: Path, shape: str, full_length: bool) -> None:
+    """Write `actor` and `reward` with random weights.
+
+    full_length  the end token is outside the vocabulary. Otherwise one dim of the hidden states is nearly constant,
+                 and the end token's row of the head is larger there, so that its probability is about 1 in 40
+    """
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "num_key_value_heads": SHAPES[shape]["num_attention_heads"],
+        "tie_word_embeddings": True,
+        "num_labels": 1,
+        "max_position_embeddings": 512,
+    }
+    settings |= SHAPES[shape]
+    settings |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": VOCAB if full_length else END}
+    for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
+        config = LlamaConfig(**settings)
+        set_seed(1234)
+        model = kind(config)
+        if not full_length and name == "actor":
+            with torch.no_grad():
+                embedding = model.model.embed_tokens.weight
+                embedding[:, 0] = 0.02 * config.hidden_size**0.5
+                embedding[END, 0] += 4.6 / (config.hidden_size / 2) ** 0.5
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save(str(folder / name / "tokenizer.json"))
+
+
+def write_rows(folder: Path) -> None:
+    """Write 1024 rows for each algorithm; a character of theirs is a token."""
+    draw = Random(1234)
+
+    def text(length: int) -> str:
+        return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
+
+    # An end token is added to what is learned.
+    rows = {
+        "ppo": [{"prompt": text(PROMPT)} for _ in range(1024)],
+        "sft": [{"prompt": "a", "completion": text(LENGTH - 2)} for _ in range(1024)],
+        "reward_model": [
+            {
+                "prompt": text(PROMPT),
+                "chosen": text(LENGTH - PROMPT - 1),
+                "rejected": text(LENGTH - PROMPT - 1),
+            }
+            for _ in range(1024)
+        ],
+    }
+    for name, its in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in its))
+
+
+# The three sides
+
+
+def environment(version: str) -> Path:
+    """The Python of an environment with a release of TRL; made at the first use."""
+    folder = ENVIRONMENTS / f"trl-{version}"
+    python = folder / "bin" / "python"
+    ready = folder / ".ready"
+    if not ready.exists():
+        print(f"installing TRL {version} in {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        versions = [f"torch=={torch.__version__.split('+')[0]}", f"trl=={version}"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *versions], check=True)
+        ready.touch()
+    return python
+
+
+def child_environment() -> dict[str, str]:
+    """Of all sides: as a user's, offline, with threads that sleep while they wait."""
+    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+def other(python: Path | str, *command: str, work: Work) -> list[Row]:
+    """Run a program that reads a work and writes rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder, "work.json"), Path(folder, "out.json")
+        given.write_text(json.dumps(asdict(work)))
+        log = Path(folder, "log")
+        with log.open("w") as file:
+            ended = subprocess.run(
+                [python, *command, given, out], env=child_environment(), stdout=file, stderr=file, check=False
+            )
+        if ended.returncode:
+            sys.exit(f"{work}: {command} failed\n{log.read_text()[-3000:]}")
+        return json.loads(out.read_text())
+
+
+def ours(work: Work, overrides: Sequence[str]) -> list[Row]:
+    """Run `prefect-rlhf run`. CPU seconds are those of all its processes between two committed iterations."""
+    folder = Path(tempfile.mkdtemp(prefix="ours-", dir=work.folder))
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(configuration(work, folder)))
+    script = Path(sys.executable).with_name("prefect-rlhf")
+    command = [script, "run", work.algorithm.replace("_", "-"), "--config", config, *overrides]
+    with (folder / "log").open("w") as file:
+        process = subprocess.Popen(command, env=child_environment(), stdout=file, stderr=file, cwd=folder)
+        cpu: list[float] = []
+        while process.poll() is None:
+            if len(metrics_of(folder)) > len(cpu):
+                cpu.append(cpu_s(process.pid))
+            time.sleep(POLL_S)
+    if process.returncode:
+        sys.exit(f"{work}: our run failed\n{(folder / 'log').read_text()[-3000:]}")
+    rows = [iteration_row(metrics) for metrics in metrics_of(folder)]
+    for place in range(1, min(len(cpu), len(rows))):
+        rows[place]["cpu"] = cpu[place] - cpu[place - 1]
+    return rows
+
+
+def configuration(work: Work, folder: Path) -> dict[str, Any]:
+    """The work as a run's configuration; what is not said has its default."""
+    models = {"actor": f"{work.folder}/actor"}
+    special: dict[str, Any] = {
+        "data": {"train": f"{work.folder}/{work.algorithm}.jsonl", "max_prompt_tokens": LENGTH}
+    }
+    if work.algorithm == "ppo":
+        models["reward"] = f"{work.folder}/reward"
+        special |= {
+            "sampling": {"max_completion_length": work.new_tokens},
+            "num_mini_batches": 4,
+            "kl_coef": 0.05,
+        }
+    return {
+        "type": work.algorithm,
+        "models": models,
+        "dtype": work.dtype,
+        "batch_size": work.batch_size,
+        "total_iterations": work.iterations,
+        "optimizer": {"learning_rate": work.learning_rate},
+        "output_dir": str(folder / "runs"),
+        **special,
+    }
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the one run in a folder."""
+    lines = [line for path in folder.glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds so far of a process and all its descendants."""
+    me = psutil.Process(pid)
+    seconds = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            seconds += sum(process.cpu_times()[:2])
+        except psutil.NoSuchProcess:  # a child that has just ended: its work is over before iterations begin
+            continue
+    return seconds
+
+
+def iteration_row(metrics: Mapping[str, Any]) -> Row:
+    """Seconds by the ranks' clocks. Calls that run beside each other are added up."""
+    calls = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    row = {"iteration": calls.pop("iteration")}
+    for part, ending in (("generation", "_generate"), ("scoring", "_inference"), ("training", "_train")):
+        of_part = [seconds for name, seconds in calls.items() if name.endswith(ending)]
+        if of_part:
+            row[part] = sum(of_part)
+    return row
+
+
+# Measuring
+
+
+def works(arguments: argparse.Namespace, folder: Path) -> Iterator[Work]:
+    """Every work that was asked for, with its models written."""
+    for model, lengths in product(arguments.models, ("full", "natural")):
+        theirs = folder / f"{model}-{lengths}"
+        # The end token that ends what is learned must be in the vocabulary.
+        wanted = {"ppo": lengths in arguments.lengths}
+        here = [a for a in arguments.works if wanted.get(a, lengths == "natural")]
+        if here:
+            write_models(theirs, model, lengths == "full")
+            write_rows(theirs)
+        for algorithm, dtype in product(here, arguments.dtypes):
+            size = 64 if algorithm == "ppo" else 16
+            full = lengths == "full"
+            yield Work(algorithm, model, dtype, full, str(theirs), arguments.iterations + 1, size)
+
+
+def measure(work: Work, repeats: int, overrides: Sequence[str]) -> dict[str, list[list[Row]]]:
+    """Side -> its rows of each repeat, without the first iteration. The sides take turns."""
+    python = environment(TRL[work.algorithm])
+    found: dict[str, list[list[Row]]] = {"ours": [], "TRL": [], "bare loop": []}
+    for _ in range(repeats):
+        found["ours"].append(ours(work, overrides)[1:])
+        found["TRL"].append(other(python, str(ROOT / "bench" / "trl_side.py"), work=work)[1:])
+        if work.algorithm == "sft" or work.full_length:
+            found["bare loop"].append(other(sys.executable, "-m", "bench.floor", work=work)[1:])
+    return {side: rows for side, rows in found.items() if rows}
+
+
+def medians(repeats: Sequence[Sequence[Row]]) -> Row:
+    """Part -> median seconds over all iterations."""
+    rows = [row for rows in repeats for row in rows]
+    return {
+        part: median(row[part] for row in rows if part in row)
+        for part in PARTS
+        if any(part in r for r in rows)
+    }
+
+
+def report(work: Work, found: Mapping[str, Sequence[Sequence[Row]]]) -> str:
+    """One line for each side: medians, and for the others their ratio to ours with the repeats' spread."""
+    mine = medians(found["ours"])
+    lines = [f"{work!s:<34}" + "".join(f"{part:>20}" for part in mine)]
+    for side, repeats in found.items():
+        cells, whole = [], medians(repeats)
+        for part in mine:
+            if part not in whole:
+                cells.append(f"{'':>20}")
+                continue
+            cell = f"{whole[part]:.2f}"
+            if side != "ours":
+                each = [
+                    medians([b])[part] / medians([a])[part]
+                    for a, b in zip(found["ours"], repeats, strict=True)
+                ]
+                cell += f" {whole[part] / mine[part]:.2f} ({min(each):.2f}-{max(each):.2f})"
+            cells.append(f"{cell:>20}")
+        lines.append(f"  {side:<32}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--works", nargs="+", choices=list(TRL), default=list(TRL))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--lengths", nargs="+", choices=["full", "natural"], default=["full", "natural"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--iterations", type=int, default=4, help="measured in each repeat, after one that is not"
+    )
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of our configuration")
+    arguments = parser.parse_intermixed_args()
+    flags = Path("/proc/cpuinfo").read_text().split()
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, bfloat16 multiplied by: "
+        f"{'AMX' if 'amx_bf16' in flags else 'AVX-512' if 'avx512_bf16' in flags else 'float32 units'}",
+        flush=True,
+    )
+    figures = {}
+    with tempfile.TemporaryDirectory(prefix="vs-trl-") as folder:
+        for work in works(arguments, Path(folder)):
+            found = measure(work, arguments.repeats, arguments.overrides)
+            figures[str(work)] = found
+            print(report(work, found), flush=True)
+            if arguments.out is not None:
+                arguments.out.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

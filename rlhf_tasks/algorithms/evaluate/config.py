@@ -1,0 +1,29 @@
+"""The configuration of an evaluation."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.config.base import OnePass
+from rlhf_tasks.config.sections import SamplingConfig
+
+
+class Answering(SamplingConfig):
+    """How answers are sampled; greedily by default."""
+
+    temperature: float = Field(default=0.0, ge=0, description="Divides the logits; 0 is greedy.")
+
+
+class EvaluateConfig(OnePass):
+    """Mean scores of a frozen model's answers to all rows, each row once."""
+
+    type: Literal["evaluate"] = "evaluate"
+    sampling: Answering  # pyright: ignore[reportIncompatibleVariableOverride]  # configurations are immutable
+
+    @model_validator(mode="after")
+    def _something_scores(self) -> Self:
+        if not self.rewards and self.models.reward is None:
+            raise ValueError(
+                "nothing scores the answers. Name a function under rewards, or a reward model in models.reward."
+            )
+        return self

@@ -1,0 +1,173 @@
+"""The evaluation in a training run: answers to held-out rows with the weights that the training has just left."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.algorithms.evaluate.config import EvaluateConfig
+from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.algorithms.held_out import (
+    COMPLETIONS,
+    HELD_OUT,
+    completions_of,
+    evaluation_of,
+    held_out_sets,
+    section_of,
+)
+from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.generation import sampling_params
+from rlhf_tasks.algorithms.shared.scoring import score
+from rlhf_tasks.config.base import RunConfig
+from rlhf_tasks.data.token_file import TokenFile
+from rlhf_tasks.data.tokenizer import Tokenizer
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.layout.transfers import shares
+from rlhf_tasks.parallel.train.engine import Engine, share_batch
+from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.spec import DataSide
+
+PURPOSE = "evaluation"
+"""Names the random numbers of sampled answers: training samples draw others."""
+
+
+class Evaluation:
+    """What a run's section `evaluation` asks for, on one rank.
+
+    config      the run's
+    run_folder  where its held-out rows lie
+    rewards     this rank's helper process for the rewards of the evaluation
+    """
+
+    def __init__(
+        self, config: RunConfig, run_folder: Path, rewards: RewardProcess, tokenizer: Tokenizer
+    ) -> None:
+        section, answers = section_of(config), evaluation_of(config)
+        assert section is not None, "the run has no evaluation"
+        self._batch_size, self._completions = section.batch_size, completions_of(config)
+        self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
+        self._answers = answers and Answers(answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder)
+
+    def metrics(self, engine: Engine, iteration: int) -> dict[str, float]:
+        """Those of `Answers.metrics`, where rewards score answers, and eval/loss, where it is asked for. Equal on all
+        ranks of the engine's placement, over which it is collective."""
+        found: dict[str, float] = {}
+        if self._answers is not None:
+            found |= self._answers.metrics(engine, iteration)
+        if self._completions is not None:
+            rows = self._rows[COMPLETIONS]
+            found["eval/loss"] = completion_loss(engine, rows, self._completions, self._batch_size)
+        return found
+
+
+class Answers:
+    """The held-out rows to answer, and the rewards that score the answers, on one rank.
+
+    config   what is evaluated, see `rlhf_tasks.algorithms.held_out.evaluation_of`
+    rows     the tokenised held-out rows
+    rewards  this rank's helper process for the rewards of `config`
+    """
+
+    def __init__(
+        self,
+        config: EvaluateConfig,
+        rows: TokenFile,
+        rewards: RewardProcess,
+        tokenizer: Tokenizer,
+        run_folder: Path,
+    ) -> None:
+        self._config, self._rows, self._rewards, self._tokenizer = config, rows, rewards, tokenizer
+        self._run_folder = run_folder
+
+    def metrics(self, engine: Engine, iteration: int) -> dict[str, float]:
+        """Answer all held-out rows and score the answers. Collective over the engine's placement.
+
+        Returns, equal on every rank, over all answers: eval/reward, the mean score; eval/<name>/mean of each reward
+        that has judged one;
+        eval/mean_length in tokens; eval/clipped_ratio, the fraction without an end token. An answer depends only on
+        the weights, its row and (seed, iteration, number of the answer), not on the layout.
+        Raises RewardError as `score` does.
+        """
+        context = CallContext(
+            config=self._config,
+            iteration=iteration,
+            first_sample=0,
+            n_seqs=len(self._rows) * self._config.num_generations,
+            micro_batches=1,
+            tokenizer=self._tokenizer,
+            rewards=self._rewards,
+            run_folder=self._run_folder,
+            where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
+        )
+        names = [function.name for function in self._config.rewards]
+        sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)  # over this head's answers
+        for answered in self._answered(engine, context):
+            scored = score(engine, answered, context, all_judged=False)
+            assert scored is not None, "this rank is a head"
+            counts = [
+                len(answered),
+                answered["response_mask"].values.sum(),
+                answered["truncated"].values.sum(),
+            ]
+            judged = [[v for v in scored.rewards[name] if v is not None] for name in names]
+            by_name = [figure for values in judged for figure in (sum(values), len(values))]
+            sums += torch.tensor([*counts, scored.scores.sum(), *by_name], dtype=torch.float64)
+        n, tokens, clipped, total, *by_name = engine.sum_over_dp(sums.to(engine.device)).tolist()
+        means = {
+            f"eval/{name}/mean": by_name[2 * place] / by_name[2 * place + 1]
+            for place, name in enumerate(names)
+            if by_name[2 * place + 1]
+        }
+        found = {**means, "eval/mean_length": tokens / n, "eval/clipped_ratio": clipped / n}
+        return {"eval/reward": total / n, **found} if means else found
+
+    def _answered(self, engine: Engine, context: CallContext) -> Iterator[SampleBatch]:
+        """On a head: its share of the answers, batch by batch, where it has one. Other ranks only take part."""
+        sampling = sampling_params(self._config.sampling, self._tokenizer)
+        for asked in _batches(engine, self._rows, self._config, context.n_seqs, self._config.batch_size):
+            answered = generate(
+                engine, asked, sampling, self._config.seed, context.iteration, purpose=PURPOSE
+            )
+            if answered is not None and len(answered):
+                columns = {"columns": asked["columns"]}
+                yield SampleBatch(answered.ids, {**answered.data, **columns})
+
+
+def completion_loss(engine: Engine, rows: TokenFile, config: RunConfig, batch_size: int) -> float:
+    """The mean negative log-likelihood, in nats per token, of the completions of all rows, as of supervised
+    fine-tuning. Collective over the engine's placement.
+
+    rows        with the keys `input_ids` and `response_mask`
+    batch_size  rows that all ranks together compute at once, in one micro-batch for each stage
+    """
+
+    def output(logits: Tensor, micro: MicroBatch) -> Tensor:
+        return engine.logprobs(logits, micro)
+
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for batch in _batches(engine, rows, config, len(rows), batch_size):
+        logprobs = engine.inference(batch, output, engine.placement.strategy.pp, counted="response_mask")
+        if engine.is_head and logprobs is not None and len(batch):
+            learned = batch["response_mask"].values
+            sums[0] -= logprobs.values[learned].double().sum()
+            sums[1] += learned.sum()
+    loss, tokens = engine.sum_over_dp(sums).tolist()
+    return loss / tokens
+
+
+def _batches(
+    engine: Engine, rows: TokenFile, config: RunConfig, count: int, at_once: int
+) -> Iterator[SampleBatch]:
+    """This replica's shares of the samples 0 .. count - 1, `at_once` of all replicas at a time, on all its ranks."""
+    side, rank = DataSide(placement=engine.placement), engine.groups.rank
+    for first in range(0, count, at_once):
+        ids = range(first, min(first + at_once, count))
+        mine = None
+        if engine.is_head:
+            own = shares(side, ids)[rank]
+            found = fetch(rows, config, own or (0,)).to(engine.device)
+            mine = found if own else found.take(())  # no samples, with the same keys
+        yield share_batch(mine, engine.placement, engine.groups, rank)

@@ -1,0 +1,101 @@
+"""The evaluation of a training run as the evaluation of a model: which rows, which rewards. Torch-free."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rlhf_tasks.algorithms.evaluate.config import Answering, EvaluateConfig
+from rlhf_tasks.algorithms.sft.config import SFTConfig
+from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
+from rlhf_tasks.config.sections import ActorOnly, EvaluationConfig, RolloutModels
+from rlhf_tasks.data.dataset import PlacedRow, Row, data_set
+
+HELD_OUT, COMPLETIONS = "held-out.arrow", "held-out-completions.arrow"
+"""The tokenised held-out rows in a run folder: to answer, and with their completions."""
+
+
+def section_of(config: RunConfig) -> EvaluationConfig | None:
+    """The section `evaluation` of a run; None where it has none."""
+    return config.evaluation if isinstance(config, TrainingConfig) else None
+
+
+def held_out_sets(config: RunConfig) -> dict[str, RunConfig]:
+    """File in the run folder -> the configuration by whose rules the held-out rows in it are read."""
+    found = {HELD_OUT: evaluation_of(config), COMPLETIONS: completions_of(config)}
+    return {name: reader for name, reader in found.items() if reader is not None}
+
+
+def completions_of(config: RunConfig) -> SFTConfig | None:
+    """The supervised fine-tuning whose loss on the held-out rows is `eval/loss`; None where that is not asked for."""
+    asked = section_of(config)
+    if asked is None or not asked.loss:
+        return None
+    data = config.data.model_copy(update={"train": asked.data})
+    if isinstance(config, SFTConfig):
+        return config.model_copy(update={"data": data})
+    models = ActorOnly(actor=config.models.actor)
+    return SFTConfig(models=models, data=data, output_dir=config.output_dir, total_iterations=1)
+
+
+def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
+    """What a run with the section `evaluation` does as `type: evaluate` would; None without rewards for it.
+
+    The model is the one that trains: `models.actor` gives its tokenizer and its context. A batch has whole rows.
+    """
+    asked = section_of(config)
+    rewards = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
+    if asked is None or not rewards:
+        return None
+    tokens = asked.max_completion_length
+    if tokens is None:
+        assert isinstance(config, Samples), "the configuration has checked this"
+        tokens = config.sampling.max_completion_length
+    limits = ("reward_timeout_s", "reward_memory_bytes") if isinstance(config, Scores) else ()
+    return EvaluateConfig(
+        models=RolloutModels(actor=config.models.actor),
+        data=config.data.model_copy(update={"train": asked.data}),
+        output_dir=config.output_dir,
+        seed=config.seed,
+        dtype=config.dtype,
+        rewards=rewards,
+        sampling=Answering(max_completion_length=tokens, temperature=asked.temperature),
+        num_generations=asked.num_generations,
+        batch_size=asked.batch_size * asked.num_generations,
+        cluster=config.cluster,
+        **{name: getattr(config, name) for name in limits},
+    )
+
+
+def shared_prompts(config: RunConfig) -> str | None:
+    """A warning where the training data have prompts of the held-out rows; None where they have none.
+
+    Both data sets are read once. Raises DataError for a malformed row.
+    """
+    section = section_of(config)
+    if section is None:
+        return None
+    held_out = data_set(config.data.model_copy(update={"train": section.data}))
+    asked = {prompt: placed.where for prompt, placed in _prompts(held_out)}
+    trained = {prompt for prompt, _ in _prompts(data_set(config.data)) if prompt in asked}
+    if not trained:
+        return None
+    first = next(where for prompt, where in asked.items() if prompt in trained)
+    return (
+        f"evaluation: {len(trained)} of {len(asked)} held-out prompts are also in {config.data.train} (the first: "
+        f"{first}). On these the scores do not tell how well the model does on prompts that it has not seen."
+    )
+
+
+def _prompts(rows: Iterable[PlacedRow]) -> Iterable[tuple[str, PlacedRow]]:
+    """(prompt as JSON, row) of the rows that have a prompt of their own."""
+    for placed in rows:
+        if (prompt := _prompt(placed.row)) is not None:
+            yield json.dumps(prompt, sort_keys=True, default=str), placed
+
+
+def _prompt(row: Row) -> Any:
+    """A row's prompt; of a conversation all but its last turn."""
+    if "prompt" in row:
+        return row["prompt"]
+    messages = row.get("messages")
+    return messages[:-1] if isinstance(messages, list) else None

@@ -1,0 +1,104 @@
+"""Flow `rlhf-pipeline` with a configuration: each stage once, on the models of earlier ones."""
+
+import asyncio
+import json
+
+import pytest
+
+from flows.pipeline import rlhf_pipeline
+from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.algorithms.pipelines import make_pipeline
+from tests.tiny_runs import write_model, write_prompts
+
+REWARD = "def right(completions, answer):\n    return [float(a in c) for c, a in zip(completions, answer)]\n"
+
+
+@pytest.fixture
+def document(tmp_path):
+    """SFT with evaluations, and an evaluation of the best model that it leaves."""
+    write_model(tmp_path / "base")
+    rows = [{"prompt": f"{i:x} says ", "completion": str(i % 7)} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_prompts(tmp_path / "prompts.jsonl", 10)
+    (tmp_path / "judge.py").write_text(REWARD)
+    rewards = [{"function": f"{tmp_path / 'judge.py'}:right"}]
+    held_out = {"data": str(tmp_path / "prompts.jsonl"), "rewards": rewards, "max_completion_length": 4}
+    return {
+        "type": "pipeline",
+        "name": "mine",
+        "output_dir": str(tmp_path / "runs"),
+        "seed": 3,
+        "cluster": {"devices_per_host": 2},
+        "stages": [
+            {
+                "name": "sft",
+                "type": "sft",
+                "models": {"actor": str(tmp_path / "base")},
+                "data": {"train": str(tmp_path / "rows.jsonl")},
+                "batch_size": 8,
+                "total_iterations": 3,
+                "optimizer": {"learning_rate": 1e-2},
+                "evaluation": {**held_out, "every": 2, "keep_best": 1},
+            },
+            {
+                "name": "score",
+                "type": "evaluate",
+                "models": {"actor": "stage:sft"},
+                "data": {"train": str(tmp_path / "prompts.jsonl")},
+                "sampling": {"max_completion_length": 4},
+                "rewards": rewards,
+                "batch_size": 4,
+            },
+        ],
+    }
+
+
+def run(document):
+    return asyncio.run(rlhf_pipeline(config=make_pipeline(document)))
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("prefect")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
+def test_stages_run_once_and_go_on_where_they_ended(document, tmp_path, monkeypatch):
+    summary = run(document)
+    folder = tmp_path / "runs" / "mine"
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert {name: stage["type"] for name, stage in summary["stages"].items()} == {
+        "sft": "sft",
+        "score": "evaluate",
+    }
+    rows = [json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
+    scores = {row["iteration"] + 1: row["eval/reward"] for row in rows if "eval/reward" in row}
+    assert set(scores) == {2, 3}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert summary["stages"]["sft"]["model_step"] == best
+    assert summary["model"] == str(folder / "sft" / "model")
+    found = summary["stages"]["score"]["scores"]
+    assert found["samples"] == 10, "the last batch begins the rows again, which counts nothing"
+    assert found["reward"] == pytest.approx(scores[best]), "the exported model is the one that was evaluated"
+
+    def start(*arguments, **options):
+        raise AssertionError("a finished stage was started again")
+
+    made = {path: path.stat().st_mtime_ns for path in folder.glob("*/summary.json")}
+    with monkeypatch.context() as nothing_starts:
+        nothing_starts.setattr("flows.run.pipeline.cluster_of", start)
+        again = run(document)
+        assert {**again, "seconds": 0} == {**summary, "seconds": 0}
+        assert {path: path.stat().st_mtime_ns for path in made} == made
+
+        document["stages"][0]["optimizer"]["learning_rate"] = 2e-2
+        with pytest.raises(ConfigError, match=r"stage 'sft': .*optimizer.learning_rate 0.01 \(now 0.02\)"):
+            run(document)
+        document["stages"][0]["optimizer"]["learning_rate"] = 1e-2
+
+    (folder / "score" / "summary.json").unlink()  # as if it had been interrupted
+    attempts = len(list((folder / "score" / "attempts").iterdir()))
+    third = run(document)
+    assert third["stages"]["score"]["scores"] == found
+    assert len(list((folder / "score" / "attempts").iterdir())) == attempts + 1, "it went on in its folder"
+    assert (folder / "sft" / "summary.json").stat().st_mtime_ns == made[folder / "sft" / "summary.json"]

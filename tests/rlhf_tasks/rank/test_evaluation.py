@@ -1,0 +1,85 @@
+"""The evaluation node on a rank: when it works, and what a resumed run makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flows.run.prepare import Prepared, prepare
+from rlhf_tasks.checkpoint.commits import RunSnapshots
+from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.protocol.sequencer import Sequencer
+from rlhf_tasks.rank.executor import Executor
+from rlhf_tasks.spec import NodeResult
+from tests.rlhf_tasks.checkpoint.test_commits import Spec
+from tests.rlhf_tasks.settings import DEADLINES
+from tests.tiny_runs import ppo_config, write_prompts
+
+Results = dict[int, dict[str, dict[int, NodeResult]]]
+
+
+def run(prepared: Prepared, folder: Path, iterations: range) -> tuple[Results, list[SavedPart]]:
+    """(iteration -> node -> rank -> result, the parts that were saved) of some iterations on one rank.
+
+    They begin at the commit of the first iteration's number, where the run folder has that.
+    """
+    plan, parts, results = prepared.plan, list[SavedPart](), Results()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor = Executor(0, parts.append)
+    executor.load(
+        GenerationSpec(
+            run="test",
+            attempt=1,
+            generation=0,
+            rank=0,
+            n_ranks=1,
+            plan=plan,
+            config=json.loads(prepared.config.model_dump_json()),
+            run_folder=str(folder),
+            restore_step=iterations.start or None,
+            iterations=prepared.iterations,
+            store_host="127.0.0.1",
+            store_port=store.port,
+            store_prefix="test",
+            timeout_s=240.0,
+        )
+    )
+    first = iterations.start
+    sequencer = Sequencer(plan, "test", 1, DEADLINES, first_iteration=first, first_sample=first * plan.n_seqs)
+    for iteration in iterations:
+        requests = sequencer.requests(iteration)[0]
+        done = [executor.execute(request, plan.node(request.key.node)) for request in requests]
+        results[iteration] = {result.key.node: {0: result} for result in done}
+    executor.close(keep_state=False)
+    return results, parts
+
+
+def evaluations(results: Results) -> dict[int, dict[str, float]]:
+    return {iteration: dict(nodes["evaluate_actor"][0].metrics) for iteration, nodes in results.items()}
+
+
+@pytest.mark.timeout(600)
+def test_every_nth_iteration_and_the_last_are_evaluated_and_a_resumed_run_finds_the_same(tmp_path):
+    held_out = str(write_prompts(tmp_path / "held_out.jsonl", 3))
+    asked = {"data": held_out, "every": 2, "temperature": 1.0}
+    config = ppo_config(tmp_path, total_iterations=5, evaluation=asked)
+    prepared, folder = prepare(config), tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    prepared.keep_rows(folder)
+    results, parts = run(prepared, folder, range(5))
+    found = evaluations(results)
+    assert [iteration for iteration, metrics in found.items() if metrics] == [1, 3, 4]
+    assert all(
+        {"eval/reward", "eval/length_reward/mean"} <= metrics.keys() for metrics in (found[1], found[4])
+    )
+    assert found[3] != found[1], "the weights have changed"
+
+    saved = {f"save_{part.role}": {0: part.details} for part in parts if part.step == 2}
+    versions = {"actor": 2, "critic": 2}
+    order = WriteCommit(2, (0, 1), saved, 2 * config.batch_size, versions, prepared.plan)
+    snapshots = RunSnapshots(Spec(str(folder), config=config.model_dump(mode="json")))
+    snapshots.commit(order, {t: results[t] for t in (0, 1)})
+    again, _ = run(prepared, folder, range(2, 5))
+    assert evaluations(again) == {t: found[t] for t in (2, 3, 4)}
