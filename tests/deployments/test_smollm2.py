@@ -77,7 +77,7 @@ def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, tmp_pa
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize(("name", "rows"), [("grpo", "train"), ("accuracy", "test")])
+@pytest.mark.parametrize(("name", "rows"), [("grpo", "train"), ("evaluate", "test")])
 def test_the_examples_are_sound_on_their_rows(second_user, tmp_path, name, rows):
     smollm2.write_rows(tmp_path)
     changes = {
@@ -89,7 +89,7 @@ def test_the_examples_are_sound_on_their_rows(second_user, tmp_path, name, rows)
     overrides = [f"{key}={value}" for key, value in changes.items()]
     prepared = prepare(load_config(EXAMPLES / f"smollm2-{name}.yaml", overrides))
     assert len(prepared.rows) == smollm2.SIZES[rows]
-    assert prepared.iterations == {"grpo": 10, "accuracy": 1}[name]
+    assert prepared.iterations == {"grpo": 10, "evaluate": 1}[name]
 
 
 @GGUF
