@@ -21,6 +21,7 @@ from flows.run.disk_room import full_disk
 from flows.run.planning import profile_folder
 from flows.run.profiling import rlhf_profile
 from flows.run.run_folder import SUMMARY
+from flows.run.summary import in_short
 from flows.run.training import RunFailed
 from flows.view.prefect_api import is_prefects, what_is_wrong
 from flows.view.terminal import SHOW_CURSOR, console, since_start_s, tell
@@ -38,10 +39,7 @@ def run_here(algorithm: str, config: RunConfig, folder: Path) -> None:
     again = f"prefect-rlhf run {algorithm.replace('_', '-')} --resume {folder}"
     run_flow = OWN_FLOWS.get(algorithm) or flow_of(algorithm)
     summary = _watched(folder, again, lambda: run_flow(config, str(folder)))
-    tell(
-        f"done in {since_start_s():.0f} s: {summary['iterations']} iterations, which took the ranks "
-        f"{summary['seconds']:.0f} s; {folder / 'summary.json'}"
-    )
+    tell(f"done in {since_start_s():.0f} s: {in_short(summary)}; {folder / SUMMARY}")
     if "scores" in summary:
         tell(_means(summary["scores"]))
 

@@ -49,6 +49,18 @@ def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[Row]) -> dict[
     }
 
 
+def in_short(summary: Row) -> str:
+    """A summary in a line: iterations, their seconds, memory of the fullest rank, and the last generation's pace."""
+    parts = [f"{summary['iterations']} iterations, which took the ranks {summary['seconds']:.0f} s"]
+    peaks = summary["planned_and_measured"]["peak_memory_bytes"].values()
+    if peaks:  # an older version told no memory
+        parts.append(f"at most {max(peak['measured'] for peak in peaks) / 1e9:.1f} GB on a rank")
+    pace = summary["metrics"].get("throughput/tokens_per_s")
+    if pace is not None:
+        parts.append(f"{pace:.0f} tokens/s generated")
+    return ", ".join(parts)
+
+
 def rows_by_plan(
     plans: Sequence[ScheduledPlan], lineage: Sequence[Row]
 ) -> list[tuple[ScheduledPlan, list[Row]]]:

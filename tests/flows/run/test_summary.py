@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.run.summary import run_figures
+from flows.run.summary import in_short, run_figures
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 
@@ -63,3 +63,17 @@ def test_overlaps_are_the_common_seconds_of_the_ranks_clocks():
         "actor_train and generate of the next iteration": 1.0,
         "critic_train and generate of the next iteration": 1.0,
     }
+
+
+def test_a_run_is_told_in_a_line_with_the_memory_of_its_fullest_rank_and_its_pace():
+    peaks = {"0": {"planned": 3.0e9, "measured": 3.9e9}, "1": {"planned": 3.0e9, "measured": 4.26e9}}
+    summary = {
+        "iterations": 2,
+        "seconds": 61.4,
+        "planned_and_measured": {"peak_memory_bytes": peaks},
+        "metrics": {"reward": 0.4, "throughput/tokens_per_s": 182.6},
+    }
+    told = "2 iterations, which took the ranks 61 s, at most 4.3 GB on a rank, 183 tokens/s generated"
+    assert in_short(summary) == told
+    without = {**summary, "planned_and_measured": {"peak_memory_bytes": {}}, "metrics": {"loss/sft": 1.0}}
+    assert in_short(without) == "2 iterations, which took the ranks 61 s"

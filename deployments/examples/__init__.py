@@ -1,0 +1,1 @@
+"""Examples: configurations to start from, and the data that one of them takes."""
