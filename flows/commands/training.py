@@ -14,7 +14,15 @@ from flows.run.run_folder import existing_run_folder, open_run, refuse_taken, re
 from flows.run.stages import check_stages
 from flows.view.terminal import phase
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config, override
-from rlhf_tasks.algorithms.pipelines import PIPELINE, PipelineConfig, folder_of, load_pipeline, stages_of
+from rlhf_tasks.algorithms.pipelines import (
+    PIPELINE,
+    PipelineConfig,
+    folder_of,
+    is_pipeline,
+    load_pipeline,
+    stages_of,
+)
+from rlhf_tasks.algorithms.registry import algorithm as registered
 from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.system.durable import replace_file
 
@@ -65,11 +73,12 @@ def run(
         settings = override(settings, overrides)
     else:
         assert config is not None
+        if is_pipeline(config):
+            raise ConfigError(f"{config} has a pipeline. Run it by `prefect-rlhf run pipeline`.")
         folder, settings = open_run(load_config(config, overrides))
     if folder is not None:
         refuse_taken(folder)
-    if settings.type != algorithm.replace("-", "_"):
-        raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
+    _refuse_other_type(algorithm, settings.type, folder or config)
     with phase("models, data and plan"):
         prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
@@ -95,6 +104,18 @@ def run(
         if settings.plan == "auto":  # the flow reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
         run_here(settings.type, settings, folder)
+
+
+def _refuse_other_type(named: str, kind: str, place: Path | None) -> None:
+    """Raises ConfigError where the command names another algorithm than the configuration in `place`."""
+    wanted = named.replace("-", "_")
+    if wanted == kind:
+        return
+    registered(wanted)  # an unknown name is the likelier mistake
+    raise ConfigError(
+        f"{place} is of type {kind!r}, not {wanted!r}. Run it by `prefect-rlhf run {kind.replace('_', '-')}`, or "
+        f"give a configuration with type: {wanted}."
+    )
 
 
 def _run_pipeline(settings: PipelineConfig, file: Path) -> None:

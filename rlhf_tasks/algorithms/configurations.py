@@ -54,6 +54,8 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
     kind = document.get("type")
     names = algorithm_names()
     if not isinstance(kind, str) or kind not in names:
+        if str(kind).replace("-", "_") in names:
+            raise ConfigError(f"type: {shown(kind)} is written {kind.replace('-', '_')!r} in a file.")
         raise ConfigError(f"type: must be one of {', '.join(names)}, found {shown(kind)}.")
     model = algorithm(kind).config
     try:

@@ -9,6 +9,7 @@ Torch-free: the flows import this module; a worker loads what it needs in `setup
 """
 
 import atexit
+import logging
 import multiprocessing
 import os
 import signal
@@ -42,6 +43,7 @@ class ProcessPlugin(WorkerPlugin):
         global process  # the only global that is set at run time; see the module's docstring
         kind = offered(worker.state.total_resources)
         if kind is not None:
+            logging.getLogger(Worker.__module__).addFilter(not_a_lost_heartbeat)
             if worker.nanny:
                 end_with_nanny()
             if worker.nanny and threading.current_thread() is threading.main_thread():
@@ -56,6 +58,15 @@ class ProcessPlugin(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         if process is not None:
             await process.close()
+
+
+def not_a_lost_heartbeat(record: logging.LogRecord) -> bool:
+    """False for Dask's traceback about a heartbeat that its scheduler did not answer.
+
+    A scheduler ends before its workers, so at the end of a run the last heartbeat of one may be lost. A worker that
+    loses its scheduler earlier ends, and the controller says so.
+    """
+    return "communicate with scheduler during heartbeat" not in str(record.msg)
 
 
 def end_with_nanny() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ def test_a_sound_configuration_is_validated_and_its_plan_printed(call, tmp_path)
     assert all(name in out for name in PPO_CALLS)
     assert "valid. 2 rows, 2 iterations." in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_version_is_the_packages(call):
+    status, out, _ = call("--version")
+    assert (status, out.strip()) == (0, version("prefect-rlhf"))
 
 
 def test_an_override_is_part_of_the_configuration(call):
@@ -67,6 +73,8 @@ def test_every_type_has_a_schema_and_a_graph(call, kind):
         ),
         ({"plan": {"actor_train": PLACE}}, ("actor_generate",)),
         ({"type": "orpo"}, ("type: must be one of ppo", "'orpo'")),
+        ({"type": "dr-grpo"}, ("type: 'dr-grpo' is written 'dr_grpo' in a file",)),
+        ({"type": "pipeline"}, ("has a pipeline", "`prefect-rlhf run pipeline`")),
         ({"num_mini_batches": 3}, ("num_mini_batches: 3 does not divide batch_size=8",)),
         ({"name": "../x"}, ("name: ", "'../x'")),
     ],

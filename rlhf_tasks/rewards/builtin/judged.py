@@ -27,9 +27,10 @@ def column_of(
     """A column: the named one, or the first that is known. Raises RewardError where there is none."""
     name = named or next((name for name in known if name in columns), "")
     if name not in columns:
+        theirs = [name for name in columns if name != "completion_ids"]  # which every reward gets
         wanted = f"no column {name!r}" if named else f"none of the columns {', '.join(known)}"
         raise RewardError(
-            f"reward builtin:{reward}: the rows have {wanted} (columns: {', '.join(columns) or 'none'}). Name one by "
+            f"reward builtin:{reward}: the rows have {wanted} (columns: {', '.join(theirs) or 'none'}). Name one by "
             "its argument `column`, or rename one with data.column_map."
         )
     return [

@@ -1,10 +1,18 @@
 """What every Dask worker process of ours does first."""
 
+import asyncio
+import logging
+import logging.handlers
 import multiprocessing
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
+from distributed import Scheduler, Worker
+from distributed.comm import CommClosedError
 
-from rlhf_tasks.rank.worker_process import end_with_nanny
+from rlhf_tasks.rank import worker_process
+from rlhf_tasks.rank.worker_process import CLASSES, ProcessPlugin, end_with_nanny
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -14,3 +22,45 @@ def test_a_worker_lives_however_its_nanny_starts_processes(method):
     process.start()
     process.join(60)
     assert process.exitcode == 0
+
+
+def part(worker):
+    """What a worker becomes in the test below."""
+
+    async def close():
+        """Nothing to end."""
+
+    return SimpleNamespace(worker=worker, handlers={}, close=close)
+
+
+def test_a_heartbeat_that_is_lost_as_the_scheduler_ends_prints_no_traceback(monkeypatch):
+    told = logging.handlers.QueueHandler(SimpleQueue())
+    logger = logging.getLogger(Worker.__module__)
+    monkeypatch.setattr(worker_process, "process", None)
+    monkeypatch.setitem(CLASSES, "slot", f"{__name__}:part")
+    monkeypatch.setattr(logger, "filters", [])
+    logger.addHandler(told)
+    try:
+        asyncio.run(_lose_a_heartbeat(monkeypatch))
+    finally:
+        logger.removeHandler(told)
+    messages = [told.queue.get().message for _ in range(told.queue.qsize())]
+    assert "a line of another kind" in messages
+    assert not [message for message in messages if "heartbeat" in message]
+
+
+async def _lose_a_heartbeat(monkeypatch):
+    async def lost(**figures):
+        raise CommClosedError("closed")
+
+    local = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    async with (
+        Scheduler(port=0, **local) as scheduler,
+        Worker(scheduler.address, resources={"slot": 1}, **local) as worker,
+    ):
+        await worker.plugin_add(ProcessPlugin())
+        assert worker_process.process.worker is worker
+        with monkeypatch.context() as closed:
+            closed.setattr(worker, "scheduler", SimpleNamespace(heartbeat_worker=lost))
+            await worker.heartbeat()
+        logging.getLogger(Worker.__module__).error("a line of another kind")
