@@ -18,7 +18,6 @@ from rlhf_tasks.algorithms.pipelines import (
     PIPELINE,
     PipelineConfig,
     folder_of,
-    is_pipeline,
     load_pipeline,
     stages_of,
 )
@@ -73,12 +72,10 @@ def run(
         settings = override(settings, overrides)
     else:
         assert config is not None
-        if is_pipeline(config):
-            raise ConfigError(f"{config} has a pipeline. Run it by `prefect-rlhf run pipeline`.")
         folder, settings = open_run(load_config(config, overrides))
     if folder is not None:
         refuse_taken(folder)
-    _refuse_other_type(algorithm, settings.type, folder or config)
+    _refuse_other_type(algorithm, settings.type, config, folder)
     with phase("models, data and plan"):
         prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
@@ -106,15 +103,16 @@ def run(
         run_here(settings.type, settings, folder)
 
 
-def _refuse_other_type(named: str, kind: str, place: Path | None) -> None:
-    """Raises ConfigError where the command names another algorithm than the configuration in `place`."""
+def _refuse_other_type(named: str, kind: str, file: Path | None, folder: Path | None) -> None:
+    """Raises ConfigError where the command names another algorithm than the file or the run that is resumed."""
     wanted = named.replace("-", "_")
     if wanted == kind:
         return
     registered(wanted)  # an unknown name is the likelier mistake
+    right = f"prefect-rlhf run {kind.replace('_', '-')}"
     raise ConfigError(
-        f"{place} is of type {kind!r}, not {wanted!r}. Run it by `prefect-rlhf run {kind.replace('_', '-')}`, or "
-        f"give a configuration with type: {wanted}."
+        f"{folder or file} is of type {kind!r}, not {wanted!r}. "
+        + (f"Use `{right} --resume`." if folder else f"Use `{right}`, or set type: {wanted} in the file.")
     )
 
 

@@ -35,6 +35,13 @@ def test_another_algorithm_than_the_files_is_refused_with_both_ways_to_correct_i
     refused(call, *parts, command=("run", named, "--config", "FILE"))
 
 
+def test_another_algorithm_than_the_resumed_runs_is_refused_with_the_right_command(call, document):
+    folder = new_run_folder(make_config({**document, "name": "mine"}))
+    status, _, err = call("run", "grpo", "--resume", str(folder))
+    assert status == 2
+    assert "mine is of type 'ppo', not 'grpo'. Use `prefect-rlhf run ppo --resume`." in err
+
+
 def test_a_folder_that_is_no_run_cannot_be_resumed(call, tmp_path):
     refused(call, "is not a run folder", command=("run", "ppo", "--resume", str(tmp_path)))
 
