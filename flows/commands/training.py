@@ -10,7 +10,14 @@ from flows.commands.plans import show_warnings
 from flows.demo.data import DATA, refuse_without_task
 from flows.run import run_identity
 from flows.run.prepare import prepare
-from flows.run.run_folder import existing_run_folder, open_run, refuse_taken, refuse_unwritable, run_folder_of
+from flows.run.run_folder import (
+    existing_run_folder,
+    open_run,
+    refuse_taken,
+    refuse_unwritable,
+    refuse_used_name,
+    run_folder_of,
+)
 from flows.run.stages import check_stages
 from flows.view.terminal import phase
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config, override
@@ -75,6 +82,8 @@ def run(
         folder, settings = open_run(load_config(config, overrides))
     if folder is not None:
         refuse_taken(folder)
+    else:
+        refuse_used_name(settings)
     _refuse_other_type(algorithm, settings.type, config, folder)
     with phase("models, data and plan"):
         prepared = prepare(settings, folder)

@@ -67,6 +67,12 @@ def new_run_folder(config: RunConfig, now: datetime | None = None) -> Path:
     raise _in_use(base / config.name)
 
 
+def refuse_used_name(config: RunConfig) -> None:
+    """Raises ConfigError when the name of a new run is in use."""
+    if config.name is not None and (folder := Path(config.output_dir) / config.name).exists():
+        raise _in_use(folder)
+
+
 def _in_use(folder: Path) -> ConfigError:
     return ConfigError(
         f"name={folder.name!r} is in use: {folder} exists. Choose another name, or resume that run with "
@@ -123,8 +129,6 @@ def open_run(
     begun_in = run_folder or _begun_by(flow_run_id, config) or _begun_in(config)
     if begun_in is None:
         refuse_unwritable(Path(config.output_dir), "output_dir")
-        if config.name is not None and (folder := Path(config.output_dir) / config.name).exists():
-            raise _in_use(folder)
         return None, config
     folder, begun = existing_run_folder(begun_in)
     return folder, begun.model_copy(update={"cluster": config.cluster, "runtime": config.runtime})

@@ -61,8 +61,8 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
             raise ConfigError(
                 "type: a pipeline is no single run. `prefect-rlhf run pipeline` runs its stages."
             )
-        if str(kind).replace("-", "_") in names:
-            raise ConfigError(f"type: {shown(kind)} is written {kind.replace('-', '_')!r} in a file.")
+        if (written := str(kind).replace("-", "_")) in names:
+            raise ConfigError(f"type: {shown(kind)} is written {written!r} in a file.")
         raise ConfigError(f"type: must be one of {', '.join(names)}, found {shown(kind)}.")
     model = algorithm(kind).config
     try:

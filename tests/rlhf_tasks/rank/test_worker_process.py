@@ -34,17 +34,18 @@ def part(worker):
 
 
 def test_a_heartbeat_that_is_lost_as_the_scheduler_ends_prints_no_traceback(monkeypatch):
-    told = logging.handlers.QueueHandler(SimpleQueue())
+    told = SimpleQueue[logging.LogRecord]()
+    handler = logging.handlers.QueueHandler(told)
     logger = logging.getLogger(Worker.__module__)
     monkeypatch.setattr(worker_process, "process", None)
     monkeypatch.setitem(CLASSES, "slot", f"{__name__}:part")
     monkeypatch.setattr(logger, "filters", [])
-    logger.addHandler(told)
+    logger.addHandler(handler)
     try:
         asyncio.run(_lose_a_heartbeat(monkeypatch))
     finally:
-        logger.removeHandler(told)
-    messages = [told.queue.get().message for _ in range(told.queue.qsize())]
+        logger.removeHandler(handler)
+    messages = [told.get().getMessage() for _ in range(told.qsize())]
     assert "a line of another kind" in messages
     assert not [message for message in messages if "heartbeat" in message]
 
