@@ -14,7 +14,7 @@ additional work of a layout, not its speed on two machines.
 
 Rows: transformers (its `generate`; its model, padded, cross-entropy summed over tokens and divided by their
 number, clipping, fused AdamW) and the engine at (dp, tp, pp) = (1,1,1), (2,1,1), (1,2,1) and (1,1,2), all in
-float32.
+float32; (1,1,1)+lora has adapters of rank 16 on all linear layers.
 """
 
 import argparse
@@ -39,9 +39,11 @@ from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets, join_world, leave_world
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.layout.shape import Lora, linear_modules
 from rlhf_tasks.parallel.layout.slices import Layout, ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.weights import initialise_adapters
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 
@@ -155,18 +157,26 @@ def plain_training(model: PreTrainedModel, sequences: list[Tensor]) -> Row:
 
 
 def build_engine(
-    whole: PreTrainedModel, strategy: ParallelStrategy, groups: ProcessGroups, dtype: torch.dtype
+    whole: PreTrainedModel,
+    strategy: ParallelStrategy,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    rank: int | None = None,
 ) -> Engine:
-    """A trainable engine with its slices of the whole model's weights."""
+    """A trainable engine with its slices of the whole model's weights. rank: of adapters; None: all weights train."""
     config = whole.config
     placement = Placement(tuple(range(strategy.size)), strategy)
-    layout = Layout(ModelShape.from_config(config.to_dict()), "lm", placement)
+    shape = ModelShape.from_config(config.to_dict())
+    lora = None if rank is None else Lora(rank, 2.0 * rank, tuple(linear_modules(shape)))
+    layout = Layout(shape, "lm", placement, lora)
     coordinate, tp_group = placement.coordinate(groups.rank), groups[placement.tp_group(groups.rank)]
     stage = Stage(config, layout, coordinate, tp_group, device=groups.device, dtype=dtype)
     parameters = dict(whole.named_parameters())
     for name, mine in stage.named_slices().items():
-        rows = layout.held(groups.rank)[name]
-        mine.data.copy_(parameters[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
+        rows = layout.whole.held(groups.rank)[name]
+        dim = layout.whole.specs[name].dim
+        mine.data.copy_(parameters[name].detach().narrow(dim, rows.start, rows.size))
+    initialise_adapters(stage, seed=0)
     settings = OptimizerSettings(BETAS, eps=1e-8, weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM)
     return Engine(stage, layout, groups, settings)
 
@@ -235,17 +245,20 @@ def _rows(rank: int, groups: ProcessGroups) -> dict[str, Row | None]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="sdpa").eval()
     engines = {
-        s: build_engine(model, s, groups, torch.float32) if rank < s.size else None for s in STRATEGIES
+        _label(s): build_engine(model, s, groups, torch.float32) if rank < s.size else None
+        for s in STRATEGIES
     }
+    adapted = build_engine(model, STRATEGIES[0], groups, torch.float32, rank=16) if rank == 0 else None
+    engines["(1,1,1)+lora"] = adapted
     rows: dict[str, Row | None] = {}
     for name, work in generation_works().items():
         rows[f"generation {name} transformers"] = plain_generation(model, work) if rank == 0 else None
-        for s, engine in engines.items():
-            rows[f"generation {name} {_label(s)}"] = engine_generation(engine, work) if engine else None
+        for label, engine in engines.items():
+            rows[f"generation {name} {label}"] = engine_generation(engine, work) if engine else None
     for name, sequences in training_works().items():
         rows[f"training {name} transformers"] = plain_training(model, sequences) if rank == 0 else None
-        for s, engine in engines.items():
-            rows[f"training {name} {_label(s)}"] = engine_training(engine, sequences) if engine else None
+        for label, engine in engines.items():
+            rows[f"training {name} {label}"] = engine_training(engine, sequences) if engine else None
     return rows
 
 

@@ -39,9 +39,10 @@ def export(
     /,
     *,
     role: Annotated[str | None, Parameter("--role")] = None,
+    merged: Annotated[bool, Parameter("--merged", negative="")] = False,
 ) -> None:
     """Write a trained model of a run as a Hugging Face folder: of its last commit, or, with evaluation.keep_best, of
-    its best.
+    its best. Of a run with `lora` it is the adapter.
 
     Parameters
     ----------
@@ -51,6 +52,8 @@ def export(
         The folder to write; it must not exist yet.
     role
         A trained role; default: the only one, or the actor.
+    merged
+        Write the whole model with the adapter merged in.
     """
     run_folder, config = existing_run_folder(run)
     commit, refused = commit_to_export(run_folder, config)
@@ -63,5 +66,5 @@ def export(
     chosen = role or ("actor" if "actor" in commit.manifest.roles else next(iter(commit.manifest.roles)))
     if folder.exists():
         raise ConfigError(f"{folder} already exists. Remove it or name another folder.")
-    export_commit(commit.folder, config, chosen, folder)
+    export_commit(commit.folder, config, chosen, folder, merged or None)
     console.print(f"{chosen} after {commit.step} iterations: {folder}")

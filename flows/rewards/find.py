@@ -6,36 +6,45 @@ an import that fails, is found by `config validate --rewards` or by the rewards'
 
 import ast
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.sections import RewardFunction
-from rlhf_tasks.rewards.forms import Parameters, RewardError
+from rlhf_tasks.config.sections import RewardFunction, RewardService
+from rlhf_tasks.rewards import builtin
+from rlhf_tasks.rewards.forms import BUILTIN, Parameters, RewardError
 from rlhf_tasks.rewards.user_code import secret_named
 from rlhf_tasks.system.source import FUNCTIONS, module_file, names_bound
 
-_SECRETS = ("key", "token", "password", "secret")
+_SECRETS = ("key", "token", "password", "secret", "authorization")
 
 
-def check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], is_here: bool) -> list[str]:
+Reward = RewardFunction | RewardService
+
+
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], is_here: bool) -> list[str]:
     """Warnings about the rewards. Raises ConfigError for the first one that cannot be found or called.
 
     columns  the rows' columns, without the prompt
     is_here  whether rewards run on this machine, with this process's environment
     """
     for reward in rewards:
-        function = _find(reward)
         if is_here:
             _refuse_unset(reward)
+        if isinstance(reward, RewardService):
+            continue
+        if reward.function.startswith(f"{BUILTIN}:"):
+            _try_builtin(reward, columns)
+            continue
+        function = _find(reward)
         if function is not None:
             _check_parameters(reward, function, columns)
-    return [warning for number, reward in enumerate(rewards) for warning in _literals(number, reward.kwargs)]
+    return [warning for number, reward in enumerate(rewards) for warning in _literals(number, reward)]
 
 
-def blocks_named(rewards: Sequence[RewardFunction]) -> list[str]:
-    """The Prefect Secret blocks that rewards' kwargs name."""
-    named = {secret_named(value) for reward in rewards for value in reward.kwargs.values()}
+def blocks_named(rewards: Sequence[Reward]) -> list[str]:
+    """The Prefect Secret blocks that rewards' arguments name."""
+    named = {secret_named(value) for reward in rewards for value in reward.arguments.values()}
     return sorted(name for kind, name in filter(None, named) if kind == "block")
 
 
@@ -69,6 +78,25 @@ def _find(reward: RewardFunction) -> ast.FunctionDef | ast.AsyncFunctionDef | No
     return defined[-1] if defined and not defined[-1].decorator_list else None
 
 
+def _try_builtin(reward: RewardFunction, columns: Sequence[str]) -> None:
+    """Raises ConfigError where a built-in reward does not exist, or refuses its arguments or the rows' columns."""
+    name = reward.name
+    function = getattr(builtin, name) if name in builtin.__all__ else None
+    if function is None:
+        raise ConfigError(
+            f"reward {reward.function}: there is none of that name. Built in are {', '.join(builtin.__all__)}."
+        )
+    try:
+        names = [
+            each for each in Parameters.of(function).names if each not in ("completions", "completion_ids")
+        ]
+        Parameters(names, (), takes_any=False).refuse_unknown(reward.function, reward.kwargs)
+        nothing = {name: [] for name in columns}
+        function(**{**nothing, "completions": [], "completion_ids": [], **reward.kwargs})
+    except RewardError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _check_parameters(
     reward: RewardFunction, function: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str]
 ) -> None:
@@ -86,21 +114,22 @@ def _check_parameters(
         raise ConfigError(str(error)) from None
 
 
-def _refuse_unset(reward: RewardFunction) -> None:
-    for argument, value in reward.kwargs.items():
+def _refuse_unset(reward: Reward) -> None:
+    for argument, value in reward.arguments.items():
         named = secret_named(value)
         if named is not None and named[0] == "env" and named[1] not in os.environ:
             raise ConfigError(
-                f"reward {reward.function}: its kwargs name the environment variable {named[1]!r} for {argument}, "
+                f"reward {reward.location}: its arguments name the environment variable {named[1]!r} for {argument}, "
                 "which is not set. Set it where the command or the worker runs."
             )
 
 
-def _literals(number: int, kwargs: Mapping[str, object]) -> Iterator[str]:
+def _literals(number: int, reward: Reward) -> Iterator[str]:
     """A warning for each argument whose name suggests a secret and whose value is in the configuration."""
-    for argument, value in kwargs.items():
+    key = "headers" if isinstance(reward, RewardService) else "kwargs"
+    for argument, value in reward.arguments.items():
         if argument.lower().endswith(_SECRETS) and isinstance(value, str):
             yield (
-                f"rewards.{number}.kwargs.{argument} is given in the configuration, which runs write to disk. "
+                f"rewards.{number}.{key}.{argument} is given in the configuration, which runs write to disk. "
                 f"If it is a secret, name it: {argument}: {{env: VARIABLE}} or {argument}: {{block: PREFECT_SECRET}}."
             )

@@ -3,13 +3,11 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from flows.rewards.find import blocks_named
-from rlhf_tasks.algorithms.examples import read_examples
+from rlhf_tasks.algorithms.examples import first_example
 from rlhf_tasks.config.base import Scores
-from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.rows import prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.rewards.forms import Answers, RewardError
@@ -59,8 +57,7 @@ def try_rewards(config: Scores) -> Iterator[Tried]:
 
 def _answers(config: Scores) -> tuple[Answers, str]:
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-    first = islice(data_set(config.data), 1)
-    ((placed, example),) = read_examples(prompt_example, first, tokenizer)
+    placed, example = first_example(config, prompt_example, tokenizer)
     ids = example.prompt_ids[-COMPLETION_TOKENS:]
     read = [tokenizer.decode(example.prompt_ids, special_tokens=True)]
     return Answers.of_columns([example.columns], [tokenizer.decode(ids)], [ids], read), placed.where

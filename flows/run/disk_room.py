@@ -2,7 +2,6 @@
 an error was caused by a full disk."""
 
 import errno
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
 from rlhf_tasks.checkpoint.commits import step_folders
 from rlhf_tasks.config.base import TrainingConfig
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from rlhf_tasks.parallel.layout.shape import ModelShape, parameters, trained_parameters
 from rlhf_tasks.system.durable import existing
 
 FULL_BYTES = (
@@ -43,18 +42,21 @@ def disk_need(
     shapes    role -> its model's shape
     itemsize  bytes of a parameter of the exported model
     """
-    sizes = {
-        name: sum(math.prod(spec.shape) for spec in parameters(shapes[name], role.head))
-        for name, role in config.roles().items()
-        if role.optimizer is not None
-    }
+    exports, sizes = dict[str, int](), dict[str, int]()
+    for name, role in config.roles().items():
+        if role.optimizer is not None:
+            shape, lora = shapes[name], config.adapters_of(name, shapes[name])
+            exports[name] = sizes[name] = sum(spec.size for spec in parameters(shape, role.head))
+            if lora is not None:
+                sizes[name] = sum(spec.size for spec in trained_parameters(shape, role.head, lora))
+                exports[name] = sizes[name] if config.exports_adapters else exports[name]
     if not sizes:
         return NO_DISK
     evaluation = config.evaluation if isinstance(config, TrainingConfig) else None
     best = 0 if evaluation is None else evaluation.keep_best
     state_itemsize = max(itemsize, 4)  # bfloat16 is trained in float32
     written = -(-iterations // config.snapshot_every) + 1  # with step 0
-    exported = sizes.get("actor", next(iter(sizes.values())))
+    exported = exports.get("actor", next(iter(exports.values())))
     return DiskNeed(
         STATE_FLOATS * state_itemsize * sum(sizes.values()),
         min(config.keep_last + best + 1, written),

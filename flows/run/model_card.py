@@ -24,6 +24,8 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
     config = prepared.config
     header = {"library_name": "transformers", "tags": ["prefect-rlhf", config.type.replace("_", "-")]}
     folder = config.roles()[role].folder
+    if config.exports_adapters:
+        header |= {"library_name": "peft", "base_model": folder}
     reached = "".join(f"| {name} | {json.dumps(value)} |\n" for name, value in metrics.items())
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     parts = [
@@ -34,7 +36,7 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
         f"## Metrics of iteration {metrics.get('iteration', -1) + 1}\n\n| metric | value |\n|---|---|\n{reached}"
         if reached
         else "",
-        f"## Data\n\n{len(prepared.rows)} rows of `{config.data.train}`, SHA-256 of their content "
+        f"## Data\n\n{len(prepared.rows)} rows of `{config.data.name}`, SHA-256 of their content "
         f"`{prepared.rows.digest}`.\n",
         f"## Execution plan\n\n```text\n{plan_table(prepared.plans[-1].plan)}\n```\n",
         "## Versions\n\n" + "".join(f"- {name} {found}\n" for name, found in versions.items()),

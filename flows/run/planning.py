@@ -1,5 +1,6 @@
 """From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -67,7 +68,15 @@ def problem_of(
 
 def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, workload: Workload) -> Problem:
     shapes = shapes_of(config)
-    models = {role: RoleModel(shape=shapes[role], head=parts.head) for role, parts in config.roles().items()}
+    models = {
+        role: RoleModel(
+            shape=shapes[role],
+            head=parts.head,
+            lora=config.adapters_of(role, shapes[role]),
+            weights=parts.folder or json.dumps(parts.config, sort_keys=True),
+        )
+        for role, parts in config.roles().items()
+    }
     _check_context(shapes, workload)
     classes, measured, warnings = hardware.classes, list[MeasuredProfile](), list[str]()
     stated = None if profile is None else _stated_profiles(profile, classes)

@@ -10,6 +10,7 @@ from flows.cluster.this_machine import gpus_here
 from flows.rewards.find import check_rewards
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.planning import ITEMSIZES, hardware_of, problem_of, shapes_of
+from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
 from planner.plan.mesh import Cluster
 from planner.pricing.plans import lack_of_memory, plan_memory
@@ -30,7 +31,7 @@ from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
 from rlhf_tasks.data.dataset import data_set
-from rlhf_tasks.data.token_file import TokenFile
+from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
@@ -126,7 +127,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         iterations=iterations,
         rows=rows,
         changes=() if folder is None else logged_changes(folder),
-        warnings=(*of_rewards, *of_evaluation, *filter(None, of_plan)),
+        warnings=(*_skipped(rows), *of_rewards, *of_evaluation, *filter(None, of_plan)),
         disk=need,
         held_out=held_out,
     )
@@ -154,6 +155,14 @@ def _held_out(config: RunConfig, folder: Path | None) -> tuple[dict[str, TokenFi
         told = set(check_rewards(getattr(config, "rewards", ()), columns, is_here))
         warnings += [w for w in check_rewards(evaluation.rewards, columns, is_here) if w not in told]
     return found, warnings
+
+
+def _skipped(rows: TokenFile) -> list[str]:
+    """A warning where rows were left out."""
+    if not rows.skipped:
+        return []
+    where, why = rows.skipped[0]
+    return [f"{len(rows.skipped)} rows are skipped, {SKIPPED} in the run folder lists them. {where}: {why}"]
 
 
 def crowding(config: RunConfig) -> str | None:
@@ -235,8 +244,9 @@ def _kept_plan(
 
 
 def _refuse_what_cannot_run(config: RunConfig) -> None:
-    """Raises ConfigError for a configuration that is enough to plan with but not to run, and for an algorithm that
-    lacks a function."""
+    """Raises ConfigError for a configuration that is enough to plan with but not to run, an algorithm that lacks a
+    function, and a tracker that is not installed."""
+    refuse_missing(config.report_to)
     algorithm(config.type).calls(config)  # here, before minutes go into checking data
     for role in type(config.models).model_fields:
         if isinstance(getattr(config.models, role), InlineModel):

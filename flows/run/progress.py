@@ -22,6 +22,7 @@ from flows.run.prepare import Prepared
 from flows.run.replanning import Replanning
 from flows.run.summary import read_jsonl
 from flows.run.training import RunControl
+from flows.trackers.trackers import Trackers
 from flows.view import artifacts
 from flows.view.clocks import spans_of
 from flows.view.events import CommitEvents
@@ -67,12 +68,14 @@ class RunView:
         self._drawn_s = 0.0
         self._loaded = False
         self._terminal = RunProgress(folder.name, prepared.iterations, self.say)
+        self._trackers = Trackers(prepared.config, folder, self.say)
 
     async def begin(self) -> None:
         """Show the plan and an empty progress bar, and tag the flow run."""
         api, prepared = self.api, self._prepared
         await api.show(lambda: artifacts.tag_flow_run(run_tags(prepared.config)))
         await self._show_page(lambda: artifacts.plan_page(prepared.plans[-1].plan))
+        await api.show(lambda: artifacts.show_skipped_rows(prepared.rows.skipped))
         await self._show_progress(0)
         self._showing = asyncio.create_task(self._show_all())
 
@@ -90,7 +93,7 @@ class RunView:
                 self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
 
     async def on_commit(self, committed: Committed, control: RunControl) -> None:
-        """After each commit: an event and the bar in the UI; curves and timeline every so often."""
+        """After each commit: an event and the bar in the UI, news for trackers; sometimes curves and timeline."""
         results = by_rank(committed)
         metrics = json.loads(self._lines.line(committed.iteration, results))
         rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
@@ -98,6 +101,7 @@ class RunView:
         self._events.tell(committed.iteration, metrics)
         self._done = committed.iteration + 1
         self._news.set()
+        await self._trackers.tell(self._done)
         if self._prepared.config.replan == "auto":
             await self.replanning.on_commit(committed.iteration, rows, control)
 
@@ -150,11 +154,13 @@ class RunView:
             _, late = await asyncio.wait([self._showing], timeout=COMPLETE_S)
             self.api.skipped += len(late)
         await self._stop_showing()
+        await self._trackers.close(finished=True)
 
     async def close(self) -> None:
         """End what moves in the terminal, a search for a plan that is under way, and what is shown in the UI."""
         self._terminal.close()
         await self.replanning.close()
+        await self._trackers.close(finished=False)
         await self._stop_showing()
 
     # --- the UI -----------------------------------------------------------------------------------------

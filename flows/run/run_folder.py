@@ -4,6 +4,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           data.sha256      digest of its rows, which must be the same when the run is resumed
           rows.arrow       these rows as token ids; made anew if it is removed
           held-out.sha256, held-out.arrow   the same of the rows of the evaluation
+          skipped-rows.jsonl  the rows that were left out, and why (data.on_bad_row: skip)
           models.json      digests of its model folders, likewise
           accepted.jsonl   changes of these between two attempts that --accept-changes has accepted
           plan.json        the first execution plan of the run
@@ -14,6 +15,8 @@ runs/NAME/config.json      the configuration of the run, for --resume
           step-00000042/   commits
           metrics.jsonl    one row per committed iteration
           lineage.jsonl    one row per node of a committed iteration: versions, and times by each rank's own clock
+          trackers/        what each tracker of report_to has, and what it has printed
+          tensorboard/     event files (report_to: tensorboard); wandb/ likewise
           samples/         the samples of PPO and rollouts, one file per iteration and dp rank
           model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run

@@ -39,7 +39,7 @@ from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
 
 DATA, HELD_OUT_DATA, MODELS = "data.sha256", "held-out.sha256", "models.json"
-FREE = ("cluster", "keep_last", "name", "output_dir", "resume", "runtime")
+FREE = ("cluster", "keep_last", "name", "output_dir", "report_to", "resume", "runtime")
 """Keys of a configuration on which no result depends."""
 
 _DIGESTS = TypeAdapter(dict[str, dict[str, str]])
@@ -125,7 +125,7 @@ def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
 
 def _data_of(prepared: Prepared) -> Iterator[tuple[str, TokenFile, str]]:
     """(file with the digest, rows, where they come from) of a run's data and of its held-out rows."""
-    yield DATA, prepared.rows, prepared.config.data.train
+    yield DATA, prepared.rows, prepared.config.data.name
     section = section_of(prepared.config)
     for rows in prepared.held_out.values():
         assert section is not None, "held-out rows are of an evaluation"
@@ -160,12 +160,19 @@ def _refuse_another_model(folder: Path, manifest: Manifest, config: RunConfig) -
     for role, parts in config.roles().items():
         record = manifest.roles.get(role)
         if record is not None:
-            difference = record.shape.difference(ModelShape.from_folder(parts.folder))
+            shape = ModelShape.from_folder(parts.folder)
+            difference = record.shape.difference(shape)
             changes = ", ".join(f"{name} {old} (now {new})" for name, (old, new) in difference.items())
             if changes:
                 raise ConfigError(
                     f"{folder}: the saved {role!r} has another shape than {parts.folder}: {changes}. Name the "
                     "original model folder, or start a new run."
+                )
+            lora = config.adapters_of(role, shape)
+            if record.lora != lora:
+                raise ConfigError(
+                    f"{folder}: the saved {role!r} has {record.lora or 'no adapters'}, the configuration has "
+                    f"{lora or 'none'}. Set lora as it was, or start a new run."
                 )
 
 

@@ -40,6 +40,7 @@ from rlhf_tasks.spec import ExecutionPlan
 SECONDS = "s per iteration"
 BAR = 20  # characters of a progress bar
 PLAIN = re.compile(r"([!-/:-@\[-`{-~])")  # punctuation that could be markdown syntax
+MOST_ROWS = 100  # of the data, in a table
 LONGEST = 400  # characters of a sample's prompt or completion that are shown
 WORD = re.compile(r"\S{24}(?=\S)")  # a word may be broken after this many characters
 
@@ -245,6 +246,13 @@ def _shown(text: str | Sequence[Mapping[str, Any]]) -> str:
     if not isinstance(text, str):
         text = "\n".join(f"{message['role']}: {message['content']}" for message in text)
     return _plain(text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…") or "(nothing)"
+
+
+async def show_skipped_rows(skipped: Sequence[tuple[str, str]]) -> None:
+    """Show the first rows of the data that were left out, and why."""
+    if skipped:
+        rows = [{"row": where, "reason": why} for where, why in skipped[:MOST_ROWS]]
+        await _show_table("skipped-rows", rows, f"Rows of the data that are left out: {len(skipped)}.")
 
 
 async def show_planned_and_measured(figures: Mapping[str, Any]) -> None:

@@ -118,6 +118,8 @@ def title_of(name: str, group: str = "") -> str:
 def _field(field: dict[str, Any], required: bool) -> dict[str, Any]:
     """A field in a form that both UIs draw: no `oneOf`, an optional number as an empty box, a section closed."""
     field = _choice(field, "Default")
+    if "items" in field:
+        field["items"] = _choice(field["items"], "Nothing")
     options = field.get("anyOf", [])
     if "$ref" in field and not required:
         section = {"$ref": field.pop("$ref"), "title": "Change"}

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
 from rlhf_tasks.spec import Frozen, ModelFunctionCall
 
 
@@ -115,7 +115,14 @@ def least_share(call: ModelFunctionCall, dp: int) -> int:
 
 
 class RoleModel(Frozen):
-    """The model behind a role."""
+    """The model behind a role.
+
+    lora     the adapters that train instead of the model; None where all of it trains, or nothing
+    weights  names the model's initial weights: on one placement, roles share those that are frozen and have the same
+             name; "": not shared
+    """
 
     shape: ModelShape
     head: Head = "lm"
+    lora: Lora | None = None
+    weights: str = ""

@@ -6,7 +6,7 @@ device, in seconds and bytes. The slowest stage and the fullest tp rank decide. 
 seconds of a layer, come from a profile (planner/pricing/rooflines.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from planner.pricing.devices import DeviceProfile
 from planner.pricing.measured import MeasuredProfile, ProfileError, ProfileTables
 from planner.pricing.rooflines import GRADIENT_BYTES, Roofline, Slowest, Timing
 from planner.pricing.run_history import Factor, RanCall, factor_elsewhere, factor_of
+from rlhf_tasks.parallel.layout.flops import layer_flops
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Exchange, Pass
@@ -150,8 +151,9 @@ class CostModel:
                 "train_step": _train,
             }[call.kind]
             local = self._sizes(call.role, where.strategy)
+            trained = self._trained_sizes(call.role, where.strategy)
             timing = self._timing(call.role, where.strategy.tp, where.crossings.tp, where.classes)
-            mesh = _OnMesh(timing, self.workload, local, where.strategy, where.crossings)
+            mesh = _OnMesh(timing, self.workload, local, trained, where.strategy, where.crossings)
             known.update((count, price(mesh, call, count)) for count in missing)
         return [known[count] for count in counts]
 
@@ -162,16 +164,33 @@ class CostModel:
         return self.classes.within(min(placement.devices), len(placement.devices))
 
     def parameter_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
-        """[stages] bytes of a role's parameters on a device of each stage."""
-        local, pp = self._sizes(role, placement.strategy), placement.strategy.pp
-        return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(pp))
+        """[stages] bytes of a role's parameters on a device of each stage; of one with adapters, bytes of these."""
+        trained, pp = self._trained_sizes(role, placement.strategy), placement.strategy.pp
+        return tuple(count * self.workload.itemsize for count in trained.parameters_by_stage(pp))
+
+    def frozen_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
+        """[stages] bytes of the frozen weights below a role's adapters; 0 for a role without adapters."""
+        s = placement.strategy
+        if self.models[role].lora is None:
+            return (0,) * s.pp
+        local = self._sizes(role, s)
+        return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(s.pp))
+
+    def frozen_weights(self, role: str, trained: bool) -> Hashable:
+        """What a role's frozen weights are known by: roles with equal ones share them where placements are equal.
+
+        trained  whether a call trains the role
+        """
+        model = self.models[role]
+        shares = model.weights and not (trained and model.lora is None)
+        return (model.weights, model.shape, model.head) if shares else role
 
     def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
-        """[stages] bytes of parameters, gradients and optimizer on a training device of each stage."""
+        """[stages] bytes of trained parameters, gradients and optimizer on a training device of each stage."""
         s = placement.strategy
-        local = self._sizes(role, s)
+        trained = self._trained_sizes(role, s)
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
-        return tuple(count * per_parameter for count in local.parameters_by_stage(s.pp))
+        return tuple(count * per_parameter for count in trained.parameters_by_stage(s.pp))
 
     def evaluation(self, role: str, placement: Placement) -> CallCost:
         """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
@@ -185,12 +204,12 @@ class CostModel:
         key = role, where
         if key not in self._evaluations:
             timing = self._timing(role, s.tp, where.crossings.tp, where.classes)
-            local = self._sizes(role, s)
+            local, trained = self._sizes(role, s), self._trained_sizes(role, s)
 
             def mesh(prompt_tokens: int, new_tokens: int) -> _OnMesh:
                 lengths = {"prompt_tokens": prompt_tokens, "new_tokens": Lengths.fixed(new_tokens)}
                 workload = self.workload.model_copy(update={**lengths, "max_new_tokens": new_tokens})
-                return _OnMesh(timing, workload, local, s, where.crossings)
+                return _OnMesh(timing, workload, local, trained, s, where.crossings)
 
             at_once = min(asked.rows_at_once, asked.rows)
             parts = [CallCost(0.0, (0.0,) * s.pp)]
@@ -218,6 +237,11 @@ class CostModel:
         if strategy.pp > model.shape.layers:
             raise ValueError(f"pp={strategy.pp} exceeds the model's {model.shape.layers} layers.")
         return sizes(model.shape, model.head, strategy.tp)
+
+    def _trained_sizes(self, role: str, strategy: ParallelStrategy) -> Sizes:
+        """Sizes of what moves and trains: of the adapters, where the role has some, else of the model."""
+        local, model = self._sizes(role, strategy), self.models[role]
+        return local if model.lora is None else sizes(model.shape, model.head, strategy.tp, model.lora)
 
     def _timing(self, role: str, tp: int, crosses: bool, classes: tuple[int, ...]) -> Timing:
         """The times for a role under tp: from measured profiles where there are some, else from rooflines.
@@ -280,11 +304,16 @@ def _by_class(
 
 @dataclass(frozen=True)
 class _OnMesh:
-    """One model under one strategy: seconds and bytes of the terms that a call's price is composed of."""
+    """One model under one strategy: seconds and bytes of the terms that a call's price is composed of.
+
+    local    sizes of the model
+    trained  the same object; or for a model with adapters, sizes of these
+    """
 
     timing: Timing
     workload: Workload
     local: Sizes
+    trained: Sizes
     strategy: ParallelStrategy
     crossings: Crossings
 
@@ -330,10 +359,34 @@ class _OnMesh:
 
     def _pass_s(self, kind: Pass, tokens: float, context: float) -> tuple[float, float, float]:
         """Seconds of a pass over a micro-batch: (one layer, rest of the first stage, rest of the last stage)."""
-        timing, layer_s = self.timing, self.timing.layer_s(kind, tokens, context)
+        timing = self.timing
+        layer_s = timing.layer_s(kind, tokens, context) * self._layer_factor(kind, tokens, context)
         if kind == "backward" and self.workload.recompute:
-            layer_s += timing.layer_s("forward", tokens, context)
-        return layer_s, timing.embedding_s(kind, tokens), timing.head_s(kind, tokens, context)
+            layer_s += timing.layer_s("forward", tokens, context) * self._layer_factor(
+                "forward", tokens, context
+            )
+        embedding_s, head_s = timing.embedding_s(kind, tokens), timing.head_s(kind, tokens, context)
+        if kind == "backward" and self.has_adapters:  # the frozen embedding and lm head have no gradient
+            embedding_s, head_s = 0.0, head_s * (0.5 if self.local.vocab > 1 else 1.0)
+        return layer_s, embedding_s, head_s
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.trained is not self.local
+
+    def _layer_factor(self, kind: Pass, tokens: float, context: float) -> float:
+        """FLOPs of a layer's pass with adapters, in those of the pass without, for which there are times.
+
+        A backward pass computes no gradients of frozen matrices, which are as much work as their products.
+        """
+        if not self.has_adapters:
+            return 1.0
+        attended = context if kind == "decode" else context / 2
+        forward = layer_flops(tokens, attended, self.local.layer, self.local.query)
+        frozen, adapters = (layer_flops(tokens, 0, size.layer, 0) for size in (self.local, self.trained))
+        if kind == "backward":
+            return (2 * forward - frozen + 2 * adapters) / (2 * forward)
+        return (forward + adapters) / forward
 
     def pipelined_s(self, kinds: Sequence[Pass], tokens: float, context: float, micro_batches: int) -> float:
         """Seconds of all micro-batches through all stages: the first fills the pipeline, then the slowest stage
@@ -409,15 +462,21 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
 def _update_s(mesh: _OnMesh) -> float:
     """Seconds of an optimizer step after the backward passes: reduce gradients, update shares, gather weights."""
     s, itemsize, crossings = mesh.strategy, mesh.workload.itemsize, mesh.crossings
-    parameters = max(mesh.local.parameters_by_stage(s.pp))
+    parameters = max(mesh.trained.parameters_by_stage(s.pp))
     seconds = (
         mesh.exchange_s("reduce_scatter", s.dp, parameters * GRADIENT_BYTES, crossings.dp)
         + mesh.timing.update_s(parameters, s.dp)
         + mesh.exchange_s("all_gather", s.dp, parameters * itemsize, crossings.dp)
     )
-    if mesh.local.tied and s.pp > 1:
+    if (
+        mesh.has_adapters and s.tp > 1
+    ):  # of each adapter, one matrix is on all tp ranks; with a large tp that is most
         seconds += mesh.exchange_s(
-            "all_reduce", 2 * s.dp, mesh.local.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
+            "all_reduce", s.tp * s.dp, parameters * GRADIENT_BYTES, crossings.tp or crossings.dp
+        )
+    if mesh.trained.tied and s.pp > 1:
+        seconds += mesh.exchange_s(
+            "all_reduce", 2 * s.dp, mesh.trained.embedding * GRADIENT_BYTES, crossings.pp or crossings.dp
         )
     if s.dp * s.pp > 1:  # the ranks exchange their metrics
         seconds += mesh.exchange_s("all_gather", s.size, 0, any(crossings))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout, split
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
@@ -73,9 +73,12 @@ def stage_kinds(layers: int, pp: int) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=1024)
-def sizes(shape: ModelShape, head: Head, tp: int) -> Sizes:
-    """The sizes at tensor-parallel degree tp. Raises ValueError when a tp rank would be empty."""
-    layout = Layout(shape, head, Placement(tuple(range(tp)), ParallelStrategy(tp=tp)))
+def sizes(shape: ModelShape, head: Head, tp: int, lora: Lora | None = None) -> Sizes:
+    """The sizes at tensor-parallel degree tp; with `lora`, its parameters are only those that it trains.
+
+    Raises ValueError when a tp rank would be empty.
+    """
+    layout = Layout(shape, head, Placement(tuple(range(tp)), ParallelStrategy(tp=tp)), lora)
 
     def local(tp_rank: int, *, layer: int | None, place: tuple[str, ...]) -> int:
         return sum(

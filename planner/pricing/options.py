@@ -42,10 +42,11 @@ class Option(NamedTuple):
     first, size    its device mesh: devices first .. first + size - 1
     strategy       (dp, tp, pp) with dp x tp x pp = size
     seconds        the call's duration
-    resident       [stages] bytes that a device holds all the time: of a train_step, parameters, gradients and
-                   optimizer; of a frozen role, parameters unless they are offloaded; 0 for other calls of a trained
-                   role
-    copy           [stages] bytes of a read-only copy of the parameters, or of the parameters while onloaded
+    resident       [stages] bytes that a device holds all the time for a train_step: trained parameters, their
+                   gradients and optimizer; 0 for other calls
+    frozen         [stages] bytes of frozen weights that it holds all the time, once for all calls that share them
+                   (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
+    copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded
     active         [stages] bytes beyond these while the call runs, or the evaluation that follows a train_step
     offload        whether a frozen role's parameters are in host memory except during this call
     """
@@ -56,6 +57,7 @@ class Option(NamedTuple):
     micro_batches: int
     seconds: float
     resident: tuple[float, ...]
+    frozen: tuple[float, ...]
     copy: tuple[float, ...]
     active: tuple[float, ...]
     offload: bool = False
@@ -73,6 +75,11 @@ class Option(NamedTuple):
     def active_bytes(self) -> float:
         """The most bytes that a device needs beyond parameters while the call runs."""
         return max(self.active)
+
+    @property
+    def held(self) -> list[float]:
+        """[stages] bytes beyond `active` that a device certainly needs."""
+        return [max(r + f, c) for r, f, c in zip(self.resident, self.frozen, self.copy, strict=True)]
 
 
 def cut_points(n_hosts: int) -> tuple[int, ...]:
@@ -150,11 +157,19 @@ def _most_needed(options: Iterable[Option]) -> float:
     """An upper bound on the bytes of a device for a call alone."""
     # Options on meshes that are alike share the very same tuple of figures; one of each suffices.
     unlike = {id(option.active): option for option in options}.values()
-    return max(max(*option.resident, *option.copy) + option.active_bytes for option in unlike)
+    # The copy of a frozen role is what is frozen, unless it is offloaded; others may come on top.
+    return max(
+        max(
+            max(r, c) + (f if f != c else 0.0)
+            for r, f, c in zip(option.resident, option.frozen, option.copy, strict=True)
+        )
+        + option.active_bytes
+        for option in unlike
+    )
 
 
 def _offloaded(option: Option) -> Option:
-    return option._replace(resident=(0.0,) * len(option.resident), offload=True)
+    return option._replace(frozen=(0.0,) * len(option.frozen), offload=True)
 
 
 def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...]:
@@ -193,15 +208,15 @@ def _prices(
     placement = Placement(tuple(range(first, first + strategy.size)), strategy)
     copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
     trainer = problem.graph.trainer(call.role)
-    if trainer is None:
-        resident = copy
-    elif trainer.name == call.name:
+    resident, frozen = (0.0,) * strategy.pp, copy
+    if trainer is not None:
+        frozen = tuple(map(float, model.frozen_bytes(call.role, placement)))
+    besides = (0.0,) * strategy.pp
+    if trainer is not None and trainer.name == call.name:
         resident = model.training_bytes(call.role, placement)
-    else:
-        resident = (0.0,) * strategy.pp
-    counts, besides = micro_batch_counts(call, strategy), (0.0,) * strategy.pp
-    if trainer is not None and trainer.name == call.name and call.role in problem.graph.evaluated:
-        besides = model.evaluation(call.role, placement).active_bytes
+        if call.role in problem.graph.evaluated:
+            besides = model.evaluation(call.role, placement).active_bytes
+    counts = micro_batch_counts(call, strategy)
     return [
         Option(
             first,
@@ -210,6 +225,7 @@ def _prices(
             count,
             cost.seconds,
             resident,
+            frozen,
             copy,
             tuple(map(max, cost.active_bytes, besides)),
         )
@@ -237,8 +253,7 @@ def _lacking(alike: Sequence[Option], rooms: Sequence[tuple[int, int]]) -> list[
 
     alike  options that differ only in micro-batches; rooms: as `_rooms` gives them
     """
-    stages = zip(alike[0].resident, alike[0].copy, rooms, strict=True)
-    left = [memory_bytes - max(resident, copy) for resident, copy, (memory_bytes, _) in stages]
+    left = [memory_bytes - held for held, (memory_bytes, _) in zip(alike[0].held, rooms, strict=True)]
     return [max(map(sub, option.active, left)) for option in alike]
 
 
@@ -261,15 +276,14 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
     missing, option = min(shortfalls, key=lambda pair: (pair[0], pair[1].size))
     classes = problem.model.classes
     rooms = _rooms(option.strategy, option.first, classes)
-    stages = zip(option.resident, option.copy, option.active, rooms, strict=True)
-    needs = ((max(resident, copy) + active, room) for resident, copy, active, room in stages)
+    stages = zip(option.held, option.active, rooms, strict=True)
+    needs = ((held + active, room) for held, active, room in stages)
     _, device, needed = max(
         (needed - memory_bytes, device, needed) for needed, (memory_bytes, device) in needs
     )
     name = classes.profile(device).name
-    held = max(max(option.resident), max(option.copy))
     parameters = f"{call.role}: {'optimizer' if call.kind == 'train_step' else 'copy'}"
-    largest = active_part(call) if option.active_bytes > held else parameters
+    largest = active_part(call) if option.active_bytes > max(option.held) else parameters
     return (
         f"Call {call.name!r} fits no mesh of a cluster of {problem.cluster}: at best, on {option.size} devices with "
         f"{option.strategy} and {option.micro_batches} micro-batches, device {device} ({name}) lacks {missing:.0f} "

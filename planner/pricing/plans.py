@@ -6,7 +6,7 @@ Transfers are priced from the same lists of messages that the executors run
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -180,7 +180,9 @@ def evaluation_s(role: str, placement: Placement, model: CostModel) -> float:
 def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
     """The messages of a reallocation, from the list that the executor runs."""
     role = model.models[node.role]
-    source, destination = (Layout(role.shape, role.head, p) for p in (node.source, node.destination))
+    source, destination = (
+        Layout(role.shape, role.head, p, role.lora) for p in (node.source, node.destination)
+    )
     planned = plan_reallocation(source, destination, model.workload.itemsize, model.cluster.devices_per_host)
     return [(t.source, t.destination, t.size_bytes) for t in planned]
 
@@ -228,20 +230,16 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     """The most bytes that devices hold, over the whole plan and while each call runs.
 
     Always resident: a trained role's parameters, gradients and optimizer on its training placement; a frozen role's
-    parameters on each placement where they are not offloaded. A copy exists from its reallocation to its release.
+    parameters on each placement where they are not offloaded; the weights below adapters on each placement. Roles
+    with the same frozen weights hold them once on a placement. A copy exists from its reallocation to its release.
     Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
     it runs.
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
-    for role, where in plan.roles.items():
-        for number, placement in enumerate(where.placements):
-            if (where.trained and number) or placement in where.offloaded:
-                continue
-            held = model.training_bytes if where.trained else model.parameter_bytes
-            part = f"{role}: {'parameters, gradients, optimizer' if where.trained else 'frozen parameters'}"
-            for device, size_bytes in _by_device(stages[placement], held(role, placement)):
-                live[device][part] = live[device].get(part, 0.0) + size_bytes
+    for part, on_stages in _resident(plan, model, stages):
+        for device, size_bytes in on_stages:
+            live[device][part] = live[device].get(part, 0.0) + size_bytes
     peaks: dict[int, MemoryPeak] = {}
     call_bytes: dict[str, float] = {}
 
@@ -290,6 +288,24 @@ def _active(node: CallNode | EvaluateNode, model: CostModel) -> tuple[tuple[floa
 
 
 _Stages = list[tuple[int, int]]  # (device, stage)
+
+
+def _resident(
+    plan: ExecutionPlan, model: CostModel, stages: Mapping[Placement, _Stages]
+) -> Iterator[tuple[str, list[tuple[int, float]]]]:
+    """What is held all the time: (part, (device, bytes) pairs). stages: as `_alike` gives them."""
+    there: set[Hashable] = set()
+    for role, where in plan.roles.items():
+        for number, placement in enumerate(where.placements):
+            if where.trained and not number:
+                held = model.training_bytes(role, placement)
+                yield f"{role}: parameters, gradients, optimizer", _by_device(stages[placement], held)
+            frozen = model.frozen_bytes if where.trained else model.parameter_bytes
+            part = "weights below adapters" if where.trained else "frozen parameters"
+            key = model.frozen_weights(role, where.trained), placement
+            if key not in there and placement not in where.offloaded and any(frozen(role, placement)):
+                there.add(key)
+                yield f"{role}: {part}", _by_device(stages[placement], frozen(role, placement))
 
 
 def _alike(plan: ExecutionPlan) -> tuple[dict[int, list[int]], dict[Placement, _Stages]]:

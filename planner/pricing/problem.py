@@ -1,5 +1,6 @@
 """The problem of a plan search: a dataflow graph, a cluster with its devices, and the roles' models."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from planner.plan.graph import DataflowGraph
@@ -36,6 +37,10 @@ class Problem:
             )
         if self.max_tp is not None and (isinstance(self.max_tp, bool) or self.max_tp < 1):
             raise ProblemError(f"max_tp={self.max_tp!r} is not a positive whole number.")
+
+    def frozen_weights(self, role: str) -> Hashable:
+        """What a role's frozen weights are known by: roles with equal ones share them where placements are equal."""
+        return self.model.frozen_weights(role, self.graph.trainer(role) is not None)
 
     @property
     def cluster(self) -> Cluster:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
@@ -77,12 +77,17 @@ def figures_file(
     """The path of the figures of runs of some calls. Its name contains a hash of everything they depend on."""
     subject = {
         "devices": str(devices),
-        "models": {role: [asdict(model.shape), model.head] for role, model in models.items()},
+        "models": {role: _described(model) for role, model in models.items()},
         "workload": workload.model_dump(mode="json"),
         "calls": [call.model_dump(mode="json") for call in calls],
     }
     digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
     return folder / f"ran-{digest[:16]}.json"
+
+
+def _described(model: RoleModel) -> list[Any]:
+    adapters = [] if model.lora is None else [asdict(model.lora)]
+    return [asdict(model.shape), model.head, *adapters]
 
 
 def read_figures(path: Path) -> tuple[RanCall, ...]:

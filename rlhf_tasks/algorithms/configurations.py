@@ -108,7 +108,10 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
 
     document = config.model_dump()
     document["output_dir"] = absolute(config.output_dir)
-    document["data"]["train"] = absolute(config.data.train)
+    for source in document["data"]["train"] if not isinstance(config.data.train, str) else ():
+        source["path"] = absolute(source["path"])
+    if isinstance(config.data.train, str):
+        document["data"]["train"] = absolute(config.data.train)
     evaluation = document.get("evaluation")
     if evaluation is not None:
         evaluation["data"] = absolute(evaluation["data"])
@@ -125,7 +128,7 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     if isinstance(config.plan, str) and config.plan not in MADE_PLANS:
         document["plan"] = absolute(config.plan)
     for reward in (*document.get("rewards", ()), *(evaluation or {}).get("rewards", ())):
-        location, _, function = reward["function"].rpartition(":")
+        location, _, function = reward.get("function", "").rpartition(":")
         if location.endswith(".py"):
             reward["function"] = f"{absolute(location)}:{function}"
     return type(config).model_validate(document)

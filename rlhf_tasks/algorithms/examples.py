@@ -2,10 +2,11 @@
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,15 +14,19 @@ from rlhf_tasks.algorithms.registry import Algorithm, algorithm
 from rlhf_tasks.config.base import RunConfig, Samples
 from rlhf_tasks.data import chat_template, rows, tokenizer
 from rlhf_tasks.data.chat_template import Conversation
-from rlhf_tasks.data.dataset import DataError, DataSet, PlacedRow, data_set
-from rlhf_tasks.data.rows import Reader, Reading
+from rlhf_tasks.data.dataset import BadRow, DataError, DataSet, PlacedRow, data_set, refuse
+from rlhf_tasks.data.rows import Reader, Reading, tools_of
 from rlhf_tasks.data.token_file import ROWS, SAMPLED, TokenFile, TokenRow, new_token_file
 from rlhf_tasks.data.tokenizer import Tokenizer, TokenizerError
 from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.system.reading import shown
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256
-FORMAT = 1  # of token files
+FORMAT = 2  # of token files
+MOST_MALFORMED, MOST_MALFORMED_SHARE = 10, 0.01
+"""So many malformed rows are skipped at most, or this share of all; too long ones do not count."""
+PROBE = "an-answer"
 
 
 def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROWS) -> TokenFile:
@@ -32,14 +37,21 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
     Raises DataError (naming file:line), TokenizerError, or ConfigError if the algorithm's `fetch` leaves out a key.
     """
     record, data, limit = algorithm(config.type), data_set(config.data), _Limit.of(config)
-    key, kept = _key(config, record, data), None
+    key, kept = _key(config, record, data, limit), None
     if folder is not None:
         with suppress(DataError):  # none, or a damaged one: it is made anew
             kept = TokenFile.open(folder / name)
     if kept is None or kept.key != key:
         files = [str(file.path) for file in data.files]
-        rows = _token_rows(config, record, data, limit)
-        return new_token_file(Path(config.output_dir), key, data.digest, files, rows)
+        skipped = _Skipped()
+        told = (skipped.malformed_row, skipped.long_row) if _skips(config) else (refuse, refuse)
+        rows = _token_rows(config, record, data, limit, *told)
+        made = new_token_file(
+            Path(config.output_dir), key, data.digest, files, rows, skipped.rows, data.sources
+        )
+        skipped.refuse_many(len(made))
+        _refuse_empty(made, config)
+        return made
     longer = kept.first_longer(limit.most)
     if longer is not None:
         limit.check(longer[1], kept.where(longer[0]))
@@ -53,37 +65,79 @@ def mean_prompt_tokens(config: RunConfig) -> float:
     where there is no tokenizer.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-    sampled = data_set(config.data).some(SAMPLED)
-    examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer)
+    bad = _ignored if _skips(config) else refuse
+    sampled = data_set(config.data).some(SAMPLED, bad)
+    examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer, bad)
     tokens = [sum(len(ids) for ids in _ids(example)) for _, example in examples]
-    return sum(tokens) / len(tokens)
+    return sum(tokens) / max(len(tokens), 1)
+
+
+def first_example(config: RunConfig, reader: Reader[Any], tokenizer: Tokenizer) -> tuple[PlacedRow, Any]:
+    """The first row that can be used, and its example. Raises DataError where there is none."""
+    bad = _ignored if _skips(config) else refuse
+    found = next(read_examples(reader, data_set(config.data).rows(bad), tokenizer, bad), None)
+    if found is None:
+        raise DataError(f"{config.data.name}: has no row that can be used.")
+    return found
+
+
+def _ignored(where: str, error: DataError) -> None:
+    """A `BadRow` that leaves the row out."""
 
 
 def read_examples(
-    reader: Reader[Any], placed: Iterable[PlacedRow], tokenizer: Tokenizer
+    reader: Reader[Any], placed: Iterable[PlacedRow], tokenizer: Tokenizer, bad: BadRow = refuse
 ) -> Iterator[tuple[PlacedRow, Any]]:
-    """The examples that the reader makes of rows, each with its row. Raises DataError that names the row's place."""
+    """The examples that the reader makes of rows, each with its row. `bad` is told of rows that give none."""
     remaining = iter(placed)
     while taken := list(islice(remaining, ROWS_AT_ONCE)):
         begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]] = []
         for each in taken:
-            with _at(each.where):
-                reading = reader(each.row, tokenizer)
-                begun.append((each, reading, next(reading)))
-        texts = tokenizer.render([each for *_, asked in begun for each in asked])
-        for each, reading, asked in begun:
+            try:
+                with _at(each.where):
+                    reading = reader(each.row, tokenizer)
+                    tools = tools_of(each.row)
+                    asked: list[Conversation] = [(one[0], one[1], tools) for one in next(reading)]
+            except DataError as error:
+                bad(each.where, error)
+                continue
+            begun.append((each, reading, asked))
+        yield from _finished(begun, tokenizer, bad)
+
+
+def _finished(
+    begun: list[tuple[PlacedRow, Reading[Any], list[Conversation]]], tokenizer: Tokenizer, bad: BadRow
+) -> Iterator[tuple[PlacedRow, Any]]:
+    """The examples of rows that have asked for texts."""
+    texts: Iterator[str] | None = None
+    for place, (each, reading, asked) in enumerate(begun):
+        if texts is None:
+            texts = tokenizer.render([one for *_, rest in begun[place:] for one in rest])
+        try:
             with _at(each.where):
                 read = _returned(reading, list(islice(texts, len(asked))))
-            yield from ((each, example) for example in (read if isinstance(read, list) else [read]))
+        except DataError as error:
+            bad(each.where, error)
+            texts = None  # no text follows one that failed
+            continue
+        yield from ((each, example) for example in (read if isinstance(read, list) else [read]))
 
 
-def _key(config: RunConfig, record: Algorithm, data: DataSet) -> str:
+def _skips(config: RunConfig) -> bool:
+    return config.data.on_bad_row == "skip"
+
+
+def _key(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> str:
     """A digest of all that the tokens of a data set depend on."""
     digest = hashlib.sha256(f"{FORMAT} {record.name} {version('tokenizers')} {data.digest}".encode())
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
         digest.update(_content(Path(config.models.tokenizer, name)))
     digest.update(_content(Path(config.models.tokenizer, "chat_template.jinja")))
     digest.update(repr([sorted(data.column_map.items()), [str(file.path) for file in data.files]]).encode())
+    if config.data.max_rows is not None or _skips(config):
+        digest.update(repr([config.data.max_rows, _skips(config) and limit.most]).encode())
+    if len(config.data.sources) > 1:
+        digest.update(repr(data.sources).encode())
     digest.update(repr(record.options(config)).encode())
     for code in (record.read_row, record.fetch, rows, tokenizer, chat_template):
         digest.update(_content(Path(inspect.getsourcefile(code) or "")))
@@ -98,13 +152,86 @@ def _content(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def _token_rows(config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit") -> Iterator[TokenRow]:
+def _token_rows(
+    config: RunConfig, record: Algorithm, data: DataSet, limit: "_Limit", bad: BadRow, long: BadRow
+) -> Iterator[TokenRow]:
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
-    for placed, example in read_examples(record.reader(config), data, tokenizer):
+    if isinstance(config, Samples):
+        _refuse_silent_template(data, tokenizer)
+    most, taken, last = config.data.max_rows, Counter[int](), ""
+    for placed, example in read_examples(record.reader(config), data.rows(bad), tokenizer, bad):
+        source = data.sources[placed.file]
+        if taken[source] == most and placed.where != last:  # a row may give several examples
+            if source == data.sources[-1]:
+                break
+            continue
         lengths = tuple(len(ids) for ids in _ids(example))
-        limit.check(max(lengths, default=0), placed.where)
+        try:
+            limit.check(max(lengths, default=0), placed.where)
+        except DataError as error:
+            long(placed.where, error)
+            continue
+        taken[source] += placed.where != last
+        last = placed.where
         values = record.values(example)
         yield TokenRow(placed.file, placed.line, tuple(placed.row), lengths, values)
+
+
+def _refuse_empty(rows: TokenFile, config: RunConfig) -> None:
+    """Raises DataError for a source without a row."""
+    for source, count in zip(config.data.sources, chain(rows.sources, repeat(0)), strict=False):
+        if not count:
+            raise DataError(f"{source.path}: has no row that can be used. Mend or remove that source.")
+
+
+class _Skipped:
+    """The rows that a run with `on_bad_row: skip` leaves out: (place, reason), and how many of them are malformed."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str]] = []
+        self.malformed = 0
+
+    def malformed_row(self, where: str, error: DataError) -> None:
+        """A `BadRow` for rows that are no examples."""
+        self.malformed += 1
+        self.long_row(where, error)
+
+    def long_row(self, where: str, error: DataError) -> None:
+        """A `BadRow` for rows that are too long."""
+        self.rows.append((where, str(error).removeprefix(f"{where}: ")))
+
+    def refuse_many(self, n_used: int) -> None:
+        """Raises DataError where more rows are malformed than a sound data set has."""
+        seen = n_used + len(self.rows)
+        if self.malformed > max(MOST_MALFORMED, MOST_MALFORMED_SHARE * seen):
+            where, why = self.rows[0]
+            raise DataError(
+                f"{where}: {why} {self.malformed} of the {seen} rows are malformed: more than "
+                f"{MOST_MALFORMED_SHARE:.0%} are not skipped. Mend the data."
+            )
+
+
+def _refuse_silent_template(data: DataSet, tokenizer: Tokenizer) -> None:
+    """Raises DataError where the chat template does not open the assistant's turn behind a prompt, though it writes
+    something there before an answer: the model would have to write that itself."""
+    placed = next(data.rows(_ignored), None)
+    prompt = None if placed is None else placed.row.get("prompt")
+    if placed is None or not isinstance(prompt, list):
+        return
+    tools, answer = tools_of(placed.row), {"role": "assistant", "content": PROBE}
+    try:
+        opened, closed, whole = tokenizer.render(
+            [(prompt, True, tools), (prompt, False, tools), ([*prompt, answer], False, tools)]
+        )
+    except TokenizerError:  # the row's own fault, which its reader names
+        return
+    header = whole.removeprefix(closed).partition(PROBE)[0]
+    if opened == closed and whole.startswith(closed) and header.strip():
+        raise DataError(
+            f"{placed.where}: the chat template does not open the assistant's turn: before an answer it writes "
+            f"{shown(header)}, behind a prompt nothing. Add that to the template, within "
+            "{% if add_generation_prompt %} ... {% endif %}."
+        )
 
 
 def _ids(example: tuple) -> list[list[int]]:

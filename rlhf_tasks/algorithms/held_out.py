@@ -7,8 +7,8 @@ from typing import Any
 from rlhf_tasks.algorithms.evaluate.config import Answering, EvaluateConfig
 from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
-from rlhf_tasks.config.sections import ActorOnly, EvaluationConfig, RolloutModels
-from rlhf_tasks.data.dataset import PlacedRow, Row, data_set
+from rlhf_tasks.config.sections import ActorOnly, DataConfig, EvaluationConfig, RolloutModels
+from rlhf_tasks.data.dataset import DataError, PlacedRow, Row, data_set
 
 HELD_OUT, COMPLETIONS = "held-out.arrow", "held-out-completions.arrow"
 """The tokenised held-out rows in a run folder: to answer, and with their completions."""
@@ -30,7 +30,7 @@ def completions_of(config: RunConfig) -> SFTConfig | None:
     asked = section_of(config)
     if asked is None or not asked.loss:
         return None
-    data = config.data.model_copy(update={"train": asked.data})
+    data = _data(config, asked)
     if isinstance(config, SFTConfig):
         return config.model_copy(update={"data": data})
     models = ActorOnly(actor=config.models.actor)
@@ -50,10 +50,12 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     if tokens is None:
         assert isinstance(config, Samples), "the configuration has checked this"
         tokens = config.sampling.max_completion_length
-    limits = ("reward_timeout_s", "reward_memory_bytes") if isinstance(config, Scores) else ()
+    limits = (
+        ("reward_timeout_s", "reward_processes", "reward_memory_bytes") if isinstance(config, Scores) else ()
+    )
     return EvaluateConfig(
         models=RolloutModels(actor=config.models.actor),
-        data=config.data.model_copy(update={"train": asked.data}),
+        data=_data(config, asked),
         output_dir=config.output_dir,
         seed=config.seed,
         dtype=config.dtype,
@@ -69,21 +71,26 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
 def shared_prompts(config: RunConfig) -> str | None:
     """A warning where the training data have prompts of the held-out rows; None where they have none.
 
-    Both data sets are read once. Raises DataError for a malformed row.
+    Both data sets are read once. Raises DataError for a malformed held-out row.
     """
     section = section_of(config)
     if section is None:
         return None
-    held_out = data_set(config.data.model_copy(update={"train": section.data}))
-    asked = {prompt: placed.where for prompt, placed in _prompts(held_out)}
-    trained = {prompt for prompt, _ in _prompts(data_set(config.data)) if prompt in asked}
+    asked = {prompt: placed.where for prompt, placed in _prompts(data_set(_data(config, section)))}
+    rows = data_set(config.data).rows(_leave_out)
+    trained = {prompt for prompt, _ in _prompts(rows) if prompt in asked}
     if not trained:
         return None
     first = next(where for prompt, where in asked.items() if prompt in trained)
     return (
-        f"evaluation: {len(trained)} of {len(asked)} held-out prompts are also in {config.data.train} (the first: "
+        f"evaluation: {len(trained)} of {len(asked)} held-out prompts are also in {config.data.name} (the first: "
         f"{first}). On these the scores do not tell how well the model does on prompts that it has not seen."
     )
+
+
+def _data(config: RunConfig, section: EvaluationConfig) -> DataConfig:
+    """The held-out rows: read as the run's own are, but all of them, and none may be bad."""
+    return config.data.model_copy(update={"train": section.data, "max_rows": None, "on_bad_row": "refuse"})
 
 
 def _prompts(rows: Iterable[PlacedRow]) -> Iterable[tuple[str, PlacedRow]]:
@@ -99,3 +106,7 @@ def _prompt(row: Row) -> Any:
         return row["prompt"]
     messages = row.get("messages")
     return messages[:-1] if isinstance(messages, list) else None
+
+
+def _leave_out(where: str, error: DataError) -> None:
+    """A malformed row of the training data: that it is skipped has been said."""

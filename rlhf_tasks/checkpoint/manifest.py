@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from rlhf_tasks.checkpoint.journals import JournalMarks
 from rlhf_tasks.config.files import first_fault
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.spec import Frozen
@@ -33,6 +33,7 @@ class RoleRecord(Frozen):
     version         number of train calls applied
     optimizer_step  number of optimizer updates applied
     state           e.g. KL coefficient and value normaliser
+    lora            the adapters whose state alone is saved; None where all of the model trains
     """
 
     version: int
@@ -41,10 +42,11 @@ class RoleRecord(Frozen):
     shape: ModelShape
     head: Head
     placement: Placement
+    lora: Lora | None = None
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.shape, self.head, self.placement)
+        return Layout(self.shape, self.head, self.placement, self.lora)
 
 
 class StoredFile(Frozen):

@@ -62,6 +62,7 @@ class SnapshotWriter:
             shape=engine.layout.shape,
             head=engine.layout.head,
             placement=engine.layout.placement,
+            lora=engine.layout.lora,
         )
         path = self._path(role, step)
         reach(Point.SAVE)
@@ -139,6 +140,8 @@ def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> 
     difference = record.shape.difference(layout.shape)
     if record.head != layout.head:
         difference["head"] = (record.head, layout.head)
+    if record.lora != layout.lora:
+        difference["lora"] = (record.lora, layout.lora)
     if difference:
         changes = ", ".join(f"{name} {saved} (now {ours})" for name, (saved, ours) in difference.items())
         raise CheckpointError(

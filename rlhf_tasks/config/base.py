@@ -19,10 +19,11 @@ from rlhf_tasks.config.sections import (
     ClusterConfig,
     DataConfig,
     EvaluationConfig,
+    LoraConfig,
     OptimizerConfig,
     PlanningConfig,
     PlanSource,
-    RewardFunction,
+    Reward,
     RewardModelScore,
     Role,
     RolloutModels,
@@ -30,12 +31,14 @@ from rlhf_tasks.config.sections import (
     SamplingConfig,
     Settings,
 )
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.rows import DatasetValue
     from rlhf_tasks.data.token_file import Numbers, TokenFile
 
 
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Groups = Mapping[str, tuple[str, ...]]
 """Heading in a form -> the fields below it. Fields under the empty heading are asked first."""
 
@@ -51,7 +54,7 @@ class RunConfig(Settings):
     groups: ClassVar[Groups] = {
         "": ("models", "data"),
         "Batch": ("batch_size",),
-        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last"),
+        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last", "report_to"),
         "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
         "Fixed": ("type",),
     }
@@ -85,6 +88,9 @@ class RunConfig(Settings):
         le=MOST_ITERATIONS,
         description="Snapshots that are kept; at least 2, so that one is left if the last is damaged.",
     )
+    report_to: tuple[Tracker, ...] = Field(
+        default=(), max_length=3, description="Trackers that get the metrics of each commit, too."
+    )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run.")
     plan: PlanSource = Field(
         default="heuristic",
@@ -116,6 +122,15 @@ class RunConfig(Settings):
     def roles(self) -> dict[str, Role]:
         """Every role of the run, by its name in the graph. `reward` is there only where a reward model scores."""
 
+    def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:
+        """The adapters that a role trains; None where all of it trains, or nothing. Raises ConfigError."""
+        return None
+
+    @property
+    def exports_adapters(self) -> bool:
+        """Whether the run exports adapters alone, as a folder for peft."""
+        return False
+
     @abstractmethod
     def iterations(self, n_rows: int) -> int:
         """The number of iterations of a run whose data set has `n_rows` rows."""
@@ -127,7 +142,7 @@ class RunConfig(Settings):
 
     def row_of(self, rows: "TokenFile", sample: int) -> int:
         """The index of the row that a sample, given by its global id, is made from. Each epoch is shuffled anew."""
-        return rows.row_of(sample // self.group_size, self.seed)
+        return rows.row_of(sample // self.group_size, self.seed, self.data.weights)
 
     def values_of(self, rows: "TokenFile", sample: int) -> "Mapping[str, Numbers | DatasetValue]":
         """The values of a sample, given by its global id, under each key of the data set: those of its row."""
@@ -137,6 +152,13 @@ class RunConfig(Settings):
     def passes(self) -> int:
         """How often a train call passes over an iteration's batch."""
         return 1
+
+    @field_validator("report_to")
+    @classmethod
+    def _each_tracker_once(cls, value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"names a tracker twice: {', '.join(value)}. Name each once.")
+        return value
 
     @model_validator(mode="after")
     def _replans_what_was_searched(self) -> Self:
@@ -176,7 +198,7 @@ class TrainingConfig(RunConfig):
     groups: ClassVar[Groups] = {
         "": ("total_iterations",),
         "Batch": ("num_mini_batches",),
-        "Training": ("optimizer", "gradient_checkpointing"),
+        "Training": ("optimizer", "lora", "gradient_checkpointing"),
         "Evaluation": ("evaluation",),
     }
 
@@ -185,6 +207,9 @@ class TrainingConfig(RunConfig):
         default=1, gt=0, le=MOST_SEQS, description="Optimizer steps per pass over the batch."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The actor's optimizer.")
+    lora: LoraConfig | None = Field(
+        default=None, description="Train low-rank adapters of every role that trains; default: all weights."
+    )
     gradient_checkpointing: bool = Field(
         default=False,
         description="Recompute a layer's activations in its backward pass: less memory, more time.",
@@ -194,12 +219,21 @@ class TrainingConfig(RunConfig):
         description="Scores of answers to held-out rows during the run, as metrics eval/...; default: none.",
     )
 
+    def adapters_of(self, role: str, shape: ModelShape) -> Lora | None:
+        """Those of `lora`, for a role that trains."""
+        trains = self.roles()[role].optimizer is not None
+        return self.lora.adapters(shape) if self.lora is not None and trains else None
+
+    @property
+    def exports_adapters(self) -> bool:
+        return self.lora is not None and self.lora.export == "adapter"
+
     def iterations(self, n_rows: int) -> int:
         """`total_iterations`, whatever the number of rows."""
         return self.total_iterations
 
     @property
-    def rewards_of_evaluation(self) -> tuple[RewardFunction, ...]:
+    def rewards_of_evaluation(self) -> tuple[Reward, ...]:
         """The Python rewards that score the answers to held-out rows."""
         own = self.rewards if isinstance(self, Scores) else ()
         return () if self.evaluation is None else self.evaluation.rewards or own
@@ -306,11 +340,17 @@ class Scores(Samples):
 
     groups: ClassVar[Groups] = {
         "": ("rewards",),
-        "Score": ("reward_model", "missing_eos_penalty", "reward_timeout_s", "reward_memory_bytes"),
+        "Score": (
+            "reward_model",
+            "missing_eos_penalty",
+            "reward_timeout_s",
+            "reward_processes",
+            "reward_memory_bytes",
+        ),
     }
 
-    rewards: tuple[RewardFunction, ...] = Field(
-        default=(), description="Python rewards, summed with weights."
+    rewards: tuple[Reward, ...] = Field(
+        default=(), description="Python rewards and HTTP services, summed with weights."
     )
     reward_model: RewardModelScore = Field(
         default=RewardModelScore(), description="How the reward model's score enters the sum."
@@ -321,10 +361,16 @@ class Scores(Samples):
     reward_timeout_s: float = Field(
         default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards may take per batch."
     )
+    reward_processes: int = Field(
+        default=1,
+        gt=0,
+        le=256,
+        description="Processes of Python rewards per rank; they share out rewards, and answers judged one by one.",
+    )
     reward_memory_bytes: int = Field(
         default=4 * 2**30,
         gt=0,
-        description="Bytes of memory for each rank's process of Python rewards, with all that it starts.",
+        description="Bytes of memory for each process of Python rewards, with all that it starts.",
     )
 
     @model_validator(mode="after")
@@ -366,14 +412,14 @@ class OnePass(Scores, SamplesGroups):
         return roles
 
 
-def rewards_of(config: RunConfig) -> tuple[RewardFunction, ...]:
+def rewards_of(config: RunConfig) -> tuple[Reward, ...]:
     """All Python rewards that a run calls, those of its evaluation among them."""
     own = config.rewards if isinstance(config, Scores) else ()
     of_evaluation = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
     return (*own, *(reward for reward in of_evaluation if reward not in own))
 
 
-def refuse_equal_names(rewards: Sequence[RewardFunction]) -> None:
+def refuse_equal_names(rewards: Sequence[Reward]) -> None:
     """Raises ValueError where two rewards would have one name in metrics."""
     names = [reward.name for reward in rewards]
     if len(set(names)) != len(names):

@@ -5,11 +5,12 @@ import re
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from rlhf_tasks.config.sections import FUNCTION_REWARD, SERVICE_REWARD
 from rlhf_tasks.system.reading import ConfigError, Place, one_line, read_bytes, reading, shown
 
 Value = TypeVar("Value")
@@ -126,7 +127,7 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, ki
     """
     fault = error.errors(include_url=False)[0]
     *above, last = ("", *fault["loc"])
-    tags = (kind, "inline", "path")
+    tags = (kind, "inline", "path", FUNCTION_REWARD, SERVICE_REWARD)
     keyed = fault["type"] in (
         "extra_forbidden",
         "missing",
@@ -147,19 +148,23 @@ def first_fault(error: ValidationError, model: type[BaseModel] | None = None, ki
 
 def _suggestion(path: Sequence[str], model: type[BaseModel] | None) -> str:
     """The end of the sentence about an unknown key: the most similar known key, or else all known keys."""
+    models = [] if model is None else [model]
     for key in path[:-1]:
-        field = model.model_fields.get(key) if model else None
-        model = _submodel(field.annotation) if field else model if key.isdecimal() else None
-    if model is None:
+        fields = [m.model_fields[key] for m in models if key in m.model_fields]
+        if fields or not key.isdecimal():
+            models = [found for field in fields for found in _submodels(field.annotation)]
+    known = list(dict.fromkeys(name for m in models for name in m.model_fields))
+    if not known:
         return "."
-    near = difflib.get_close_matches(path[-1], model.model_fields, n=1)
-    return f", did you mean {near[0]!r}?" if near else f" (known here: {', '.join(model.model_fields)})."
+    near = difflib.get_close_matches(path[-1], known, n=1)
+    return f", did you mean {near[0]!r}?" if near else f" (known here: {', '.join(known)})."
 
 
-def _submodel(annotation: Any) -> type[BaseModel] | None:
-    """The model inside `Model`, `Model | None` or `tuple[Model, ...]`."""
-    candidates = (annotation, *getattr(annotation, "__args__", ()))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+def _submodels(annotation: Any) -> list[type[BaseModel]]:
+    """The models inside `Model`, `Model | None`, `tuple[Model, ...]` or a tagged union of models."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _submodels(part)]
 
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")

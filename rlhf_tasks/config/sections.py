@@ -3,8 +3,10 @@
 Torch-free. Each field has bounds and a description, which `config schema` and the blocks show.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -16,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules
 from rlhf_tasks.parallel.layout.topology import MAX_DEVICES, ParallelStrategy, Placement, check_count
 from rlhf_tasks.spec import CallAssignment, Frozen
 
@@ -25,6 +28,7 @@ Head = Literal["lm", "scalar"]
 MOST_SEQS = 2**20  # of a batch
 MOST_TOKENS = 2**24  # of a sequence
 MOST_ITERATIONS = 10**9
+MOST_RANK = 2**20  # of an adapter; no dimension of a model is larger
 MOST_SECONDS = 1e9  # about thirty years; functions that wait accept no larger timeout
 
 
@@ -121,10 +125,32 @@ class ModelsConfig(GRPOModels):
     )
 
 
+class DataSource(Settings):
+    """One of several sources of rows."""
+
+    path: str = Field(min_length=1, description="JSONL (.gz) or Parquet: a file, a glob or a folder.")
+    weight: float = Field(
+        default=1.0, gt=0, le=1e9, description="Its share of the samples, relative to the other sources'."
+    )
+
+
+def _form_of_data(value: Any) -> str:
+    return "path" if isinstance(value, str) else "inline"
+
+
+DataFiles = Annotated[
+    Annotated[Annotated[str, Field(min_length=1)], Tag("path")]
+    | Annotated[Annotated[tuple[DataSource, ...], Field(min_length=1, max_length=100)], Tag("inline")],
+    Discriminator(_form_of_data),
+]
+
+
 class DataConfig(Settings):
     """Where the rows come from."""
 
-    train: str = Field(min_length=1, description="JSONL (.gz) or Parquet: a file, a glob or a folder.")
+    train: DataFiles = Field(
+        description="JSONL (.gz) or Parquet: a file, a glob or a folder; or several: [{path, weight}].",
+    )
     column_map: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {name in the file: expected name}."
     )
@@ -134,15 +160,56 @@ class DataConfig(Settings):
         le=MOST_TOKENS,
         description="Longer rows are refused (where nothing is generated: prompt + completion).",
     )
+    max_rows: int | None = Field(
+        default=None,
+        gt=0,
+        le=2**40,
+        description="Use so many rows of each source at most, the first ones; default: all.",
+    )
+    on_bad_row: Literal["refuse", "skip"] = Field(
+        default="refuse",
+        description="Refuse data with a bad or too long row, or skip such rows and list them in skipped-rows.jsonl.",
+    )
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """The sources; one where only a path is given."""
+        return (DataSource(path=self.train),) if isinstance(self.train, str) else self.train
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of the sources."""
+        return tuple(source.weight for source in self.sources)
+
+    @property
+    def name(self) -> str:
+        """The sources' paths, for sentences."""
+        return ", ".join(source.path for source in self.sources)
 
 
-class RewardFunction(Settings):
-    """One Python reward."""
+class RewardSource(Settings):
+    """What rewards of both kinds have in common."""
+
+    weight: float = Field(default=1.0, description="Factor of its value in the score.")
+    concurrency: int = Field(
+        default=64,
+        gt=0,
+        le=4096,
+        description="Calls of an async function, or requests to a url, at the same time.",
+    )
+    cache: bool = Field(
+        default=False,
+        description="Keep values in the run folder: an equal answer to an equal row is not judged again.",
+    )
+
+
+class RewardFunction(RewardSource):
+    """A Python reward."""
 
     function: str = Field(
-        pattern=r"^[^:]+:[A-Za-z_]\w*$", description="Where it is: `module:function` or `file.py:function`."
+        pattern=r"^[^:]+:[A-Za-z_]\w*$",
+        description="Where it is: `module:function`, `file.py:function` or `builtin:NAME`.",
     )
-    weight: float = Field(default=1.0, description="Factor of its value in the score.")
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="Further keyword arguments; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
@@ -152,6 +219,78 @@ class RewardFunction(Settings):
     def name(self) -> str:
         """The reward's name in metrics: `rewards/<name>/mean`."""
         return self.function.rpartition(":")[2]
+
+    @property
+    def location(self) -> str:
+        """Where it is, for sentences."""
+        return self.function
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What it is given, which may name secrets."""
+        return self.kwargs
+
+
+class RewardService(RewardSource):
+    """A reward that an HTTP service computes."""
+
+    url: str = Field(
+        pattern=r"^https?://[^/?#\s@]+([/?][^\s#]*)?$",
+        max_length=2000,
+        description="Where answers are sent, as a POST of JSON; no other address is asked.",
+    )
+    headers: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further headers; name a secret as {env: VARIABLE} or {block: PREFECT_SECRET}.",
+    )
+    answers_per_request: int = Field(default=64, gt=0, le=MOST_SEQS, description="Answers of one request.")
+    request_timeout_s: float = Field(
+        default=30.0, gt=0, le=MOST_SECONDS, description="Seconds that one request may take."
+    )
+    retries: int = Field(
+        default=3, ge=0, le=20, description="Further tries where the service fails or is busy."
+    )
+    allow_private: bool = Field(
+        default=False, description="Allow an address on this machine or in a private network."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _names_host_and_port(cls, value: str) -> str:
+        url = urlsplit(value)
+        if not url.hostname or url.port == 0:  # reading the port raises ValueError where it is none
+            raise ValueError(f"{value} names no host, or the port 0")
+        return value
+
+    @property
+    def name(self) -> str:
+        """The reward's name in metrics: the last word of the path, else the host."""
+        words = [word for word in re.split(r"\W+", self.url.partition("//")[2].partition("?")[0]) if word]
+        return words[-1] if "/" in self.url.partition("//")[2].rstrip("/") else "_".join(words)
+
+    @property
+    def location(self) -> str:
+        """Where it is, for sentences."""
+        return self.url
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What it is given, which may name secrets."""
+        return self.headers
+
+
+FUNCTION_REWARD, SERVICE_REWARD = "function-reward", "service-reward"  # tags
+
+
+def _kind_of_reward(value: Any) -> str:
+    named = value if isinstance(value, Mapping) else type(value).model_fields
+    return SERVICE_REWARD if "url" in named else FUNCTION_REWARD
+
+
+Reward = Annotated[
+    Annotated[RewardFunction, Tag(FUNCTION_REWARD)] | Annotated[RewardService, Tag(SERVICE_REWARD)],
+    Discriminator(_kind_of_reward),
+]
 
 
 class RewardModelScore(Settings):
@@ -192,9 +331,9 @@ class EvaluationConfig(Settings):
         le=MOST_ITERATIONS,
         description="Iterations from one evaluation to the next; the last iteration always has one.",
     )
-    rewards: tuple[RewardFunction, ...] = Field(
+    rewards: tuple[Reward, ...] = Field(
         default=(),
-        description="Python rewards that score the answers, summed with weights; default: the run's.",
+        description="Rewards that score the answers, summed with weights; default: the run's.",
     )
     loss: bool = Field(
         default=False,
@@ -243,6 +382,32 @@ class OptimizerConfig(Settings):
     max_grad_norm: float = Field(
         default=1.0, gt=0, description="Global gradient norm to which gradients are clipped."
     )
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): they train, the model's own weights are frozen. No dropout."""
+
+    rank: int = Field(default=16, gt=0, le=MOST_RANK, description="Rank of the adapters (peft's r).")
+    alpha: float = Field(
+        default=32.0,
+        gt=0,
+        description="An adapter's output is multiplied by alpha / rank (peft's lora_alpha).",
+    )
+    targets: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Linear layers with an adapter (peft's target_modules), as in [q_proj, v_proj]; default: all.",
+    )
+    export: Literal["adapter", "merged"] = Field(
+        default="adapter",
+        description="What the run exports: the adapter, a folder for peft; or the model with the adapter merged in.",
+    )
+
+    def adapters(self, shape: ModelShape) -> Lora:
+        """The adapters of a model. Raises ConfigError for targets that it lacks and for too large a rank."""
+        lora = Lora(self.rank, self.alpha, self.targets or tuple(linear_modules(shape)))
+        lora.check(shape)
+        return lora
 
 
 class ClusterConfig(Settings):

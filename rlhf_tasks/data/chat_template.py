@@ -33,8 +33,8 @@ from rlhf_tasks.system.child_lines import Lines
 from rlhf_tasks.system.reading import ConfigError, reading
 
 Message = Mapping[str, Any]
-Conversation = tuple[Sequence[Message], bool]
-"""Messages, and whether the assistant's turn is opened after them."""
+Conversation = tuple[Sequence[Message], bool] | tuple[Sequence[Message], bool, Sequence[Any]]
+"""Messages, whether the assistant's turn is opened after them, and JSON schemas of tools where some are offered."""
 
 MOST_MEMORY_BYTES = 1 << 30  # of the process's addresses
 MOST_CHARACTERS = 8 << 20  # of a rendered conversation
@@ -176,9 +176,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     template: Template | None = None
     numbers = count()
     for line in requests:
-        for messages, generation_prompt in json.loads(line):
+        for messages, generation_prompt, *offered in json.loads(line):
             _limit(resource.RLIMIT_CPU, math.ceil(FIRST_CPU_S + EACH_CPU_S * next(numbers)))
-            variables = {"add_generation_prompt": generation_prompt, **special_tokens}
+            tools = offered[0] if offered and offered[0] else None
+            variables = {"add_generation_prompt": generation_prompt, "tools": tools, **special_tokens}
             try:
                 if template is None:
                     with reading(source.where, "no valid chat template", TokenizerError):

@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count, islice
@@ -25,6 +25,8 @@ from rlhf_tasks.config.sections import DataConfig
 from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Row = Mapping[str, Any]
+BadRow = Callable[[str, DataError], None]
+"""Is told of a row that cannot be used, by its place; it may raise the error."""
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 MOST_LINE_BYTES = 16 << 20  # of a row: no model reads as long a text
@@ -37,6 +39,11 @@ PIECE_BYTES = 1 << 20  # read at once
 ROWS_AT_ONCE = 256  # of Parquet
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character beyond 16 bits, written as an escape
+
+
+def refuse(where: str, error: DataError) -> None:
+    """A `BadRow` that raises the error."""
+    raise error
 
 
 class PlacedRow(NamedTuple):
@@ -130,12 +137,14 @@ class _Parquet:
 class DataSet:
     """The files of a data set, with their columns renamed.
 
-    name  as the configuration has it: a file, a glob or a folder
+    name     as the configuration has it: files, globs or folders
+    sources  number of the source of each file
     """
 
     name: str
     files: tuple[_File, ...]
     column_map: Mapping[str, str]
+    sources: tuple[int, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -148,12 +157,16 @@ class DataSet:
 
     def __iter__(self) -> Iterator[PlacedRow]:
         """All rows. Raises DataError for a malformed one, and where there is none at all."""
-        self._check_sizes()
-        return self._every(1)
+        return self.rows(refuse)
 
-    def some(self, most: int) -> list[PlacedRow]:
+    def rows(self, bad: BadRow) -> Iterator[PlacedRow]:
+        """All rows, where `bad` is told of those that cannot be read. Raises DataError where there is none at all."""
+        self._check_sizes()
+        return self._every(1, bad)
+
+    def some(self, most: int, bad: BadRow = refuse) -> list[PlacedRow]:
         """At most so many of the rows, at even distances. Rows between them are not parsed."""
-        return list(self._every(step_between(self.count(), most)))
+        return list(self._every(step_between(self.count(), most), bad))
 
     def count(self) -> int:
         """The number of rows; none is parsed."""
@@ -164,15 +177,20 @@ class DataSet:
         for file in self.files:
             file.check_size()
 
-    def _every(self, step: int) -> Iterator[PlacedRow]:
+    def _every(self, step: int, bad: BadRow) -> Iterator[PlacedRow]:
         unread = ((number, *each) for number, file in enumerate(self.files) for each in file.unread())
-        empty = True
+        empty = first = True
         for number, line, content in islice(unread, 0, None, step):
-            file = self.files[number]
-            row, where = file.read(line, content), f"{file.path}:{line}"
-            if empty:
+            file, empty = self.files[number], False
+            where = f"{file.path}:{line}"
+            try:
+                row = file.read(line, content)
+            except DataError as error:
+                bad(where, error)
+                continue
+            if first:
                 self._check_renamed(row, where)
-            empty = False
+            first = False
             yield PlacedRow(number, line, where, {self.column_map.get(k, k): v for k, v in row.items()})
         if empty:
             raise DataError(f"{self.name}: has no rows.")
@@ -197,11 +215,14 @@ def data_set(data: DataConfig) -> DataSet:
     Raises DataError when nothing matches or a file's kind is not known.
     """
     files: list[_File] = []
-    for path in _paths(data.train):
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path}: unknown kind of file. Use one of {', '.join(SUFFIXES)}.")
-        files.append(_Parquet(path) if path.name.endswith(".parquet") else _JsonLines(path))
-    return DataSet(data.train, tuple(files), data.column_map)
+    sources: list[int] = []
+    for number, source in enumerate(data.sources):
+        for path in _paths(source.path):
+            if not path.name.endswith(SUFFIXES):
+                raise DataError(f"{path}: unknown kind of file. Use one of {', '.join(SUFFIXES)}.")
+            files.append(_Parquet(path) if path.name.endswith(".parquet") else _JsonLines(path))
+            sources.append(number)
+    return DataSet(data.name, tuple(files), data.column_map, tuple(sources))
 
 
 def _paths(pattern: str) -> list[Path]:

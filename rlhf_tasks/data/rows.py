@@ -183,6 +183,21 @@ def labelled_examples(row: "Row", tokenizer: "Tokenizer") -> Reading[list[Labell
     return [LabelledExample(first + answer, _given(first, answer), label)]
 
 
+def tools_of(row: "Row") -> list[Any]:
+    """The tools that a row offers: column `tools`, a list of JSON schemas, or JSON of one. Raises DataError."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = {}
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError("column 'tools' must be a list of JSON schemas, or JSON of one.")
+    return tools
+
+
 def _column(row: "Row", name: str) -> Any:
     value = row.get(name)
     if value is None:

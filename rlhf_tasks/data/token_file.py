@@ -10,6 +10,7 @@ import os
 import tempfile
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -20,14 +21,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlhf_tasks.data.dataset import step_between
+from rlhf_tasks.data.mixing import place_of
 from rlhf_tasks.data.rows import DatasetValue
 from rlhf_tasks.system.counter_random import permutation
-from rlhf_tasks.system.durable import sync
+from rlhf_tasks.system.durable import replace_file, sync
 from rlhf_tasks.system.reading import DataError, one_line, reading
 
 Numbers = NDArray[Any]
 
 ROWS = "rows.arrow"  # in a run folder
+SKIPPED = "skipped-rows.jsonl"  # beside it: the rows that were left out, and why
 BATCH = 128  # rows of a batch of the file: a random row costs the check of so many
 SAMPLED = 1000  # rows at most that a mean is taken over
 _FACTS = b"prefect_rlhf.rows"
@@ -57,6 +60,8 @@ class TokenFile:
     key          names all that the file's content depends on
     digest       of the data: `DataSet.digest`
     columns      names of all columns of the data, in the order in which they first appear
+    sources      number of rows of each source; rows of one source follow one another
+    skipped      (place, reason) of each row that was left out
     mean_tokens  of a row's lists of ids together, over at most SAMPLED rows at even distances
     """
 
@@ -72,11 +77,13 @@ class TokenFile:
             self.columns: tuple[str, ...] = tuple(facts["columns"])
             self.mean_tokens: float = facts["mean_tokens"]
             self._rows: int = facts["rows"]
+            self.sources: tuple[int, ...] = tuple(facts["sources"])
+            self.skipped: tuple[tuple[str, str], ...] = tuple((w, why) for w, why in facts["skipped"])
             self._files: list[str] = facts["files"]
             self._kinds: dict[str, str] = facts["kinds"]
             self._longest: list[int] = facts["longest"]
             self._checksums: list[int] = facts["checksums"]
-        self._orders: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._orders: dict[tuple[int, str, int], NDArray[np.int64]] = {}
         self._checked = set[int]()
 
     @staticmethod
@@ -100,6 +107,10 @@ class TokenFile:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
+        if self.skipped:
+            ordered = sorted(self.skipped, key=lambda one: _place(one[0]))
+            lines = (json.dumps({"row": where, "reason": why}) for where, why in ordered)
+            replace_file(folder / SKIPPED, "".join(f"{line}\n" for line in lines))
         part.replace(path)
         sync(folder)
 
@@ -137,15 +148,21 @@ class TokenFile:
                 return number * BATCH + place, int(lengths[place])
         return None
 
-    def row_of(self, sample_id: int, seed: int) -> int:
-        """The row that a global sample id means: position in the epoch's own random order of all rows."""
-        epoch, position = divmod(sample_id, len(self))
-        order = self._orders.get((seed, epoch))
+    def row_of(self, sample_id: int, seed: int, weights: Sequence[float] = (1.0,)) -> int:
+        """The row that a global sample id means: position in the epoch's own random order of all rows of its source.
+
+        weights  of the sources (mixing.py)
+        """
+        source, place = place_of(sample_id, weights)
+        epoch, position = divmod(place, self.sources[source])
+        purpose = f"rows {source}" if source else "rows"
+        order = self._orders.get((seed, purpose, epoch))
         if order is None:
-            while len(self._orders) > 1:  # an iteration touches two epochs at most where one begins
+            while len(self._orders) >= 2 * len(weights):  # an iteration touches two epochs where one begins
                 self._orders.pop(next(iter(self._orders)))
-            order = self._orders[seed, epoch] = permutation(len(self), seed, "rows", epoch)
-        return int(order[position])
+            order = permutation(self.sources[source], seed, purpose, epoch)
+            self._orders[seed, purpose, epoch] = order
+        return sum(self.sources[:source]) + int(order[position])
 
     def _batch(self, number: int) -> pa.RecordBatch:
         with reading(self._name, "not a file of tokenised rows", DataError, _DAMAGED):
@@ -157,7 +174,13 @@ class TokenFile:
 
 
 def new_token_file(
-    place: Path, key: str, digest: str, files: Sequence[str], rows: Iterable[TokenRow]
+    place: Path,
+    key: str,
+    digest: str,
+    files: Sequence[str],
+    rows: Iterable[TokenRow],
+    skipped: Sequence[tuple[str, str]] = (),
+    sources: Sequence[int] = (),
 ) -> TokenFile:
     """A token file of rows that has no name: it goes with the process, unless a run keeps it.
 
@@ -166,10 +189,16 @@ def new_token_file(
     place          a folder, which need not exist: the file lies on its disk
     key, digest    as in TokenFile
     files          the names of the data set's files
+    skipped        as in TokenFile; read when the rows have been
+    sources        number of the source of each file; default: they are of one
     Raises DataError where the values of a key are of several kinds or no 32-bit integers, and where the disk is full.
     """
     rows = iter(rows)
     first = list(islice(rows, BATCH))
+    if not first:
+        raise DataError(
+            "the data have no row that can be used" + (f": {' '.join(skipped[0])}" if skipped else ".")
+        )
     facts = _Facts(key, digest, files, first)
     while not place.is_dir():
         place = place.parent
@@ -179,7 +208,7 @@ def new_token_file(
                 for batch in facts.batches(chain(first, rows)):
                     writer.write_batch(batch)
                 last = pa.RecordBatch.from_pylist([], facts.schema)
-                writer.write_batch(last, custom_metadata=facts.metadata())
+                writer.write_batch(last, custom_metadata=facts.metadata(skipped, sources))
             file.flush()
             return TokenFile(place, pa.memory_map(f"/proc/self/fd/{file.fileno()}"))
     except OSError as error:
@@ -196,6 +225,7 @@ class _Facts:
         self.columns: dict[str, None] = {}
         self.checksums, self.longest = list[int](), list[int]()
         self.tokens = array("q")  # of each row
+        self.rows_of_file = Counter[int]()
         wide = {"ids": pa.int32(), "numbers": pa.float64()}
         types = {key: wide.get(kind, pa.uint8()) for key, kind in self.kinds.items()}
         keys = [pa.field(key, pa.list_(type_)) for key, type_ in types.items()]
@@ -214,13 +244,18 @@ class _Facts:
             arrays += [pa.array(column, pa.int32()) for column in zip(*places, strict=True)]
             for row in taken:
                 self.columns.update(dict.fromkeys(row.columns))
+            self.rows_of_file.update(row.file for row in taken)
             self.tokens.extend(sum(row.lengths) for row in taken)
             self.longest.append(max(longest for *_, longest in places))
             batch = pa.record_batch(arrays, schema=self.schema)
             self.checksums.append(_checksum(batch))
             yield batch
 
-    def metadata(self) -> dict[bytes, bytes]:
+    def metadata(self, skipped: Sequence[tuple[str, str]], sources: Sequence[int]) -> dict[bytes, bytes]:
+        of_file = sources or [0] * len(self.files)
+        by_source = [0] * (1 + max(of_file))
+        for file, rows in self.rows_of_file.items():
+            by_source[of_file[file]] += rows
         sampled = self.tokens[:: step_between(len(self.tokens), SAMPLED)]
         said = {
             "key": self.key,
@@ -231,9 +266,17 @@ class _Facts:
             "longest": self.longest,
             "checksums": self.checksums,
             "rows": len(self.tokens),
+            "skipped": list(skipped),
+            "sources": by_source,
             "mean_tokens": sum(sampled) / len(sampled),
         }
         return {_FACTS: json.dumps(said).encode()}
+
+
+def _place(where: str) -> tuple[str, int]:
+    """File and line of `file:line`."""
+    file, _, line = where.rpartition(":")
+    return file, int(line)
 
 
 def _kind(values: Sequence[DatasetValue]) -> str:

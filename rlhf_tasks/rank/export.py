@@ -1,13 +1,17 @@
 """Exports a trained role of a commit to a Hugging Face folder, one parameter at a time, in one process."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from rlhf_tasks.algorithms.configurations import RunConfig
-from rlhf_tasks.checkpoint.manifest import CheckpointError, RoleRecord, verify
+from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, RoleRecord, verify
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.parallel.model.export import FolderWriter
 from rlhf_tasks.parallel.state.files import read_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
@@ -16,26 +20,63 @@ from rlhf_tasks.rank.role_engines import DTYPES
 _ALONE = Placement((0,), ParallelStrategy())
 
 
-def export_commit(commit: Path, config: RunConfig, role: str, folder: Path) -> None:
+def export_commit(
+    commit: Path, config: RunConfig, role: str, folder: Path, merged: bool | None = None
+) -> None:
     """Write a trained role of a commit as a Hugging Face folder, in the run's dtype.
 
     commit  a `step-NNNNNNNN` folder; it is verified first
     config  the run's; it names the model folder whose config, tokenizer and chat template are copied
+    merged  whether adapters are added to the model's weights; False: they become a folder for peft; None: as the
+            run's `lora.export` says. It does not matter for a role without adapters
     Raises CheckpointError when the commit is incomplete or has no such role, FileExistsError when `folder` exists.
     """
     manifest = verify(commit)
     if role not in manifest.roles:
         raise CheckpointError(f"{commit} has the trained roles {sorted(manifest.roles)}, not {role!r}.")
-    record: RoleRecord = manifest.roles[role]
-    whole = Layout(record.shape, record.head, _ALONE)
-    dtype = DTYPES[config.dtype]
+    record, source, dtype = manifest.roles[role], Path(config.roles()[role].folder), DTYPES[config.dtype]
+    trained = Layout(record.shape, record.head, _ALONE, record.lora)
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # of master weights
+    arriving = _masters(commit, manifest, role, trained, stored)
+    merge = not config.exports_adapters if merged is None else merged
+    if merge and record.lora is not None:
+        trained, arriving = trained.whole, _merged(record, source, arriving, stored)
+    writer = FolderWriter(folder, source, trained, dtype)
+    for name, whole in arriving:
+        writer.add(name, whole.to(dtype))
+    writer.close()
+
+
+def _masters(
+    commit: Path, manifest: Manifest, role: str, layout: Layout, stored: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole master weights) of all that a role trains, in the layout's order."""
+    files = [commit / file.file for file in manifest.files if file.role == role]
     wanted = (
         StateShard(spec.name, "master", 0, spec.size, torch.empty(spec.size, dtype=stored))
-        for spec in whole.parameters
+        for spec in layout.parameters
     )
-    files = [commit / file.file for file in manifest.files if file.role == role]
-    writer = FolderWriter(folder, Path(config.roles()[role].folder), whole, dtype)
-    for shard in read_shards(files, record.layout, whole, 0, wanted):
-        writer.add(shard.name, shard.tensor.view(whole.specs[shard.name].shape).to(dtype))
-    writer.close()
+    for shard in read_shards(files, manifest.roles[role].layout, layout, 0, wanted):
+        yield shard.name, shard.tensor.view(layout.specs[shard.name].shape)
+
+
+def _merged(
+    record: RoleRecord, source: Path, adapters: Iterator[tuple[str, Tensor]], stored: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole weight) of the model in `source` with the adapters added: W + alpha / rank * B A.
+
+    adapters  A and B of every target, and a scalar head, in the order of the model's parameters
+    """
+    layout, lora = Layout(record.shape, record.head, _ALONE), record.lora
+    assert lora is not None
+    files = weight_files(source, layout.parameters, needs_head=False)
+    for spec in layout.parameters:
+        if spec.name == "score.weight":
+            yield next(adapters)
+            continue
+        with safe_open(files[spec.name], framework="pt") as tensors:
+            weight = tensors.get_tensor(spec.name).to(stored)
+        if spec.is_linear and spec.module in lora.targets:
+            (_, a), (_, b) = next(adapters), next(adapters)
+            weight += lora.scaling * (b @ a)
+        yield spec.name, weight

@@ -28,7 +28,7 @@ from rlhf_tasks.parallel.state.reallocation import union_set
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import RoleEngines
-from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.rewards.process import KEPT_VALUES, RewardProcess
 from rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
@@ -73,7 +73,8 @@ class RankRun:
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
         reach(Point.JOINED)
-        self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks)
+        kept = Path(spec.run_folder) / KEPT_VALUES
+        self._rewards = RewardProcess(self._config, spec.iterations, spec.blocks, kept, spec.rank)
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()

@@ -1,6 +1,6 @@
 """The engines that one rank holds: its roles on their placements, residents and copies."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class RoleEngines:
     A trained role is resident on its training placement; a frozen one on all its placements, except where it is
     offloaded: there `onload` brings its weights and `offload` frees them. `reallocate` makes a copy of a trained role
     and `release` frees it; the engine of a released copy is kept without weights.
+
+    With adapters, the frozen weights below them are resident wherever the role is used, and only the adapters are
+    copied and released. Roles that begin from one folder share such weights where they are on one placement, so a
+    reference is the actor without its adapters.
     """
 
     def __init__(self, plan: ExecutionPlan, config: RunConfig, groups: ProcessGroups) -> None:
@@ -38,22 +42,29 @@ class RoleEngines:
         self._roles = config.roles()
         self._dtype = DTYPES[config.dtype]
         self._seed = config.seed
+        self._config = config
         self._recompute = isinstance(config, TrainingConfig) and config.gradient_checkpointing
+        self._frozen: dict[tuple[Role, Placement], dict[str, Tensor]] = {}
         self._engines: dict[tuple[str, Placement], Engine] = {}
         self._absent: set[tuple[str, Placement]] = set()
         self._copier = copier(groups.device)
         self._host_copies: dict[tuple[str, Placement], HostCopy] = {}
         for role, parts in self._roles.items():
             planned = plan.roles[role]
-            residents = planned.placements[:1] if planned.trained else planned.placements
-            for placement in residents:
-                if groups.rank in placement.devices:
-                    stage = self._stage(parts, placement)
-                    _fill(stage, parts, self._seed)
-                    settings = optimizer_settings(parts.optimizer) if parts.optimizer else None
-                    self._engines[role, placement] = Engine(stage, stage.layout, groups, settings)
-                    if placement in planned.offloaded:
-                        self._host_copies[role, placement] = HostCopy(stage, self._copier)
+            for number, placement in enumerate(planned.placements):
+                if groups.rank not in placement.devices:
+                    continue
+                copy = planned.trained and number > 0
+                layout, away = self._layout(role, placement), placement in planned.offloaded
+                if copy and layout.lora is None:
+                    continue  # its weights come with its first reallocation
+                stage = self._filled(parts, layout, away)
+                settings = optimizer_settings(parts.optimizer) if parts.optimizer and not copy else None
+                self._engines[role, placement] = Engine(stage, layout, groups, settings)
+                if copy:
+                    self._drop(role, placement)
+                if away:
+                    self._host_copies[role, placement] = HostCopy(stage, self._copier)
 
     def get(self, role: str, placement: Placement) -> Engine:
         """The engine of a role on a placement, whose weights must be there. Waits for a copy that is in progress."""
@@ -92,7 +103,7 @@ class RoleEngines:
         moved = reallocate(
             source,
             destination,
-            owner.stage.named_slices() if owner is not None else None,
+            owner.stage.trained_slices() if owner is not None else None,
             self._dtype,
             self._groups,
             self._plan.devices_per_host,
@@ -110,8 +121,7 @@ class RoleEngines:
         """Free the weights of a copy on this rank."""
         engine = self.get(role, placement)
         require(engine.optimizer is None, f"role {role!r} on {placement} is trained: it is not a copy")
-        _replace(engine.stage, {})
-        self._absent.add((role, placement))
+        self._drop(role, placement)
 
     def onload(self, role: str, placement: Placement) -> None:
         """Start copying an offloaded role's weights to this rank's device."""
@@ -131,27 +141,48 @@ class RoleEngines:
         key = (role, placement)
         assert moved.slices is not None
         if key not in self._engines:
-            stage = self._stage(self._roles[role], placement)
-            self._engines[key] = Engine(stage, stage.layout, self._groups)
+            layout = self._layout(role, placement)
+            stage = self._stage(self._roles[role], layout)
+            self._engines[key] = Engine(stage, layout, self._groups)
         engine = self._engines[key]
         _replace(engine.stage, moved.slices)
         engine.version, engine.state = moved.version, moved.state
         self._absent.discard(key)
 
+    def _drop(self, role: str, placement: Placement) -> None:
+        _replace(self._engines[role, placement].stage, {})
+        self._absent.add((role, placement))
+
     def _layout(self, role: str, placement: Placement) -> Layout:
         parts = self._roles[role]
-        return Layout(ModelShape.from_folder(parts.folder), parts.head, placement)
+        shape = ModelShape.from_folder(parts.folder)
+        return Layout(shape, parts.head, placement, self._config.adapters_of(role, shape))
 
-    def _stage(self, parts: Role, placement: Placement) -> Stage:
-        rank = self._groups.rank
+    def _filled(self, parts: Role, layout: Layout, away: bool) -> Stage:
+        """A stage with its weights. Those that stay frozen are shared by all roles that begin from the same ones.
+
+        away  its weights come and go, so they are its own
+        """
+        frozen = self._frozen.setdefault((parts._replace(optimizer=None), layout.placement), {})
+        trained = layout.specs if parts.optimizer is not None else {}
+        shared = {} if away else {name: given for name, given in frozen.items() if name not in trained}
+        stage = self._stage(parts, layout, shared)
+        _fill(stage, parts, self._seed, shared)
+        if not away:
+            frozen |= {name: mine for name, mine in stage.named_slices().items() if name not in trained}
+        return stage
+
+    def _stage(self, parts: Role, layout: Layout, shared: Mapping[str, Tensor] | None = None) -> Stage:
+        rank, placement = self._groups.rank, layout.placement
         return Stage(
             load_config(parts.folder),
-            Layout(ModelShape.from_folder(parts.folder), parts.head, placement),
+            layout,
             placement.coordinate(rank),
             self._groups[placement.tp_group(rank)],
             device=self._groups.device,
             dtype=self._dtype,
             recompute=self._recompute,
+            shared=shared,
         )
 
 
@@ -165,12 +196,15 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
     )
 
 
-def _fill(stage: Stage, parts: Role, seed: int) -> None:
-    """Give a resident its weights. Raises ValueError when a frozen role's head would be random."""
+def _fill(stage: Stage, parts: Role, seed: int, shared: Collection[str]) -> None:
+    """Give a resident its weights, except for those that are shared and there.
+
+    Raises ValueError when a frozen role's head would be random.
+    """
     if parts.random_init:
         initialise(stage, seed)
         return
-    missing = load(stage, parts.folder, seed)
+    missing = load(stage, parts.folder, seed, shared)
     if missing and parts.optimizer is None:
         raise ValueError(
             f"Model folder {parts.folder!r} has no {missing[0]}: it holds a language model, whose scores would "
@@ -179,6 +213,6 @@ def _fill(stage: Stage, parts: Role, seed: int) -> None:
 
 
 def _replace(stage: Stage, slices: dict[str, Tensor]) -> None:
-    """Set a copy's parameters to these tensors. A parameter without a tensor is emptied."""
-    for name, parameter in stage.named_parameters():
+    """Set a copy's parameters, or its adapters, to these tensors. One without a tensor is emptied."""
+    for name, parameter in stage.trained_slices().items():
         parameter.data = slices.get(name, parameter.data.new_empty(0))

@@ -171,6 +171,8 @@ SIGNS = (
     ({"prompts"}, TRL),
 )
 """(parameter names, form): a function with any of the names has the form. The first match counts."""
+BUILTIN = "builtin"
+"""`builtin:NAME` is a reward of rlhf_tasks/rewards/builtin."""
 LOGS = ("log_extra", "log_metric")
 """Functions that TRL's form may also take: `log_extra(column, values)`, `log_metric(name, value)`."""
 
@@ -213,13 +215,17 @@ class Parameters:
                 f"reward {location}: takes ({', '.join(self.names)}). "
                 "Give it the parameters (prompts, completions, **columns)."
             )
+        self.refuse_unknown(location, kwargs)
+        return form
+
+    def refuse_unknown(self, location: str, kwargs: Collection[str]) -> None:
+        """Raises RewardError for a kwarg that the function does not take."""
         unknown = [name for name in kwargs if name not in self.names]
         if unknown and not self.takes_any:
             raise RewardError(
                 f"reward {location}: has no parameter {unknown[0]!r}, which its kwargs name "
                 f"(it takes {', '.join(self.names)})."
             )
-        return form
 
     def refuse_missing(
         self, location: str, form: CallForm, kwargs: Collection[str], columns: Sequence[str]
@@ -263,10 +269,13 @@ class Reward:
             return calls
         return [{n: value for n, value in given.items() if n in self.parameters.names} for given in calls]
 
-    def values(self, returned: Sequence[Any], n_answers: int) -> Values:
-        """One value per answer, from what the calls returned. Raises RewardError that names a bad value."""
-        listed = list(returned) if self.form.per_answer else self._listed(returned[0], n_answers)
-        return [self._number(place, value) for place, value in enumerate(listed)]
+    def values(self, returned: Sequence[Any], places: Sequence[int]) -> Values:
+        """One value for each of the answers at these indices, from what the calls returned.
+
+        Raises RewardError that names a bad value.
+        """
+        listed = returned if self.form.per_answer else self._listed(returned[0], len(places))
+        return [self._number(place, value) for place, value in zip(places, listed, strict=True)]
 
     def _listed(self, returned: Any, n_answers: int) -> Sequence[Any]:
         if isinstance(returned, Mapping):  # OpenRLHF's
@@ -347,6 +356,8 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any]) -> Reward:
 
 def _module(place: str) -> ModuleType:
     """A module by its name, or the one in a file."""
+    if place == BUILTIN:
+        return importlib.import_module("rlhf_tasks.rewards.builtin")
     if not place.endswith(".py"):
         return importlib.import_module(place)
     path = Path(place)

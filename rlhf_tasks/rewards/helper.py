@@ -1,13 +1,17 @@
 """The main loop of the process that runs a user's Python rewards: read requests, call rewards, reply.
 
 Requests come on standard input; replies leave on the original standard output. Each is one line of JSON. The first
-request has the rewards and the values of the Prefect blocks that their kwargs name; its reply is `{"pid": ...}`. The
-replies to a further request are `{"at": [reward, place]}` before each call, and then `{"values": ..., "logged": ...}`
-or `{"fault": ..., "traceback": ..., "place": ..., "searching": ...}`. After a fault the process ends. Where
-`searching` is true, it first searches for the answer that the reward fails on and replies `{"place": ...}`.
+request has the rewards and the values of the Prefect blocks that their arguments name; its reply is `{"pid": ...}`.
+The replies to a further request are `{"at": [reward, place]}` before each call, and then
+
+- `{"values": ..., "split": ..., "logged": ...}`; `split` names the rewards of which only a part of the
+  answers was judged;
+- or `{"fault": ..., "traceback": ..., "place": ..., "searching": ...}`. After a fault the process ends. Where
+  `searching` is true, it first searches for the answer that the reward fails on and replies `{"place": ...}`.
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import json
 import os
@@ -15,11 +19,22 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_tasks.rewards.forms import Answers, Reward, RewardError, TrainerState, load_reward, shortened
+from rlhf_tasks.rewards.forms import (
+    Answers,
+    Reward,
+    RewardError,
+    TrainerState,
+    Values,
+    load_reward,
+    shortened,
+)
+from rlhf_tasks.rewards.kept_values import KeptValues, code_digest, key_of
+from rlhf_tasks.rewards.remote import Service
 from rlhf_tasks.rewards.user_code import at_line, secret_named, traced, users_frames
 
 STACK_SIGNAL = signal.SIGRTMAX  # makes this process dump its stack, whatever it is doing
@@ -37,7 +52,9 @@ def serve() -> None:
     faulthandler.enable(stacks, all_threads=False)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=False)
     start = json.loads(requests.readline())
-    helper = Helper(replies, [_Entry(**entry) for entry in start["rewards"]], start["blocks"])
+    folder = start["kept"] and Path(start["kept"])
+    kept = KeptValues(folder, start["writer"])
+    helper = Helper(replies, [_Entry(**entry) for entry in start["rewards"]], start["blocks"], kept)
     try:
         helper.load()
         for request in requests:
@@ -48,23 +65,53 @@ def serve() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A reward, as given in the configuration."""
+    """A reward, as given in the configuration.
+
+    kwargs   of a service: its headers
+    service  the other settings of a service; None for a function
+    """
 
     name: str
-    function: str
+    location: str
     kwargs: Mapping[str, Any]
+    service: Mapping[str, Any] | None
+    concurrency: int
+    cache: bool
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a reward.
-
-    place  index of the answer that it judges; None where it judges all
-    """
+    """One call of a reward. places: indices of the answers that it judges."""
 
     reward: Reward
-    place: int | None
+    places: Sequence[int]
     returned: Any = None
+
+    @property
+    def place(self) -> int | None:
+        """The index of the one answer that it judges; None where it judges several."""
+        return self.places[0] if self.reward.form.per_answer else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What this process does of one reward for a request.
+
+    places  indices of the answers that it gives values for
+    keys    place -> key of its value where values are kept
+    known   place -> value, as kept
+    """
+
+    entry: _Entry
+    reward: Reward
+    places: Sequence[int]
+    keys: Mapping[int, str]
+    known: Mapping[int, float | None]
+
+    @property
+    def todo(self) -> list[int]:
+        """The places that are still to be judged."""
+        return [place for place in self.places if place not in self.known]
 
 
 class Helper:
@@ -73,8 +120,10 @@ class Helper:
     blocks  name of a Prefect Secret block -> its value
     """
 
-    def __init__(self, replies: Any, settings: Sequence[_Entry], blocks: Mapping[str, str]) -> None:
-        self._replies, self._settings = replies, settings
+    def __init__(
+        self, replies: Any, settings: Sequence[_Entry], blocks: Mapping[str, str], kept: KeptValues
+    ) -> None:
+        self._replies, self._settings, self._kept = replies, settings, kept
         self._pid = os.getpid()
         self._kwargs = [
             {name: _resolved(value, blocks) for name, value in entry.kwargs.items()} for entry in settings
@@ -102,39 +151,74 @@ class Helper:
         for entry, kwargs in zip(self._settings, self._kwargs, strict=True):
             for name, value in kwargs.items():
                 _refuse_unknown(entry, name, value)
+            if entry.service is not None:
+                service = Service(
+                    entry.name, entry.location, kwargs, concurrency=entry.concurrency, **entry.service
+                )
+                self._rewards.append(service.reward())
+                continue
             try:
-                self._rewards.append(load_reward(entry.name, entry.function, kwargs))
+                self._rewards.append(load_reward(entry.name, entry.location, kwargs))
             except RewardError:
                 raise
             except BaseException as error:  # noqa: BLE001  the user's module may raise anything
-                raise _raised(f"reward {entry.function}: importing it", error, "") from None
+                raise _raised(f"reward {entry.location}: importing it", error, "") from None
 
     def answer(self, request: Mapping[str, Any]) -> None:
         """Judge the answers of a request and reply. Raises RewardError, or exits after it has reported a fault."""
         answers, state = Answers(**request["answers"]), TrainerState(*request["progress"])
         until_s = request["until_s"] - MARGIN_S
         logged: dict[str, dict[str, Any]] = {reward.name: {} for reward in self._rewards}
+        tasks = list(self._tasks(answers, *request["part"]))
         calls: list[_Call] = []
-        for reward in self._rewards:
-            logs = _logs(logged[reward.name])
-            for place, arguments in enumerate(reward.arguments(answers, state, logs)):
-                call = _Call(reward, place if reward.form.per_answer else None)
+        for task in tasks:
+            for call, arguments in _calls(task, answers, state, _logs(logged[task.reward.name])):
                 calls.append(call)
-                self._tell({"at": [reward.name, call.place]})
+                self._tell({"at": [call.reward.name, call.place]})
                 try:
-                    call.returned = self._called(reward, arguments)
+                    call.returned = self._called(call.reward, arguments)
                 except BaseException as error:  # noqa: BLE001  SystemExit among them
                     self._end_by(call, error, answers, state)
-        failed = self._loop.run(_await([call for call in calls if _is_awaitable(call.returned)], until_s))
+        most = {task.reward.name: task.entry.concurrency for task in tasks}
+        waiting = [call for call in calls if _is_awaitable(call.returned)]
+        failed = self._loop.run(_await(waiting, until_s, most))
         if failed is not None and isinstance(failed[1], _Late):
             raise _late(*failed, request["timeout_s"])
         if failed is not None:
             self._end_by(*failed, answers, state)
-        values = {
-            reward.name: reward.values([c.returned for c in calls if c.reward is reward], len(answers))
-            for reward in self._rewards
-        }
-        self._tell({"values": values, "logged": logged})
+        values = {task.reward.name: self._values(task, calls) for task in tasks}
+        split = [task.reward.name for task in tasks if task.reward.form.per_answer]
+        self._tell({"values": values, "split": split, "logged": logged})
+
+    def _tasks(self, answers: Answers, part: int, parts: int) -> Iterator[_Task]:
+        """What this process, the `part`-th of `parts`, does: every so-manieth answer where they are judged one by
+        one, every so-manieth reward otherwise."""
+        for number, (entry, reward) in enumerate(zip(self._settings, self._rewards, strict=True)):
+            places = range(len(answers))
+            if reward.form.per_answer:
+                places = places[part::parts]
+            elif number % parts != part:
+                continue
+            keys: dict[int, str] = {}
+            if entry.cache:
+                code = code_digest(reward.file, entry.location, entry.kwargs)
+                rows = {place: {n: v[place] for n, v in answers.columns.items()} for place in places}
+                keys = {
+                    place: key_of(code, answers.prompts[place], rows[place], answers.completions[place])
+                    for place in places
+                }
+            yield _Task(entry, reward, places, keys, self._kept.find(keys))
+
+    def _values(self, task: _Task, calls: Sequence[_Call]) -> Values:
+        """The values of a task's answers, after its calls; those that are to be kept are."""
+        todo = task.todo
+        found = dict(task.known)
+        if todo:
+            returned = [call.returned for call in calls if call.reward is task.reward]
+            found |= zip(todo, task.reward.values(returned, todo), strict=True)
+            if task.keys:
+                self._kept.keep((task.keys[place], found[place]) for place in todo)
+        return [found[place] for place in task.places]
 
     def tell_fault(self, error: RewardError, searching: bool = False) -> None:
         """Report that a reward has failed.
@@ -146,29 +230,32 @@ class Helper:
         self._tell({"fault": message, "traceback": trace, "place": error.place, "searching": searching})
 
     def _end_by(self, call: _Call, error: BaseException, answers: Answers, state: TrainerState) -> NoReturn:
-        """Report what a call raised, then, for a call that judges all answers, one on which it fails. Exits."""
+        """Report what a call raised, then, for a call that judges several answers, one on which it fails. Exits."""
+        if isinstance(error, RewardError):  # of a reward of ours: a sentence already
+            place = None if error.place is None else call.places[error.place]
+            self.tell_fault(RewardError(str(error), error.traceback, place))
+            sys.exit()
         fault = _raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
-        searching = call.place is None and len(answers) > 1
+        searching = call.place is None and len(call.places) > 1
         self.tell_fault(fault, searching)
         if searching:
-            self._tell({"place": self._guilty(call.reward, answers, state)})
+            self._tell({"place": self._guilty(call, answers, state)})
         sys.exit()
 
-    def _guilty(self, reward: Reward, answers: Answers, state: TrainerState) -> int | None:
+    def _guilty(self, failed: _Call, answers: Answers, state: TrainerState) -> int | None:
         """The index, found by bisection, of an answer on which a reward fails alone; None where it finds none."""
 
         def fails(places: Sequence[int]) -> bool:
-            some = answers.select(places)
-            call = _Call(reward, None)
+            call = _Call(failed.reward, places)
             try:
-                (arguments,) = reward.arguments(some, state, _logs({}))
-                call.returned = self._called(reward, arguments)
+                (arguments,) = call.reward.arguments(answers.select(places), state, _logs({}))
+                call.returned = self._called(call.reward, arguments)
                 waiting = [call] if _is_awaitable(call.returned) else []
-                return self._loop.run(_await(waiting, time.monotonic() + MARGIN_S)) is not None
+                return self._loop.run(_await(waiting, time.monotonic() + MARGIN_S, {})) is not None
             except BaseException:  # noqa: BLE001  the fault that is looked for
                 return True
 
-        places: Sequence[int] = range(len(answers))
+        places = failed.places
         while len(places) > 1:
             half = places[: len(places) // 2]
             places = half if fails(half) else places[len(places) // 2 :]
@@ -191,12 +278,35 @@ class _Late(Exception):
     """An async reward has not ended in time; the traceback says where it waits."""
 
 
-async def _await(calls: Sequence[_Call], until_s: float) -> tuple[_Call, BaseException] | None:
+def _calls(
+    task: _Task, answers: Answers, state: TrainerState, logs: Mapping[str, Any]
+) -> Iterator[tuple[_Call, Mapping[str, Any]]]:
+    """The calls of a task, with their arguments."""
+    reward, todo = task.reward, task.todo
+    if reward.form.per_answer:
+        arguments = reward.arguments(answers, state, logs)
+        yield from ((_Call(reward, [place]), arguments[place]) for place in todo)
+    elif todo:
+        some = answers if len(todo) == len(answers) else answers.select(todo)
+        (given,) = reward.arguments(some, state, logs)
+        yield _Call(reward, todo), given
+
+
+async def _await(
+    calls: Sequence[_Call], until_s: float, most: Mapping[str, int]
+) -> tuple[_Call, BaseException] | None:
     """Await all calls together until `until_s` (time.monotonic(), in seconds).
 
+    most  reward -> how many of its calls run at the same time
     Returns the first call that fails, with what it raised, or the first late one, with _Late; else None.
     """
-    tasks = {asyncio.ensure_future(call.returned): call for call in calls}
+    free = {name: asyncio.Semaphore(limit) for name, limit in most.items()}
+
+    async def in_turn(call: _Call) -> Any:
+        async with free.get(call.reward.name, contextlib.nullcontext()):
+            return await call.returned
+
+    tasks = {asyncio.ensure_future(in_turn(call)): call for call in calls}
     if not tasks:
         return None
     left_s = max(until_s - time.monotonic(), 0.0)

@@ -17,13 +17,15 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rlhf_tasks.config.base import RunConfig, Scores
+from rlhf_tasks.config.sections import RewardFunction, RewardService
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values
 from rlhf_tasks.rewards.helper import STACK_SIGNAL, late_message
 from rlhf_tasks.rewards.user_code import at_line, traced, users_frames
@@ -33,6 +35,7 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from rlhf_tasks.system.child_processes import keep; keep('rlhf_tasks.rewards.helper:serve')"
 )
+KEPT_VALUES = "reward-values"  # folder in a run folder, of values that rewards with `cache: true` have given
 OURS = "PREFECT_"
 """The helper does not get variables with this prefix: the login of the run's Prefect server is among them."""
 SEARCH_S = 5.0  # that the search for the answer that a reward fails on may take
@@ -54,21 +57,37 @@ class Judged:
 
 
 class RewardProcess:
-    """One rank's helper process. It is started with the first request, and again after it was lost.
+    """One rank's helper processes: `reward_processes` of them, each with its part of the rewards and answers.
 
     iterations  number of iterations of the whole run
     blocks      name of a Prefect Secret block -> its value
-    Requests are answered one at a time, in order.
+    kept        folder of values that are kept (`cache: true`); None: they are kept in memory
+    rank        of the process that this one is beside; no two write to a file in `kept`
+    Requests are answered one at a time, in order. What is answered does not depend on the number of processes.
     """
 
     def __init__(
-        self, config: RunConfig, iterations: int = 1, blocks: Mapping[str, str] | None = None
+        self,
+        config: RunConfig,
+        iterations: int = 1,
+        blocks: Mapping[str, str] | None = None,
+        kept: Path | None = None,
+        rank: int = 0,
     ) -> None:
-        self._config = config if isinstance(config, Scores) else None
-        self._iterations, self._blocks = iterations, dict(blocks or {})
-        self._helper: _Helper | None = None
-        self._closed = False
+        self._config = config if isinstance(config, Scores) and config.rewards else None
+        parts = 1 if self._config is None else self._config.reward_processes
+        keeps = self._config is not None and any(reward.cache for reward in self._config.rewards)
+        start = {"blocks": dict(blocks or {}), "kept": str(kept) if keeps and kept else None}
+        self._parts = [
+            _Part((part, parts), iterations, start | {"writer": f"{rank}-{part}"}) for part in range(parts)
+        ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._part_threads = ThreadPoolExecutor(parts, thread_name_prefix="rewards")
+
+    @property
+    def helpers(self) -> list["_Helper | None"]:
+        """The helper of each part; None where it does not run."""
+        return [part.helper for part in self._parts]
 
     def submit(self, answers: Answers, iteration: int = 0) -> "Future[Judged]":
         """Start judging.
@@ -79,22 +98,59 @@ class RewardProcess:
         return self._thread.submit(self._judge, answers, iteration)
 
     def close(self) -> None:
-        """End the helper and all that it has started, whatever they are doing. A request in progress fails."""
-        self._closed = True
-        helper = self._helper  # read once: the judging thread may set it to None meanwhile
-        if helper is not None:
-            helper.end()
+        """End the helpers and all that they have started, whatever they are doing. A request in progress fails."""
+        for part in self._parts:
+            part.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._end()
+        self._part_threads.shutdown(wait=True, cancel_futures=True)
+        for part in self._parts:
+            part.end()
 
     def _judge(self, answers: Answers, iteration: int) -> Judged:
         config = self._config
-        if config is None or not config.rewards:
+        if config is None:
             return Judged({}, {})
+        asked = [self._part_threads.submit(part.judge, config, answers, iteration) for part in self._parts]
+        wait(asked)
+        replies = [each.result() for each in asked]  # the first part's error, where several have one
+        values: dict[str, Values] = {reward.name: [None] * len(answers) for reward in config.rewards}
+        logged: dict[str, Mapping[str, Any]] = {}
+        for part, reply in enumerate(replies):
+            for name, found in reply["values"].items():
+                if name in reply["split"]:
+                    values[name][part :: len(replies)] = found
+                else:
+                    values[name] = found
+            logged |= {name: told for name, told in reply["logged"].items() if told or name not in logged}
+        return Judged(values, logged)
+
+
+class _Part:
+    """One helper process, started with its first request, and again after it was lost.
+
+    part   its number, and how many there are
+    start  what it is told first, beside the rewards
+    """
+
+    def __init__(self, part: tuple[int, int], iterations: int, start: Mapping[str, Any]) -> None:
+        self._part, self._iterations, self._start = part, iterations, start
+        self.helper: _Helper | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """End the helper from any thread; no other starts."""
+        self._closed = True
+        helper = self.helper  # read once: the judging thread may set it to None meanwhile
+        if helper is not None:
+            helper.end()
+
+    def judge(self, config: Scores, answers: Answers, iteration: int) -> dict[str, Any]:
+        """The helper's reply. Raises RewardError."""
         until_s = time.monotonic() + config.reward_timeout_s
         request = {
             "answers": asdict(answers),
             "progress": [iteration, self._iterations],
+            "part": self._part,
             "until_s": until_s,  # time.monotonic(), which is the same in both processes
             "timeout_s": config.reward_timeout_s,
         }
@@ -102,7 +158,7 @@ class RewardProcess:
             try:
                 return self._ask(config, request, until_s)
             except _Killed:  # no reward did this: the process was killed from outside, so it is started again
-                self._end()
+                self.end()
                 return self._ask(config, request, until_s)
         except _Killed:
             raise RewardError(
@@ -110,20 +166,17 @@ class RewardProcess:
                 "runs out."
             ) from None
         except RewardError:
-            self._end()
+            self.end()
             raise
 
-    def _ask(self, config: Scores, request: dict[str, Any], until_s: float) -> Judged:
+    def _ask(self, config: Scores, request: dict[str, Any], until_s: float) -> dict[str, Any]:
         """Raises RewardError, and _Killed when the helper was killed from outside."""
         if self._closed:
             raise RewardError("the rank's reward process is closed.")
-        helper = self._helper = self._helper or _Helper()
+        helper = self.helper = self.helper or _Helper()
         with _naming(helper, config):
             if not helper.started:
-                rewards = [
-                    {"name": r.name, "function": r.function, "kwargs": r.kwargs} for r in config.rewards
-                ]
-                helper.start({"rewards": rewards, "blocks": self._blocks}, until_s)
+                helper.start({**self._start, "rewards": [_entry(r) for r in config.rewards]}, until_s)
             look = functools.partial(helper.refuse_large, config.reward_memory_bytes)
             helper.lines.send(json.dumps(request), until_s, look)
             while (reply := helper.lines.read(until_s, look)) is not None:
@@ -132,9 +185,9 @@ class RewardProcess:
                         helper.at, helper.place = f"reward {name!r}", place
                     case {"fault": message, "traceback": trace, "place": place, "searching": searching}:
                         raise RewardError(message, trace, helper.read_place() if searching else place)
-                    case {"values": values, "logged": logged}:
+                    case {"values": _}:
                         helper.at, helper.place = "", None
-                        return Judged(values, logged)
+                        return reply
         raise self._ended(helper, config)
 
     def _ended(self, helper: "_Helper", config: Scores) -> Exception:
@@ -151,10 +204,28 @@ class RewardProcess:
         who = helper.at or f"one of the rewards {_names(config)}"
         return RewardError(f"{who} ended its process with {how}{where}.", frames, helper.place)
 
-    def _end(self) -> None:
-        helper, self._helper = self._helper, None
+    def end(self) -> None:
+        """End the helper and reap it. Called from one thread at a time."""
+        helper, self.helper = self.helper, None
         if helper is not None:
             helper.close()
+
+
+def _entry(reward: RewardFunction | RewardService) -> dict[str, Any]:
+    """A reward as its helper takes it."""
+    service = None
+    if isinstance(reward, RewardService):
+        service = reward.model_dump(
+            include={"answers_per_request", "request_timeout_s", "retries", "allow_private"}
+        )
+    return {
+        "name": reward.name,
+        "location": reward.location,
+        "kwargs": dict(reward.arguments),
+        "service": service,
+        "concurrency": reward.concurrency,
+        "cache": reward.cache,
+    }
 
 
 class _Killed(Exception):

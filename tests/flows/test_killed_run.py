@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,42 @@ def begin(base: Path, name: str, iterations: int = ITERATIONS, **changes: Any) -
         kl_horizon=64,
         **changes,
     )
-    file = base / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    return ["run", "ppo", "--config", str(file)], base / "runs" / name
+    return command_of(base, config.model_dump(mode="json")), base / "runs" / name
+
+
+def begin_grpo(base: Path, name: str) -> tuple[list[str], Path]:
+    """The same for GRPO with adapters, on two ranks: generation has a copy of them, the reference none."""
+    ppo = ppo_config(base).model_dump(mode="json")
+    shared = {
+        key: ppo[key] for key in ("data", "sampling", "rewards", "output_dir", "batch_size", "optimizer")
+    }
+    both = {"devices": [0, 1], "dp": 2}
+    document = {
+        "type": "grpo",
+        "name": name,
+        "models": {"actor": ppo["models"]["actor"]},
+        **shared,
+        "num_generations": 4,
+        "num_mini_batches": 2,
+        "beta": 0.05,
+        "total_iterations": ITERATIONS,
+        "lora": {"rank": 4, "alpha": 8.0},
+        "cluster": {"devices_per_host": 2},
+        "plan": {
+            "actor_generate": {"devices": [0, 1], "tp": 2},
+            "reward_inference": both,
+            "ref_inference": both,
+            "actor_train": both,
+        },
+    }
+    return command_of(base, document), base / "runs" / name
+
+
+def command_of(base: Path, document: dict[str, Any]) -> list[str]:
+    """The command line of a new run, whose configuration is written to a file."""
+    file = base / f"{document['name']}.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return ["run", document["type"], "--config", str(file)]
 
 
 def finish(log: Path, command: list[str]) -> None:
@@ -44,12 +78,12 @@ def finish(log: Path, command: list[str]) -> None:
         run.assert_gone()
 
 
-@pytest.mark.whole
-def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
-    command, undisturbed = begin(tmp_path, "undisturbed")
-    finish(tmp_path / "undisturbed.log", command)
-    command, folder = begin(tmp_path, "killed")
-    with MarkedCommand(tmp_path / "killed.log", *command) as run:
+def killed_and_resumed(base: Path, begin: Callable[[Path, str], tuple[list[str], Path]]) -> tuple[Path, Path]:
+    """(folder, undisturbed folder) of a run that was killed midway and has gone on to its end: the same bits."""
+    command, undisturbed = begin(base, "undisturbed")
+    finish(base / "undisturbed.log", command)
+    command, folder = begin(base, "killed")
+    with MarkedCommand(base / "killed.log", *command) as run:
         run.wait_until(step_folder(folder, DONE).exists)
         os.killpg(run.process.pid, signal.SIGKILL)
         assert run.process.wait(60) == -signal.SIGKILL
@@ -58,15 +92,35 @@ def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
     assert DONE <= step < ITERATIONS, "it was not killed midway"
     assert not (folder / "summary.json").exists()
 
-    finish(tmp_path / "again.log", ["run", "ppo", "--resume", str(folder)])
+    finish(base / "again.log", [*command[:2], "--resume", str(folder)])
     assert generations_of(folder) == {i: (1 if i < step else 2, 0) for i in range(ITERATIONS)}
     assert_same_run(folder, undisturbed)
+    return folder, undisturbed
+
+
+@pytest.mark.whole
+def test_a_run_that_is_killed_as_a_whole_goes_on_to_the_same_bits(tmp_path):
+    folder, undisturbed = killed_and_resumed(tmp_path, begin)
     weights = Path("model") / "model.safetensors"
     assert (folder / weights).read_bytes() == (undisturbed / weights).read_bytes()
     with opened_ui(folder, tmp_path / "ui.log") as (address, login):
         assert count_runs(f"{address}/api", login) > ITERATIONS, (
             "an iteration is a flow run, and each attempt"
         )
+
+
+def test_so_does_grpo_that_trains_adapters_and_it_exports_them(tmp_path):
+    folder, undisturbed = killed_and_resumed(tmp_path, begin_grpo)
+    written = {path.name for path in (folder / "model").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= written
+    assert not {"model.safetensors", "config.json"} & written
+    adapters = Path("model") / "adapter_model.safetensors"
+    assert (folder / adapters).read_bytes() == (undisturbed / adapters).read_bytes()
+    with MarkedCommand(
+        tmp_path / "export.log", "export", str(folder), str(tmp_path / "out"), "--merged"
+    ) as run:
+        assert run.process.wait(300) == 0, run.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_reward_that_hangs_in_a_regular_expression_dies_with_a_killed_flow_process(tmp_path):

@@ -18,7 +18,7 @@ from planner.pricing.measured import MeasuredProfile
 from planner.pricing.problem import Problem
 from rlhf_tasks.algorithms.configurations import ASSIGNMENTS
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, linear_modules
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 from tests.planner.sampled import as_measured
@@ -96,6 +96,12 @@ def tiny(llama):
 
 
 @pytest.fixture
+def lora(llama) -> Lora:
+    """Adapters of rank 16 on all linear layers."""
+    return Lora(16, 32.0, tuple(linear_modules(llama())))
+
+
+@pytest.fixture
 def sampled(tiny):
     """sampled(scale=1): a profile as if measured on 1 x 4 slots so many times slower than CPU slots."""
 
@@ -107,13 +113,28 @@ def sampled(tiny):
 
 @pytest.fixture
 def ppo_cost(llama) -> Callable[..., CostModel]:
-    """The cost of PPO with one shape for all roles on A100s; 128 prompt and 128 new tokens."""
+    """The cost of PPO with one shape for all roles on A100s; 128 prompt and 128 new tokens.
 
-    def make(cluster: Cluster, shape: ModelShape | None = None, device=None, **workload) -> CostModel:
+    With lora, actor and critic train adapters, on the weights of ref and reward.
+    """
+
+    def make(
+        cluster: Cluster,
+        shape: ModelShape | None = None,
+        device=None,
+        lora: Lora | None = None,
+        **workload,
+    ) -> CostModel:
         shape = shape or llama()
+        heads: dict[str, Head] = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
         models = {
-            role: RoleModel(shape=shape, head="lm" if role in ("actor", "ref") else "scalar")
-            for role in ("actor", "ref", "critic", "reward")
+            role: RoleModel(
+                shape=shape,
+                head=head,
+                lora=lora if role in ("actor", "critic") else None,
+                weights=head if lora else "",
+            )
+            for role, head in heads.items()
         }
         sizes = {"prompt_tokens": 128, "new_tokens": Lengths.fixed(128), "itemsize": 2, "recompute": True}
         return CostModel(cluster, device or preset("a100-80g-sxm"), models, Workload(**(sizes | workload)))
@@ -132,6 +153,7 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
         memory: float = 80e9,
         n_seqs: int = 4,
         links_slower: float = 1.0,
+        lora: Lora | None = None,
     ) -> Problem:
         graph = make_graph(n_seqs=n_seqs, mini_batches=2)
         if calls is not None:
@@ -153,6 +175,6 @@ def small_problem(make_graph, ppo_cost, llama) -> Callable[..., Problem]:
             for name, link in (("inside_host", device.inside_host), ("between_hosts", device.between_hosts))
         }
         device = device.model_copy(update=links)
-        return Problem(graph, ppo_cost(cluster, shape, device), max_tp)
+        return Problem(graph, ppo_cost(cluster, shape, device, lora), max_tp)
 
     return make

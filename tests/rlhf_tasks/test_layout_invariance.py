@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from safetensors import safe_open
 
 from flows.run.prepare import prepare
 from rlhf_tasks.protocol.messages import GenerationSpec
@@ -175,3 +176,28 @@ def test_so_do_algorithms_that_learn_against_a_frozen_model(ranks, tmp_path, kin
     for name in list(FROZEN_AND_TRAINED)[1:]:
         found = differences(reference, losses(name))
         assert not found, f"{name}:\n" + "\n".join(found)
+
+
+_, *OTHERS = PLANS
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS[:-1]), OTHERS[-1]]
+)
+def test_adapters_train_alike_under_any_plan_and_are_all_that_is_saved(ranks, tmp_path, name):
+    """Actor and critic have adapters. On one rank they share their weights with reference and reward model."""
+    adapted = partial(ppo_config, lora={"rank": 4, "alpha": 8.0}, optimizer={"learning_rate": 1e-2})
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], adapted)
+    kl = [seen["actor_train/kl"] for seen in reference]
+    assert kl[0] == pytest.approx(0, abs=1e-12)
+    assert kl[2] > 1e-4, "the reference has not the adapters"
+    (saved,) = tmp_path.glob("*/step-00000003.tmp-0/actor.*.safetensors")
+    with safe_open(saved, "pt") as file:
+        names = list(file.keys())
+    assert len(names) == 3 * 2 * 7 * 4, (
+        "master weights and moments of A and B of seven modules in four layers"
+    )
+    assert all("lora_" in name for name in names)
+    found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], adapted))
+    assert not found, "\n".join(found)

@@ -1,6 +1,9 @@
 """Rewards in the forms that verl documents: one answer at a time, or (its batch manager) all of them."""
 
 import asyncio
+import os
+
+RUNNING = []
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -25,3 +28,22 @@ async def loop_score(data_source, solution_str, ground_truth, extra_info, **kwar
 
 def batched(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     return [{"score": len(solution) / 10} for solution in solution_strs]
+
+
+def in_which_process(data_source, solution_str, ground_truth, extra_info=None):
+    return os.getpid()
+
+
+async def how_many_at_once(data_source, solution_str, ground_truth, extra_info=None):
+    RUNNING.append(1)
+    most = len(RUNNING)
+    await asyncio.sleep(0.01)
+    RUNNING.pop()
+    return most
+
+
+def counted(data_source, solution_str, ground_truth, extra_info=None, file=""):
+    """Writes down each answer that it judges."""
+    with open(file, "a") as lines:
+        lines.write(f"{solution_str}\n")
+    return None if solution_str == "no" else len(solution_str)

@@ -56,21 +56,20 @@ def groups_fit(r: Relaxation, choice: Ints) -> bool:
         if call < 0 or smallest + o[choice[call]].size <= r.n_devices:
             return static + peak <= r.arrays.memories.bytes.max()
         row, shared = choice[call], False
-        for c in range(n):  # calls of a frozen role may share its parameters, which then count once
-            shared = shared or (
-                seen >> c & 1 == 1 and r.arrays.role[c] == r.arrays.role[call] and r.arrays.trainer[c] < 0
-            )
+        for c in range(n):  # calls may share frozen parameters, which then count once
+            shared = shared or (seen >> c & 1 == 1 and r.arrays.weights[c] == r.arrays.weights[call])
         seen |= 1 << call
         smallest = o[row].size
-        needed = r.least[row, 2]
+        needed = r.least[row, 3]
+        static += r.least[row, 0]
         if may_offload(r.arrays, call):
-            needed += r.least[row, 1]
+            needed += r.least[row, 2]
         elif not shared:
-            static += r.least[row, 0]
+            static += r.least[row, 1]
         for k in range(len(r.reader)):
             other = choice[r.trainer[k]]
             if r.reader[k] == call and other != OPEN and o[other].size != o[row].size:
-                needed += r.least[row, 1]
+                needed += r.least[row, 2]
         peak = max(peak, needed)
 
 

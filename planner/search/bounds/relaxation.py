@@ -48,7 +48,7 @@ class Relaxation(NamedTuple):
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
     spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
     load          [rows] least seconds x devices, with the save and the evaluation of a train_step
-    least         [rows, 3] the smallest of resident, copy, active bytes over the stages
+    least         [rows, 4] the smallest of resident, frozen, copy, active bytes over the stages
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
     ends, begins  [calls] bool: whether the call is the last, the first of a path of data
@@ -115,7 +115,7 @@ def relaxation(tables: Tables) -> Relaxation:
 
 
 class _Ladder(NamedTuple):
-    """All rows and their hierarchy, as in Relaxation; least: [rows, 4] load, and resident, copy, active bytes."""
+    """All rows and their hierarchy, as in Relaxation; least: [rows, 5] load, and resident .. active bytes."""
 
     options: Rows
     above: Ints
@@ -181,9 +181,9 @@ def _spots(ladder: _Ladder) -> tuple[Ints, Ints]:
 
 
 def _least_stages(arrays: Arrays) -> Floats:
-    """[options, 3] the smallest of resident, copy, active bytes over an option's stages."""
+    """[options, 4] the smallest of resident, frozen, copy, active bytes over an option's stages."""
     begins, option = np.unique(arrays.options.stage, return_inverse=True)
-    columns = (arrays.stages.resident, arrays.stages["copy"], arrays.stages.active)
+    columns = (arrays.stages[name] for name in ("resident", "frozen", "copy", "active"))
     return np.stack([np.minimum.reduceat(column, begins)[option] for column in columns], axis=1)
 
 
@@ -348,15 +348,15 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
     for call in range(n):
         row = choice[call]
         if placed(o, row):
-            needed[call] = r.least[row, 2]
+            needed[call], static[call] = r.least[row, 3], r.least[row, 0]
             if r.arrays.offloaded[call] < r.arrays.start[call + 1]:
-                needed[call] += r.least[row, 1]
-            elif r.arrays.trainer[call] >= 0 or not _stands_before(o, r.arrays.role, choice, call):
-                static[call] = r.least[row, 0]
+                needed[call] += r.least[row, 2]
+            elif not _stands_before(o, r.arrays.weights, choice, call):
+                static[call] += r.least[row, 1]
     for k in range(len(r.reader)):
         reader, trainer = choice[r.reader[k]], choice[r.trainer[k]]
         if placed(o, reader) and placed(o, trainer) and o[reader].place != o[trainer].place:
-            needed[r.reader[k]] += r.least[reader, 1]
+            needed[r.reader[k]] += r.least[reader, 2]
     for row in choice:
         if placed(o, row):
             device, held, peak = o[row].first, 0.0, 0.0
@@ -371,10 +371,10 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
 
 
 @inner
-def _stands_before(options: Rows, role: Ints, choice: Ints, call: int) -> bool:
-    """Whether an earlier call of the same role has the same placement, so that they share parameters."""
+def _stands_before(options: Rows, weights: Ints, choice: Ints, call: int) -> bool:
+    """Whether an earlier call with the same weights has the same placement, so that they share what is frozen."""
     for other in range(call):
-        same = role[other] == role[call] and placed(options, choice[other])
+        same = weights[other] == weights[call] and placed(options, choice[other])
         if same and options[choice[other]].place == options[choice[call]].place:
             return True
     return False

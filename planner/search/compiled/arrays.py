@@ -60,7 +60,7 @@ OPTION_ROW = np.dtype(
             (name, "i8")
             for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "stage")
         ),
-        *((name, "f8") for name in ("resident", "copy", "active", "layer")),
+        *((name, "f8") for name in ("resident", "frozen", "copy", "active", "layer")),
         ("layers", "i8"),
     ]
 )
@@ -74,12 +74,12 @@ where            row of Arrays.sides; options with equal numbers have every samp
 place            number of the placement
 strategy         number of (dp, tp, pp) together with the device classes along the mesh
 stage            row of its first stage in Arrays.stages
-resident, copy, active  bytes, each the maximum over the stages
-layer            bytes of a layer on the tp rank that has most of it
+resident .. active  bytes, each the maximum over the stages
+layer            bytes of a layer, as a reallocation moves it, on the tp rank that has most of it
 layers           layers of the stage that has most
 """
 
-STAGE_ROW = np.dtype([("resident", "f8"), ("copy", "f8"), ("active", "f8")])
+STAGE_ROW = np.dtype([(name, "f8") for name in ("resident", "frozen", "copy", "active")])
 """Bytes of a stage, as in planner.pricing.options.Option."""
 
 SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", "i8"), ("moved", "i8")])
@@ -165,6 +165,7 @@ class Arrays(NamedTuple):
     dispatch_s  seconds of a node besides its work
     role        [calls] int64: number of the call's role
     trainer     [calls] int64: the call that trains its role, -1 if none does
+    weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
     offloaded   [calls] int64: row of its first option with offloaded parameters; the next call's start if there is
                 none. The rows from start to here are the same options with resident parameters, in the same order
@@ -183,6 +184,7 @@ class Arrays(NamedTuple):
     links: Links
     role: Ints
     trainer: Ints
+    weights: Ints
     start: Ints
     offloaded: Ints
     options: Rows
@@ -204,6 +206,7 @@ def make_arrays(
     shapes = [model.models[role] for role in graph.roles]
     roles = [graph.roles.index(call.role) for call in graph.calls]
     rows, stages, sides = _option_rows(problem, options)
+    weights = _Numbers()
     profiles = model.classes.profiles
     memories = [(first, float(profiles[number].memory_bytes)) for first, number in model.classes.runs]
     start = np.cumsum([0, *map(len, options)])
@@ -218,6 +221,7 @@ def make_arrays(
         links=links(model.classes),
         role=np.array(roles),
         trainer=np.array(trained_by),
+        weights=np.array([weights[problem.frozen_weights(call.role)] for call in graph.calls]),
         start=start,
         offloaded=start[:-1] + np.array(resident),
         options=rows,
@@ -230,14 +234,14 @@ def make_arrays(
 
 
 def _models(roles: Sequence[RoleModel], itemsize: int, classes: DeviceClasses) -> Models:
-    of_roles = [parts(model.shape, model.head, itemsize) for model in roles]
+    of_roles = [parts(model.shape, model.head, itemsize, model.lora) for model in roles]
     counts = [(len(model.entries), len(model.kinds)) for model in of_roles]
     return Models(
         np.concatenate([model.entries for model in of_roles]),
         np.concatenate([model.kinds for model in of_roles]),
         np.cumsum([(0, 0), *counts], axis=0),
         np.array([model.layers for model in of_roles]),
-        np.array([float(sizes(model.shape, model.head, 1).layer * itemsize) for model in roles]),
+        np.array([float(sizes(m.shape, m.head, 1, m.lora).layer * itemsize) for m in roles]),
         np.array(
             [classes.dispatch_s + classes.reallocation_overhead_s(model.shape.layers) for model in roles]
         ),
@@ -254,7 +258,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
     classes, itemsize = problem.model.classes, problem.model.workload.itemsize
     dispatch_s = classes.dispatch_s
     rows: list[tuple] = []
-    stages: list[tuple[float, float, float]] = []
+    stages: list[tuple[float, ...]] = []
     sides, places, strategies = _Numbers(), _Numbers(), _Numbers()
     layouts = {
         mesh: classes.layout(*mesh) for of_call in options for mesh in {(o.first, o.size) for o in of_call}
@@ -267,20 +271,21 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             degrees, layout = (s.dp, s.tp, s.pp), layouts[mesh]
             alike = (degrees, layout, option.micro_batches, option.offload)
             if alike not in known:
-                most = max(option.resident), max(option.copy), max(option.active)
+                by_stage = option.resident, option.frozen, option.copy, option.active
+                most = tuple(map(max, by_stage))
                 within = {number for _, number in layout}
-                layer = float(sizes(model.shape, model.head, s.tp).layer * itemsize)
+                layer = float(sizes(model.shape, model.head, s.tp, model.lora).layer * itemsize)
                 known[alike] = (
-                    save_s(most[1], s.dp, problem.model, within) + dispatch_s,
+                    save_s(most[2], s.dp, problem.model, within) + dispatch_s,
                     evaluation_s(call.role, option.assignment.placement, problem.model) + dispatch_s
                     if call.role in problem.graph.evaluated
                     else 0.0,
-                    classes.host_copy_s(most[1], within),
+                    classes.host_copy_s(most[2], within),
                     strategies[degrees, layout],
                     *_dealt(call, s),
                     (len(stages), *most, layer, -(-model.shape.layers // s.pp)),
                 )
-                stages += zip(option.resident, option.copy, option.active, strict=True)
+                stages += zip(*by_stage, strict=True)
             saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
             where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
             seconds = option.seconds + dispatch_s

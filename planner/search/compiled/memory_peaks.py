@@ -15,12 +15,11 @@ Floats = NDArray[np.float64]
 
 
 @inner
-def _counts(options: Rows, role: Ints, trainer: Ints, rows: Ints, call: int) -> bool:
-    """Whether a call's resident bytes count: of a frozen role's calls at one placement, only the first one's do."""
-    if trainer[call] >= 0:
-        return True
+def _counts(options: Rows, weights: Ints, rows: Ints, call: int) -> bool:
+    """Whether a call's frozen bytes count: of the calls that share them at one placement, only the first one's do."""
     for other in range(call):
-        if role[other] == role[call] and options[rows[other]].place == options[rows[call]].place:
+        there = options[rows[other]]
+        if weights[other] == weights[call] and there.place == options[rows[call]].place and there.frozen > 0:
             return False
     return True
 
@@ -35,8 +34,9 @@ def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints
         held, active = 0.0, 0.0
         for c in range(len(rows)):
             if masks[k] >> c & 1:
-                if _counts(arrays.options, arrays.role, arrays.trainer, rows, c):
-                    held += arrays.options[rows[c]].resident
+                held += arrays.options[rows[c]].resident
+                if _counts(arrays.options, arrays.weights, rows, c):
+                    held += arrays.options[rows[c]].frozen
                 active = max(active, arrays.options[rows[c]].active)
         for i in range(arrays.skeletons.size[made]):
             slot = arrays.skeletons.slots[made, i]
@@ -104,8 +104,9 @@ def _stages_on(
             # A stage has dp * tp consecutive devices; its rows are consecutive from option.stage on.
             stage[c] = option.stage + (device - option.first) // (option.dp * option.tp)
             active = max(active, arrays.stages[stage[c]].active)
-            if _counts(arrays.options, arrays.role, arrays.trainer, rows, c):
-                resident += arrays.stages[stage[c]].resident
+            resident += arrays.stages[stage[c]].resident
+            if _counts(arrays.options, arrays.weights, rows, c):
+                resident += arrays.stages[stage[c]].frozen
     for i in range(arrays.skeletons.size[made]):
         slot = arrays.skeletons.slots[made, i]
         brings = slot.kind == REALLOCATE or (slot.kind == ONLOAD and chains[i] > 0)

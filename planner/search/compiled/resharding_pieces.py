@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.compiled.compile import inner
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
@@ -40,9 +40,9 @@ class Parts(NamedTuple):
     itemsize: int
 
 
-def parts(shape: ModelShape, head: Head, itemsize: int) -> Parts:
-    """The parts of a model. itemsize: bytes of an element."""
-    whole = Layout(shape, head, Placement((0,), ParallelStrategy()))
+def parts(shape: ModelShape, head: Head, itemsize: int, lora: Lora | None = None) -> Parts:
+    """The parts of a model, or of what `lora` trains. itemsize: bytes of an element."""
+    whole = Layout(shape, head, Placement((0,), ParallelStrategy()), lora)
     places = {"layer": LAYER, "first": FIRST, "last": LAST, "ends": ENDS}
     totals = {"query_head": shape.query_heads, "column": shape.intermediate, "vocab": shape.vocab}
     kinds: dict[tuple[str, int, int], int] = {}

@@ -1,8 +1,8 @@
 """The configuration of supervised fine-tuning."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_tasks.config.base import Groups, TrainingConfig
 from rlhf_tasks.config.sections import ActorOnly, Role
@@ -21,13 +21,20 @@ class SFTConfig(TrainingConfig):
     random_init: bool = Field(
         default=False, description="Start from random weights: models.actor needs only its configuration."
     )
-
     completion_only_loss: bool = Field(
         default=True, description="Learn the completion (of messages: the last one) only; false: all tokens."
     )
     assistant_only_loss: bool = Field(
         default=False, description="Learn every message of the assistant in a conversation, and nothing else."
     )
+
+    @model_validator(mode="after")
+    def _adapts_a_model(self) -> Self:
+        if self.random_init and self.lora is not None:
+            raise ValueError(
+                "lora trains adapters of a model that is there; random_init has none. Remove one."
+            )
+        return self
 
     def roles(self) -> dict[str, Role]:
         """The one role that trains."""

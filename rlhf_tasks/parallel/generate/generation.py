@@ -90,7 +90,7 @@ def generate(
     answered = _assemble(batch, groups, engine.stage.dtype, record_kept)
     lengths = answered["input_ids"].lengths
     new_tokens = sum(lengths) - sum(batch["prompt_ids"].lengths)
-    engine.count(generation_flops(engine.layout.shape, lengths, new_tokens))
+    engine.count(generation_flops(engine.layout.shape, lengths, new_tokens, engine.layout.lora))
     return answered
 
 

@@ -9,7 +9,7 @@ sequences that have ended do not count.
 
 from collections.abc import Iterable, Sequence
 
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape, parameters
+from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape, parameters, trained_parameters
 
 TRAINING = 3  # cost of a forward and a backward pass, in forward passes
 
@@ -31,20 +31,45 @@ def head_flops(tokens: float, hidden: int, vocab: int) -> float:
 
 
 def forward_flops(
-    shape: ModelShape, head: Head, lengths: Sequence[int], predicted: int | None = None
+    shape: ModelShape,
+    head: Head,
+    lengths: Sequence[int],
+    predicted: int | None = None,
+    lora: Lora | None = None,
 ) -> float:
-    """FLOPs of a whole model's forward pass over sequences of these lengths in tokens.
+    """FLOPs of a whole model's forward pass, adapters included, over sequences of these lengths in tokens.
 
     predicted  tokens that pass the head; None: all
     """
     vocab = 1 if head == "scalar" else shape.vocab
     rows = sum(lengths) if predicted is None else predicted
-    return sum(_layers_flops(shape, head, length) for length in lengths) + head_flops(
-        rows, shape.hidden, vocab
-    )
+    layers = sum(_layers_flops(shape, head, length, lora) for length in lengths)
+    return layers + head_flops(rows, shape.hidden, vocab)
 
 
-def generation_flops(shape: ModelShape, lengths: Iterable[int], new_tokens: int) -> float:
+def training_flops(
+    shape: ModelShape,
+    head: Head,
+    lengths: Sequence[int],
+    predicted: int | None = None,
+    lora: Lora | None = None,
+) -> float:
+    """FLOPs of a forward and a backward pass. Under LoRA, frozen matrices have no products for their gradients.
+
+    predicted  as in `forward_flops`
+    """
+    spared = 0.0
+    if lora is not None:
+        tokens = sum(lengths)
+        spared = 2 * tokens * shape.layers * layer_size(shape, head)
+        if head == "lm":
+            spared += head_flops(tokens if predicted is None else predicted, shape.hidden, shape.vocab)
+    return TRAINING * forward_flops(shape, head, lengths, predicted, lora) - spared
+
+
+def generation_flops(
+    shape: ModelShape, lengths: Iterable[int], new_tokens: int, lora: Lora | None = None
+) -> float:
     """FLOPs of generation with a KV cache.
 
     Each token but a sequence's last passes the layers once, and each new token needs the logits of one position.
@@ -53,9 +78,15 @@ def generation_flops(shape: ModelShape, lengths: Iterable[int], new_tokens: int)
     new_tokens  tokens of all responses together
     """
     drawn = head_flops(new_tokens, shape.hidden, shape.vocab)
-    return drawn + sum(_layers_flops(shape, "lm", length - 1) for length in lengths)
+    return drawn + sum(_layers_flops(shape, "lm", length - 1, lora) for length in lengths)
 
 
-def _layers_flops(shape: ModelShape, head: Head, tokens: int) -> float:
-    size = sum(spec.size for spec in parameters(shape, head) if spec.layer == 0)
+def layer_size(shape: ModelShape, head: Head, lora: Lora | None = None) -> int:
+    """Parameters of a layer; with `lora`, only those of its adapters."""
+    specs = parameters(shape, head) if lora is None else trained_parameters(shape, head, lora)
+    return sum(spec.size for spec in specs if spec.layer == 0)
+
+
+def _layers_flops(shape: ModelShape, head: Head, tokens: int, lora: Lora | None) -> float:
+    size = layer_size(shape, head) + (0 if lora is None else layer_size(shape, head, lora))
     return shape.layers * layer_flops(tokens, tokens / 2, size, shape.query_heads * shape.head_dim)

@@ -6,7 +6,7 @@ needs. Parameter names are Hugging Face's. Unknown model families are refused.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -110,9 +110,7 @@ class ModelShape:
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise ConfigError(
-                f"Model folder {str(folder)!r} has no config.json. Name a folder in Hugging Face's format."
-            )
+            raise ConfigError(f"Model folder {str(folder)!r} has no config.json. {_remedy(Path(folder))}")
         return ModelShape.from_config(read_json(path), source=str(folder))
 
     @staticmethod
@@ -150,6 +148,16 @@ class ModelShape:
         """The fields in which two models differ: {field: (ours, theirs)}; empty when they are equal."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _remedy(folder: Path) -> str:
+    """What to do about a folder that is not a model's."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "It holds an adapter (LoRA). Merge it into its model with prefect-rlhf export --merged, or set "
+            "lora.export: merged in the run that makes it."
+        )
+    return "Name a folder in Hugging Face's format."
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
@@ -274,6 +282,80 @@ class ParameterSpec:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the weight of a linear module in a layer."""
+        return self.place == "layer" and len(self.shape) == 2
+
+    @property
+    def module(self) -> str:
+        """The last name of its module, as in `q_proj`."""
+        return self.name.split(".")[-2]
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters of linear modules (LoRA, arXiv:2106.09685): W x becomes W x + alpha / rank * B (A x).
+
+    A [rank, in] and B [out, rank] train, W is frozen.
+
+    targets  names of the modules in a layer, as in `q_proj`
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"adapters of rank {self.rank}, alpha {self.alpha:g} on {', '.join(self.targets)}"
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B (A x)."""
+        return self.alpha / self.rank
+
+    def check(self, shape: ModelShape) -> None:
+        """Raises ConfigError, with the possible values, for targets that a model lacks and for too large a rank."""
+        sizes = linear_modules(shape)
+        unknown = [name for name in self.targets if name not in sizes]
+        if unknown:
+            raise ConfigError(
+                f"lora.targets names {shown(unknown[0])}, which is not a linear layer of {shape.family}. "
+                f"Its linear layers are {', '.join(sizes)}."
+            )
+        name, most = min(((name, min(sizes[name])) for name in self.targets), key=lambda found: found[1])
+        if self.rank > most:
+            raise ConfigError(
+                f"lora.rank={self.rank} is larger than a dimension of {name}, {list(sizes[name])}. "
+                f"Choose a rank of at most {most}."
+            )
+
+
+def linear_modules(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
+    """The linear modules of a decoder layer: name -> [out, in]."""
+    return {spec.module: spec.shape for spec in parameters(shape, "lm") if spec.layer == 0 and spec.is_linear}
+
+
+@lru_cache(maxsize=64)
+def trained_parameters(shape: ModelShape, head: Head, lora: Lora) -> tuple[ParameterSpec, ...]:
+    """The parameters that training changes under LoRA: A and B of every target, and a scalar head as a whole.
+
+    They are split as their linear module is. Column-parallel: every tp rank holds A, and the rows of B. Row-parallel:
+    every tp rank holds the columns of A, and B. What all hold gets only a part of its gradient on each rank.
+    """
+    specs: list[ParameterSpec] = []
+    for spec in parameters(shape, head):
+        if spec.name == "score.weight":
+            specs.append(spec)
+        if not (spec.is_linear and spec.module in lora.targets):
+            continue
+        (out, into), module = spec.shape, spec.name.removesuffix(".weight")
+        sharded, whole = spec, replace(spec, shard_dim=None, unit=None, unit_size=1, partial_gradient=True)
+        a, b = (whole, sharded) if spec.shard_dim == 0 else (sharded, whole)
+        specs.append(replace(a, name=f"{module}.lora_A.weight", shape=(lora.rank, into)))
+        specs.append(replace(b, name=f"{module}.lora_B.weight", shape=(out, lora.rank)))
+    return tuple(specs)
 
 
 @lru_cache(maxsize=64)

@@ -6,12 +6,20 @@ the same KV heads. Layers are split over stages at floor(i L / pp). Tied embeddi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from rlhf_tasks.parallel.layout.shape import Head, ModelShape, ParameterSpec, Unit, parameters
+from rlhf_tasks.parallel.layout.shape import (
+    Head,
+    Lora,
+    ModelShape,
+    ParameterSpec,
+    Unit,
+    parameters,
+    trained_parameters,
+)
 from rlhf_tasks.parallel.layout.topology import Placement
 
 __all__ = ["Head", "Interval", "Layout", "ModelShape", "ParameterSpec", "Shared", "parameters", "split"]
@@ -53,11 +61,15 @@ def split(length: int, parts: int, index: int) -> Interval:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model on a placement. Raises ValueError when a tp rank or a stage would be empty."""
+    """A model on a placement, or with `lora` only the part of it that training changes.
+
+    Raises ValueError when a tp rank or a stage would be empty.
+    """
 
     shape: ModelShape
     head: Head
     placement: Placement
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         strategy, shape = self.placement.strategy, self.shape
@@ -72,8 +84,15 @@ class Layout:
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """All parameters of the model, on whichever device."""
-        return parameters(self.shape, self.head)
+        """All parameters of the model, or of its trained part, on whichever device."""
+        if self.lora is None:
+            return parameters(self.shape, self.head)
+        return trained_parameters(self.shape, self.head, self.lora)
+
+    @property
+    def whole(self) -> "Layout":
+        """The layout of the model itself."""
+        return self if self.lora is None else replace(self, lora=None)
 
     @cached_property
     def specs(self) -> Mapping[str, ParameterSpec]:

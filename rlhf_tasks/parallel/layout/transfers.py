@@ -8,7 +8,7 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -61,7 +61,7 @@ def plan_reallocation(
     equal `reallocation_bound`. The sender is a holder on the same host where there is one, else any holder. Holders
     share the sending evenly.
     """
-    assert (source.shape, source.head) == (destination.shape, destination.head), "two different models"
+    assert replace(source, placement=destination.placement) == destination, "two different models"
     needs = _needs(source, destination, itemsize, devices_per_host)
     loads: dict[int, int] = defaultdict(int)
     messages: dict[tuple[int, int], list[tuple[Slices, int]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Exports a model as a Hugging Face folder that `from_pretrained`, vLLM and SGLang load."""
+"""Exports a model as a Hugging Face folder that `from_pretrained`, vLLM and SGLang load; adapters as one for peft."""
 
 import json
 import shutil
@@ -12,11 +12,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from rlhf_tasks.parallel.layout.shape import Lora
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE
 from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
 
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
+_WRAPPED = "base_model.model."  # before a parameter's name in peft's files
 SHARD_BYTES = 5 * 1024**3  # the default of transformers for several years
 _BESIDE_WEIGHTS = (
     "tokenizer*",
@@ -35,6 +38,7 @@ class FolderWriter:
 
     folder       must not exist yet
     source       the folder that the model came from: its config, tokenizer and generation config are copied
+    layout       of what is written: of adapters, it becomes a folder for peft, which names `source`
     dtype        dtype of the tensors that `add` will get
     shard_bytes  most bytes of tensors in one file, unless one parameter alone is larger
 
@@ -55,7 +59,13 @@ class FolderWriter:
         self._unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(self._unfinished, ignore_errors=True)
         self._unfinished.mkdir(parents=True)
-        self._file_of = _files(layout, dtype.itemsize, shard_bytes)
+        self._prefix = ""
+        if layout.lora is None:
+            self._file_of = _files(layout, dtype.itemsize, shard_bytes)
+            _write_config(self._unfinished, source, layout.head, dtype)
+        else:
+            self._file_of, self._prefix = dict.fromkeys(layout.specs, ADAPTER), _WRAPPED
+            _write_adapter_config(self._unfinished, source, layout.head, layout.lora)
         self._shapes = {spec.name: spec.shape for spec in layout.parameters}
         self._waiting: dict[str, Tensor] = {}
         self._written: set[str] = set()
@@ -63,7 +73,6 @@ class FolderWriter:
             for path in source.glob(pattern):
                 if path.is_file():
                     shutil.copy2(path, self._unfinished / path.name)
-        _write_config(self._unfinished, source, layout.head, dtype)
 
     def add(self, name: str, whole: Tensor) -> None:
         """Add the next whole parameter, in the order of `layout.parameters`.
@@ -76,7 +85,8 @@ class FolderWriter:
         file = self._file_of[name]
         self._waiting[name] = whole.detach().to("cpu").contiguous()
         if self._waiting.keys() == {other for other, its in self._file_of.items() if its == file}:
-            save_file(self._waiting, self._unfinished / file, metadata={"format": "pt"})
+            tensors = {f"{self._prefix}{name}": tensor for name, tensor in self._waiting.items()}
+            save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
             self._written |= self._waiting.keys()
             self._waiting = {}
 
@@ -84,7 +94,7 @@ class FolderWriter:
         """Write the index, sync all files to disk, then rename the folder to its final name."""
         missing = self._file_of.keys() - self._written
         assert not missing, f"{len(missing)} parameters were not added, such as {min(missing)}"
-        if set(self._file_of.values()) != {SINGLE}:
+        if not set(self._file_of.values()) <= {SINGLE, ADAPTER}:
             total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
@@ -126,3 +136,20 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
     else:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)
+
+
+def _write_adapter_config(folder: Path, source: Path, head: Head, lora: Lora) -> None:
+    """peft's description of adapters; `source` is the model that they belong to."""
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+        "base_model_name_or_path": str(source),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "modules_to_save": None if head == "lm" else ["score"],
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2), encoding="utf-8")

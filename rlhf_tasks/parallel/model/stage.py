@@ -6,7 +6,7 @@ how; the `Layout` says which rows a rank holds.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,12 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Coordinate
 from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
-from rlhf_tasks.parallel.model.tensor_parallel import RowParallelLinear, VocabParallelEmbedding, copy_to_ranks
+from rlhf_tasks.parallel.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_ranks,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +112,15 @@ class Stage(nn.Module):
     """The decoder layers of one coordinate; on the first stage also the embedding, on the last norm and head.
 
     config         the model's, from `AutoConfig`
-    layout         of the same model; its head ("lm" or "scalar") is this stage's head
+    layout         of the same model; its head ("lm" or "scalar") is this stage's head, its `lora` the adapters
     coordinate     the coordinate whose slices this stage holds
     tp_group       the ranks of the same dp and pp rank; None where tp is 1
     device, dtype  of parameters and activations; the parameters' memory is allocated, not filled (weights.py)
     recompute      activation checkpointing: keep only each layer's input, and repeat its forward pass when
                    the backward pass comes to it
+    shared         tensors of another stage by name, which are this stage's too: both must never change them
+
+    `layout` (attribute) is of the whole model, `trained` of what training changes: with adapters, of these.
 
     Parameters have their Hugging Face names; with tp > 1 they are slices. Dropout is never applied, so that a
     policy's log-probabilities are the same in every pass.
@@ -133,12 +141,14 @@ class Stage(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         recompute: bool = False,
+        shared: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         check_model(config)
         assert config.model_type == layout.shape.family, (config.model_type, layout.shape.family)
         assert (tp_group is None) == (layout.placement.strategy.tp == 1), "tp_group does not fit the strategy"
-        self.config, self.layout, self.coordinate, self.tp_group = config, layout, coordinate, tp_group
+        self.config, self.coordinate, self.tp_group = config, coordinate, tp_group
+        self.layout, self.trained = layout.whole, layout
         self.device, self.dtype, self.recompute = device, dtype, recompute
         self.is_first = coordinate.pp == 0
         self.is_last = coordinate.pp == layout.placement.strategy.pp - 1
@@ -149,7 +159,7 @@ class Stage(nn.Module):
             # a copy, because from_config writes the name of the attention function into it
             skeleton = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=PACKED)
         self._build(skeleton)
-        self._allocate()
+        self._allocate(shared or {})
         self.eval()
 
     def forward(
@@ -189,9 +199,18 @@ class Stage(nn.Module):
         """The stored weight of a norm that does not scale: 1.0; 0.0 for Gemma."""
         return 1.0 - self._traits.norm_offset
 
-    def named_slices(self) -> dict[str, Tensor]:
+    def named_slices(self) -> dict[str, nn.Parameter]:
         """Hugging Face name -> this rank's slice (the rows in `layout.held`, of shape `layout.slice_shape`)."""
-        return dict(self.named_parameters())
+        return {name: p for name, p in self.named_parameters() if name in self.layout.specs}
+
+    def trained_slices(self) -> dict[str, nn.Parameter]:
+        """The same for what training changes (`trained`): all of a model, or its adapters under peft's names."""
+        return {name: p for name, p in self.named_parameters() if name in self.trained.specs}
+
+    def frozen_slices(self) -> dict[str, nn.Parameter]:
+        """The weights that adapters leave as they are; none without adapters."""
+        ours = self.trained_slices()
+        return {name: p for name, p in self.named_slices().items() if name not in ours}
 
     def _head(self, hidden: Tensor) -> Tensor:
         hidden = self.model.norm(hidden)
@@ -222,7 +241,7 @@ class Stage(nn.Module):
             if self.layout.head == "scalar":
                 self.score = nn.Linear(self.layout.shape.hidden, 1, bias=False, device="meta")
             elif not self._tied:
-                self.lm_head = self._linear(skeleton.lm_head, "lm_head")
+                self.lm_head = self._column_parallel(skeleton.lm_head, "lm_head")
 
     def _embedding(self, config: PreTrainedConfig) -> VocabParallelEmbedding:
         hidden = self.layout.shape.hidden
@@ -263,36 +282,41 @@ class Stage(nn.Module):
 
     def _parallel_linear(self, whole: nn.Linear, path: str, style: str | None) -> nn.Linear:
         if style == "colwise":
-            return self._linear(whole, path)
-        if style == "rowwise":
+            local = self._column_parallel(whole, path)
+        elif style == "rowwise":
             columns = self.layout.slice_shape(f"{path}.weight", self.holder)[1]
             bias = whole.bias is not None
-            return RowParallelLinear(columns, whole.out_features, bias, self.tp_group, torch.device("meta"))
-        raise ValueError(
-            f"the tensor-parallel plan of {self.layout.shape.family} does not say how to split {path}."
-        )
+            local = RowParallelLinear(columns, whole.out_features, bias, self.tp_group, torch.device("meta"))
+        else:
+            raise ValueError(
+                f"the tensor-parallel plan of {self.layout.shape.family} does not say how to split {path}."
+            )
+        if self.trained.lora is not None and f"{path}.lora_A.weight" in self.trained.specs:
+            local.adapt(self.trained.lora)
+        return local
 
-    def _linear(self, whole: nn.Linear, path: str) -> nn.Linear:
+    def _column_parallel(self, whole: nn.Linear, path: str) -> ColumnParallelLinear:
         rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
-        return nn.Linear(columns, rows, bias=whole.bias is not None, device="meta")
+        return ColumnParallelLinear(columns, rows, whole.bias is not None, torch.device("meta"))
 
     def _norm(self, whole: Any) -> RMSNorm:
         eps = whole.variance_epsilon if hasattr(whole, "variance_epsilon") else whole.eps
         return RMSNorm(whole.weight.shape[0], eps, self._traits.norm_offset, torch.device("meta"))
 
-    def _allocate(self) -> None:
-        """Allocate the parameters and check their shapes against the layout."""
-        for module, name, parameter in list(_own_parameters(self)):
-            real = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
-            setattr(module, name, nn.Parameter(real))
+    def _allocate(self, shared: Mapping[str, Tensor]) -> None:
+        """Allocate the parameters that are not shared, and check all shapes against the layouts."""
+        for prefix, module in list(self.named_modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                real = shared.get(f"{prefix}.{name}")
+                if real is None:
+                    real = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+                setattr(module, name, nn.Parameter(real.detach()))
         ours = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        theirs = {name: self.layout.slice_shape(name, self.holder) for name in self.layout.held(self.holder)}
+        theirs = {
+            name: layout.slice_shape(name, self.holder)
+            for layout in (self.layout, self.trained)
+            for name in layout.held(self.holder)
+        }
         assert ours == theirs, (
             f"stage and layout differ in {sorted(set(ours.items()) ^ set(theirs.items()))[:4]}"
         )
-
-
-def _own_parameters(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in root.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            yield module, name, parameter

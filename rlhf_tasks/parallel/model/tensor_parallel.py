@@ -1,9 +1,9 @@
 """Tensor parallelism inside one stage, after Megatron-LM (arXiv:1909.08053, section 3).
 
 The input of a block (attention or MLP) passes `copy_to_ranks` (the paper's *f*). The block's first linear modules
-hold a slice of the output columns: each is an `nn.Linear` of the local size. Its last linear module
-(`RowParallelLinear`) holds a slice of the input columns, and its output passes `sum_over_ranks` (the paper's *g*).
-That makes two all-reduces forward and two backward per layer.
+(`ColumnParallelLinear`) hold a slice of the output columns. Its last linear module (`RowParallelLinear`) holds a
+slice of the input columns, and its output passes `sum_over_ranks` (the paper's *g*). That makes two all-reduces
+forward and two backward per layer.
 
 A group is None where tp is 1. Every function here then does the same as its plain counterpart.
 """
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from rlhf_tasks.parallel.comm.groups import all_reduce
+from rlhf_tasks.parallel.layout.shape import Lora
 from rlhf_tasks.parallel.layout.slices import Interval
 
 
@@ -58,10 +59,44 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return x if group is None else _SumOverRanks.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
-class RowParallelLinear(nn.Linear):
+class AdaptableLinear(nn.Linear):
+    """A linear module that may have an adapter: W x + scaling * B (A x) (LoRA, arXiv:2106.09685)."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device)
+        self.lora_A: nn.Linear | None = None
+        self.lora_B: nn.Linear | None = None
+        self.scaling = 0.0
+
+    def adapt(self, lora: Lora) -> None:
+        """Add the adapter, of the module's local size, under peft's names: lora_A [rank, in], lora_B [out, rank]."""
+        device = self.weight.device
+        self.lora_A = nn.Linear(self.in_features, lora.rank, bias=False, device=device)
+        self.lora_B = nn.Linear(lora.rank, self.out_features, bias=False, device=device)
+        self.scaling = lora.scaling
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in_features] -> [..., out_features], adapter included."""
+        output = F.linear(x, self.weight, bias)
+        if self.lora_A is None or self.lora_B is None:
+            return output
+        low = F.linear(x, self.lora_A.weight)
+        return output.add(F.linear(low, self.lora_B.weight), alpha=self.scaling)
+
+
+class ColumnParallelLinear(AdaptableLinear):
+    """A linear module that holds a slice of the output columns, or all of them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., local columns]."""
+        return self.product(input, self.bias)
+
+
+class RowParallelLinear(AdaptableLinear):
     """A linear module that holds a slice of the input columns; its output is summed over the tp group.
 
-    in_features is the local number of columns. Every rank holds the whole bias and adds it after the sum.
+    in_features is the local number of columns. Every rank holds the whole bias and adds it after the sum. Of an
+    adapter, A x is a part of a sum too. B is linear, so the one sum completes both.
     """
 
     def __init__(
@@ -72,14 +107,14 @@ class RowParallelLinear(nn.Linear):
         group: ProcessGroup | None,
         device: torch.device,
     ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device)
+        super().__init__(in_features, out_features, bias, device)
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., local columns] -> [..., out_features], equal on all ranks."""
         if self.group is None:
-            return F.linear(input, self.weight, self.bias)
-        total = sum_over_ranks(F.linear(input, self.weight), self.group)
+            return self.product(input, self.bias)
+        total = sum_over_ranks(self.product(input, None), self.group)
         return total if self.bias is None else total + self.bias
 
 

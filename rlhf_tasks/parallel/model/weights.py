@@ -2,7 +2,7 @@
 with the same whole model in every layout."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -28,11 +28,13 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
+def load(stage: Stage, folder: str | Path, seed: int, there: Collection[str] = ()) -> tuple[str, ...]:
     """Fill a stage's parameters from a Hugging Face folder (safetensors, one file or many with an index).
 
-    Only this rank's slices are read. A scalar head that the folder lacks is initialised at random from `seed`.
-    Returns the names of the parameters that were not in the folder.
+    there  names of parameters that have their values already
+    Only this rank's slices are read. A scalar head that the folder lacks is initialised at random from `seed`, and so
+    are adapters.
+    Returns the names of the model's parameters that were not in the folder.
     Raises ValueError for what `weight_files` refuses.
     """
     parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
@@ -40,7 +42,7 @@ def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
     files = weight_files(Path(folder), specs, needs_head=False)
     by_file = defaultdict(list)
     for spec in specs:
-        if spec.name in files:
+        if spec.name in files and spec.name not in there:
             by_file[files[spec.name]].append(spec)
     for file, stored in by_file.items():
         with safe_open(file, framework="pt", device="cpu") as tensors:
@@ -49,6 +51,7 @@ def load(stage: Stage, folder: str | Path, seed: int) -> tuple[str, ...]:
                 _fill(parameters[spec.name], tensor[rows] if spec.dim == 0 else tensor[:, rows])
     missing = [name for name in parameters if name not in files]
     _randomise(stage, missing, seed)
+    initialise_adapters(stage, seed)
     return tuple(missing)
 
 
@@ -60,6 +63,21 @@ def initialise(stage: Stage, seed: int) -> None:
     are 0, and norms do not scale.
     """
     _randomise(stage, stage.named_slices(), seed)
+    initialise_adapters(stage, seed)
+
+
+def initialise_adapters(stage: Stage, seed: int) -> None:
+    """Set a stage's adapters as peft does: A uniform in +-1 / sqrt(in), the same bits in every layout; B zero."""
+    adapters, held = stage.trained_slices(), stage.trained.held(stage.holder)
+    for name in adapters.keys() - stage.layout.specs.keys():
+        spec, rows = stage.trained.specs[name], held[name]
+        whole = torch.zeros(())
+        if name.endswith("lora_A.weight"):
+            whole = torch.empty(spec.shape)
+            bound = spec.shape[1] ** -0.5
+            whole.uniform_(-bound, bound, generator=_generator(seed, name))
+            whole = whole.narrow(spec.dim, rows.start, rows.size)
+        _fill(adapters[name], whole)
 
 
 def _randomise(stage: Stage, names: Iterable[str], seed: int) -> None:
@@ -76,11 +94,16 @@ def _randomise(stage: Stage, names: Iterable[str], seed: int) -> None:
 
 def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
     """A whole weight: spec.shape, float32. The embedding of the padding token is zero."""
-    generator = torch.Generator().manual_seed(stream_key(seed, f"initial {spec.name}", 0))
+    generator = _generator(seed, spec.name)
     whole = torch.empty(spec.shape).normal_(0.0, config.initializer_range, generator=generator)
     if spec.name == "model.embed_tokens.weight" and config.pad_token_id is not None:
         whole[config.pad_token_id] = 0.0
     return whole
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """The source of a parameter's initial values: equal on all ranks."""
+    return torch.Generator().manual_seed(stream_key(seed, f"initial {name}", 0))
 
 
 def _fill(parameter: Tensor, values: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class StateTransfer:
 
     def __init__(self, old: StateLayout, new: StateLayout) -> None:
         ours, theirs = new.layout, old.layout
-        assert (theirs.shape, theirs.head) == (ours.shape, ours.head), "two different models"
+        assert replace(theirs, placement=ours.placement) == ours, "two different models"
         self.old, self.new = old, new
 
     def parts(self, name: str, device: int) -> Iterator[StatePart]:

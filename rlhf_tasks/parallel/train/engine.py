@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, predicting, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, group_size
-from rlhf_tasks.parallel.layout.flops import TRAINING, forward_flops
+from rlhf_tasks.parallel.layout.flops import forward_flops, training_flops
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
@@ -52,6 +52,7 @@ class Engine:
     """A model, and its optimizer where the role is trained on this placement.
 
     stage               this rank's part of the model, weights loaded
+    layout              the stage's `trained`: of the whole model, or under LoRA of its trained part
     optimizer_settings  None for frozen roles and read-only copies
     version             the number of train calls applied to these weights. The caller increments it, because one
                         train call may be many calls of `train_step`
@@ -77,10 +78,13 @@ class Engine:
         self.state: dict[str, Any] = {}
         self.flops = 0.0
         self._mesh = groups[self.placement.devices]
-        stage.requires_grad_(optimizer_settings is not None)
+        stage.requires_grad_(False)
         self.optimizer: Optimizer | None = None
         if optimizer_settings is not None:
-            self.optimizer = Optimizer(dict(stage.named_parameters()), layout, groups, optimizer_settings)
+            trained = stage.trained_slices()
+            for parameter in trained.values():
+                parameter.requires_grad_()
+            self.optimizer = Optimizer(trained, layout, groups, optimizer_settings)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
         tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
         self._shard = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices])
@@ -112,7 +116,7 @@ class Engine:
 
         with products(self.device, self.stage.dtype):
             rows = self.pipeline.forward(micros, run)
-        self.count(self._forward_flops(batch, counted))
+        self.count(self._flops_of(forward_flops, batch, counted))
         return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
 
     def train_step(
@@ -160,7 +164,7 @@ class Engine:
         with products(self.device, self.stage.dtype):
             self.pipeline.forward_backward(split(batch, micro_batches), run)
         reach(Point.BACKWARD)
-        self.count(TRAINING * self._forward_flops(batch, counted))
+        self.count(self._flops_of(training_flops, batch, counted))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
         report = self.optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
@@ -172,12 +176,13 @@ class Engine:
             micro = predicting(micro, counted)
         return self.stage(x, micro, rows=micro.rows), micro
 
-    def _forward_flops(self, batch: SampleBatch, counted: str | None) -> float:
-        """FLOPs of a forward pass over this replica's samples."""
-        shape, head, lengths = self.layout.shape, self.layout.head, batch["input_ids"].lengths
-        if counted is None or head == "scalar" or not self.is_head:
-            return forward_flops(shape, head, lengths)
-        return forward_flops(shape, head, lengths, predicted=int(batch[counted].values.sum()))
+    def _flops_of(self, passes: Callable[..., float], batch: SampleBatch, counted: str | None) -> float:
+        """FLOPs of passes (layout/flops.py) over this replica's samples."""
+        layout, lengths = self.layout, batch["input_ids"].lengths
+        predicted = None
+        if counted is not None and layout.head == "lm" and self.is_head:
+            predicted = int(batch[counted].values.sum())
+        return passes(layout.shape, layout.head, lengths, predicted, layout.lora)
 
     def count(self, flops: float) -> None:
         """Add FLOPs that this replica has computed; ignored except on its head."""

@@ -6,7 +6,7 @@ import pytest
 
 from flows.rewards.find import check_rewards
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.sections import RewardFunction
+from rlhf_tasks.config.sections import RewardFunction, RewardService
 from tests.flows.checked_files import refused
 
 
@@ -23,6 +23,34 @@ from tests.flows.checked_files import refused
 def test_a_reward_that_cannot_be_found_is_refused(call, document, tmp_path, function, parts):
     document["rewards"] = [{"function": function.replace("HERE", str(tmp_path))}]
     refused(call, *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "parts"),
+    [
+        ("right", {}, ("there is none of that name", "exact_match, format, length")),
+        ("exact_match", {}, ("none of the columns answer, solution", "data.column_map")),
+        ("format", {"pattern": "("}, ("'(' is no regular expression",)),
+        ("length", {"moist": 3}, ("'moist'",)),
+    ],
+)
+def test_a_built_in_reward_is_refused_before_the_run_for_what_it_cannot_use(
+    call, document, name, kwargs, parts
+):
+    document["rewards"] = [{"function": f"builtin:{name}", "kwargs": kwargs}]
+    refused(call, *parts)
+
+
+def test_a_services_secrets_are_looked_for_and_literal_ones_warned_of(monkeypatch):
+    monkeypatch.delenv("MY_LOGIN", raising=False)
+    named = RewardService(url="https://host/judge", headers={"Authorization": {"env": "MY_LOGIN"}})
+    with pytest.raises(
+        ConfigError, match=r"reward https://host/judge: .* variable 'MY_LOGIN' for Authorization"
+    ):
+        check_rewards([named], (), is_here=True)
+    literal = RewardService(url="https://host/judge", headers={"Authorization": "Bearer x"})
+    (warning,) = check_rewards([literal], (), is_here=True)
+    assert warning.startswith("rewards.0.headers.Authorization is given in the configuration")
 
 
 def test_a_reward_may_be_bound_in_any_way(tmp_path):

@@ -241,6 +241,8 @@ def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index,
         prepare.prepare(make_config(document))
     drawn = make_config({**document, "random_init": True})
     assert prepare.prepare(drawn).iterations == 1
+    with pytest.raises(ConfigError, match="random_init has none"):
+        make_config({**document, "random_init": True, "lora": {}})
 
 
 @pytest.mark.parametrize(
@@ -258,6 +260,39 @@ def test_missing_weights_are_named_before_anything_starts(tmp_path: Path, index,
 def test_a_model_that_cannot_be_trained_is_refused(call, document, tmp_path, config, parts):
     document["models"] = {"actor": str(model_folder(tmp_path / "other", **config))}
     refused(call, *parts)
+
+
+@pytest.mark.parametrize(
+    ("lora", "parts"),
+    [
+        (
+            {"targets": ["q_proj", "c_attn"]},
+            ("lora.targets", "'c_attn'", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+        ),
+        ({"rank": 17}, ("lora.rank=17", "q_proj, [16, 16]", "at most 16")),
+        ({"rank": 17, "targets": ["lm_head"]}, ("'lm_head'",)),
+    ],
+)
+def test_adapters_that_a_model_cannot_have_are_refused(call, document, lora, parts):
+    document["lora"] = lora
+    refused(call, *parts)
+
+
+def test_a_folder_of_an_adapter_is_no_model_folder(call, document, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    document["models"]["actor"] = str(tmp_path / "adapter")
+    refused(call, "adapter", "export --merged", "lora.export: merged")
+
+
+def test_the_disk_needs_room_for_adapters_alone(document):
+    whole, adapters, merged = (
+        prepare.prepare(make_config({**document, **more})).disk
+        for more in ({}, {"lora": {"rank": 1}}, {"lora": {"rank": 1, "export": "merged"}})
+    )
+    assert adapters.commit_bytes < whole.commit_bytes / 4
+    assert adapters.export_bytes < whole.export_bytes / 4
+    assert merged == adapters._replace(export_bytes=whole.export_bytes)
 
 
 def test_a_model_folder_that_is_not_there_is_refused(call, document, tmp_path):

@@ -183,6 +183,17 @@ def test_another_model_in_the_place_of_one_that_trains_is_refused_with_the_diffe
         assert "layers 2 (now 3)" in said
 
 
+def test_adapters_in_the_place_of_a_model_that_trains_are_refused(run, resume):
+    edit(run / "config.json", lora={"rank": 4, "alpha": 8})
+    for more in ((), ("--accept-changes",)):
+        status, said, begun = resume(*more)
+        assert (status, begun) == (2, [])
+        assert (
+            "the saved 'actor' has no adapters, the configuration has adapters of rank 4, alpha 8 on q_"
+            in said
+        )
+
+
 def test_a_run_without_its_commits_is_refused_before_anything_starts(run, resume):
     for folder in run.glob("step-*"):
         shutil.rmtree(folder)

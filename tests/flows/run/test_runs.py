@@ -38,6 +38,7 @@ from rlhf_tasks.protocol.messages import Cause, Enterable, Faulted, IterationRan
 from rlhf_tasks.rewards.samples_folder import read_samples
 from rlhf_tasks.spec import ExecutionPlan
 from tests.flows.events import wait_events
+from tests.flows.trackers.tracked import in_event_files
 from tests.markdown import table_of
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.plans import small_plan
@@ -61,9 +62,8 @@ def finished(cluster, tmp_path_factory):
     """(summary, run folder, completions of the trained model by the engine)."""
     base = tmp_path_factory.mktemp("run")
     place = {"address": cluster.scheduler_address, "devices_per_host": 4}
-    config = ppo_config(
-        base, name="tiny", plan=str(PLAN), total_iterations=ITERATIONS, cluster=place, batch_size=64
-    )
+    changes = {"total_iterations": ITERATIONS, "batch_size": 64, "report_to": ["tensorboard"]}
+    config = ppo_config(base, name="tiny", plan=str(PLAN), cluster=place, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             prefect_api, "ANSWER_S", 60.0
@@ -109,6 +109,17 @@ def test_the_summary_tells_what_each_call_did(finished):
     assert all(0 < row["mfu"] < 1 for row in metrics)
     work = {row["node"] for row in read_jsonl(folder / "lineage.jsonl") if row["flops"] > 0}
     assert work == set(summary["calls"]), "models compute in calls, and in nothing else"
+
+
+def test_a_tracker_has_what_the_journal_has(finished):
+    _, folder, _ = finished
+    journal = [
+        (name, row["iteration"] + 1, pytest.approx(value, rel=1e-6))
+        for row in read_jsonl(folder / "metrics.jsonl")
+        for name, value in row.items()
+        if value is not None
+    ]
+    assert in_event_files(folder / "tensorboard") == journal
 
 
 def test_plain_transformers_answers_as_the_engine_does(finished):

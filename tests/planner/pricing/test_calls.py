@@ -170,6 +170,18 @@ def test_zero_1_shards_the_optimizer_alone(ppo_cost, assign):
     assert eight == parameters * (2 + 4 + 12 / 8)
 
 
+def test_training_adapters_computes_no_gradients_of_frozen_weights(ppo_cost, assign, make_graph, lora):
+    """So it takes about two thirds of the passes, and next to nothing for the update."""
+    call, one = make_graph(n_seqs=64).call("actor_train"), assign([0])
+    whole_s, adapters_s = (
+        ppo_cost(CLUSTER, recompute=False, lora=adapters).call(call, one).seconds for adapters in (None, lora)
+    )
+    assert 0.6 * whole_s < adapters_s < 0.72 * whole_s
+    generate = make_graph(n_seqs=64).call("actor_generate")
+    alone_s, beside_s = (ppo_cost(CLUSTER, lora=a).call(generate, one).seconds for a in (None, lora))
+    assert alone_s < beside_s < 1.05 * alone_s
+
+
 def test_too_many_stages(ppo_cost, assign, llama, make_graph):
     model = ppo_cost(CLUSTER, shape=llama(num_hidden_layers=4))
     with pytest.raises(ValueError, match="pp=8 exceeds the model's 4 layers"):

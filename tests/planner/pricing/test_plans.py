@@ -9,6 +9,7 @@ from planner.plan.workload import Lengths
 from planner.pricing.devices import preset
 from planner.pricing.plans import plan_memory, price_plan, reallocation_messages, send, shortfall
 from planner.search.baselines import symmetric
+from rlhf_tasks.parallel.layout.shape import parameters, trained_parameters
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from rlhf_tasks.spec import ReallocateNode, TransferNode
@@ -149,6 +150,42 @@ def test_offloaded_parameters_count_from_onload_to_offload(make_graph, assign, p
     peak = plan_memory(build_plan(make_graph(), alone, Cluster(1, 2)), model).peaks[1]
     assert peak.node == "ref_inference"
     assert set(peak.parts) == {"ref: onloaded parameters", "ref_inference: activations"}
+
+
+def test_adapters_move_and_train_and_weights_below_them_are_held_once(
+    make_graph, assign, ppo_cost, lora, llama
+):
+    """All calls on one device, but generation on another: there the frozen weights are at all times."""
+    graph, cluster = make_graph(), Cluster(1, 2)
+    model = ppo_cost(cluster, lora=lora)
+    calls = {call.name: assign([0]) for call in graph.calls} | {"actor_generate": assign([1])}
+    plan = build_plan(graph, calls, cluster)
+    price = price_plan(plan, model)
+    adapters = {
+        head: sum(spec.size for spec in trained_parameters(llama(), head, lora)) for head in ("lm", "scalar")
+    }
+    weights_bytes = 2 * sum(spec.size for spec in parameters(llama(), "lm"))
+    there = plan_memory(plan, model).peaks[1].parts
+    assert there["actor: weights below adapters"] == weights_bytes
+    assert there["actor: copy"] == 2 * adapters["lm"]
+    assert price.moved_bytes["reallocate_actor_to_actor_generate"] == 2 * adapters["lm"]
+    here = plan_memory(plan, model).peaks[0].parts
+    shared = {"actor: weights below adapters", "reward: frozen parameters"}  # with ref, with critic
+    assert {part for part in here if part.endswith(("below adapters", "frozen parameters"))} == shared
+    for role, head in (("actor", "lm"), ("critic", "scalar")):
+        assert here[f"{role}: parameters, gradients, optimizer"] == (2 + 4 + 12) * adapters[head]
+    whole = price_plan(plan, ppo_cost(cluster))
+    assert price.duration_s["save_actor"] < whole.duration_s["save_actor"] / 50
+
+
+def test_a_reference_elsewhere_or_offloaded_is_a_copy_of_its_own(make_graph, assign, ppo_cost, lora):
+    graph, cluster = make_graph(), Cluster(1, 2)
+    model, calls = ppo_cost(cluster, lora=lora), {call.name: assign([0]) for call in graph.calls}
+    for ref, device in ((assign([1]), 1), (assign([0], offload=True), 0)):
+        plan = build_plan(graph, calls | {"ref_inference": ref}, cluster)
+        held = plan_memory(plan, model).peaks[device].parts
+        assert ("ref: frozen parameters" in held) == (device == 1)
+        assert ("actor: weights below adapters" in held) == (device == 0)
 
 
 def test_shortfall_names_device_bytes_and_fields(make_graph, ppo_cost):

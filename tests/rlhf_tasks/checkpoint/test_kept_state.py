@@ -107,7 +107,7 @@ class Rank:
             found[role] = (engine.version, engine.optimizer.step, dict(engine.state))
             for shard in engine.optimizer.shard_state():
                 found[role, shard.name, shard.kind] = (shard.start, shard.tensor.tolist())
-            for name, weight in engine.stage.named_slices().items():
+            for name, weight in engine.stage.named_parameters():
                 found[role, name] = weight.tolist()
         return found
 
@@ -174,13 +174,19 @@ def after_an_abort(number: int, world: int, documents: dict, port: int) -> bool:
     return rank.executor._kept is not None
 
 
-@pytest.fixture
-def documents(tmp_path) -> dict:
-    """A run whose plans are TWO_RANKS, LATER, and all on rank 0."""
+@pytest.fixture(params=[None, pytest.param({"rank": 4}, marks=pytest.mark.slow)], ids=["whole", "adapters"])
+def documents(tmp_path, request) -> dict:
+    """A run whose plans are TWO_RANKS, LATER, and all on rank 0; of models as a whole, or of adapters."""
     plans = []
     for plan in (TWO_RANKS, LATER, {call: {"devices": [0]} for call in PPO_CALLS}):
         n_devices = 1 if len(plans) == 2 else 2
-        config = ppo_config(tmp_path, plan=plan, cluster={"devices_per_host": n_devices}, dtype="float32")
+        config = ppo_config(
+            tmp_path,
+            plan=plan,
+            cluster={"devices_per_host": n_devices},
+            dtype="float32",
+            lora=request.param,
+        )
         plans.append(prepare(config).plan)
     folder = tmp_path / "run"
     folder.mkdir()

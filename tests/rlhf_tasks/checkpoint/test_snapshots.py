@@ -28,6 +28,7 @@ from rlhf_tasks.spec import ExecutionPlan, RolePlacements
 from rlhf_tasks.system import failpoints
 from rlhf_tasks.system.durable import NotWritable
 from tests.rlhf_tasks.roles_in_layouts import (
+    ADAPTERS,
     FOUR,
     Role,
     build,
@@ -70,11 +71,11 @@ def generation(folder: Path, rank: int) -> GenerationSpec:
     )
 
 
-def save_and_restore(rank, world, folder, shape, head, dtype, placements) -> list[str]:
+def save_and_restore(rank, world, folder, shape, head, dtype, placements, lora) -> list[str]:
     """Save in the first layout, restore in each of them. Gives what was wrong on this rank."""
     sets = [tuple(range(world)), *(s for p in placements for s in device_sets(p))]
     groups = ProcessGroups(sets, 240.0, torch.device("cpu"))
-    layouts = [Layout(shape, head, p) for p in placements]
+    layouts = [Layout(shape, head, p, lora) for p in placements]
     whole = whole_state(layouts[0], precise(dtype))
     if rank in placements[0].devices:
         save(folder, build(layouts[0], groups, dtype), whole)
@@ -121,17 +122,18 @@ def commit(folder, world: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("shape", "head", "dtype", "placements"),
+    ("shape", "head", "dtype", "placements", "lora"),
     [
-        (model(), "lm", torch.float32, FOUR),
-        (model(tied=True), "lm", torch.bfloat16, [FOUR[2], *FOUR]),
-        (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float64, [FOUR[4], *FOUR]),
-        (model(), "lm", torch.float32, [FOUR[5], *FOUR]),
+        (model(), "lm", torch.float32, FOUR, None),
+        (model(tied=True), "lm", torch.bfloat16, [FOUR[2], *FOUR], None),
+        (model(tied=True, qkv_bias=True, out_bias=True), "scalar", torch.float64, [FOUR[4], *FOUR], None),
+        (model(), "lm", torch.float32, [FOUR[5], *FOUR], None),
+        (model(tied=True), "scalar", torch.bfloat16, [FOUR[2], *FOUR], ADAPTERS),
     ],
-    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank"],
+    ids=["dp-tp", "tied-bf16-tp-pp", "value-head-tp4", "one-rank", "adapters"],
 )
-def test_a_role_is_restored_bit_by_bit_into_any_layout(ranks, tmp_path, shape, head, dtype, placements):
-    wrong = ranks.run(4, save_and_restore, str(tmp_path), shape, head, dtype, placements)
+def test_a_role_is_restored_bit_by_bit_into_any_layout(ranks, tmp_path, shape, head, dtype, placements, lora):
+    wrong = ranks.run(4, save_and_restore, str(tmp_path), shape, head, dtype, placements, lora)
 
     assert wrong == [[]] * 4
     written = sorted(path.name for path in step_folder(tmp_path, 3).glob("*.safetensors"))

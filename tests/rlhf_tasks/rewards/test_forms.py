@@ -15,7 +15,7 @@ def judge(name: str, judged: Any = SUMS, **kwargs: Any) -> list[float | None]:
     file, _, function = name.partition(":")
     reward = load_reward(function, f"{REWARDS / file}.py:{function}", kwargs)
     calls = reward.arguments(judged, TrainerState(0, 1), {})
-    return reward.values([reward.function(**arguments) for arguments in calls], len(judged))
+    return reward.values([reward.function(**arguments) for arguments in calls], range(len(judged)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rlhf_tasks.rewards.forms import Answers, RewardError
 from rlhf_tasks.rewards.process import RewardProcess
 from tests.judged import LABELLED, SUMS, VERL, answers
 
+SUMS_ROWS = [{"prompt": f"{n}?", "ground_truth": str(n)} for n in (7, 15, 1)]
 ROOT = Path(__file__).parents[3]
 BROKEN = "second_user_rewards/broken.py"
 
@@ -174,7 +175,7 @@ def test_a_late_reward_ends_at_its_deadline_and_says_where_it_was(start: Any):
         assert line_of(line) in str(caught.value)
         assert "raise reward_timeout_s." in str(caught.value)
         assert line in caught.value.traceback
-        assert late[name]._helper is None
+        assert late[name].helpers == [None]
 
 
 def test_a_reward_that_takes_too_much_memory_is_ended_and_the_figure_told(start: Any):
@@ -214,6 +215,125 @@ def test_a_module_that_cannot_be_imported_is_named(start: Any, tmp_path: Path, m
     assert "importlib" not in caught.value.traceback
 
 
+# --- several processes, calls at once, kept values ----------------------------------------------------------
+
+
+MANY = answers(
+    *({"prompt": "?", "data_source": "second/sums", "ground_truth": str(n % 3)} for n in range(13)),
+    completions=[f"{n:x} " * n for n in range(13)],
+)
+
+
+def test_several_processes_share_answers_and_rewards_and_change_no_value(start: Any):
+    names = ("verl:compute_score", "verl:with_arguments", "verl:batched", "trl:length")
+    alone, three = judge(start(*names), MANY), judge(start(*names, reward_processes=3), MANY)
+    assert three == alone
+    pids = [
+        int(value)
+        for value in judge(start("verl:in_which_process", reward_processes=3), MANY)["in_which_process"]
+    ]
+    assert len(set(pids)) == 3
+    assert pids == (pids[:3] * 5)[:13]
+    few = start("verl:compute_score", reward_processes=4)
+    assert judge(few, VERL) == {"compute_score": [1.0, 0.0]}, "fewer answers than processes"
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_fault_in_one_of_several_processes_names_its_answer(start: Any, tmp_path: Path, processes: int):
+    (tmp_path / "mine.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float('nan') if solution_str.startswith('b') else 1.0\n"
+    )
+    process = start(rewards=[{"function": f"{tmp_path / 'mine.py'}:f"}], reward_processes=processes)
+    with pytest.raises(RewardError, match="returned nan") as caught:
+        judge(process, MANY)
+    assert caught.value.place == 11
+
+
+def test_async_calls_run_at_once_as_many_as_are_allowed(start: Any):
+    def most(**reward: Any) -> float:
+        function = f"{ROOT / 'tests/second_user_rewards/verl.py'}:how_many_at_once"
+        return max(judge(start(rewards=[{"function": function, **reward}]), MANY)["how_many_at_once"])
+
+    assert most() == 13
+    assert most(concurrency=2) == 2
+
+
+@pytest.fixture
+def counting(tmp_path: Path) -> Iterator[Any]:
+    """(process with a reward that keeps its values, answers that it has judged); the source may be changed."""
+    source = tmp_path / "mine.py"
+    source.write_text((ROOT / "tests/second_user_rewards/verl.py").read_text())
+    started: list[RewardProcess] = []
+
+    def make(rank: int = 0, name: str = "counted", **kwargs: Any) -> RewardProcess:
+        reward = {
+            "function": f"{source}:{name}",
+            "kwargs": {"file": str(tmp_path / "judged"), **kwargs},
+            "cache": True,
+        }
+        config = make_config(
+            {
+                "type": "ppo",
+                "models": {"actor": "a"},
+                "data": {"train": "d"},
+                "sampling": {"max_completion_length": 4},
+                "total_iterations": 1,
+                "rewards": [reward],
+            }
+        )
+        started.append(RewardProcess(config, kept=tmp_path / "kept", rank=rank))
+        return started[-1]
+
+    make.judged = lambda: (tmp_path / "judged").read_text().splitlines()
+    make.source = source
+    yield make
+    for process in started:
+        process.close()
+
+
+def test_a_kept_value_is_not_judged_again_in_this_run_or_after_a_restart_on_another_rank(counting: Any):
+    twice = answers(*SUMS_ROWS, completions=["7", "no", "it is 1"])
+    process = counting()
+    first = judge(process, twice)
+    assert first == {"counted": [1.0, None, 7.0]}
+    assert judge(process, twice) == first
+    other = answers(*SUMS_ROWS, completions=["7", "15", "it is 1"])
+    assert judge(process, other) == {"counted": [1.0, 2.0, 7.0]}
+    process.close()
+    assert judge(counting(rank=1), twice) == first
+    assert counting.judged() == ["7", "no", "it is 1", "15"]
+
+
+def test_another_row_code_or_argument_is_judged_anew(counting: Any):
+    judge(counting(), answers(*SUMS_ROWS, completions=["7", "no", "1"]))
+    judge(counting(), answers(*reversed(SUMS_ROWS), completions=["7", "no", "1"]))
+    assert counting.judged() == ["7", "no", "1", "7", "1"], "the middle row is the same"
+    counting.source.write_text(counting.source.read_text() + "\n# changed\n")
+    judge(counting(), answers(*SUMS_ROWS, completions=["7", "no", "1"]))
+    assert len(counting.judged()) == 8
+
+
+def test_a_line_cut_by_a_kill_costs_one_judgement(counting: Any, tmp_path: Path):
+    judged = answers(*SUMS_ROWS, completions=["7", "no", "1"])
+    judge(counting(), judged)
+    (file,) = (tmp_path / "kept").iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    assert judge(counting(), judged) == {"counted": [1.0, None, 1.0]}
+    assert judge(counting(rank=2), judged) == {"counted": [1.0, None, 1.0]}
+    assert counting.judged() == ["7", "no", "1", "1"]
+
+
+def test_a_fault_among_answers_that_are_not_kept_names_the_right_one(counting: Any):
+    counting.source.write_text(
+        "def some(completions, file, **columns):\n    return [1 / len(text) for text in completions]\n"
+    )
+    judge(counting(name="some"), answers(*SUMS_ROWS, completions=["7", "no", "1"]))
+    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+        judge(counting(name="some"), answers(*SUMS_ROWS, completions=["8", "no", ""]))
+    assert caught.value.place == 2
+
+
 # --- processes ----------------------------------------------------------------------------------------------
 
 
@@ -242,9 +362,9 @@ def test_what_a_reward_starts_ends_with_it_at_a_good_end_too(start: Any, tmp_pat
 
 def hanging(process: RewardProcess) -> int:
     """The pid of a helper that is inside its reward."""
-    while process._helper is None or not process._helper.at:
+    while process.helpers[0] is None or not process.helpers[0].at:
         time.sleep(0.01)
-    return process._helper._pid
+    return process.helpers[0]._pid
 
 
 def test_closing_ends_a_reward_under_way(start: Any):
@@ -262,7 +382,7 @@ def test_a_helper_that_somebody_kills_is_started_again_and_leaves_nothing(start:
     process = start("broken:starts_a_process", kwargs={"pid_file": str(pids)})
     assert judge(process) == {"starts_a_process": [1.0] * 3}
     for above in range(3):  # the helper, its keeper, and who keeps that
-        helper = psutil.Process(process._helper._pid)
+        helper = psutil.Process(process.helpers[0]._pid)
         victim = [helper, *helper.parents()][above]
         victim.kill()
         assert gone(helper.pid)
@@ -289,8 +409,8 @@ config = config.model_copy(update={{"rewards": (config.rewards[0].model_copy(upd
     *config.rewards[1:])}})
 process = RewardProcess(config)
 process.submit(Answers(["p"], ["c"], [[1]], {{}}, ["p"]))
-while process._helper is None or "regex" not in process._helper.at: time.sleep(0.01)
-print(process._helper._pid, flush=True)
+while process.helpers[0] is None or "regex" not in process.helpers[0].at: time.sleep(0.01)
+print(process.helpers[0]._pid, flush=True)
 time.sleep(600)
 """
 
@@ -355,6 +475,6 @@ def test_prefects_login_is_in_no_environment_of_a_reward(start: Any, monkeypatch
         monkeypatch.setenv(name, CANARY)
     process = start("broken:looks_for", kwargs={"text": CANARY})
     assert judge(process) == {"looks_for": [0.0] * 3}
-    helper = psutil.Process(process._helper._pid)
+    helper = psutil.Process(process.helpers[0]._pid)
     for found in (helper, helper.parent()):
         assert CANARY not in "".join(found.environ().values())

@@ -33,10 +33,23 @@ def covered(r, t, choice, meet, moves, threshold):
     return covers(r, t, choice, meet, moves, threshold)
 
 
-@pytest.mark.parametrize("slower", [1, 100])
-@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
-def test_a_choice_has_the_room_that_its_partial_choices_need(small_problem, cluster, slower):
-    tables = Tables(small_problem(cluster, memory=0.5e9, links_slower=slower))
+@pytest.mark.parametrize(
+    ("cluster", "slower", "memory", "adapters"),
+    [
+        *(
+            (cluster, slower, 0.5e9, False)
+            for cluster in (Cluster(2, 2), Cluster(1, 4))
+            for slower in (1, 100)
+        ),
+        (Cluster(2, 2), 1, 0.13e9, True),
+    ],
+    ids=str,
+)
+def test_a_choice_has_the_room_that_its_partial_choices_need(
+    small_problem, lora, cluster, slower, memory, adapters
+):
+    lora = lora if adapters else None
+    tables = Tables(small_problem(cluster, memory=memory, links_slower=slower, lora=lora))
     r = relaxation(tables)
     t, n = tree(tables, r, call_cycles(tables.problem.graph)), r.arrays.n_calls
     seconds, denied = r.arrays.options.seconds, {"memory": 0, "load": 0, "cover": 0}

@@ -22,7 +22,7 @@ from planner.search.compiled.arrays import KnownPrices
 from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -39,6 +39,7 @@ SMALL = ModelShape.from_config(
         "max_position_embeddings": 512,
     }
 )
+LORA = Lora(8, 16.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 
 
 EVALUATION = Evaluation(
@@ -61,8 +62,12 @@ def make_tables(
     last_host: DeviceProfile | None = None,
     host_copy_bytes_per_s: float = 25e9,
     evaluation: Evaluation | None = None,
+    lora: Lora | None = None,
 ) -> Tables:
-    """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices."""
+    """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
+
+    lora  of the roles that train; then actor and ref, critic and reward begin from the same weights
+    """
     sizes = {
         "batch_size": n_seqs,
         "num_mini_batches": 2,
@@ -79,7 +84,15 @@ def make_tables(
         evaluated=("actor",) if evaluation else (),
     )
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
-    models = {role: RoleModel(shape=SMALL, head=heads[role]) for role in graph.roles}
+    models = {
+        role: RoleModel(
+            shape=SMALL,
+            head=heads[role],
+            lora=lora if graph.trainer(role) else None,
+            weights=heads[role] if lora else "",
+        )
+        for role in graph.roles
+    }
     workload = Workload(
         prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=2, recompute=True, evaluation=evaluation
     )
@@ -122,6 +135,10 @@ def tables_of(name: str) -> Tables:
         "2x2, slow host links": lambda: make_tables(
             Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8
         ),
+        "2x2, adapters": lambda: make_tables(Cluster(2, 2), lora=LORA),
+        "2x2, adapters, little memory": lambda: make_tables(
+            Cluster(2, 2), lora=LORA, memory_bytes=45 * 10**6
+        ),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
         "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
     }[name]()
@@ -130,6 +147,7 @@ def tables_of(name: str) -> Tables:
 NAMES = [
     *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
+    *("2x2, adapters", "2x2, adapters, little memory"),
 ]
 
 
@@ -162,7 +180,7 @@ def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
         for call in offloadable:
             half = len(options[call]) // 2
             twins = zip(options[call][:half], options[call][half:], strict=True)
-            assert all(b._replace(offload=False, resident=a.resident) == a and b.offload for a, b in twins)
+            assert all(b._replace(offload=False, frozen=a.frozen) == a and b.offload for a, b in twins)
 
 
 def draw_choice(data: st.DataObject, tables: Tables) -> list[int]:

@@ -13,7 +13,7 @@ from planner.pricing.devices import Link, preset
 from planner.pricing.plans import send
 from planner.search.compiled.resharding_pieces import parts
 from planner.search.compiled.resharding_seconds import links, reallocation_s, redistribution_s
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
@@ -93,14 +93,17 @@ def side(placement: Placement) -> np.ndarray:
     return np.array([placement.devices[0], s.dp, s.tp, s.pp])
 
 
-@given(pairs(), st.sampled_from(["lm", "scalar"]))
-@settings(max_examples=150)
-def test_reallocations_cost_what_their_lists_cost(pair, head):
+ADAPTERS = [None, Lora(2, 4.0, ("q_proj", "v_proj", "down_proj"))]
+
+
+@given(pairs(), st.sampled_from(["lm", "scalar"]), st.sampled_from(ADAPTERS))
+@settings(max_examples=200)
+def test_reallocations_cost_what_their_lists_cost(pair, head, lora):
     classes, model, source, destination = pair
-    layouts = (Layout(model, head, placement) for placement in (source, destination))
+    layouts = (Layout(model, head, placement, lora) for placement in (source, destination))
     planned = plan_reallocation(*layouts, 2, classes.cluster.devices_per_host)
     expected = send_s([(t.source, t.destination, t.size_bytes) for t in planned], classes)
-    found = reallocation_s(parts(model, head, 2), side(source), side(destination), links(classes))
+    found = reallocation_s(parts(model, head, 2, lora), side(source), side(destination), links(classes))
     assert found == pytest.approx(expected, rel=1e-9)
     assert (found == 0) == (not planned)
 

@@ -1,7 +1,7 @@
 """A model's work by hand."""
 
-from rlhf_tasks.parallel.layout.flops import forward_flops, generation_flops
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.flops import forward_flops, generation_flops, training_flops
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 
 SHAPE = ModelShape(
     "llama", hidden=8, layers=2, query_heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16, context=32
@@ -27,3 +27,16 @@ def test_generation_needs_no_pass_of_the_last_token_and_logits_of_new_tokens_onl
     """A prompt of 6 with 4 new tokens: 9 go through the layers, attending to 4.5."""
     layers = 2 * (2 * 9 * LAYER + 4 * 9 * 4.5 * 8)
     assert generation_flops(SHAPE, [10], new_tokens=4) == layers + 2 * 4 * 8 * 16 == 20_320
+
+
+def test_training_is_three_passes_and_with_adapters_without_the_gradients_of_frozen_matrices():
+    """Adapters of rank 1 on two 8 x 8 matrices of each of two layers."""
+    assert training_flops(SHAPE, "lm", [10]) == 3 * 24_320
+    lora, adapters = Lora(1, 1.0, ("q_proj", "up_proj")), 2 * 10 * 2 * 2 * (8 + 8)
+    assert forward_flops(SHAPE, "lm", [10], lora=lora) == 24_320 + adapters
+    frozen = 2 * 10 * (2 * LAYER + 8 * 16)
+    assert training_flops(SHAPE, "lm", [10], lora=lora) == 3 * (24_320 + adapters) - frozen
+    spared = 3 * 2 * 6 * 8 * 16 - 2 * 6 * 8 * 16  # six tokens that do not pass the head
+    assert training_flops(SHAPE, "lm", [10], 4, lora) == 3 * (24_320 + adapters) - frozen - spared
+    scalar = 3 * forward_flops(SHAPE, "scalar", [10], lora=lora) - 2 * 10 * 2 * LAYER  # its head trains
+    assert training_flops(SHAPE, "scalar", [10], lora=lora) == scalar

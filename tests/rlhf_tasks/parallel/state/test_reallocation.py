@@ -5,12 +5,13 @@ import torch
 import torch.distributed as dist
 
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
-from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.transfers import reallocation_bound
 from rlhf_tasks.parallel.state.reallocation import digest, reallocate, union_set
 
+ADAPTERS = Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
 UNEVEN = {"query_heads": 9, "kv_heads": 3}
 
 
@@ -36,10 +37,12 @@ PLACEMENTS = [
 ]
 
 
-def whole_model(shape: ModelShape, head: str, dtype=torch.float32) -> dict[str, torch.Tensor]:
+def whole_model(
+    shape: ModelShape, head: str, dtype=torch.float32, lora: Lora | None = None
+) -> dict[str, torch.Tensor]:
     """Random *bits*, so that NaNs, infinities and negative zeros are among the values."""
     generator = torch.Generator().manual_seed(7)
-    lay = Layout(shape, head, place([0]))
+    lay = Layout(shape, head, place([0]), lora)
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     limits = torch.iinfo(bits)
     return {
@@ -69,12 +72,12 @@ def same_bits(ours, theirs) -> bool:
     )
 
 
-def there_and_back(rank, world, shape, head, placements, dtype, round_bytes) -> list[str]:
+def there_and_back(rank, world, shape, head, placements, dtype, round_bytes, lora=None) -> list[str]:
     """A -> B -> A for every ordered pair. Gives the pairs that went wrong on this rank."""
-    layouts = [Layout(shape, head, p) for p in placements]
+    layouts = [Layout(shape, head, p, lora) for p in placements]
     sets = {union_set(a, b) for a in placements for b in placements}
     groups = ProcessGroups(sets, 240.0, torch.device("cpu"))
-    whole, wrong = whole_model(shape, head, dtype), []
+    whole, wrong = whole_model(shape, head, dtype, lora), []
     for a, b in permutations(layouts, 2):
         if rank not in union_set(a.placement, b.placement):
             continue
@@ -107,6 +110,15 @@ def there_and_back(rank, world, shape, head, placements, dtype, round_bytes) -> 
 )
 def test_a_to_b_to_a_is_bit_equal_and_moves_no_more_than_it_must(ranks, shape, head, dtype):
     assert ranks.run(4, there_and_back, shape, head, PLACEMENTS, dtype, 2**28) == [[]] * 4
+
+
+@pytest.mark.dist
+def test_adapters_move_alone(ranks):
+    """The same of what trains beside a frozen model: A and B of linear modules, and a value head."""
+    how = (PLACEMENTS, torch.bfloat16, 2**28, ADAPTERS)
+    assert ranks.run(4, there_and_back, model(**UNEVEN), "scalar", *how) == [[]] * 4
+    whole, adapters = (Layout(model(), "lm", place([0]), lora) for lora in (None, ADAPTERS))
+    assert adapters.size_bytes(0, 2) < whole.size_bytes(0, 2)
 
 
 @pytest.mark.dist

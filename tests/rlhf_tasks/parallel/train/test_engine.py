@@ -4,13 +4,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.layout.flops import forward_flops, head_flops
+from rlhf_tasks.parallel.layout.flops import forward_flops, head_flops, training_flops
+from rlhf_tasks.parallel.layout.shape import Lora
 from rlhf_tasks.parallel.layout.slices import Head, Layout, ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
@@ -70,11 +72,13 @@ class Trial:
     strategy: ParallelStrategy
     micro_batches: int = 2
     settings: OptimizerSettings = SETTINGS
+    lora: Lora | None = None
 
     @property
     def layout(self) -> Layout:
         shape = ModelShape.from_config(self.config.to_dict())
-        return Layout(shape, self.head, Placement(tuple(range(self.strategy.size)), self.strategy))
+        placement = Placement(tuple(range(self.strategy.size)), self.strategy)
+        return Layout(shape, self.head, placement, self.lora)
 
 
 def _batch() -> SampleBatch:
@@ -116,8 +120,9 @@ def _engine(trial: Trial, rank: int) -> Engine:
         dtype=dtype,
     )
     with torch.no_grad():
-        for name, mine in held_slices(layout, rank, trial.weights).items():
-            stage.named_slices()[name].copy_(mine)
+        for part, slices in ((layout.whole, stage.named_slices()), (layout, stage.trained_slices())):
+            for name, mine in held_slices(part, rank, trial.weights).items():
+                slices[name].copy_(mine)
     return Engine(stage, layout, groups, trial.settings)
 
 
@@ -157,7 +162,13 @@ def _train(rank: int, world: int, trial: Trial):
         metrics.append(_step(engine, batch, _loss(engine), trial.micro_batches, rate))
         if not gradients:
             gradients = _first_gradients(engine)
-    weights = {name: p.detach().clone() for name, p in engine.stage.named_slices().items()}
+    weights = {name: p.detach().clone() for name, p in engine.stage.trained_slices().items()}
+    frozen = [
+        name
+        for name, mine in held_slices(trial.layout.whole, rank, trial.weights).items()
+        if name not in weights and not torch.equal(engine.stage.named_slices()[name], mine)
+    ]
+    assert not frozen, f"training has changed {frozen}"
     return (None if rows is None else (batch.ids, rows.split())), metrics, gradients, weights
 
 
@@ -174,13 +185,29 @@ def _first_gradients(engine: Engine) -> dict[str, list]:
 # Plain transformers
 
 
+class Merged(nn.Module):
+    """A linear module with the weight W + alpha / rank * B A, of which A and B train (arXiv:2106.09685)."""
+
+    def __init__(self, linear: nn.Linear, lora: Lora, dtype: torch.dtype) -> None:
+        super().__init__()
+        out, into = linear.weight.shape
+        self.weight, self.bias, self.factor = linear.weight, linear.bias, lora.alpha / lora.rank
+        self.lora_A = nn.Linear(into, lora.rank, bias=False, dtype=dtype)
+        self.lora_B = nn.Linear(lora.rank, out, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + self.factor * (self.lora_B.weight @ self.lora_A.weight), self.bias)
+
+
 class Plain(nn.Module):
     """The same model in one process: transformers' own forward, one sample at a time, nothing packed.
 
     In float64 its norms are torch's: transformers' own compute in float32, whatever the model's dtype.
     """
 
-    def __init__(self, config: PreTrainedConfig, head: Head, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, head: Head, dtype: torch.dtype, lora: Lora | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         whole = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -195,6 +222,16 @@ class Plain(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 1:  # norms start at one everywhere, which would hide mixed-up slices
                 nn.init.uniform_(parameter, 0.5, 1.5)
+        if lora is not None:
+            self._adapt(lora, dtype)
+
+    def _adapt(self, lora: Lora, dtype: torch.dtype) -> None:
+        """Freeze all but a value head, and put adapters into the layers' linear modules."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name == "score.weight")
+        for name, module in list(self.model.layers.named_modules()):
+            if name.split(".")[-1] in lora.targets:
+                self.model.layers.set_submodule(name, Merged(module, lora, dtype))
 
     def rows(self, tokens: Tensor) -> Tensor:
         """[L]: log-probabilities in the packed convention, or values."""
@@ -222,18 +259,19 @@ class Expected:
 _EXPECTED: dict[tuple, Expected] = {}
 
 
-def _expected(model: str, head: Head, dtype: torch.dtype) -> Expected:
+def _expected(model: str, head: Head, dtype: torch.dtype, lora: Lora | None = None) -> Expected:
     """Three steps of plain training. Computed once per model."""
-    key = (model, head, dtype)
+    key = (model, head, dtype, lora)
     if key not in _EXPECTED:
-        _EXPECTED[key] = _train_plain(Plain(CONFIGS[model], head, dtype))
+        _EXPECTED[key] = _train_plain(Plain(CONFIGS[model], head, dtype, lora))
     return _EXPECTED[key]
 
 
 def _train_plain(plain: Plain) -> Expected:
     start, batch = plain.weights(), _batch()
-    decayed = [p for p in plain.parameters() if p.ndim > 1]
-    others = [p for p in plain.parameters() if p.ndim == 1]
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    decayed = [p for p in trained.values() if p.ndim > 1]
+    others = [p for p in trained.values() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
         betas=SETTINGS.betas,
@@ -247,10 +285,10 @@ def _train_plain(plain: Plain) -> Expected:
         total = sum(((w * r.square()).sum() - (w * r).sum()) for w, r in zip(weights, rows, strict=True))
         optimizer.zero_grad()
         (total / DENOMINATOR).backward()
-        norms.append(nn.utils.clip_grad_norm_(plain.parameters(), SETTINGS.max_grad_norm).item())
+        norms.append(nn.utils.clip_grad_norm_(trained.values(), SETTINGS.max_grad_norm).item())
         losses.append(total.item() / DENOMINATOR)
         if not gradients:
-            gradients = {name: p.grad.clone() for name, p in plain.named_parameters()}
+            gradients = {name: p.grad.clone() for name, p in trained.items()}
             first_rows = [r.detach() for r in rows]
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -298,7 +336,7 @@ def _assert_close(got: list[Tensor], want: list[Tensor], bound: float, what: str
 
 
 def _compare(ranks, model: str, head: Head, strategy: ParallelStrategy, dtype, rows, relative, **how) -> None:
-    expected = _expected(model, head, dtype)
+    expected = _expected(model, head, dtype, how.get("lora"))
     trial = Trial(CONFIGS[model], head, expected.start, strategy, **how)
     _assert_equal(ranks.run(strategy.size, _train, trial), trial, expected, rows, relative)
 
@@ -332,6 +370,22 @@ def test_the_number_of_micro_batches_changes_nothing(ranks, strategy, micro_batc
     _compare(ranks, "llama", "lm", strategy, torch.float64, **how)
 
 
+LORA = Lora(3, 5.0, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_adapters_train_as_with_merged_weights_in_one_process(ranks, strategy: ParallelStrategy) -> None:
+    how = {"rows": 1e-10, "relative": 1e-9, "lora": LORA}
+    _compare(ranks, "qwen3-tied", "lm", strategy, torch.float64, **how)
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("targets", [("k_proj", "down_proj"), ("o_proj",)], ids="+".join)
+def test_adapters_of_some_layers_and_a_value_head(ranks, strategy, targets: tuple[str, ...]) -> None:
+    how = {"rows": 1e-10, "relative": 1e-9, "lora": replace(LORA, targets=targets)}
+    _compare(ranks, "llama", "scalar", strategy, torch.float64, **how)
+
+
 def _work(rank: int, world: int, trial: Trial):
     engine = _engine(trial, rank)
     batch = _shared(engine, rank)
@@ -346,6 +400,15 @@ def test_the_work_of_all_ranks_is_the_models_however_it_is_split(ranks, strategy
     trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
     layout = trial.layout
     assert sum(ranks.run(strategy.size, _work, trial)) == 4 * forward_flops(layout.shape, "lm", LENGTHS)
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(2, 1, 2)], ids=str)
+def test_the_work_with_adapters_leaves_out_the_gradients_of_frozen_weights(ranks, strategy) -> None:
+    start = _expected("llama", "lm", torch.float64, LORA).start
+    trial = Trial(CONFIGS["llama"], "lm", start, strategy, lora=LORA)
+    shape = trial.layout.shape
+    expected = sum(passes(shape, "lm", LENGTHS, None, LORA) for passes in (forward_flops, training_flops))
+    assert sum(ranks.run(strategy.size, _work, trial)) == pytest.approx(expected)
 
 
 def _counted(rank: int, world: int, trial: Trial, counted: str | None):

@@ -1,0 +1,227 @@
+"""A reward that an HTTP service computes: answers are sent as JSON, values come back. Standard library only.
+
+Only the configured address is asked. Its host is resolved once for each try, every address found must be a public one
+unless the configuration allows private ones, and that very address is connected to; a redirect is refused. Time and
+size of an answer are bounded, and so are retries.
+"""
+
+import asyncio
+import http.client
+import ipaddress
+import json
+import math
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from rlhf_tasks.rewards.forms import TRL, Parameters, Reward, RewardError, shortened
+
+MOST_BYTES = 16 << 20  # of an answer
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each
+BUSY = 429
+_OURS = {"completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+class _Again(Exception):
+    """A try has failed, another may succeed."""
+
+
+class _Address(NamedTuple):
+    family: int
+    place: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The settings of a service, as in `RewardService`, with the headers' secrets resolved."""
+
+    name: str
+    url: str
+    headers: Mapping[str, str]
+    answers_per_request: int
+    request_timeout_s: float
+    retries: int
+    allow_private: bool
+    concurrency: int
+
+    def reward(self) -> Reward:
+        """The service as an async reward of TRL's form."""
+        anything = Parameters((), (), takes_any=True)
+        return Reward(self.name, self.url, self._judge, anything, TRL, {}, file="")
+
+    async def _judge(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Any]:
+        columns = {name: values for name, values in columns.items() if name not in _OURS}
+        ends = range(0, len(completions), self.answers_per_request)
+        parts = [slice(first, first + self.answers_per_request) for first in ends]
+        bodies = [
+            {
+                "prompts": prompts[part],
+                "completions": completions[part],
+                "columns": {name: values[part] for name, values in columns.items()},
+            }
+            for part in parts
+        ]
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(self.concurrency, "service") as threads:
+            try:
+                asked = [loop.run_in_executor(threads, self._ask, body) for body in bodies]
+                values = await asyncio.gather(*asked)
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+        return [value for part in values for value in part]
+
+    def _ask(self, body: Mapping[str, Any]) -> Sequence[Any]:
+        """The values of a request's answers. Raises RewardError."""
+        content, n_answers = json.dumps(body, default=str).encode(), len(body["completions"])
+        fault: Exception | None = None
+        for tried in range(self.retries + 1):
+            try:
+                return _values(self.name, self._posted(content), n_answers)
+            except _Again as failure:
+                fault = failure
+            if tried < self.retries:
+                time.sleep(min(FIRST_PAUSE_S * 2**tried, LONGEST_PAUSE_S))
+        tries = f"{self.retries + 1} tries" if self.retries else "1 try"
+        raise RewardError(f"reward {self.name!r}: {self.url} {fault} ({tries}).")
+
+    def _posted(self, content: bytes) -> Any:
+        """The JSON that a POST is answered with. Raises RewardError, and _Again."""
+        url = urlsplit(self.url)
+        host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
+        until_s = time.monotonic() + self.request_timeout_s
+        address = self._resolved(host, port)
+        try:
+            with socket.socket(address.family, socket.SOCK_STREAM) as plain:
+                plain.settimeout(self.request_timeout_s)
+                plain.connect(address.place)
+                with _ending(plain, until_s):
+                    wire = plain
+                    if url.scheme == "https":
+                        wire = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+                    with wire:
+                        status, head, answer = self._exchanged(
+                            wire, url.path + (url.query and f"?{url.query}"), content
+                        )
+        except (OSError, http.client.HTTPException) as error:
+            late = time.monotonic() >= until_s or isinstance(error, TimeoutError)
+            why = (
+                f"gave no answer in {self.request_timeout_s:g} s"
+                if late
+                else f"cannot be reached: {_told(error)}"
+            )
+            raise _Again(why) from None
+        return self._checked(status, head, answer)
+
+    def _exchanged(
+        self, wire: socket.socket, path: str, content: bytes
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        url = urlsplit(self.url)
+        connection = http.client.HTTPConnection(url.hostname or "")
+        connection.sock = wire
+        headers = {
+            "Content-Type": "application/json",
+            "Host": url.netloc,
+            **self.headers,
+            "Connection": "close",
+        }
+        connection.request("POST", path or "/", content, headers)
+        response = connection.getresponse()
+        answer = response.read(MOST_BYTES + 1)
+        if response.length and len(answer) <= MOST_BYTES:
+            raise http.client.IncompleteRead(answer, response.length)
+        return response.status, dict(response.headers), answer
+
+    def _checked(self, status: int, head: Mapping[str, str], answer: bytes) -> Any:
+        who = f"reward {self.name!r}: {self.url}"
+        if status == BUSY or status >= 500:
+            raise _Again(f"answers with status {status}")
+        if 300 <= status < 400:
+            place = next((value for name, value in head.items() if name.lower() == "location"), "nowhere")
+            raise RewardError(
+                f"{who} redirects to {shortened(place, 200)}, which is not followed. Name the address itself."
+            )
+        if status != http.client.OK:
+            said = shortened(" ".join(answer[:400].decode(errors="replace").split()), 200)
+            raise RewardError(f"{who} refuses the request with status {status}: {said or 'no reason given'}.")
+        if len(answer) > MOST_BYTES:
+            raise RewardError(f"{who} answers with more than {MOST_BYTES:,} bytes.")
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError):
+            raise RewardError(f"{who} does not answer with JSON.") from None
+
+    def _resolved(self, host: str, port: int) -> _Address:
+        """The address to connect to. Raises RewardError where one is private and not allowed, and _Again."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise _Again(f"cannot be found: {_told(error)}") from None
+        for *_, place in found:
+            if not self.allow_private and not is_public(str(place[0])):
+                raise RewardError(
+                    f"reward {self.name!r}: {self.url} is at {place[0]}, on this machine or in a private network. "
+                    "Set allow_private: true if that is meant."
+                )
+        family, *_, place = found[0]
+        return _Address(family, place)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is reachable through the Internet: neither private, local, shared nor reserved."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    inner = getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None)
+    return ip.is_global and not ip.is_multicast and (inner is None or is_public(str(inner)))
+
+
+class _ending:
+    """Ends a connection at a time, whatever it is doing: a slow peer must not prolong it byte by byte."""
+
+    def __init__(self, wire: socket.socket, until_s: float) -> None:
+        self._wire = socket.socket(fileno=wire.dup().detach())  # TLS takes the original over
+        left_s = max(until_s - time.monotonic(), 0.0)
+        self._timer = threading.Timer(left_s, partial(_shut, self._wire))
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        self._wire.close()
+
+
+def _shut(wire: socket.socket) -> None:
+    try:
+        wire.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the peer was quicker
+        return
+
+
+def _values(name: str, answer: Any, n_answers: int) -> Sequence[Any]:
+    """The values of an answer: a list, or an object with `rewards` or `scores`. Raises RewardError."""
+    if isinstance(answer, Mapping):
+        answer = answer.get("rewards", answer.get("scores"))
+    if not isinstance(answer, list):
+        raise RewardError(f"reward {name!r} answered without a list of `rewards`.")
+    if len(answer) != n_answers:
+        raise RewardError(f"reward {name!r} answered with {len(answer)} values for {n_answers} answers.")
+    for place, value in enumerate(answer):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if value is not None and not number:
+            shown = shortened(repr(value), 80)
+            raise RewardError(
+                f"reward {name!r} answered with {shown} for answer {place} of a request: no number."
+            )
+    return answer
+
+
+def _told(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -1,0 +1,180 @@
+"""Built-in rewards: what each gives, and the sentence with which it refuses what it cannot use."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.rewards import builtin
+from rlhf_tasks.rewards.builtin import sandbox
+from rlhf_tasks.rewards.builtin.unit_tests import code_of
+from rlhf_tasks.rewards.forms import RewardError
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def test_exact_match_compares_texts_or_what_a_pattern_finds():
+    said = ["7", " 7 \n", "it is 7", "<a>3</a> no, <a>7</a>", chat("7")]
+    rights = ["7"] * 5
+    assert builtin.exact_match(said, answer=rights) == [1, 1, 0, 0, 1]
+    assert builtin.exact_match(said, answer=rights, extract="<a>(.*?)</a>") == [0, 0, 0, 1, 0]
+    assert builtin.exact_match(["Yes", "no"], label=["YES", None], ignore_case=True) == [1, 0]
+    models = [{"style": "rule", "ground_truth": "7"}]
+    assert builtin.exact_match(["7"], reward_model=models) == [1], "verl's rows"
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "value"),
+    [
+        ("so 3 + 4 = 7.", "7", 1),
+        ("7 and then 8", "7", 0),
+        ("\\boxed{7} as 3 + 4 is 7, or 8?", 7, 1),
+        ("the answer is 1,200 dollars", "#### 1200", 1),
+        ("it is 0.75", "3/4", 1),
+        ("1.5e3", "1500", 1),
+        ("-7", "7", 0),
+        ("none", "7", 0),
+        ("1/0", "7", 0),
+    ],
+)
+def test_a_numeric_answer_is_the_last_number_or_the_marked_one(said: str, right: Any, value: float):
+    assert builtin.numeric_answer([said], answer=[right]) == [value]
+
+
+def test_a_numeric_answer_may_be_off_by_a_relative_tolerance():
+    assert builtin.numeric_answer(["3.14", "3.2"], answer=["3.1416"] * 2, tolerance=0.001) == [1, 0]
+
+
+def test_math_verify_knows_equal_formulas():
+    said = ["so it is $\\frac{1}{2}$", "$\\boxed{0.5}$", "$\\frac{1}{3}$", "no idea"]
+    assert builtin.math_verify(said, answer=["\\frac{1}{2}"] * 4) == [1, 1, 0, 0]
+
+
+def test_reasoning_gym_scores_by_the_task_that_the_row_names():
+    from reasoning_gym import create_dataset
+
+    items = list(create_dataset("basic_arithmetic", size=3, seed=1))
+    metadata = [items[0]["metadata"], json.dumps(items[1]["metadata"]), items[2]["metadata"]]
+    rights = [item["answer"] for item in items]
+    said = [items[0]["answer"], f"<answer>{items[1]['answer']}</answer>", "nothing"]
+    scored = builtin.reasoning_gym(said, answer=rights, metadata=metadata, extract="(?:<answer>)?([^<]+)")
+    assert scored[0] == 1
+    assert scored[2] < 1
+    assert builtin.reasoning_gym(said[1:2], answer=rights[1:2], metadata=metadata[1:2], extract=">(.*)<") == [
+        1
+    ]
+
+
+def test_a_format_is_a_pattern_for_the_whole_answer_or_a_part():
+    said = ["<think>a\nb</think>7", "  <think></think>7\n", "7", "x <think></think>7"]
+    assert builtin.format(said, pattern="<think>.*</think>.*") == [1, 1, 0, 0]
+    assert builtin.format(said, pattern="<think>.*</think>", whole=False) == [1, 1, 0, 1]
+
+
+def test_a_pattern_that_never_ends_is_named_with_the_answer():
+    with pytest.raises(RewardError, match=r"takes more than 1 s on an answer") as caught:
+        builtin.format(["aa", "a" * 60 + "b"], pattern="(a|aa)+$", whole=False)
+    assert caught.value.place == 1
+
+
+def test_length_counts_tokens_beside_a_target_or_limits():
+    ids = [[0] * n for n in (0, 5, 10, 12, 14, 20)]
+    said = [""] * len(ids)
+    assert builtin.length(said, ids, most=10, within=4) == [0, 0, 0, -0.5, -1, -1]
+    assert builtin.length(said, ids, least=5) == [-1, 0, 0, 0, 0, 0]
+    assert builtin.length(said, ids, target=12, within=2) == [-1, -1, -1, 0, -1, -1]
+
+
+ADD = "def add(a, b):\n    return a + b"
+
+
+def passed(*codes: str, tests: Any = "assert add(1, 2) == 3", **kwargs: Any) -> list[float]:
+    kwargs = {"sandbox": "process", **kwargs}
+    return builtin.unit_tests(list(codes), tests=[tests] * len(codes), **kwargs)
+
+
+def test_code_passes_where_every_test_of_its_row_does():
+    right, wrong = f"I would say\n```python\n{ADD}\n```\nso there.", f"```\n{ADD} + 1\n```"
+    assert passed(right, wrong, ADD, "no code at all") == [1, 0, 1, 0]
+    assert passed(ADD, tests=["assert add(1, 2) == 3", "assert add(2, 2) == 5"]) == [0]
+    assert passed(ADD, tests=json.dumps(["assert add(1, 2) == 3"])) == [1]
+    assert code_of("```python\na\n```\n```py\nb\n```") == "b"
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "x = bytearray(1 << 31)",
+        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'passed')\n    except OSError: pass\nos._exit(0)",
+        "open('/tmp/large', 'wb').write(bytes(1 << 22))",
+    ],
+)
+def test_code_that_ends_early_or_takes_too_much_does_not_pass(trick: str):
+    assert passed(f"{trick}\n{ADD}", limit_s=1.0) == [0]
+
+
+bubblewrap = pytest.mark.skipif(bool(sandbox._fault()), reason=f"bubblewrap, {sandbox._fault()}")
+
+
+@bubblewrap
+def test_in_bubblewrap_code_sees_no_file_network_or_variable_of_the_user(tmp_path: Any, monkeypatch: Any):
+    monkeypatch.setenv("MY_KEY", "canary")
+    (tmp_path / "secret").write_text("canary")
+    sees = {
+        "a file": f"open({str(tmp_path / 'secret')!r})",
+        "a variable": "import os; os.environ['MY_KEY']",
+        "another process": "import os; assert len([p for p in os.listdir('/proc') if p.isdigit()]) > 3",
+        "a network": "import socket; assert len(socket.if_nameindex()) > 1",
+        "a place to write": "open('/usr/there', 'w')",
+    }
+    assert passed(*(f"{ADD}\n{code}" for code in sees.values()), sandbox="bwrap") == [0] * len(sees)
+    assert passed(ADD, sandbox="bwrap") == [1]
+    assert passed(f"open('/tmp/mine', 'w').write('x')\n{ADD}", sandbox="bwrap") == [1]
+
+
+def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch: Any):
+    monkeypatch.setenv("PATH", "/nowhere")
+    sandbox._fault.cache_clear()
+    try:
+        with pytest.raises(
+            RewardError, match=r"bubblewrap, which is not installed\. Install it .* sandbox: process"
+        ):
+            passed(ADD, sandbox="bwrap")
+        assert passed(ADD, sandbox="process") == [1]
+    finally:
+        sandbox._fault.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "sentence"),
+    [
+        ("exact_match", {"question": ["?"]}, "rows have none of the columns answer, solution"),
+        (
+            "exact_match",
+            {"answer": ["7"], "column": "right"},
+            "rows have no column 'right' (columns: answer)",
+        ),
+        ("exact_match", {"answer": ["7"], "extract": "("}, "extract='(' is no regular expression"),
+        ("numeric_answer", {"answer": ["seven"]}, "right answer 'seven' has no number"),
+        ("numeric_answer", {"answer": ["7"], "tolerance": "1%"}, "tolerance must be a number of at least 0"),
+        ("reasoning_gym", {"answer": ["7"], "metadata": ["x"]}, "metadata are no object"),
+        ("reasoning_gym", {"answer": ["7"], "metadata": [{}]}, "name no task: source_dataset=None"),
+        ("format", {}, "give the regular expression in kwargs"),
+        ("length", {"completion_ids": [[1]]}, "give target, least or most"),
+        ("length", {"completion_ids": [[1]], "most": 2, "least": 3}, "most must be a number of at least 3"),
+        ("unit_tests", {"answer": ["7"]}, "none of the columns tests, test"),
+        ("unit_tests", {"tests": [""], "sandbox": "docker"}, "sandbox='docker' is not one of bwrap, process"),
+        ("unit_tests", {"tests": [{}], "sandbox": "process"}, "the row has no tests"),
+    ],
+)
+def test_what_a_reward_cannot_use_is_one_sentence(name: str, kwargs: dict, sentence: str):
+    with pytest.raises(RewardError, match=re.escape(sentence)):
+        getattr(builtin, name)(completions=["7"], **kwargs)

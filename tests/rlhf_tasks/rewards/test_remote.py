@@ -1,0 +1,251 @@
+"""Rewards that an HTTP service computes: a real server, and every way in which one can fail."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.rewards import remote
+from rlhf_tasks.rewards.forms import RewardError
+from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.rewards.remote import is_public
+from rlhf_tasks.system.reading import ConfigError
+from tests.judged import SUMS
+
+
+class Server(ThreadingHTTPServer):
+    """A service that does what the path says; `asked`: the bodies and headers that it got."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{path}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.asked.append({"path": self.path, "headers": dict(self.headers), **body})
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+            tries = len(server.asked)
+        getattr(self, f"do_{self.path.strip('/')}")(body, tries)
+        with server.lock:
+            server.at_once -= 1
+
+    def say(self, status: int, content: Any, **headers: str) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_score(self, body: dict, tries: int) -> None:
+        time.sleep(0.05)
+        truths = body["columns"]["ground_truth"]
+        values = [1.0 if t in c else None for t, c in zip(truths, body["completions"], strict=True)]
+        self.say(200, {"rewards": values})
+
+    def do_busy_twice(self, body: dict, tries: int) -> None:
+        self.say(503 if tries < 3 else 200, [0.5] * len(body["completions"]))
+
+    def do_down(self, body: dict, tries: int) -> None:
+        self.say(500, b"it is down")
+
+    def do_refuses(self, body: dict, tries: int) -> None:
+        self.say(401, b"who are\nyou?")
+
+    def do_redirects(self, body: dict, tries: int) -> None:
+        self.say(307, b"", Location="http://169.254.169.254/latest/meta-data")
+
+    def do_short(self, body: dict, tries: int) -> None:
+        self.say(200, {"rewards": [1.0]})
+
+    def do_nan(self, body: dict, tries: int) -> None:
+        self.say(200, b'{"rewards": [0, NaN, 1]}')
+
+    def do_text(self, body: dict, tries: int) -> None:
+        self.say(200, b"very good")
+
+    def do_long(self, body: dict, tries: int) -> None:
+        self.say(200, b"[" + b" " * (remote.MOST_BYTES + 10))
+
+    def do_drips(self, body: dict, tries: int) -> None:
+        """A byte now and then: no single wait is long."""
+        self.send_response(200)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+        for _ in range(30):
+            try:
+                self.wfile.write(b" ")
+                self.wfile.flush()
+            except OSError:
+                return
+            time.sleep(0.1)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def server(service: Server) -> Server:
+    service.asked.clear()
+    service.most_at_once = 0
+    return service
+
+
+def config_of(url: str, **settings: Any) -> Any:
+    return make_config(
+        {
+            "type": "ppo",
+            "models": {"actor": "a"},
+            "data": {"train": "d"},
+            "sampling": {"max_completion_length": 4},
+            "total_iterations": 1,
+            "rewards": [{"url": url, "allow_private": True, **settings}],
+        }
+    )
+
+
+def in_process(url: str, **settings: Any) -> list[Any]:
+    process = RewardProcess(config_of(url, **settings))
+    try:
+        return next(iter(process.submit(SUMS).result(timeout=110).values.values()))
+    finally:
+        process.close()
+
+
+def judged(url: str, n_answers: int = 3, **settings: Any) -> list[Any]:
+    """One request, in this process: what goes wrong does not depend on where it is asked."""
+    reward = config_of(url, **settings).rewards[0]
+    service = remote.Service(
+        reward.name,
+        reward.url,
+        {},
+        reward.answers_per_request,
+        reward.request_timeout_s,
+        reward.retries,
+        reward.allow_private,
+        reward.concurrency,
+    )
+    return list(service._ask({"prompts": ["p"] * 3, "completions": ["c"] * n_answers, "columns": {}}))
+
+
+def test_a_service_gets_prompts_answers_and_columns_in_parts_and_their_order_is_kept(
+    server: Server, monkeypatch: Any, capfd: Any
+):
+    monkeypatch.setenv("MY_LOGIN", "Bearer canary")
+    headers = {"Authorization": {"env": "MY_LOGIN"}}
+    values = in_process(server.url("score"), answers_per_request=2, concurrency=1, headers=headers)
+    assert values == [1.0, None, 1.0]
+    first, second = sorted(server.asked, key=lambda one: -len(one["completions"]))
+    assert first["prompts"] == SUMS.prompts[:2]
+    assert second["completions"] == SUMS.completions[2:]
+    assert first["columns"] == {"ground_truth": ["7", "15"], "task": ["add", "add"]}
+    assert first["headers"]["Authorization"] == "Bearer canary"
+    assert first["headers"]["Host"] == f"127.0.0.1:{server.server_port}"
+    assert server.most_at_once == 1, "concurrency: 1"
+
+
+def test_a_fault_of_a_service_ends_the_judging_with_its_sentence(server: Server):
+    with pytest.raises(RewardError, match=r"refuses the request with status 401: who are you\?\.$"):
+        in_process(server.url("refuses"))
+
+
+def test_a_busy_service_is_asked_again_and_one_that_is_down_is_given_up(server: Server, monkeypatch: Any):
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    assert judged(server.url("busy_twice"), retries=2) == [0.5] * 3
+    server.asked.clear()
+    with pytest.raises(RewardError, match=r"/down answers with status 500 \(3 tries\)"):
+        judged(server.url("down"), retries=2)
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("redirects", r"redirects to http://169\.254\.169\.254/latest/meta-data, which is not followed"),
+        ("short", "answered with 1 values for 3 answers"),
+        ("nan", "answered with nan for answer 1 of a request: no number"),
+        ("text", "does not answer with JSON"),
+        ("long", "answers with more than 16,777,216 bytes"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_refused_at_once(server: Server, path: str, sentence: str):
+    with pytest.raises(RewardError, match=sentence):
+        judged(server.url(path))
+    assert len(server.asked) == 1
+
+
+def test_a_slow_service_has_its_time_and_no_more(server: Server):
+    began_s = time.monotonic()
+    with pytest.raises(RewardError, match=r"/drips gave no answer in 0\.5 s \(1 try\)"):
+        judged(server.url("drips"), request_timeout_s=0.5, retries=0)
+    assert time.monotonic() - began_s < 2.5, "the server itself would take 3 s"
+
+
+def test_nobody_there_is_named(monkeypatch: Any):
+    with pytest.raises(RewardError, match=r"cannot be reached: Connection refused \(1 try\)"):
+        judged("http://127.0.0.1:9/x", retries=0)
+    with pytest.raises(RewardError, match=r"cannot be found: "):
+        judged("http://nobody.invalid/x", retries=0)
+
+
+def test_an_address_in_a_private_network_is_refused_before_anything_is_sent(server: Server):
+    for host in ("127.0.0.1", "localhost"):
+        url = f"http://{host}:{server.server_port}/score"
+        with pytest.raises(RewardError, match=r"on this machine or in a private network\. Set allow_private"):
+            judged(url, allow_private=False)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        *((address, False) for address in ("10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254")),
+        *((address, False) for address in ("127.0.0.1", "0.0.0.0", "100.64.0.1", "224.0.0.1", "240.0.0.1")),
+        *(
+            (address, False)
+            for address in ("::1", "fe80::1%eth0", "fd00::1", "::ffff:10.0.0.1", "2002:a00:1::")
+        ),
+    ],
+)
+def test_what_a_public_address_is(address: str, public: bool):
+    assert is_public(address) is public
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host/x", "http://", "http://user:word@host/x", "https://host/#x", "x:y", "http://h:99999/"]
+)
+def test_only_http_urls_without_a_login_are_accepted(url: str):
+    with pytest.raises(ConfigError, match=r"^rewards\.0\.url: "):
+        config_of(url)
+
+
+def test_a_service_is_named_by_its_path_or_host():
+    assert config_of("https://host.org/v1/judge?x=1").rewards[0].name == "judge"
+    assert config_of("https://host.org").rewards[0].name == "host_org"
