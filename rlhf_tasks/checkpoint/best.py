@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.checkpoint.journals import METRICS
+from rlhf_tasks.checkpoint.journals import METRICS, is_row
 
 
 def keep_best(config: Mapping[str, Any]) -> int:
@@ -23,12 +23,12 @@ def score_of(metrics: Mapping[str, float | None]) -> float | None:
 
 
 def scores_of(run_folder: Path) -> dict[int, float]:
-    """Step -> score of the evaluated iterations in a run's journal of metrics."""
+    """Step -> score of the evaluated iterations in a run's journal of metrics. A line that a kill has cut is none."""
     path = run_folder / METRICS
     if not path.exists():
         return {}
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    with path.open("rb") as lines:
+        rows = [json.loads(line) for line in lines if is_row(line)]
     return {row["iteration"] + 1: score for row in rows if (score := score_of(row)) is not None}
 
 

@@ -309,6 +309,8 @@ class RunSnapshots:
         self._mark_attempt(order.step)
         self._score(order.iterations, results)
         try:
+            there = set(steps_of(self._folder))  # what an earlier configuration has removed cannot be kept
+            self._scores = {step: score for step, score in self._scores.items() if step in there}
             best = best_steps(self._scores, keep_best(self._spec.config))
             prune(self._folder, self._spec.config["keep_last"], best)
         except (CheckpointError, OSError) as error:

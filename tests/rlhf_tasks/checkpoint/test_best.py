@@ -8,6 +8,7 @@ import pytest
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.checkpoint.best import best_steps, score_of, scores_of
 from rlhf_tasks.checkpoint.commits import RunSnapshots, commit_to_export, step_folder
+from rlhf_tasks.checkpoint.journals import METRICS
 from tests.rlhf_tasks.checkpoint.test_commits import Spec, names, order, results
 
 
@@ -68,6 +69,23 @@ def test_a_resumed_run_knows_what_was_best_before(tmp_path):
     assert again.latest() == (3, 24)
     committed(tmp_path, [0.5, 0.4, 0.1], keep=1, begin=4, snapshots=again, attempt=2)
     assert steps(tmp_path) == [2, 5, 6]
+
+
+def test_a_best_that_was_removed_before_keep_best_was_set_takes_no_place(tmp_path):
+    spec = committed(tmp_path, [0.9, 0.1, 0.2], keep=0)
+    assert steps(tmp_path) == [2, 3]
+    again = RunSnapshots(replace(spec, attempt=2, config=config(1).model_dump(mode="json")))
+    again.latest()
+    committed(tmp_path, [0.5, 0.3, 0.3, 0.3], keep=1, begin=4, snapshots=again, attempt=2)
+    assert steps(tmp_path) == [4, 6, 7]
+    assert exported(tmp_path, 1) == 4
+
+
+def test_a_line_of_metrics_that_a_kill_has_cut_hinders_no_export(tmp_path):
+    committed(tmp_path, [0.9, 0.1, 0.2], keep=1)
+    with (tmp_path / METRICS).open("a", encoding="utf-8") as journal:
+        journal.write('{"iteration": 3, "eval/rew')
+    assert exported(tmp_path, 1) == 1
 
 
 def test_a_damaged_best_is_passed_over(tmp_path):
