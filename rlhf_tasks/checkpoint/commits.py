@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
-from rlhf_tasks.checkpoint.best import best_steps, keep_best, score_of, scores_of
+from rlhf_tasks.checkpoint.best import Score, best_steps, keep_best, score_of, scores_of
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
@@ -234,7 +234,7 @@ class RunSnapshots:
         self._journals = self._open_journals({})
         self._marked = False
         self._metrics = MetricsLines(spec.peak_flops_per_s)
-        self._scores: dict[int, float] = {}  # of evaluated steps
+        self._scores: dict[int, Score] = {}  # of evaluated steps
 
     def latest(self) -> tuple[int, int] | None:
         """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.

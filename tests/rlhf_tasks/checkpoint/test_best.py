@@ -103,18 +103,25 @@ def test_without_any_evaluation_the_last_is_exported(tmp_path):
 
 
 def test_of_equal_ones_the_earlier_is_better_and_what_is_not_finite_counts_nothing(tmp_path):
-    assert best_steps({3: 0.5, 1: 0.5, 2: 0.4}, 2) == [1, 3]
+    assert best_steps({3: (True, 0.5), 1: (True, 0.5), 2: (True, 0.4)}, 2) == [1, 3]
     committed(tmp_path, [math.nan, 0.1], keep=1)
-    assert scores_of(tmp_path) == {2: 0.1}
+    assert scores_of(tmp_path) == {2: (True, 0.1)}
 
 
 @pytest.mark.parametrize("count", [0, 9])
 def test_as_many_as_there_are(count):
-    assert best_steps({1: 0.1, 2: 0.2}, count) == [2, 1][:count]
+    assert best_steps({1: (True, 0.1), 2: (True, 0.2)}, count) == [2, 1][:count]
 
 
 def test_without_rewards_the_lowest_loss_is_the_best():
-    assert score_of({"eval/loss": 0.5}) == -0.5
-    assert score_of({"eval/loss": 0.5, "eval/reward": 0.2}) == 0.2
+    assert score_of({"eval/loss": 0.5}) == (False, -0.5)
+    assert score_of({"eval/loss": 0.5, "eval/reward": 0.2}) == (True, 0.2)
     assert score_of({"eval/loss": None}) is None
     assert score_of({"loss/sft": 0.5}) is None
+
+
+def test_a_loss_is_not_compared_with_rewards():
+    """In an iteration whose answers no reward judged, only the loss is there."""
+    told = {1: {"eval/reward": -9.0, "eval/loss": 3.0}, 2: {"eval/loss": 2.0}}
+    scores = {step: score for step, metrics in told.items() if (score := score_of(metrics)) is not None}
+    assert best_steps(scores, 2) == [1, 2]
