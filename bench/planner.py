@@ -82,6 +82,7 @@ def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
     """PPO's planning problem for a pair of models on some hosts."""
     sizes = SimpleNamespace(
         batch_size=n_seqs,
+        group_size=1,
         num_mini_batches=4,
         scoring_role="reward",
         records_kept=False,

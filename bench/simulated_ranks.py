@@ -36,6 +36,7 @@ def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
     cluster = Cluster(n_ranks // DEVICES_PER_HOST, DEVICES_PER_HOST)
     sizes = SimpleNamespace(
         batch_size=n_seqs,
+        group_size=1,
         num_mini_batches=1,
         scoring_role="reward",
         records_kept=False,

@@ -12,6 +12,7 @@ from typing import Any
 from flows.cluster.this_machine import CPU_SLOT, gpus_here
 from flows.run.planning import figures_of
 from flows.view.clocks import generation_of
+from planner.plan.steady_state import steady_state
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
@@ -95,7 +96,8 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     A call's measured seconds are the median over iterations, from its last rank's start to its last rank's end:
     what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
     first iteration of a call counts only where it is the one, and no time between two generations does. Of an
-    evaluation only the iterations count that have one; without any it is left out.
+    evaluation only the iterations count that have one; without any it is left out. `iteration` is one without an
+    evaluation, where there is such.
     """
     spans: dict[tuple[str, int], float] = {}
     ends: dict[int, float] = defaultdict(float)
@@ -113,7 +115,9 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     kept = [t for t in sorted(ends) if t > first] or [first]
     starts = min(row["started_s"] for row in lineage)
     pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
-    between = [ends[after] - ends[t] for t, after in pairs] or [ends[first] - starts]
+    gaps = {after: ends[after] - ends[t] for t, after in pairs} or {first: ends[first] - starts}
+    evaluated = {t for node in _evaluations(plan) for t in _worked(node, sorted(ends), lineage)}
+    plain = {t: gap for t, gap in gaps.items() if t not in evaluated}
     calls = {
         node.name: (price.longest_s[node.name], median(spans[node.name, t] for t in at))
         for node in plan.nodes
@@ -128,7 +132,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         for name, size_bytes in price.call_bytes.items()
         if name in held
     }
-    iteration = (price.iteration_time_s, median(between))
+    iteration = (_iteration_s(plan, price, evaluated=not plain), median((plain or gaps).values()))
     judged = {**calls, "iteration": iteration} | {
         _memory_in(name): pair for name, pair in call_memory.items()
     }
@@ -141,6 +145,19 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
         "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
     }
+
+
+def _evaluations(plan: ExecutionPlan) -> list[EvaluateNode]:
+    return [node for node in plan.nodes if isinstance(node, EvaluateNode)]
+
+
+def _iteration_s(plan: ExecutionPlan, price: PlanPrice, evaluated: bool) -> float:
+    """Planned seconds of an iteration with, or of one without, the evaluation; a plan's price has their mean."""
+    nodes = _evaluations(plan)
+    if not nodes:
+        return price.iteration_time_s
+    seconds = price.longest_s if evaluated else price.duration_s | {node.name: 0.0 for node in nodes}
+    return steady_state(plan, seconds, price.copy_s).iteration_time_s
 
 
 def _worked(node: CallNode | EvaluateNode, iterations: Sequence[int], lineage: Sequence[Row]) -> list[int]:
@@ -156,8 +173,10 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
     be written ends no run.
 
     found  of `planned_and_measured`; figures of fewer than ENOUGH iterations say too little to be kept
+    No figures of evaluations are kept, since no price is corrected by them.
     """
-    if found["iterations"] < ENOUGH or not found["drifted"]:
+    evaluations = {name for node in _evaluations(plan) for name in (node.name, _memory_in(node.name))}
+    if found["iterations"] < ENOUGH or evaluations.issuperset(found["drifted"]):
         return False
     measured = found["calls"]
     ran = [

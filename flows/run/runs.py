@@ -29,7 +29,7 @@ from flows.run.progress import RunView
 from flows.run.replanning import Replanning
 from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_of, taken
 from flows.run.run_identity import keep_identity, refuse_changes
-from flows.run.summary import read_jsonl, rows_by_plan, run_figures
+from flows.run.summary import metrics_of_step, read_jsonl, rows_by_plan, run_figures
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
 from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
@@ -323,7 +323,7 @@ def _finish(folder: Path, prepared: Prepared, replanning: Replanning, api: Prefe
             _export(commit.folder, prepared, role, model)
             reach(Point.EXPORTED)
         by_now = replace(prepared, changes=replanning.plans[1:])
-        card = model_card(by_now, folder.name, role, metrics[commit.step - 1] if commit.step else {})
+        card = model_card(by_now, folder.name, role, metrics_of_step(metrics, commit.step))
         (model / "README.md").write_text(card, encoding="utf-8")
         summary |= {"model": str(model), "model_step": commit.step}
     if isinstance(prepared.config, OnePass):

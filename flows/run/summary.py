@@ -21,6 +21,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
+def metrics_of_step(metrics: Sequence[Row], step: int) -> Row:
+    """The row of the iteration that a step follows; an empty one for step 0, and where a damaged journal lost it."""
+    return next((row for row in metrics if row["iteration"] == step - 1), {})
+
+
 def run_figures(plans: Sequence[ScheduledPlan], lineage: Sequence[Row]) -> dict[str, Any]:
     """The figures of a run's committed iterations; no downtime between generations or attempts is in them.
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf_tasks.algorithms.evaluate.config import Answering, EvaluateConfig
+from rlhf_tasks.algorithms.evaluate.config import AnsweringConfig, EvaluateConfig
 from rlhf_tasks.algorithms.sft.config import SFTConfig
 from rlhf_tasks.config.base import RunConfig, Samples, Scores, TrainingConfig
 from rlhf_tasks.config.sections import ActorOnly, DataConfig, EvaluationConfig, RolloutModels
@@ -60,7 +60,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         seed=config.seed,
         dtype=config.dtype,
         rewards=rewards,
-        sampling=Answering(max_completion_length=tokens, temperature=asked.temperature),
+        sampling=AnsweringConfig(max_completion_length=tokens, temperature=asked.temperature),
         num_generations=asked.num_generations,
         batch_size=asked.batch_size * asked.num_generations,
         cluster=config.cluster,

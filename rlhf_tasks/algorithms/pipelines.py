@@ -77,7 +77,7 @@ def stages_of(pipeline: PipelineConfig, base: Path | None = None) -> dict[str, R
 
     base  the folder that relative paths refer to; default: the current one
     Raises ConfigError, naming the stage, for two of one name, a model of a later or unknown stage or of one that
-    trains none, keys that belong to the pipeline, and every fault of a stage's configuration.
+    trains none or exports an adapter, keys that belong to the pipeline, and every fault of a stage's configuration.
     """
     base = base or Path.cwd()
     folder, found = folder_of(pipeline, base), dict[str, RunConfig]()
@@ -143,7 +143,8 @@ def _settled(
 
 
 def _trained(taken: str, name: str, names: Sequence[str], earlier: Mapping[str, RunConfig]) -> str:
-    """The name of a stage whose model another one takes. Raises ConfigError where there is no such model before."""
+    """The name of a stage whose model another one takes. Raises ConfigError where there is no such model before, and
+    where it is no model but an adapter."""
     if taken not in names:
         raise ConfigError(
             f"stage {name!r} takes the model of {taken!r}, but the stages are {', '.join(names)}. Name one of them."
@@ -155,5 +156,10 @@ def _trained(taken: str, name: str, names: Sequence[str], earlier: Mapping[str, 
         raise ConfigError(
             f"stage {name!r} takes the model of {taken!r}, but a run of type {earlier[taken].type!r} trains none. "
             "Name a stage that trains."
+        )
+    if earlier[taken].exports_adapters:
+        raise ConfigError(
+            f"stage {name!r} takes the model of {taken!r}, which exports its adapter alone. Set lora.export: merged "
+            f"in {taken!r}."
         )
     return taken

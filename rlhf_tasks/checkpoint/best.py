@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.checkpoint.journals import METRICS
+from rlhf_tasks.checkpoint.journals import METRICS, is_row
 
 
 def keep_best(config: Mapping[str, Any]) -> int:
@@ -14,24 +14,29 @@ def keep_best(config: Mapping[str, Any]) -> int:
     return (config.get("evaluation") or {}).get("keep_best", 0)
 
 
-def score_of(metrics: Mapping[str, float | None]) -> float | None:
-    """By which commits are compared, higher is better: an iteration's eval/reward, or, without that, its eval/loss
-    with the other sign. None where it has none that is finite."""
+Score = tuple[bool, float]
+"""(whether rewards gave it, number), higher is better: numbers of rewards and of losses are not compared."""
+
+
+def score_of(metrics: Mapping[str, float | None]) -> Score | None:
+    """By which commits are compared: an iteration's eval/reward, or, without that, its eval/loss with the other sign.
+    None where it has none that is finite. An iteration without eval/reward, since no reward judged its answers, is
+    worse than any with it."""
     reward, loss = metrics.get("eval/reward"), metrics.get("eval/loss")
     score = reward if reward is not None or loss is None else -loss
-    return score if score is not None and math.isfinite(score) else None
+    return (reward is not None, score) if score is not None and math.isfinite(score) else None
 
 
-def scores_of(run_folder: Path) -> dict[int, float]:
-    """Step -> score of the evaluated iterations in a run's journal of metrics."""
+def scores_of(run_folder: Path) -> dict[int, Score]:
+    """Step -> score of the evaluated iterations in a run's journal of metrics. A line that a kill has cut is none."""
     path = run_folder / METRICS
     if not path.exists():
         return {}
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    with path.open("rb") as lines:
+        rows = [json.loads(line) for line in lines if is_row(line)]
     return {row["iteration"] + 1: score for row in rows if (score := score_of(row)) is not None}
 
 
-def best_steps(scores: Mapping[int, float], count: int) -> list[int]:
+def best_steps(scores: Mapping[int, Score], count: int) -> list[int]:
     """The `count` steps of the highest scores, the best first; of equal ones the earlier comes first."""
-    return sorted(scores, key=lambda step: (-scores[step], step))[:count]
+    return sorted(scores, key=lambda step: (scores[step], -step), reverse=True)[:count]

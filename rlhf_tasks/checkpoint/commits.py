@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlhf_tasks.checkpoint.accepted_changes import last_accepted
-from rlhf_tasks.checkpoint.best import best_steps, keep_best, score_of, scores_of
+from rlhf_tasks.checkpoint.best import Score, best_steps, keep_best, score_of, scores_of
 from rlhf_tasks.checkpoint.journals import (
     EMPTY,
     JOURNALS,
@@ -234,7 +234,7 @@ class RunSnapshots:
         self._journals = self._open_journals({})
         self._marked = False
         self._metrics = MetricsLines(spec.peak_flops_per_s)
-        self._scores: dict[int, float] = {}  # of evaluated steps
+        self._scores: dict[int, Score] = {}  # of evaluated steps
 
     def latest(self) -> tuple[int, int] | None:
         """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
@@ -309,6 +309,8 @@ class RunSnapshots:
         self._mark_attempt(order.step)
         self._score(order.iterations, results)
         try:
+            there = set(steps_of(self._folder))  # what an earlier configuration has removed cannot be kept
+            self._scores = {step: score for step, score in self._scores.items() if step in there}
             best = best_steps(self._scores, keep_best(self._spec.config))
             prune(self._folder, self._spec.config["keep_last"], best)
         except (CheckpointError, OSError) as error:

@@ -19,6 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from distributed import Worker
+from distributed.comm import CommClosedError
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from rlhf_tasks.system.child_processes import die_with_parent
@@ -43,9 +44,9 @@ class ProcessPlugin(WorkerPlugin):
         global process  # the only global that is set at run time; see the module's docstring
         kind = offered(worker.state.total_resources)
         if kind is not None:
-            logging.getLogger(Worker.__module__).addFilter(not_a_lost_heartbeat)
             if worker.nanny:
                 end_with_nanny()
+                logging.getLogger("distributed.worker").addFilter(is_news)
             if worker.nanny and threading.current_thread() is threading.main_thread():
                 # Ctrl-C in a terminal reaches every process. The flow decides, and ends this one through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -60,15 +61,6 @@ class ProcessPlugin(WorkerPlugin):
             await process.close()
 
 
-def not_a_lost_heartbeat(record: logging.LogRecord) -> bool:
-    """False for Dask's traceback about a heartbeat that its scheduler did not answer.
-
-    A scheduler ends before its workers, so at the end of a run the last heartbeat of one may be lost. A worker that
-    loses its scheduler earlier ends, and the controller says so.
-    """
-    return "communicate with scheduler during heartbeat" not in str(record.msg)
-
-
 def end_with_nanny() -> None:
     """Make the kernel end this worker with its nanny. Dask's own thread for that cannot run in a stopped worker.
 
@@ -78,6 +70,15 @@ def end_with_nanny() -> None:
     starter, parent = multiprocessing.parent_process(), os.getppid()
     if starter is not None and starter.pid == parent:
         die_with_parent(parent)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """A filter without the traceback of a heartbeat during which the scheduler has closed the connection.
+
+    A cluster of ours closes it when a run ends. If it is lost before, the flow says so.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, CommClosedError) and "heartbeat" in str(record.msg))
 
 
 def offered(resources: Mapping[str, float]) -> str | None:

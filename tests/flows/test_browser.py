@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,9 +209,18 @@ def test_completions_are_text_with_a_column_for_each_reward(visit, addresses, ui
 
 def test_the_list_of_deployments_tells_them_apart(visit, addresses, ui):
     page = visit("/deployments", "reward-model training")
-    for deployment in yaml.safe_load(PREFECT_FILE.read_text())["deployments"]:
-        [tag] = deployment["tags"]
-        assert page.get_by_text(tag, exact=True).first.is_visible(), tag
+    tags = {tag for each in yaml.safe_load(PREFECT_FILE.read_text())["deployments"] for tag in each["tags"]}
+    assert len(tags) > 10, "they are on two pages"
+    shown = shown_of(page, tags)
+    page.locator("xpath=(//*[normalize-space(.)='Page 1 of 2'])[last()]/following::button[1]").click()
+    page.get_by_text("Page 2 of 2", exact=True).wait_for()
+    page.get_by_text("distillation", exact=True).first.wait_for()
+    assert shown | shown_of(page, tags) == tags
+
+
+def shown_of(page: "Page", texts: Iterable[str]) -> set[str]:
+    """Those of the texts that stand on the page."""
+    return {text for text in texts if page.get_by_text(text, exact=True).first.is_visible()}
 
 
 def submitted(page: "Page") -> dict[str, Any]:

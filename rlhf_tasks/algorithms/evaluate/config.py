@@ -8,7 +8,7 @@ from rlhf_tasks.config.base import OnePass
 from rlhf_tasks.config.sections import SamplingConfig
 
 
-class Answering(SamplingConfig):
+class AnsweringConfig(SamplingConfig):
     """How answers are sampled; greedily by default."""
 
     temperature: float = Field(default=0.0, ge=0, description="Divides the logits; 0 is greedy.")
@@ -18,7 +18,7 @@ class EvaluateConfig(OnePass):
     """Mean scores of a frozen model's answers to all rows, each row once."""
 
     type: Literal["evaluate"] = "evaluate"
-    sampling: Answering  # pyright: ignore[reportIncompatibleVariableOverride]  # configurations are immutable
+    sampling: AnsweringConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # configurations are immutable
 
     @model_validator(mode="after")
     def _something_scores(self) -> Self:

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -181,7 +182,8 @@ class Engine:
         layout, lengths = self.layout, batch["input_ids"].lengths
         predicted = None
         if counted is not None and layout.head == "lm" and self.is_head:
-            predicted = int(batch[counted].values.sum())
+            mask, firsts = batch[counted].values, [0, *accumulate(lengths)][:-1]
+            predicted = int(mask.sum() - mask[firsts].sum())  # nothing predicts a sample's first token
         return passes(layout.shape, layout.head, lengths, predicted, layout.lora)
 
     def count(self, flops: float) -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from flows.run.planned_and_measured import keep_drift, planned, planned_and_measured
 from flows.view.artifacts import _planned_row
-from planner.plan.steady_state import SteadyState
+from planner.plan.steady_state import SteadyState, steady_state
 from planner.pricing.devices import preset
 from planner.pricing.run_history import RanCall, keep_figures, read_figures
-from tests.rlhf_tasks.plans import small_plan
+from rlhf_tasks.spec import EvaluateNode
+from tests.rlhf_tasks.plans import call, on, plan_of, small_plan
 from tests.tiny_runs import ppo_config
 
 
@@ -117,6 +118,51 @@ def test_what_came_as_planned_is_not_kept(expected):
     found = planned_and_measured(small_plan(), as_planned, lineage_of(1.2, 5))
     assert found["drifted"] == []
     assert not keep_drift(small_plan(), as_planned, found)
+    assert not expected.figures.exists()
+
+
+def evaluated_run(expected, every: int, evaluation_s: float = 20.0):
+    """(plan, what was expected, lineage of 6 iterations): training takes a second as planned, then an evaluation."""
+    place = on(0)
+    nodes = (
+        call("actor_train", "actor", "train_step", place),
+        EvaluateNode(name="evaluate_actor", role="actor", placement=place, after=("actor_train",)),
+    )
+    plan = plan_of(nodes, {"actor": place}, 1)
+    seconds, rare_s = {"actor_train": 1.0, "evaluate_actor": 20.0 / every}, {"evaluate_actor": 20.0}
+    price = replace(
+        expected.price,
+        duration_s=seconds,
+        rare_s=rare_s,
+        call_bytes={},
+        steady=steady_state(plan, seconds),
+    )
+    lineage, now = [], 0.0
+    for t in range(6):
+        asked_s = evaluation_s if (t + 1) % every == 0 else 0.0
+        train, evaluation = {"0": (now, now + 1.0)}, {"0": (now + 1.0, now + 1.0 + asked_s)}
+        lineage += [
+            row("actor_train", t, train) | {"flops": 1.0},
+            row("evaluate_actor", t, evaluation) | {"flops": asked_s},
+        ]
+        now += 1.0 + asked_s
+    return plan, replace(expected, price=price), lineage
+
+
+@pytest.mark.parametrize(("every", "seconds"), [(1, 21.0), (2, 1.0), (3, 1.0), (20, 1.0)])
+def test_an_iteration_with_an_evaluation_is_compared_with_no_other(expected, every, seconds):
+    """All is as planned. The plan's mean iteration, 21 / every s and more, is none that is measured."""
+    plan, as_planned, lineage = evaluated_run(expected, every)
+    found = planned_and_measured(plan, as_planned, lineage)
+    assert found["iteration"] == {"planned": seconds, "measured": seconds}
+    assert found["drifted"] == []
+
+
+def test_an_evaluation_that_drifted_corrects_no_price_and_is_no_reason_to_plan_anew(expected):
+    plan, as_planned, lineage = evaluated_run(expected, 2, evaluation_s=40.0)
+    found = planned_and_measured(plan, as_planned, lineage)
+    assert found["drifted"] == ["evaluate_actor"]
+    assert not keep_drift(plan, as_planned, found)
     assert not expected.figures.exists()
 
 

@@ -84,6 +84,10 @@ FAULTS = {
         ),
         "a run of type 'evaluate' trains none. Name a stage that trains.",
     ),
+    "an adapter": (
+        lambda d: stage(d, "rl").update(lora={"rank": 4}),
+        "stage 'score' takes the model of 'rl', which exports its adapter alone. Set lora.export: merged in 'rl'.",
+    ),
     "two of one name": (
         lambda d: stage(d, "rl").update(name="sft"),
         "two stages have the name 'sft'. Rename one of them.",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.run.summary import in_short, run_figures
+from flows.run.summary import in_short, metrics_of_step, run_figures
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from tests.rlhf_tasks.plans import small_plan, swapped_plan
 
@@ -29,6 +29,12 @@ def iteration(number: int, start: float, attempt: int) -> list[dict]:
         }
         for node, ranks in clocks.items()
     ]
+
+
+def test_the_metrics_of_a_step_are_found_by_its_iteration_though_a_damaged_journal_lost_some():
+    rows = [{"iteration": t, "eval/reward": t / 10} for t in (0, 3, 4)]
+    assert metrics_of_step(rows, 4) == rows[1]
+    assert metrics_of_step(rows, 3) == metrics_of_step(rows, 0) == {}
 
 
 def test_a_run_that_paused_has_the_figures_of_one_that_did_not():

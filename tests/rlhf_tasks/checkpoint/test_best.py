@@ -8,6 +8,7 @@ import pytest
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.checkpoint.best import best_steps, score_of, scores_of
 from rlhf_tasks.checkpoint.commits import RunSnapshots, commit_to_export, step_folder
+from rlhf_tasks.checkpoint.journals import METRICS
 from tests.rlhf_tasks.checkpoint.test_commits import Spec, names, order, results
 
 
@@ -70,6 +71,23 @@ def test_a_resumed_run_knows_what_was_best_before(tmp_path):
     assert steps(tmp_path) == [2, 5, 6]
 
 
+def test_a_best_that_was_removed_before_keep_best_was_set_takes_no_place(tmp_path):
+    spec = committed(tmp_path, [0.9, 0.1, 0.2], keep=0)
+    assert steps(tmp_path) == [2, 3]
+    again = RunSnapshots(replace(spec, attempt=2, config=config(1).model_dump(mode="json")))
+    again.latest()
+    committed(tmp_path, [0.5, 0.3, 0.3, 0.3], keep=1, begin=4, snapshots=again, attempt=2)
+    assert steps(tmp_path) == [4, 6, 7]
+    assert exported(tmp_path, 1) == 4
+
+
+def test_a_line_of_metrics_that_a_kill_has_cut_hinders_no_export(tmp_path):
+    committed(tmp_path, [0.9, 0.1, 0.2], keep=1)
+    with (tmp_path / METRICS).open("a", encoding="utf-8") as journal:
+        journal.write('{"iteration": 3, "eval/rew')
+    assert exported(tmp_path, 1) == 1
+
+
 def test_a_damaged_best_is_passed_over(tmp_path):
     committed(tmp_path, [0.2, 0.9, 0.4, 0.7, 0.1, 0.1], keep=2)
     (step_folder(tmp_path, 2) / "actor.rank-00000.gen-0.safetensors").write_bytes(b"")
@@ -85,18 +103,25 @@ def test_without_any_evaluation_the_last_is_exported(tmp_path):
 
 
 def test_of_equal_ones_the_earlier_is_better_and_what_is_not_finite_counts_nothing(tmp_path):
-    assert best_steps({3: 0.5, 1: 0.5, 2: 0.4}, 2) == [1, 3]
+    assert best_steps({3: (True, 0.5), 1: (True, 0.5), 2: (True, 0.4)}, 2) == [1, 3]
     committed(tmp_path, [math.nan, 0.1], keep=1)
-    assert scores_of(tmp_path) == {2: 0.1}
+    assert scores_of(tmp_path) == {2: (True, 0.1)}
 
 
 @pytest.mark.parametrize("count", [0, 9])
 def test_as_many_as_there_are(count):
-    assert best_steps({1: 0.1, 2: 0.2}, count) == [2, 1][:count]
+    assert best_steps({1: (True, 0.1), 2: (True, 0.2)}, count) == [2, 1][:count]
 
 
 def test_without_rewards_the_lowest_loss_is_the_best():
-    assert score_of({"eval/loss": 0.5}) == -0.5
-    assert score_of({"eval/loss": 0.5, "eval/reward": 0.2}) == 0.2
+    assert score_of({"eval/loss": 0.5}) == (False, -0.5)
+    assert score_of({"eval/loss": 0.5, "eval/reward": 0.2}) == (True, 0.2)
     assert score_of({"eval/loss": None}) is None
     assert score_of({"loss/sft": 0.5}) is None
+
+
+def test_a_loss_is_not_compared_with_rewards():
+    """In an iteration whose answers no reward judged, only the loss is there."""
+    told = {1: {"eval/reward": -9.0, "eval/loss": 3.0}, 2: {"eval/loss": 2.0}}
+    scores = {step: score for step, metrics in told.items() if (score := score_of(metrics)) is not None}
+    assert best_steps(scores, 2) == [1, 2]

@@ -141,13 +141,16 @@ def tables_of(name: str) -> Tables:
         ),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
         "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
+        "2x2, adapters, evaluated": lambda: make_tables(
+            Cluster(2, 2), lora=LORA, memory_bytes=45 * 10**6, evaluation=EVALUATION
+        ),
     }[name]()
 
 
 NAMES = [
     *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
-    *("2x2, adapters", "2x2, adapters, little memory"),
+    *("2x2, adapters", "2x2, adapters, little memory", "2x2, adapters, evaluated"),
 ]
 
 

@@ -456,6 +456,24 @@ def test_a_head_without_the_tokens_that_do_not_count_gives_the_same(ranks, head:
     )
 
 
+def _all_counted(rank: int, world: int, trial: Trial):
+    """The work of a forward pass in which all tokens count."""
+    engine = _engine(trial, rank)
+    batch = _shared(engine, rank)
+    everywhere = torch.ones(len(batch["weight"].values), dtype=torch.bool)
+    batch = SampleBatch(batch.ids, {**batch.data, "counted": Packed(everywhere, batch["weight"].lengths)})
+    engine.inference(batch, lambda y, micro: _rows(engine, y, micro), 2, counted="counted")
+    return engine.flops
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(1, 1, 1), ParallelStrategy(4, 1, 1)], ids=str)
+def test_the_first_tokens_are_predicted_by_none_and_are_no_work_of_the_head(ranks, strategy) -> None:
+    trial = Trial(CONFIGS["llama"], "lm", _expected("llama", "lm", torch.float64).start, strategy)
+    predicted = sum(LENGTHS) - len(LENGTHS)
+    expected = forward_flops(trial.layout.shape, "lm", LENGTHS, predicted)
+    assert sum(ranks.run(strategy.size, _all_counted, trial)) == expected
+
+
 def _poisoned(rank: int, world: int, trial: Trial):
     """One step whose loss is not a number on one replica, then three as they should be."""
     engine = _engine(trial, rank)
