@@ -10,6 +10,7 @@ import http.client
 import ipaddress
 import json
 import math
+import re
 import socket
 import ssl
 import threading
@@ -26,6 +27,13 @@ from rlhf_tasks.rewards.forms import TRL, Parameters, Reward, RewardError, short
 MOST_BYTES = 16 << 20  # of an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each
 BUSY = 429
+_HEADER = re.compile(r"[\x20-\x7e\xa0-\xff]*")  # what the value of a header may have
+_NOT_PUBLIC = [
+    ipaddress.ip_network(each)
+    for each in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "fec0::/10", "192.88.99.0/24")
+]
+"""Addresses that Python takes for global ones: IPv6 that stands for an IPv4 address of whatever kind (RFC 4291,
+2765, 6052), of one site (RFC 3879), and of relays between both (RFC 7526)."""
 _OURS = {"completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric"}
 
 
@@ -52,7 +60,13 @@ class Service:
     concurrency: int
 
     def reward(self) -> Reward:
-        """The service as an async reward of TRL's form."""
+        """The service as an async reward of TRL's form. Raises RewardError for a header that cannot be sent."""
+        for header, value in self.headers.items():
+            if not _HEADER.fullmatch(str(value)):  # not shown: it may be a secret
+                raise RewardError(
+                    f"reward {self.name!r}: the value of the header {header} has a line break or another character "
+                    "that no header may have. Remove it where the value is set."
+                )
         anything = Parameters((), (), takes_any=True)
         return Reward(self.name, self.url, self._judge, anything, TRL, {}, file="")
 
@@ -177,6 +191,8 @@ def is_public(address: str) -> bool:
     """Whether an IP address is reachable through the Internet: neither private, local, shared nor reserved."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     inner = getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None)
+    if any(ip in network for network in _NOT_PUBLIC):
+        return False
     return ip.is_global and not ip.is_multicast and (inner is None or is_public(str(inner)))
 
 
@@ -214,13 +230,20 @@ def _values(name: str, answer: Any, n_answers: int) -> Sequence[Any]:
     if len(answer) != n_answers:
         raise RewardError(f"reward {name!r} answered with {len(answer)} values for {n_answers} answers.")
     for place, value in enumerate(answer):
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
         if value is not None and not number:
             shown = shortened(repr(value), 80)
             raise RewardError(
                 f"reward {name!r} answered with {shown} for answer {place} of a request: no number."
             )
     return answer
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _told(error: Exception) -> str:

@@ -156,7 +156,9 @@ def test_in_bubblewrap_code_sees_no_file_network_or_variable_of_the_user(tmp_pat
 
 
 @bubblewrap
-@pytest.mark.skipif(not (sandbox._fault() or sandbox._folder_bound()), reason="bubblewrap before 0.7 bounds no folder")
+@pytest.mark.skipif(
+    not (sandbox._fault() or sandbox._folder_bound()), reason="bubblewrap before 0.7 bounds no folder"
+)
 def test_in_bubblewrap_the_files_of_a_program_have_a_bound():
     many = "for n in range({}):\n    open(f'{}/{{n}}', 'wb').write(bytes(1 << 20))\n" + ADD
     assert passed(many.format(20, "/tmp"), many.format(100, "/tmp"), sandbox="bwrap") == [1, 0]
