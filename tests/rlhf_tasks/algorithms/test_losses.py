@@ -122,7 +122,7 @@ def grpo_scores(config: Any, samples: list[Sample]) -> list[float]:
 def in_the_batch(config: Any, samples: list[Sample], block: range) -> list[int]:
     if not getattr(config, "filter_groups", False):
         return list(block)
-    scores, size = grpo_scores(config, samples), config.num_generations
+    scores, size = [sample.score for sample in samples], config.num_generations
     return [i for i in block if len({scores[i // size * size + k] for k in range(size)}) > 1]
 
 
