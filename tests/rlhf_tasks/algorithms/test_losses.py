@@ -304,7 +304,7 @@ def trained(
     read = next(call for call in record.graph(config) if call.name == "actor_train").inputs
     whole = batch_of(samples)
     batch = SampleBatch(whole.ids, {key: whole[key] for key in read})
-    context = CallContext(config, 0, 0, len(samples), micro_batches, nothing, nothing, Path(), str)  # type: ignore[arg-type]
+    context = CallContext(config, 0, 0, len(samples), micro_batches, nothing, nothing, Path(), str, tuple)  # type: ignore[arg-type]
     output = load_functions(record, ["actor_train"])["actor_train"](engine, batch, context)
     return engine, dict(output.metrics)
 

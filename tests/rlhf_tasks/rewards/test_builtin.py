@@ -44,6 +44,11 @@ def test_a_numeric_answer_is_the_last_number_or_the_marked_one(said: str, right:
     assert builtin.numeric_answer([said], answer=[right]) == [value]
 
 
+def test_the_rows_of_several_sources_may_have_their_answers_in_different_columns():
+    columns = {"answer": ["7", None, None], "reward_model": [None, {"ground_truth": "8"}, None]}
+    assert builtin.exact_match(["7", "8", "9"], **columns) == [1, 1, 0]
+
+
 def test_a_numeric_answer_may_be_off_by_a_relative_tolerance():
     assert builtin.numeric_answer(["3.14", "3.2"], answer=["3.1416"] * 2, tolerance=0.001) == [1, 0]
 
