@@ -1,8 +1,8 @@
 """A reward that an HTTP service computes: answers are sent as JSON, values come back. Standard library only.
 
 Only the configured address is asked. Its host is resolved once for each try, every address found must be a public one
-unless the configuration allows private ones, and that very address is connected to; a redirect is refused. Time and
-size of an answer are bounded, and so are retries.
+unless the configuration allows private ones, and the first of these very addresses that can be connected to is asked;
+a redirect is refused. Time and size of an answer are bounded, and so are retries.
 """
 
 import asyncio
@@ -110,11 +110,10 @@ class Service:
         url = urlsplit(self.url)
         host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
         until_s = time.monotonic() + self.request_timeout_s
-        address = self._resolved(host, port)
+        addresses = self._resolved(host, port)
         try:
-            with socket.socket(address.family, socket.SOCK_STREAM) as plain:
+            with _connected(addresses, until_s) as plain:
                 plain.settimeout(self.request_timeout_s)
-                plain.connect(address.place)
                 with _ending(plain, until_s):
                     wire = plain
                     if url.scheme == "https":
@@ -171,8 +170,8 @@ class Service:
         except (ValueError, RecursionError):
             raise RewardError(f"{who} does not answer with JSON.") from None
 
-    def _resolved(self, host: str, port: int) -> _Address:
-        """The address to connect to. Raises RewardError where one is private and not allowed, and _Again."""
+    def _resolved(self, host: str, port: int) -> list[_Address]:
+        """The addresses of a host. Raises RewardError where one is private and not allowed, and _Again."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -183,8 +182,32 @@ class Service:
                     f"reward {self.name!r}: {self.url} is at {place[0]}, on this machine or in a private network. "
                     "Set allow_private: true if that is meant."
                 )
-        family, *_, place = found[0]
-        return _Address(family, place)
+        return [_Address(family, place) for family, *_, place in found]
+
+
+def _connected(addresses: Sequence[_Address], until_s: float) -> socket.socket:
+    """A connection to the first address that takes it: localhost may have two, and the service listen on the second.
+
+    Raises OSError, that of the last address.
+    """
+    fault = OSError("it has no address")
+    for address in addresses:
+        try:
+            return _connection(address, until_s)
+        except OSError as error:
+            fault = error
+    raise fault
+
+
+def _connection(address: _Address, until_s: float) -> socket.socket:
+    wire = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        wire.settimeout(max(until_s - time.monotonic(), 0.001))
+        wire.connect(address.place)
+    except OSError:
+        wire.close()
+        raise
+    return wire
 
 
 def is_public(address: str) -> bool:

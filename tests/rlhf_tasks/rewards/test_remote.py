@@ -1,6 +1,7 @@
 """Rewards that an HTTP service computes: a real server, and every way in which one can fail."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -215,6 +216,14 @@ def test_nobody_there_is_named(monkeypatch: Any):
         judged("http://127.0.0.1:9/x", retries=0)
     with pytest.raises(RewardError, match=r"cannot be found: "):
         judged("http://nobody.invalid/x", retries=0)
+
+
+def test_a_host_is_asked_at_the_first_of_its_addresses_that_answers(server: Server, monkeypatch: Any):
+    """As where localhost is ::1 first, and the service listens on 127.0.0.1 only."""
+    places = [(address, server.server_port) for address in ("127.0.0.2", "127.0.0.1")]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert judged(f"http://two.test:{server.server_port}/busy_twice", retries=2) == [0.5] * 3
 
 
 def test_an_address_in_a_private_network_is_refused_before_anything_is_sent(server: Server):
