@@ -8,9 +8,8 @@
 for half an hour, is not needed here: hence `--no-deps`.
 """
 
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,17 +40,9 @@ SIZES = {"train": 480, "test": 200}
 """Rows of each set. No question is in both."""
 
 
-def right(
-    prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
-) -> list[float]:
-    """1 for a completion whose last number is the column `answer`, 0 for any other."""
-    said = (re.findall(r"-?\d+", completion[-1]["content"]) for completion in completions)
-    return [float(numbers[-1:] == [number]) for numbers, number in zip(said, answer, strict=True)]
-
-
 def write_model(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct as a Hugging Face folder: weights in float32, tokenizer, chat template."""
-    # Here, because a rank that loads the reward above needs none of it.
+    # Here, because they take seconds to import, and a refusal needs none of them.
     from tokenizers import pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -9,6 +9,7 @@ Torch-free: the flows import this module; a worker loads what it needs in `setup
 """
 
 import atexit
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from distributed import Worker
+from distributed.comm import CommClosedError
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from rlhf_tasks.system.child_processes import die_with_parent
@@ -44,6 +46,7 @@ class ProcessPlugin(WorkerPlugin):
         if kind is not None:
             if worker.nanny:
                 end_with_nanny()
+                logging.getLogger("distributed.worker").addFilter(is_news)
             if worker.nanny and threading.current_thread() is threading.main_thread():
                 # Ctrl-C in a terminal reaches every process. The flow decides, and ends this one through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,6 +70,15 @@ def end_with_nanny() -> None:
     starter, parent = multiprocessing.parent_process(), os.getppid()
     if starter is not None and starter.pid == parent:
         die_with_parent(parent)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """A filter without the traceback of a heartbeat during which the scheduler has closed the connection.
+
+    A cluster of ours closes it when a run ends. If it is lost before, the flow says so.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, CommClosedError) and "heartbeat" in str(record.msg))
 
 
 def offered(resources: Mapping[str, float]) -> str | None:

@@ -54,22 +54,6 @@ def test_a_prompt_is_a_conversation_with_an_example(sets):
     assert answered["content"] == "4 + -9 = -5"
 
 
-@pytest.mark.parametrize(
-    ("said", "answer", "score"),
-    [
-        ("12 - 20 = -8", "-8", 1.0),
-        ("12 - 20 = -8.", "-8", 1.0),
-        ("12 - 20 = 8", "-8", 0.0),
-        ("-8, or 12", "-8", 0.0),
-        ("1 + 1 = 12", "2", 0.0),
-        ("I do not know.", "0", 0.0),
-    ],
-)
-def test_the_last_number_counts(said, answer, score):
-    completion = [{"role": "assistant", "content": said}]
-    assert smollm2.right([None], [completion], [answer], task="any") == [score]
-
-
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2, "NEEDED", {"no_such_package": "--no-deps no-such-package"})
     with pytest.raises(ConfigError, match=r"Run: pip install --no-deps no-such-package$"):

@@ -18,6 +18,7 @@ class At:
     placement: Placement
     balance: str = "count"
     mini_batches: int = 1
+    group_size: int = 1
 
 
 def at(devices, dp=1, tp=1, pp=1, balance="count", mini_batches=1) -> At:
