@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.markup import escape
 app = App(
     name="prefect-rlhf",
     help="RLHF training of large language models as Prefect flows.",
+    version=lambda: version("prefect-rlhf"),
     version_flags=["--version"],
 )
 config_app = App(name="config", help="Show and check run configurations.")

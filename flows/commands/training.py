@@ -10,11 +10,25 @@ from flows.commands.plans import show_warnings
 from flows.demo.data import DATA, refuse_without_task
 from flows.run import run_identity
 from flows.run.prepare import prepare
-from flows.run.run_folder import existing_run_folder, open_run, refuse_taken, refuse_unwritable, run_folder_of
+from flows.run.run_folder import (
+    existing_run_folder,
+    open_run,
+    refuse_taken,
+    refuse_unwritable,
+    refuse_used_name,
+    run_folder_of,
+)
 from flows.run.stages import check_stages
 from flows.view.terminal import phase
 from rlhf_tasks.algorithms.configurations import ConfigError, load_config, override
-from rlhf_tasks.algorithms.pipelines import PIPELINE, PipelineConfig, folder_of, load_pipeline, stages_of
+from rlhf_tasks.algorithms.pipelines import (
+    PIPELINE,
+    PipelineConfig,
+    folder_of,
+    load_pipeline,
+    stages_of,
+)
+from rlhf_tasks.algorithms.registry import algorithm as registered
 from rlhf_tasks.checkpoint.plan_log import PLAN
 from rlhf_tasks.system.durable import replace_file
 
@@ -68,8 +82,9 @@ def run(
         folder, settings = open_run(load_config(config, overrides))
     if folder is not None:
         refuse_taken(folder)
-    if settings.type != algorithm.replace("-", "_"):
-        raise ConfigError(f"{folder or config} is of type {settings.type!r}, not {algorithm!r}.")
+    else:
+        refuse_used_name(settings)
+    _refuse_other_type(algorithm, settings.type, config, folder)
     with phase("models, data and plan"):
         prepared = prepare(settings, folder)
     show_warnings(prepared.warnings)
@@ -95,6 +110,19 @@ def run(
         if settings.plan == "auto":  # the flow reads this plan and does not search again
             replace_file(folder / PLAN, prepared.plan.model_dump_json(indent=1))
         run_here(settings.type, settings, folder)
+
+
+def _refuse_other_type(named: str, kind: str, file: Path | None, folder: Path | None) -> None:
+    """Raises ConfigError where the command names another algorithm than the file or the run that is resumed."""
+    wanted = named.replace("-", "_")
+    if wanted == kind:
+        return
+    registered(wanted)  # an unknown name is the likelier mistake
+    right = f"prefect-rlhf run {kind.replace('_', '-')}"
+    raise ConfigError(
+        f"{folder or file} is of type {kind!r}, not {wanted!r}. "
+        + (f"Use `{right} --resume`." if folder else f"Use `{right}`, or set type: {wanted} in the file.")
+    )
 
 
 def _run_pipeline(settings: PipelineConfig, file: Path) -> None:

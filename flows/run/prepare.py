@@ -162,7 +162,9 @@ def _skipped(rows: TokenFile) -> list[str]:
     if not rows.skipped:
         return []
     where, why = rows.skipped[0]
-    return [f"{len(rows.skipped)} rows are skipped, {SKIPPED} in the run folder lists them. {where}: {why}"]
+    number = len(rows.skipped)
+    left_out = "1 row is skipped" if number == 1 else f"{number} rows are skipped"
+    return [f"{left_out}, listed in {SKIPPED} of the run folder. {where}: {why}"]
 
 
 def crowding(config: RunConfig) -> str | None:

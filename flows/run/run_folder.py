@@ -64,9 +64,18 @@ def new_run_folder(config: RunConfig, now: datetime | None = None) -> Path:
         return folder.resolve()
     if config.name is None:
         raise ConfigError(f"{base} has a thousand runs that began in this second. Choose a name.")
-    folder = base / config.name
-    raise ConfigError(
-        f"name={config.name!r} is in use: {folder} exists. Choose another name, or resume that run with "
+    raise _in_use(base / config.name)
+
+
+def refuse_used_name(config: RunConfig) -> None:
+    """Raises ConfigError when the name of a new run is in use."""
+    if config.name is not None and (folder := Path(config.output_dir) / config.name).exists():
+        raise _in_use(folder)
+
+
+def _in_use(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"name={folder.name!r} is in use: {folder} exists. Choose another name, or resume that run with "
         f"--resume {folder}."
     )
 

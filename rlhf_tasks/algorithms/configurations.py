@@ -24,6 +24,9 @@ ASSIGNMENTS: TypeAdapter[Assignments] = TypeAdapter(Assignments)
 MADE_PLANS = ("heuristic", "auto")
 """The values of `plan` for which the program makes the plan."""
 
+PIPELINE = "pipeline"
+"""The `type` of a file of several runs (rlhf_tasks/algorithms/pipelines.py)."""
+
 FIGURES = (".yaml", ".yml")
 """The suffixes that mark a `device` as a file of figures; without them it is the name of a preset."""
 
@@ -54,6 +57,12 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
     kind = document.get("type")
     names = algorithm_names()
     if not isinstance(kind, str) or kind not in names:
+        if kind == PIPELINE:
+            raise ConfigError(
+                "type: a pipeline is no single run. `prefect-rlhf run pipeline` runs its stages."
+            )
+        if (written := str(kind).replace("-", "_")) in names:
+            raise ConfigError(f"type: {shown(kind)} is written {written!r} in a file.")
         raise ConfigError(f"type: must be one of {', '.join(names)}, found {shown(kind)}.")
     model = algorithm(kind).config
     try:

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from rlhf_tasks.algorithms.configurations import apply_override, make_config, resolve_paths
+from rlhf_tasks.algorithms.configurations import PIPELINE, apply_override, make_config, resolve_paths
 from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.config.files import first_fault, read_yaml
 from rlhf_tasks.config.sections import ClusterConfig, Settings
 from rlhf_tasks.system.reading import ConfigError, shown
 
-PIPELINE = "pipeline"
 STAGE = "stage:"
 MODEL = "model"  # in a stage's run folder
 _OF_THE_PIPELINE = ("cluster", "output_dir", "resume")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,20 @@ def test_a_sound_configuration_is_validated_and_its_plan_printed(call, tmp_path)
     assert all(name in out for name in PPO_CALLS)
     assert "valid. 2 rows, 2 iterations." in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_version_is_the_packages(call):
+    status, out, _ = call("--version")
+    assert (status, out.strip()) == (0, version("prefect-rlhf"))
+
+
+def test_rows_that_are_skipped_are_counted_in_a_sentence(call, document, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "abc"}\n{"prompt": "abd"}\n{"question": "?"}\n')
+    document["data"] |= {"train": str(bad), "on_bad_row": "skip"}
+    status, out, err = call("config", "validate", "FILE")
+    assert status == 0, err
+    assert "1 row is skipped, listed in skipped-rows.jsonl of the run folder." in out + err
 
 
 def test_an_override_is_part_of_the_configuration(call):
@@ -67,6 +82,8 @@ def test_every_type_has_a_schema_and_a_graph(call, kind):
         ),
         ({"plan": {"actor_train": PLACE}}, ("actor_generate",)),
         ({"type": "orpo"}, ("type: must be one of ppo", "'orpo'")),
+        ({"type": "dr-grpo"}, ("type: 'dr-grpo' is written 'dr_grpo' in a file",)),
+        ({"type": "pipeline"}, ("type: a pipeline is no single run", "`prefect-rlhf run pipeline`")),
         ({"num_mini_batches": 3}, ("num_mini_batches: 3 does not divide batch_size=8",)),
         ({"name": "../x"}, ("name: ", "'../x'")),
     ],

@@ -28,9 +28,10 @@ def column_of(
     row can have one."""
     names = [name for name in ([named] if named else known) if name in columns]
     if not names:
+        theirs = [name for name in columns if name != "completion_ids"]  # which every reward gets
         wanted = f"no column {named!r}" if named else f"none of the columns {', '.join(known)}"
         raise RewardError(
-            f"reward builtin:{reward}: the rows have {wanted} (columns: {', '.join(columns) or 'none'}). Name one by "
+            f"reward builtin:{reward}: the rows have {wanted} (columns: {', '.join(theirs) or 'none'}). Name one by "
             "its argument `column`, or rename one with data.column_map."
         )
     values = zip(*(_truths(name, columns[name]) for name in names), strict=True)

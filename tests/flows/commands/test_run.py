@@ -15,6 +15,33 @@ def test_a_run_name_in_use_is_refused_with_the_way_to_go_on(call, document, tmp_
     refused(call, "name='mine' is in use", f"--resume {tmp_path / 'runs' / 'mine'}")
 
 
+def test_a_run_name_in_use_is_refused_before_seconds_of_importing_prefect(
+    call, document, tmp_path, monkeypatch
+):
+    document["name"] = "mine"
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.setitem(sys.modules, "flows.commands.local_run", None)  # importing it fails
+    refused(call, "name='mine' is in use")
+
+
+@pytest.mark.parametrize(
+    ("named", "parts"),
+    [
+        ("dr-grpo", ("is of type 'ppo', not 'dr_grpo'", "`prefect-rlhf run ppo`", "type: dr_grpo")),
+        ("orpo", ("there is no algorithm 'orpo'; registered are ppo, ",)),
+    ],
+)
+def test_another_algorithm_than_the_files_is_refused_with_both_ways_to_correct_it(call, named, parts):
+    refused(call, *parts, command=("run", named, "--config", "FILE"))
+
+
+def test_another_algorithm_than_the_resumed_runs_is_refused_with_the_right_command(call, document):
+    folder = new_run_folder(make_config({**document, "name": "mine"}))
+    status, _, err = call("run", "grpo", "--resume", str(folder))
+    assert status == 2
+    assert "mine is of type 'ppo', not 'grpo'. Use `prefect-rlhf run ppo --resume`." in err
+
+
 def test_a_folder_that_is_no_run_cannot_be_resumed(call, tmp_path):
     refused(call, "is not a run folder", command=("run", "ppo", "--resume", str(tmp_path)))
 

@@ -189,7 +189,7 @@ def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch:
         ("exact_match", {"question": ["?"]}, "rows have none of the columns answer, solution"),
         (
             "exact_match",
-            {"answer": ["7"], "column": "right"},
+            {"answer": ["7"], "column": "right", "completion_ids": [[1]]},
             "rows have no column 'right' (columns: answer)",
         ),
         ("exact_match", {"answer": ["7"], "extract": "("}, "extract='(' is no regular expression"),
