@@ -47,12 +47,18 @@ def model_card(prepared: Prepared, run: str, role: str, metrics: Mapping[str, An
 
 
 def without_secrets(value: Any) -> Any:
-    """The same document with `***` for values whose key suggests a secret, and for passwords in addresses."""
+    """The same document with `***` for values whose key suggests a secret, for headers, and for passwords in
+    addresses."""
     if isinstance(value, Mapping):
-        return {
+        blotted = {
             key: "***" if item is not None and _is_secret(str(key), item) else without_secrets(item)
             for key, item in value.items()
         }
+        headers = value.get("headers")
+        if isinstance(headers, Mapping):  # whatever they are called; {env: VARIABLE} is no secret
+            shown = {name: "***" if isinstance(item, str) else item for name, item in headers.items()}
+            blotted["headers"] = shown
+        return blotted
     if isinstance(value, list):
         return [without_secrets(item) for item in value]
     if isinstance(value, str) and "://" in value and "@" in value:

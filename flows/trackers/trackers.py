@@ -39,7 +39,8 @@ class Trackers:
 
     def __init__(self, config: RunConfig, folder: Path, say: Callable[[str], None]) -> None:
         # A literal secret in a reward's arguments stays in the run folder.
-        document = config.model_dump(mode="json", exclude={"rewards": {"__all__": {"kwargs"}}})
+        literals = {"rewards": {"__all__": {"kwargs", "headers"}}}
+        document = config.model_dump(mode="json", exclude={**literals, "evaluation": literals})
         self._all = [_Tracker(name, folder, document, say) for name in config.report_to]
 
     async def tell(self, committed: int) -> None:

@@ -101,6 +101,7 @@ class Answers:
             rewards=self._rewards,
             run_folder=self._run_folder,
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
+            columns=lambda: self._rows.columns,
         )
         names = [function.name for function in self._config.rewards]
         sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)  # over this head's answers

@@ -77,7 +77,7 @@ def stages_of(pipeline: PipelineConfig, base: Path | None = None) -> dict[str, R
 
     base  the folder that relative paths refer to; default: the current one
     Raises ConfigError, naming the stage, for two of one name, a model of a later or unknown stage or of one that
-    trains none or exports an adapter, keys that belong to the pipeline, and every fault of a stage's configuration.
+    exports none that fits, keys that belong to the pipeline, and every fault of a stage's configuration.
     """
     base = base or Path.cwd()
     folder, found = folder_of(pipeline, base), dict[str, RunConfig]()
@@ -99,6 +99,7 @@ def stages_of(pipeline: PipelineConfig, base: Path | None = None) -> dict[str, R
             found[name] = resolve_paths(make_config(settled), base)
         except ConfigError as fault:
             raise ConfigError(f"stage {name!r}: {fault}") from None
+        _refuse_no_scores(name, found, folder)
     return found
 
 
@@ -159,7 +160,26 @@ def _trained(taken: str, name: str, names: Sequence[str], earlier: Mapping[str, 
         )
     if earlier[taken].exports_adapters:
         raise ConfigError(
-            f"stage {name!r} takes the model of {taken!r}, which exports its adapter alone. Set lora.export: merged "
-            f"in {taken!r}."
+            f"stage {name!r} takes the model of {taken!r}, which exports its adapters alone. Set lora.export: merged "
+            f"in stage {taken!r}."
         )
     return taken
+
+
+def _refuse_no_scores(name: str, found: Mapping[str, RunConfig], folder: Path) -> None:
+    """Raises ConfigError where a stage has scores from the model of an earlier one that trains a language model."""
+    heads = {str(folder / taken / MODEL): (taken, _exported_head(config)) for taken, config in found.items()}
+    for role, parts in found[name].roles().items():
+        taken, head = heads.get(parts.folder, (name, parts.head))
+        if parts.head == "scalar" and head == "lm" and parts.optimizer is None:
+            raise ConfigError(
+                f"stage {name!r} takes models.{role} from {taken!r}, whose model gives no scores. Name a stage of "
+                "type reward_model."
+            )
+
+
+def _exported_head(config: RunConfig) -> str:
+    """The head of the model that a run exports: the actor's, or that of the first role that trains."""
+    roles = config.roles()
+    trained = [role for role, parts in roles.items() if parts.optimizer is not None]
+    return "" if not trained else roles["actor" if "actor" in trained else trained[0]].head

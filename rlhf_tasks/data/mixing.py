@@ -7,6 +7,8 @@ place in it are a function of its number alone. Each source is passed through in
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
+from itertools import accumulate
 from math import floor
 
 
@@ -15,11 +17,18 @@ def place_of(sample: int, weights: Sequence[float]) -> tuple[int, int]:
 
     weights  of the sources, above 0
     """
-    left = [Fraction(weight) for weight in weights]
-    for source in range(len(left) - 1):
-        share = left[source] / sum(left[source:])
+    shares = _shares(tuple(weights))
+    for source, share in enumerate(shares):
         before = floor(sample * share)
         if floor((sample + 1) * share) > before:
             return source, before
         sample -= before
-    return len(left) - 1, sample
+    return len(shares), sample
+
+
+@cache
+def _shares(weights: tuple[float, ...]) -> list[Fraction]:
+    """Of each source but the last: its part of what it and the sources behind it have together."""
+    exact = [Fraction(weight) for weight in weights]
+    left = list(accumulate(reversed(exact)))[::-1]
+    return [own / both for own, both in zip(exact[:-1], left, strict=False)]

@@ -301,6 +301,8 @@ def _assistant_turns(messages: list[dict[str, Any]], tokenizer: "Tokenizer") -> 
         if number % 2:
             learned.append(range(max(len(ids), 1), len(ids) + len(part)))
         ids, read = ids + part, len(text)
+    if not any(learned):
+        raise DataError(NOTHING_TO_LEARN)
     return CompletionExample(ids, tuple(learned))
 
 

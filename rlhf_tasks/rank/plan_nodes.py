@@ -192,6 +192,7 @@ class RankRun:
             rewards=self._rewards,
             run_folder=Path(self._spec.run_folder),
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
+            columns=lambda: self._rows.columns,
         )
         if node.trains:
             self._at_step.pop(call.role, None)

@@ -51,16 +51,22 @@ class Answers:
 
     @staticmethod
     def of_columns(
-        rows: Sequence[str], completions: list[str], completion_ids: list[list[int]], read: Sequence[str]
+        rows: Sequence[str],
+        completions: list[str],
+        completion_ids: list[list[int]],
+        read: Sequence[str],
+        names: Sequence[str] = (),
     ) -> "Answers":
         """Answers made from the sample key `columns`.
 
-        rows  one JSON object per sample, with `prompt` among its entries
-        read  the text that the model read before each completion
+        rows   one JSON object per sample, with `prompt` among its entries
+        read   the text that the model read before each completion
+        names  of all columns of the data: rewards get these, so that what they get of a row does not depend on the
+               rows beside it
         """
         parsed = [json.loads(row) for row in rows]
-        names = dict.fromkeys(name for row in parsed for name in row if name != "prompt")
-        columns = {name: [row.get(name) for row in parsed] for name in names}
+        every = dict.fromkeys([*names, *(name for row in parsed for name in row)])
+        columns = {name: [row.get(name) for row in parsed] for name in every if name != "prompt"}
         prompts = [row.get("prompt") for row in parsed]
         texts = [
             prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, read, strict=True)

@@ -129,10 +129,11 @@ class Helper:
             {name: _resolved(value, blocks) for name, value in entry.kwargs.items()} for entry in settings
         ]
         self._secrets = {
-            str(value)
+            shown
             for entry, kwargs in zip(settings, self._kwargs, strict=True)
             for name, value in kwargs.items()
             if value and secret_named(entry.kwargs[name])
+            for shown in _shown(str(value))
         }
         self._rewards: list[Reward] = []
         self._loop = asyncio.Runner()  # one for all requests: an async reward may keep a connection open
@@ -204,7 +205,13 @@ class Helper:
                 code = code_digest(reward.file, entry.location, entry.kwargs)
                 rows = {place: {n: v[place] for n, v in answers.columns.items()} for place in places}
                 keys = {
-                    place: key_of(code, answers.prompts[place], rows[place], answers.completions[place])
+                    place: key_of(
+                        code,
+                        answers.prompts[place],
+                        rows[place],
+                        answers.completions[place],
+                        answers.completion_ids[place],
+                    )
                     for place in places
                 }
             yield _Task(entry, reward, places, keys, self._kept.find(keys))
@@ -375,6 +382,12 @@ def _resolved(value: Any, blocks: Mapping[str, str]) -> Any:
         return value
     kind, name = named
     return os.environ.get(name) if kind == "env" else blocks.get(name)
+
+
+def _shown(secret: str) -> set[str]:
+    """How messages may show a secret: as it is, without what is around it (a line break at its end), and as `repr`
+    does."""
+    return {secret, secret.strip(), repr(secret.strip())[1:-1]} - {""}
 
 
 def _refuse_unknown(entry: _Entry, argument: str, value: Any) -> None:

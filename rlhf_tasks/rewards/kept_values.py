@@ -7,7 +7,7 @@ resumed run, under whatever plan, finds what was judged before.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def code_digest(file: str, location: str, arguments: Mapping[str, Any]) -> str:
     return hashlib.sha256(source + stated.encode()).hexdigest()
 
 
-def key_of(code: str, prompt: Any, columns: Mapping[str, Any], completion: str) -> str:
-    """The key of an answer: code, row and text."""
-    stated = json.dumps([code, prompt, columns, completion], sort_keys=True, default=str)
+def key_of(code: str, prompt: Any, columns: Mapping[str, Any], completion: str, ids: Sequence[int]) -> str:
+    """The key of an answer: code, row, text, and token ids, of which several lists may have one text."""
+    stated = json.dumps([code, prompt, columns, completion, ids], sort_keys=True, default=str)
     return hashlib.sha256(stated.encode()).hexdigest()[:32]

@@ -1,8 +1,8 @@
 """A reward that an HTTP service computes: answers are sent as JSON, values come back. Standard library only.
 
 Only the configured address is asked. Its host is resolved once for each try, every address found must be a public one
-unless the configuration allows private ones, and that very address is connected to; a redirect is refused. Time and
-size of an answer are bounded, and so are retries.
+unless the configuration allows private ones, and the first of these very addresses that can be connected to is asked;
+a redirect is refused. Time and size of an answer are bounded, and so are retries.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import http.client
 import ipaddress
 import json
 import math
+import re
 import socket
 import ssl
 import threading
@@ -26,6 +27,13 @@ from rlhf_tasks.rewards.forms import TRL, Parameters, Reward, RewardError, short
 MOST_BYTES = 16 << 20  # of an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each
 BUSY = 429
+_HEADER = re.compile(r"[\x20-\x7e\xa0-\xff]*")  # what the value of a header may have
+_NOT_PUBLIC = [
+    ipaddress.ip_network(each)
+    for each in ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "fec0::/10", "192.88.99.0/24")
+]
+"""Addresses that Python takes for global ones: IPv6 that stands for an IPv4 address of whatever kind (RFC 4291,
+2765, 6052), of one site (RFC 3879), and of relays between both (RFC 7526)."""
 _OURS = {"completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric"}
 
 
@@ -52,7 +60,13 @@ class Service:
     concurrency: int
 
     def reward(self) -> Reward:
-        """The service as an async reward of TRL's form."""
+        """The service as an async reward of TRL's form. Raises RewardError for a header that cannot be sent."""
+        for header, value in self.headers.items():
+            if not _HEADER.fullmatch(str(value)):  # not shown: it may be a secret
+                raise RewardError(
+                    f"reward {self.name!r}: the value of the header {header} has a line break or another character "
+                    "that no header may have. Remove it where the value is set."
+                )
         anything = Parameters((), (), takes_any=True)
         return Reward(self.name, self.url, self._judge, anything, TRL, {}, file="")
 
@@ -96,11 +110,10 @@ class Service:
         url = urlsplit(self.url)
         host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
         until_s = time.monotonic() + self.request_timeout_s
-        address = self._resolved(host, port)
+        addresses = self._resolved(host, port)
         try:
-            with socket.socket(address.family, socket.SOCK_STREAM) as plain:
+            with _connected(addresses, until_s) as plain:
                 plain.settimeout(self.request_timeout_s)
-                plain.connect(address.place)
                 with _ending(plain, until_s):
                     wire = plain
                     if url.scheme == "https":
@@ -157,8 +170,8 @@ class Service:
         except (ValueError, RecursionError):
             raise RewardError(f"{who} does not answer with JSON.") from None
 
-    def _resolved(self, host: str, port: int) -> _Address:
-        """The address to connect to. Raises RewardError where one is private and not allowed, and _Again."""
+    def _resolved(self, host: str, port: int) -> list[_Address]:
+        """The addresses of a host. Raises RewardError where one is private and not allowed, and _Again."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -169,14 +182,40 @@ class Service:
                     f"reward {self.name!r}: {self.url} is at {place[0]}, on this machine or in a private network. "
                     "Set allow_private: true if that is meant."
                 )
-        family, *_, place = found[0]
-        return _Address(family, place)
+        return [_Address(family, place) for family, *_, place in found]
+
+
+def _connected(addresses: Sequence[_Address], until_s: float) -> socket.socket:
+    """A connection to the first address that takes it: localhost may have two, and the service listen on the second.
+
+    Raises OSError, that of the last address.
+    """
+    fault = OSError("it has no address")
+    for address in addresses:
+        try:
+            return _connection(address, until_s)
+        except OSError as error:
+            fault = error
+    raise fault
+
+
+def _connection(address: _Address, until_s: float) -> socket.socket:
+    wire = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        wire.settimeout(max(until_s - time.monotonic(), 0.001))
+        wire.connect(address.place)
+    except OSError:
+        wire.close()
+        raise
+    return wire
 
 
 def is_public(address: str) -> bool:
     """Whether an IP address is reachable through the Internet: neither private, local, shared nor reserved."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     inner = getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None)
+    if any(ip in network for network in _NOT_PUBLIC):
+        return False
     return ip.is_global and not ip.is_multicast and (inner is None or is_public(str(inner)))
 
 
@@ -214,13 +253,20 @@ def _values(name: str, answer: Any, n_answers: int) -> Sequence[Any]:
     if len(answer) != n_answers:
         raise RewardError(f"reward {name!r} answered with {len(answer)} values for {n_answers} answers.")
     for place, value in enumerate(answer):
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
         if value is not None and not number:
             shown = shortened(repr(value), 80)
             raise RewardError(
                 f"reward {name!r} answered with {shown} for answer {place} of a request: no number."
             )
     return answer
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _told(error: Exception) -> str:

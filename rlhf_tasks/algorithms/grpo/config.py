@@ -32,7 +32,7 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     )
     filter_groups: bool = Field(
         default=False,
-        description="Groups of equal scores leave the batch: loss, KL divergence and denominators.",
+        description="Groups of equal scores (before overlong_penalty) leave the batch: loss and denominators.",
     )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = Field(
         default="grpo",

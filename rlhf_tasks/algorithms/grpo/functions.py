@@ -45,7 +45,9 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     advantages = on_tokens(relative_scores(engine, scores, config), batch["input_ids"].lengths)
     kept = None
     if config.filter_groups:
-        kept = ~all_equal(scores, config.num_generations).repeat_interleave(config.num_generations)
+        # Before the penalty of long responses: their length alone is not what a group is to be compared by.
+        equal = all_equal(batch["scores"].values, config.num_generations)
+        kept = ~equal.repeat_interleave(config.num_generations)
     return learn(engine, batch, context, advantages, objective, WEIGHTINGS[config.loss_type], kept=kept)
 
 

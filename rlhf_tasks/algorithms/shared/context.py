@@ -1,6 +1,6 @@
 """The third argument of a call's function, after its engine and its samples, and its result."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ class CallContext:
     rewards        this rank's helper process for Python rewards
     run_folder     on a disk that all hosts share; samples are written there
     where          global id of a sample -> `file:line` of its row
+    columns        gives the names of all columns of the data, whichever this rank's rows have
     """
 
     config: RunConfig
@@ -36,6 +37,7 @@ class CallContext:
     rewards: "RewardProcess"
     run_folder: Path
     where: Callable[[int], str]
+    columns: Callable[[], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)

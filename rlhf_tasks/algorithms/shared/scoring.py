@@ -128,7 +128,7 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
         for ids, mask in zip(batch["input_ids"].split(), batch["response_mask"].split(), strict=True)
     ]
     texts = [context.tokenizer.decode(ids) for ids in responses]
-    return Answers.of_columns(batch["columns"].texts(), texts, responses, read)
+    return Answers.of_columns(batch["columns"].texts(), texts, responses, read, context.columns())
 
 
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:

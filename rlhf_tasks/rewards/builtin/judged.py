@@ -9,7 +9,7 @@ import regex
 from rlhf_tasks.rewards.forms import RewardError, shortened
 
 TRUTHS = ("answer", "solution", "ground_truth", "label", "labels", "reward_model")
-"""Columns that may hold the right answer; the first that the rows have counts. `reward_model`: verl's, its
+"""Columns that may hold the right answer; of each row the first that it has counts. `reward_model`: verl's, its
 `ground_truth`."""
 PATTERN_S = 1.0  # that a pattern may take on one answer
 
@@ -24,19 +24,23 @@ def texts(completions: Sequence[Any]) -> list[str]:
 def column_of(
     reward: str, columns: Columns, named: str | None, known: Sequence[str] = TRUTHS
 ) -> Sequence[Any]:
-    """A column: the named one, or the first that is known. Raises RewardError where there is none."""
-    name = named or next((name for name in known if name in columns), "")
-    if name not in columns:
+    """A column: the named one, or of each row the first known one that it has, else None. Raises RewardError where no
+    row can have one."""
+    names = [name for name in ([named] if named else known) if name in columns]
+    if not names:
         theirs = [name for name in columns if name != "completion_ids"]  # which every reward gets
-        wanted = f"no column {name!r}" if named else f"none of the columns {', '.join(known)}"
+        wanted = f"no column {named!r}" if named else f"none of the columns {', '.join(known)}"
         raise RewardError(
             f"reward builtin:{reward}: the rows have {wanted} (columns: {', '.join(theirs) or 'none'}). Name one by "
             "its argument `column`, or rename one with data.column_map."
         )
-    return [
-        v.get("ground_truth") if isinstance(v, Mapping) and name == "reward_model" else v
-        for v in columns[name]
-    ]
+    values = zip(*(_truths(name, columns[name]) for name in names), strict=True)
+    return [next((value for value in row if value is not None), None) for row in values]
+
+
+def _truths(name: str, values: Sequence[Any]) -> list[Any]:
+    verl = name == "reward_model"
+    return [v.get("ground_truth") if verl and isinstance(v, Mapping) else v for v in values]
 
 
 def mapping(reward: str, value: Any, place: int) -> Mapping[str, Any]:

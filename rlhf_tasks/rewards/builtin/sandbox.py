@@ -3,7 +3,8 @@
 With bubblewrap the code sees only the interpreter's files, read-only, and a folder in memory; no network, no
 environment, no other process; it ends with us. In both kinds the kernel bounds its CPU time, memory, files and
 processes. A program has passed only if it says so with a word that is made for it and read before its code runs: code
-that ends the process early has not passed. That is no proof against code that searches its interpreter for the word.
+that ends the process early has not passed, nor has code that puts its own functions in the place of Python's. That is
+no proof against code that searches its interpreter's frames for the word.
 """
 
 import json
@@ -23,17 +24,20 @@ from rlhf_tasks.rewards.forms import RewardError
 
 SANDBOXES = ("bwrap", "process")
 MOST_FILE_BYTES, MOST_FILES, MOST_PROCESSES = 1 << 20, 64, 64  # of a program
+MOST_FOLDER_BYTES = 64 << 20  # of all its files together, from bubblewrap 0.7 on
 _PROGRAM = """
 import json, os, resource, sys
-word, end, limits, parts = json.loads(sys.stdin.buffer.read())
-for kind, most in limits:
-    resource.setrlimit(kind, (most, most))
-write, leave = os.write, os._exit
-space = {"__name__": "answer"}
-for number, part in enumerate(parts):
-    exec(compile(part, f"part {number}", "exec"), space)
-write(end, word.encode())
-leave(0)
+def main(run=exec, write=os.write, leave=os._exit):  # the code may replace what these modules have
+    word, end, limits, parts = json.loads(sys.stdin.buffer.read())
+    for kind, most in limits:
+        resource.setrlimit(kind, (most, most))
+    programs = [compile(part, f"part {number}", "exec") for number, part in enumerate(parts)]
+    space = {"__name__": "answer"}
+    for program in programs:
+        run(program, space)
+    write(end, word.encode())
+    leave(0)
+main()
 """
 
 
@@ -71,8 +75,16 @@ def _bwrap() -> list[str]:
         shutil.which("bwrap") or "bwrap",
         *("--unshare-all", "--die-with-parent", "--clearenv", "--new-session"),
         *binds,
-        *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        *(*_folder_bound(), "--tmpfs", "/tmp", "--chdir", "/tmp"),
     ]
+
+
+@cache
+def _folder_bound() -> list[str]:
+    """Bounds the bytes of the folder in memory where bubblewrap can."""
+    known = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, check=False, timeout=60)
+    return ["--size", str(MOST_FOLDER_BYTES)] if "--size " in known.stdout + known.stderr else []
 
 
 def runs_through(parts: Sequence[str], sandbox: str, limits: Limits) -> bool:

@@ -13,6 +13,7 @@ from contextlib import closing, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -43,12 +44,21 @@ def recorded() -> int:
     return 3
 
 
-def count_runs(api_url: str, auth: str) -> int:
+def asked(api_url: str, auth: str, path: str, **body: Any) -> Any:
+    """The answer to a POST, as JSON."""
     user, password = auth.split(":")
     with httpx.Client(base_url=api_url, auth=(user, password), timeout=ANSWER_S) as client:
         token = client.get("/csrf-token", params={"client": "test"}).json()["token"]
         headers = {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": "test"}
-        return client.post("/flow_runs/count", headers=headers).json()
+        return client.post(path, headers=headers, json=body).json()
+
+
+def count_runs(api_url: str, auth: str) -> int:
+    return asked(api_url, auth, "/flow_runs/count")
+
+
+def names_of_runs(api_url: str, auth: str) -> list[str]:
+    return [run["name"] for run in asked(api_url, auth, "/flow_runs/filter", limit=200)]
 
 
 def test_server_is_locked_down_reopens_and_dies_with_its_parent(tmp_path):

@@ -40,11 +40,13 @@ def test_secrets_are_blotted_out_wherever_they_stand():
         "cluster": {"address": "tls://me:word@host:8786", "password": "x"},
         "list": [{"HF_TOKEN": "y", "max_tokens": 5}],
         "token": None,
+        "rewards": [{"headers": {"X-Auth": "z", "Cookie": {"env": "MY_COOKIE"}}}],
         "data": "s3://bucket/me@home",
     }
     assert without_secrets(document) == {
         "cluster": {"address": "tls://***@host:8786", "password": "***"},
         "list": [{"HF_TOKEN": "***", "max_tokens": 5}],
         "token": None,
+        "rewards": [{"headers": {"X-Auth": "***", "Cookie": {"env": "MY_COOKIE"}}}],
         "data": "s3://***@home",
     }

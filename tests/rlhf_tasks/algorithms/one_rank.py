@@ -107,6 +107,7 @@ class OneRank:
             rewards=self.rewards,
             run_folder=self.run_folder,
             where=str,
+            columns=lambda: self.rows.columns,
         )
         return self.functions[call.name](engine, batch, context)
 

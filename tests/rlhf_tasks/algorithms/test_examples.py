@@ -137,6 +137,17 @@ def test_every_message_of_the_assistant_is_learned_and_nothing_else(chat: Tokeni
     assert learned(chat, example) == ["ho<eos>", "no<eos>"]
 
 
+def test_a_conversation_whose_assistant_says_nothing_has_nothing_to_learn(plain_folder: Path, tmp_path: Path):
+    """A mini-batch of such rows would have no token to take the mean over."""
+    shutil.copytree(plain_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    reader, chat = partial(completion_example, assistant_only_loss=True), Tokenizer.from_folder(tmp_path)
+    nothing = {"role": "assistant", "content": ""}
+    with pytest.raises(DataError, match="has nothing to learn"):
+        read_row(reader, {"messages": [USER, nothing]}, chat)
+    assert learned(chat, read_row(reader, {"messages": [USER, nothing, USER, ANSWER]}, chat))[-1] == "ho"
+
+
 def test_a_template_that_rewrites_earlier_turns_cannot_tell_the_assistants_apart(
     plain_folder: Path, tmp_path: Path
 ):

@@ -183,7 +183,7 @@ def run_calls(
         for name in calls:
             nothing: Any = SimpleNamespace()
             context = CallContext(
-                config, iteration, N_SEQS * iteration, N_SEQS, 2, nothing, nothing, Path(), str
+                config, iteration, N_SEQS * iteration, N_SEQS, 2, nothing, nothing, Path(), str, tuple
             )
             output: CallOutput = load_functions(algorithm(kind), [name])[name](engine, batch, context)
             metrics.append(dict(output.metrics))

@@ -122,7 +122,7 @@ def grpo_scores(config: Any, samples: list[Sample]) -> list[float]:
 def in_the_batch(config: Any, samples: list[Sample], block: range) -> list[int]:
     if not getattr(config, "filter_groups", False):
         return list(block)
-    scores, size = grpo_scores(config, samples), config.num_generations
+    scores, size = [sample.score for sample in samples], config.num_generations
     return [i for i in block if len({scores[i // size * size + k] for k in range(size)}) > 1]
 
 
@@ -304,7 +304,7 @@ def trained(
     read = next(call for call in record.graph(config) if call.name == "actor_train").inputs
     whole = batch_of(samples)
     batch = SampleBatch(whole.ids, {key: whole[key] for key in read})
-    context = CallContext(config, 0, 0, len(samples), micro_batches, nothing, nothing, Path(), str)  # type: ignore[arg-type]
+    context = CallContext(config, 0, 0, len(samples), micro_batches, nothing, nothing, Path(), str, tuple)  # type: ignore[arg-type]
     output = load_functions(record, ["actor_train"])["actor_train"](engine, batch, context)
     return engine, dict(output.metrics)
 

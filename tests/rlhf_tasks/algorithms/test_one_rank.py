@@ -99,6 +99,21 @@ def whole(store: SampleStore, *keys: str) -> Any:
     return store.get(list(range(N_SEQS)), keys)
 
 
+def test_what_a_reward_gets_of_a_row_does_not_depend_on_the_rows_beside_it(start: Any, tmp_path: Path):
+    """Which rows are together depends on the layout; these have different columns, as those of two sources may."""
+    rows = [{"prompt": "ab>", "answer": "ba"}, {"prompt": "b>", "solution": "ab"}]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = start("rollout", data={"train": str(tmp_path / "mixed.jsonl")}, batch_size=2)
+    _, store = run.iterate(0)
+    call = next(call for call in run.calls if call.name == "reward_inference")
+
+    def scores(*ids: int) -> list[float]:
+        output = run.output(call, run.engines[call.role], store.get(list(ids), call.inputs), 0, range(2))
+        return output.batch["scores"].values.tolist()
+
+    assert scores(0) + scores(1) == scores(0, 1)
+
+
 def test_ppo_gives_every_key_and_trains_actor_and_critic_only(start: Any):
     run = start("ppo", num_ppo_epochs=2)
     before = {role: weights(run, role) for role in run.engines}

@@ -44,6 +44,11 @@ def test_a_numeric_answer_is_the_last_number_or_the_marked_one(said: str, right:
     assert builtin.numeric_answer([said], answer=[right]) == [value]
 
 
+def test_the_rows_of_several_sources_may_have_their_answers_in_different_columns():
+    columns = {"answer": ["7", None, None], "reward_model": [None, {"ground_truth": "8"}, None]}
+    assert builtin.exact_match(["7", "8", "9"], **columns) == [1, 1, 0]
+
+
 def test_a_numeric_answer_may_be_off_by_a_relative_tolerance():
     assert builtin.numeric_answer(["3.14", "3.2"], answer=["3.1416"] * 2, tolerance=0.001) == [1, 0]
 
@@ -121,6 +126,20 @@ def test_code_that_ends_early_or_takes_too_much_does_not_pass(trick: str):
     assert passed(f"{trick}\n{ADD}", limit_s=1.0) == [0]
 
 
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "import builtins; builtins.exec = lambda *_: None",
+        "import builtins; builtins.compile = lambda *_: ''",
+        "import __main__; __main__.exec = lambda *_: None",
+        "import __main__; __main__.parts = []",
+        "import __main__; __main__.parts.clear()",
+    ],
+)
+def test_code_that_would_have_no_test_run_does_not_pass(trick: str):
+    assert passed(f"try:\n    {trick}\nexcept AttributeError: pass\n{ADD} + 1") == [0]
+
+
 bubblewrap = pytest.mark.skipif(bool(sandbox._fault()), reason=f"bubblewrap, {sandbox._fault()}")
 
 
@@ -138,6 +157,17 @@ def test_in_bubblewrap_code_sees_no_file_network_or_variable_of_the_user(tmp_pat
     assert passed(*(f"{ADD}\n{code}" for code in sees.values()), sandbox="bwrap") == [0] * len(sees)
     assert passed(ADD, sandbox="bwrap") == [1]
     assert passed(f"open('/tmp/mine', 'w').write('x')\n{ADD}", sandbox="bwrap") == [1]
+    assert passed(f"open('/dev/null', 'w').write('x')\n{ADD}", sandbox="bwrap") == [1]
+
+
+@bubblewrap
+@pytest.mark.skipif(
+    not (sandbox._fault() or sandbox._folder_bound()), reason="bubblewrap before 0.7 bounds no folder"
+)
+def test_in_bubblewrap_the_files_of_a_program_have_a_bound():
+    many = "for n in range({}):\n    open(f'{}/{{n}}', 'wb').write(bytes(1 << 20))\n" + ADD
+    assert passed(many.format(20, "/tmp"), many.format(100, "/tmp"), sandbox="bwrap") == [1, 0]
+    assert passed(many.format(1, "/dev/shm"), many.format(1, "/dev"), sandbox="bwrap") == [0, 0]
 
 
 def test_without_bubblewrap_code_is_refused_unless_the_user_opts_in(monkeypatch: Any):

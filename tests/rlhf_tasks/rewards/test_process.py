@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,15 @@ def test_a_kept_value_is_not_judged_again_in_this_run_or_after_a_restart_on_anot
     assert counting.judged() == ["7", "no", "it is 1", "15"]
 
 
+def test_answers_of_one_text_but_other_tokens_are_judged_apart(start: Any):
+    """Which of them came first depends on the layout, and a value may depend on the tokens."""
+    process = start(rewards=[{"function": "builtin:length", "kwargs": {"target": 1}, "cache": True}])
+    given = answers(*SUMS_ROWS, completions=["aa"] * 3)
+    for ids, value in ([5], 0.0), ([5, 6], -1.0):
+        again = replace(given, completion_ids=[ids] * 3)
+        assert judge(process, again) == {"length": [value] * 3}
+
+
 def test_another_row_code_or_argument_is_judged_anew(counting: Any):
     judge(counting(), answers(*SUMS_ROWS, completions=["7", "no", "1"]))
     judge(counting(), answers(*reversed(SUMS_ROWS), completions=["7", "no", "1"]))
@@ -453,6 +463,17 @@ def test_a_named_secret_reaches_the_reward_and_no_message(
     out, err = capfd.readouterr()
     assert "calling with ***" in err
     assert CANARY not in out + err
+
+
+def test_a_secret_with_a_line_break_behind_it_is_in_no_message(start: Any, monkeypatch: Any, tmp_path: Path):
+    """A file's last line break is often read with it, and libraries show such a value as `repr` does."""
+    monkeypatch.setenv("MY_KEY", f"{CANARY}\n")
+    source = "def f(completions, key, **columns):\n    raise ValueError(f'Invalid header value {key.encode()!r}')\n"
+    (tmp_path / "mine.py").write_text(source)
+    reward = {"function": f"{tmp_path / 'mine.py'}:f", "kwargs": {"key": {"env": "MY_KEY"}}}
+    with pytest.raises(RewardError, match=r"Invalid header value b'\*\*\*") as caught:
+        judge(start(rewards=[reward]))
+    assert CANARY not in str(caught.value) + caught.value.traceback
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Rewards that an HTTP service computes: a real server, and every way in which one can fail."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -77,6 +78,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_nan(self, body: dict, tries: int) -> None:
         self.say(200, b'{"rewards": [0, NaN, 1]}')
+
+    def do_huge(self, body: dict, tries: int) -> None:
+        self.say(200, f"[1{'0' * 4000}, 0, 0]".encode())
 
     def do_text(self, body: dict, tries: int) -> None:
         self.say(200, b"very good")
@@ -189,6 +193,7 @@ def test_a_busy_service_is_asked_again_and_one_that_is_down_is_given_up(server: 
         ("redirects", r"redirects to http://169\.254\.169\.254/latest/meta-data, which is not followed"),
         ("short", "answered with 1 values for 3 answers"),
         ("nan", "answered with nan for answer 1 of a request: no number"),
+        ("huge", r"answered with 10+ \.\.\. for answer 0 of a request: no number"),
         ("text", "does not answer with JSON"),
         ("long", "answers with more than 16,777,216 bytes"),
     ],
@@ -213,6 +218,14 @@ def test_nobody_there_is_named(monkeypatch: Any):
         judged("http://nobody.invalid/x", retries=0)
 
 
+def test_a_host_is_asked_at_the_first_of_its_addresses_that_answers(server: Server, monkeypatch: Any):
+    """As where localhost is ::1 first, and the service listens on 127.0.0.1 only."""
+    places = [(address, server.server_port) for address in ("127.0.0.2", "127.0.0.1")]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert judged(f"http://two.test:{server.server_port}/busy_twice", retries=2) == [0.5] * 3
+
+
 def test_an_address_in_a_private_network_is_refused_before_anything_is_sent(server: Server):
     for host in ("127.0.0.1", "localhost"):
         url = f"http://{host}:{server.server_port}/score"
@@ -232,10 +245,21 @@ def test_an_address_in_a_private_network_is_refused_before_anything_is_sent(serv
             (address, False)
             for address in ("::1", "fe80::1%eth0", "fd00::1", "::ffff:10.0.0.1", "2002:a00:1::")
         ),
+        *((address, False) for address in ("64:ff9b::a00:1", "::10.0.0.1", "::ffff:0:10.0.0.1", "fec0::1")),
     ],
 )
 def test_what_a_public_address_is(address: str, public: bool):
     assert is_public(address) is public
+
+
+@pytest.mark.parametrize("login", ["canary-1\n", "canary-1\u20ac", "canary-1\r\nHost: x"])
+def test_a_header_that_cannot_be_sent_is_named_without_its_value(
+    server: Server, monkeypatch: Any, login: str
+):
+    monkeypatch.setenv("MY_LOGIN", login)
+    with pytest.raises(RewardError, match=r"the value of the header Authorization has a line break") as fault:
+        in_process(server.url("score"), headers={"Authorization": {"env": "MY_LOGIN"}})
+    assert "canary-1" not in str(fault.value) + fault.value.traceback
 
 
 @pytest.mark.parametrize(

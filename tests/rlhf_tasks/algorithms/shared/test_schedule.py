@@ -27,7 +27,7 @@ def context(iteration: int, mini_batches: int = 4, n_seqs: int = 12, **optimizer
     }
     nothing: Any = SimpleNamespace()
     return CallContext(
-        make_config(document), iteration, iteration * n_seqs, n_seqs, 1, nothing, nothing, Path(), str
+        make_config(document), iteration, iteration * n_seqs, n_seqs, 1, nothing, nothing, Path(), str, tuple
     )
 
 
