@@ -44,9 +44,9 @@ class ProcessPlugin(WorkerPlugin):
         global process  # the only global that is set at run time; see the module's docstring
         kind = offered(worker.state.total_resources)
         if kind is not None:
+            logging.getLogger(Worker.__module__).addFilter(is_news)
             if worker.nanny:
                 end_with_nanny()
-                logging.getLogger("distributed.worker").addFilter(is_news)
             if worker.nanny and threading.current_thread() is threading.main_thread():
                 # Ctrl-C in a terminal reaches every process. The flow decides, and ends this one through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,14 +1,18 @@
 """What every Dask worker process of ours does first."""
 
+import asyncio
 import logging
+import logging.handlers
 import multiprocessing
-from inspect import getsource
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
-from distributed import Worker
+from distributed import Scheduler, Worker
 from distributed.comm import CommClosedError
 
-from rlhf_tasks.rank.worker_process import end_with_nanny, is_news
+from rlhf_tasks.rank import worker_process
+from rlhf_tasks.rank.worker_process import CLASSES, ProcessPlugin, end_with_nanny
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -20,28 +24,44 @@ def test_a_worker_lives_however_its_nanny_starts_processes(method):
     assert process.exitcode == 0
 
 
-class Logged(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.records = []
+def part(worker):
+    """What a worker becomes in the test below."""
 
-    def emit(self, record):
-        self.records.append(record)
+    async def close():
+        """Nothing to end."""
 
-
-def test_dask_says_it_in_these_words():
-    assert "during heartbeat" in getsource(Worker.heartbeat)
+    return SimpleNamespace(worker=worker, handlers={}, close=close)
 
 
-@pytest.mark.parametrize(
-    ("error", "told"), [(CommClosedError("the scheduler has ended"), 0), (TimeoutError("no answer"), 1)]
-)
-def test_a_heartbeat_that_meets_a_closed_scheduler_leaves_no_traceback(error, told):
-    logger, seen = logging.getLogger("distributed.worker.test_heartbeat"), Logged()
-    logger.addHandler(seen)
-    logger.addFilter(is_news)
+def test_a_heartbeat_that_is_lost_as_the_scheduler_ends_prints_no_traceback(monkeypatch):
+    told = SimpleQueue[logging.LogRecord]()
+    handler = logging.handlers.QueueHandler(told)
+    logger = logging.getLogger(Worker.__module__)
+    monkeypatch.setattr(worker_process, "process", None)
+    monkeypatch.setitem(CLASSES, "slot", f"{__name__}:part")
+    monkeypatch.setattr(logger, "filters", [])
+    logger.addHandler(handler)
     try:
-        raise error
-    except OSError:
-        logger.exception("Failed to communicate with scheduler during heartbeat.")
-    assert len(seen.records) == told
+        asyncio.run(_lose_a_heartbeat(monkeypatch))
+    finally:
+        logger.removeHandler(handler)
+    messages = [told.get().getMessage() for _ in range(told.qsize())]
+    assert "a line of another kind" in messages
+    assert not [message for message in messages if "heartbeat" in message]
+
+
+async def _lose_a_heartbeat(monkeypatch):
+    async def lost(**figures):
+        raise CommClosedError("closed")
+
+    local = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+    async with (
+        Scheduler(port=0, **local) as scheduler,
+        Worker(scheduler.address, resources={"slot": 1}, **local) as worker,
+    ):
+        await worker.plugin_add(ProcessPlugin())
+        assert worker_process.process.worker is worker
+        with monkeypatch.context() as closed:
+            closed.setattr(worker, "scheduler", SimpleNamespace(heartbeat_worker=lost))
+            await worker.heartbeat()
+        logging.getLogger(Worker.__module__).error("a line of another kind")
