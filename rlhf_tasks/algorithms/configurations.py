@@ -61,7 +61,7 @@ def make_config(document: Mapping[str, Any]) -> RunConfig:
             raise ConfigError(
                 "type: a pipeline is no single run. `prefect-rlhf run pipeline` runs its stages."
             )
-        if (written := str(kind).replace("-", "_")) in names:
+        if isinstance(kind, str) and (written := kind.replace("-", "_")) in names:
             raise ConfigError(f"type: {shown(kind)} is written {written!r} in a file.")
         raise ConfigError(f"type: must be one of {', '.join(names)}, found {shown(kind)}.")
     model = algorithm(kind).config

@@ -179,7 +179,7 @@ class Watched:
             self.flow_run_id = flow_run.id
             with taken(self.folder):
                 async with watched_orders(self.folder, flow_run.id, say) as self.orders:
-                    return await run_training(
+                    result = await run_training(
                         small_plan(),
                         {"sleep_s": 0.1},
                         self.cluster,
@@ -190,6 +190,9 @@ class Watched:
                         orders=self.orders,
                         **(SETTINGS | FAKES | self.options),
                     )
+                if result.order is Order.RELEASE:
+                    await self.set_state(Running())  # a flow that is suspended cannot end
+                return result
 
         return await parent()
 
