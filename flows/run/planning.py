@@ -29,7 +29,7 @@ from rlhf_tasks.algorithms.configurations import ConfigError
 from rlhf_tasks.algorithms.examples import mean_prompt_tokens
 from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, section_of
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.config.base import RunConfig, Samples, TrainingConfig
+from rlhf_tasks.config.base import MovesReference, RunConfig, Samples, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.sections import Role
 from rlhf_tasks.data.dataset import data_set
@@ -68,6 +68,7 @@ def problem_of(
 
 def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, workload: Workload) -> Problem:
     shapes = shapes_of(config)
+    _check_followers(config, shapes)
     models = {
         role: RoleModel(
             shape=shapes[role],
@@ -218,6 +219,7 @@ def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
         name=record.name,
         architectures=shapes,
         evaluated=evaluated,
+        follows=config.follows,
     )
 
 
@@ -265,6 +267,7 @@ def workload_of(config: RunConfig, prompt_tokens: float | None = None) -> Worklo
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
         reward_s=planning.reward_seconds_per_sequence,
         evaluation=_evaluation(config),
+        sync_every=config.ref_model_sync_steps if isinstance(config, MovesReference) else 1,
     )
 
 
@@ -283,6 +286,17 @@ def _evaluation(config: RunConfig) -> Evaluation | None:
     if completions is not None:
         sizes["completion_tokens"] = stated or round(mean_prompt_tokens(completions)) or 1
     return Evaluation(every=asked.every, rows=rows, rows_at_once=asked.batch_size, **sizes)
+
+
+def _check_followers(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Raises ConfigError where a role follows one with another architecture."""
+    for role, leader in config.follows.items():
+        if difference := shapes[role].difference(shapes[leader]):
+            told = ", ".join(f"{name} {ours} and {theirs}" for name, (ours, theirs) in difference.items())
+            raise ConfigError(
+                f"sync_ref_model: the models of {role!r} and {leader!r} cannot be blended, they differ: {told}. Name "
+                "models of one architecture."
+            )
 
 
 def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:

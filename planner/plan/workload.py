@@ -80,6 +80,7 @@ class Workload(Frozen):
     recompute        activations are recomputed in the backward pass
     reward_s         seconds of the Python rewards per sequence
     evaluation       of the role that the graph has evaluated
+    sync_every       iterations from one blend to the next of a role that follows another
     """
 
     prompt_tokens: int = Field(gt=0)
@@ -90,6 +91,7 @@ class Workload(Frozen):
     recompute: bool
     reward_s: float = Field(0.0, ge=0)
     evaluation: Evaluation | None = None
+    sync_every: int = Field(1, gt=0)
 
     @property
     def mean_tokens(self) -> float:

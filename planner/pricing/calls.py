@@ -25,7 +25,8 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
-OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments in float32 (optimizer.py)
+MASTER_BYTES = 4  # per parameter: master weight in float32 (optimizer.py)
+OPTIMIZER_BYTES = 3 * MASTER_BYTES  # per parameter: master weight and two moments
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
 
@@ -176,13 +177,13 @@ class CostModel:
         local = self._sizes(role, s)
         return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(s.pp))
 
-    def frozen_weights(self, role: str, trained: bool) -> Hashable:
+    def frozen_weights(self, role: str, changes: bool) -> Hashable:
         """What a role's frozen weights are known by: roles with equal ones share them where placements are equal.
 
-        trained  whether a call trains the role
+        changes  whether the role's parameters change during a run, or its adapters where it has some
         """
         model = self.models[role]
-        shares = model.weights and not (trained and model.lora is None)
+        shares = model.weights and not (changes and model.lora is None)
         return (model.weights, model.shape, model.head) if shares else role
 
     def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
@@ -191,6 +192,15 @@ class CostModel:
         trained = self._trained_sizes(role, s)
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
         return tuple(count * per_parameter for count in trained.parameters_by_stage(s.pp))
+
+    def following_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
+        """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each
+        stage."""
+        s = placement.strategy
+        per_parameter = self.workload.itemsize + MASTER_BYTES / s.dp
+        return tuple(
+            count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
+        )
 
     def evaluation(self, role: str, placement: Placement) -> CallCost:
         """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a

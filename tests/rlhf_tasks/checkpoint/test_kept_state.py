@@ -103,7 +103,7 @@ class Rank:
     def holds(self) -> dict:
         """What this rank's trained roles are: state by name, version, steps, and the role's own state."""
         found = {}
-        for role, engine in self.executor._run._engines.trained():
+        for role, engine in self.executor._run._engines.changing():
             found[role] = (engine.version, engine.optimizer.step, dict(engine.state))
             for shard in engine.optimizer.shard_state():
                 found[role, shard.name, shard.kind] = (shard.start, shard.tensor.tolist())
