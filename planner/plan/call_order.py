@@ -139,9 +139,9 @@ def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[in
 def with_trailing(made: Skeleton, places: Ints) -> Ints:
     """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
-    A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a sync,
-    and behind it its save, the later of its two calls. Nothing else comes between. No two places of an order are
-    equal.
+    A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a
+    sync, and behind it its save, the later of its two calls. Nothing else comes between. No two places of an order
+    are equal.
     """
     column = {name: i for i, name in enumerate(made.moving)}
     trailing = [name for name in made.slots if name not in column]

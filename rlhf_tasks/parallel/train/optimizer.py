@@ -4,8 +4,8 @@ A rank's parameters are stored one after the other in a flat buffer, in the same
 Each dp rank updates its share of the master weights; an all-gather distributes the new weights. State is addressed by
 parameter name and range of elements, so a checkpoint can be restored into any other layout.
 
-`MasterWeights` change by a blend with other weights. An `Optimizer` changes them by AdamW: gradients are accumulated in
-a second flat buffer, in the precision of the master weights, and reduce-scattered over dp.
+`MasterWeights` change by a blend with other weights. An `Optimizer` changes them by AdamW: gradients are accumulated
+in a second flat buffer, in the precision of the master weights, and reduce-scattered over dp.
 """
 
 import math

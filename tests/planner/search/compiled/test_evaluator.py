@@ -63,10 +63,12 @@ def make_tables(
     host_copy_bytes_per_s: float = 25e9,
     evaluation: Evaluation | None = None,
     lora: Lora | None = None,
+    sync_every: int | None = None,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
 
-    lora  of the roles that train; then actor and ref, critic and reward begin from the same weights
+    lora        of the roles that train; then actor and ref, critic and reward begin from the same weights
+    sync_every  iterations from one blend of the reference with the actor to the next
     """
     sizes = {
         "batch_size": n_seqs,
@@ -82,6 +84,7 @@ def make_tables(
         registered.dataset_keys,
         name=name,
         evaluated=("actor",) if evaluation else (),
+        follows={"ref": "actor"} if sync_every else {},
     )
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
     models = {
@@ -94,7 +97,12 @@ def make_tables(
         for role in graph.roles
     }
     workload = Workload(
-        prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=2, recompute=True, evaluation=evaluation
+        prompt_tokens=32,
+        new_tokens=Lengths.fixed(32),
+        itemsize=2,
+        recompute=True,
+        evaluation=evaluation,
+        sync_every=sync_every or 1,
     )
     device = preset("a100-80g-sxm").model_copy(
         update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
@@ -141,6 +149,12 @@ def tables_of(name: str) -> Tables:
         ),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
         "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
+        "3x2, two classes, reference follows": lambda: make_tables(
+            Cluster(3, 2), last_host=preset("h200-sxm"), sync_every=3
+        ),
+        "2x2, little memory, reference follows": lambda: make_tables(
+            Cluster(2, 2), memory_bytes=230 * 10**6, sync_every=1
+        ),
         "2x2, adapters, evaluated": lambda: make_tables(
             Cluster(2, 2), lora=LORA, memory_bytes=45 * 10**6, evaluation=EVALUATION
         ),
@@ -151,6 +165,7 @@ NAMES = [
     *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
     *("2x2, adapters", "2x2, adapters, little memory", "2x2, adapters, evaluated"),
+    *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
 ]
 
 
@@ -176,6 +191,7 @@ def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
     for name, offloadable in (
         ("1x8", set()),
         ("2x2, slow host links", {"ref_inference", "reward_inference"}),
+        ("2x2, little memory, reference follows", {"reward_inference"}),
     ):
         found = tables_of(name)
         options = dict(zip(found.calls, found.options, strict=True))
