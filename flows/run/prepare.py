@@ -17,6 +17,7 @@ from planner.plan.mesh import Cluster
 from planner.pricing.plans import lack_of_memory, plan_memory
 from planner.pricing.problem import Problem, ProblemError
 from planner.pricing.provenance import extrapolation
+from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
@@ -118,7 +119,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
     refuse_full_disk(need, folder or Path(config.output_dir))
     hardware = hardware_of(config)
-    problem = problem_of(config, hardware, prompt_tokens=rows.mean_tokens)
+    problem = problem_of(config, hardware, prompt_tokens=rows.tokens)
     plan = make_plan(config, problem, folder)
     of_plan = (*hardware.warnings, *problem.warnings, extrapolation(plan, problem.model), crowding(config))
     return Prepared(
@@ -206,7 +207,7 @@ def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
         if config.plan == "auto":
             limit_s, seed = config.planning.time_limit_s, config.seed
             return beside(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
-        return heuristic_plan(problem.graph, problem.model).plan
+        return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
     except (PlanError, ProblemError) as error:
         raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error
 

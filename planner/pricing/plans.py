@@ -67,6 +67,10 @@ _SAMPLE_BYTES = {
 }
 """Bytes per sample of the keys that have one row per sample."""
 
+_SHUFFLE = (
+    0x9E3779B1  # odd, so that multiples of it modulo 2**32 differ; its bits are those of the golden ratio
+)
+
 COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns
 
 
@@ -205,10 +209,13 @@ def reallocation_messages(node: ReallocateNode | SyncNode, model: CostModel) -> 
 
 
 def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: Workload) -> list[Message]:
-    """The messages of a redistribution in which every sequence has the mean length."""
+    """The messages of a redistribution in which every sequence weighs what one of the mean length does.
+
+    Where a side deals by tokens, a sequence may lie on any rank: these are dealt as if their lengths were shuffled.
+    """
     ids = range(plan.n_seqs)
-    alike = dict.fromkeys(ids, 1)
-    held, wanted = shares(node.source, ids, alike), shares(node.destination, ids, alike)
+    shuffled = {i: 1 + i * _SHUFFLE % (1 << 32) for i in ids}
+    held, wanted = shares(node.source, ids, shuffled), shares(node.destination, ids, shuffled)
     planned = plan_redistribution(held, wanted, plan.devices_per_host)
     per_sample = sum(key_bytes(key, workload) for key in node.keys)
     return [(t.source, t.destination, len(t.ids) * per_sample) for t in planned]
