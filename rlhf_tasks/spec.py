@@ -256,11 +256,14 @@ class EvaluateNode(_Node):
     """Answers held-out rows with the parameters that the train_step has just left, and scores the answers.
 
     The node does so in the iterations that the configuration's `evaluation` names, and nothing in the others.
+
+    at_start  the node stands at the beginning of an iteration, and does so in the first one alone
     """
 
     kind: Literal["evaluate"] = "evaluate"
     role: str
     placement: Placement
+    at_start: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -215,13 +215,15 @@ def shapes_of(config: RunConfig) -> dict[str, ModelShape]:
 def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
     """The dataflow graph that a configuration describes."""
     record = algorithm(config.type)
-    evaluated = () if section_of(config) is None else ("actor",)
+    asked = section_of(config)
+    evaluated = () if asked is None else ("actor",)
     return DataflowGraph(
         record.calls(config),
         record.dataset_keys,
         name=record.name,
         architectures=shapes,
         evaluated=evaluated,
+        on_start=asked is not None and asked.on_start,
         follows=config.follows,
     )
 

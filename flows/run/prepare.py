@@ -220,17 +220,22 @@ def _devices_assumed(config: RunConfig, problem: Problem) -> str:
     return f" Devices are taken for this machine's, {name}: planning.device names others."
 
 
+def _evaluation(role: str, at_start: bool) -> str:
+    return f"evaluation of {role}{' at the start' if at_start else ''}"
+
+
 def _kept_plan(path: Path, graph: DataflowGraph, cluster: Cluster) -> ExecutionPlan:
     """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
     plan = read_plan(path, "Remove it, and the run is planned anew.")
     planned = [
         *(node.name for node in plan.nodes if isinstance(node, CallNode)),
-        *(f"evaluation of {node.role}" for node in plan.nodes if isinstance(node, EvaluateNode)),
+        *(_evaluation(node.role, node.at_start) for node in plan.nodes if isinstance(node, EvaluateNode)),
         *(f"{role} follows {where.follows}" for role, where in plan.roles.items() if where.follows),
     ]
     asked = [
         *(call.name for call in graph.calls),
-        *(f"evaluation of {role}" for role in graph.evaluated),
+        *(_evaluation(role, False) for role in graph.evaluated),
+        *(_evaluation(role, True) for role in graph.evaluated if graph.on_start),
         *(f"{role} follows {leader}" for role, leader in graph.follows.items()),
     ]
     if (sorted(planned), plan.n_seqs) != (sorted(asked), graph.n_seqs):

@@ -39,6 +39,7 @@ class DataflowGraph:
     architectures  call -> its model's architecture (anything comparable, e.g. a ModelShape); calls of one role
                    must agree
     evaluated      roles that are evaluated after their train_step
+    on_start       they are also evaluated before the first iteration
     follows        role -> the trained role whose parameters are blended into its own after the train_step. One of its
                    calls runs its model
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
@@ -53,6 +54,7 @@ class DataflowGraph:
         name: str = "graph",
         architectures: Mapping[str, object] | None = None,
         evaluated: Collection[str] = (),
+        on_start: bool = False,
         follows: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -64,7 +66,7 @@ class DataflowGraph:
         graph = _data_graph(calls, producers, self.dataset_keys)
         _refuse_cycle(graph)
         self._trainers = _trainers(calls)
-        self.evaluated = tuple(evaluated)
+        self.evaluated, self.on_start = tuple(evaluated), on_start
         frozen = sorted(set(self.evaluated) - self._trainers.keys())
         if frozen:
             raise GraphError(f"Role {frozen[0]!r} is evaluated, but no call of {name} trains it.")

@@ -172,5 +172,6 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
             )
         case "save":
             return SaveNode(name=slot.name, role=call.role, placement=here.placement)
-        case "evaluate":
-            return EvaluateNode(name=slot.name, role=call.role, placement=here.placement)
+        case "evaluate" | "evaluate_first":
+            at_start = slot.kind == "evaluate_first"
+            return EvaluateNode(name=slot.name, role=call.role, placement=here.placement, at_start=at_start)

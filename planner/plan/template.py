@@ -14,12 +14,24 @@ from planner.plan.graph import DataflowGraph
 FETCH = "fetch"
 
 SlotKind = Literal[
-    "fetch", "call", "transfer", "reallocate", "release", "onload", "offload", "sync", "save", "evaluate"
+    "fetch",
+    "call",
+    "transfer",
+    "reallocate",
+    "release",
+    "onload",
+    "offload",
+    "sync",
+    "save",
+    "evaluate",
+    "evaluate_first",
 ]
 
 
-TRAILING: frozenset[SlotKind] = frozenset({"release", "offload", "sync", "save", "evaluate"})
-"""The kinds of slots that directly follow others: the last reader, or the train_step, or both."""
+TRAILING: frozenset[SlotKind] = frozenset(
+    {"release", "offload", "sync", "save", "evaluate", "evaluate_first"}
+)
+"""The kinds of slots that directly follow others: the last reader, or the train_step, or both, or the fetch."""
 
 
 class Slot(NamedTuple):
@@ -156,7 +168,10 @@ def _add_syncs(made: Skeleton, graph: DataflowGraph) -> None:
 
 
 def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
-    """After each train_step a save, then an evaluation where the role is evaluated. The next train_step waits."""
+    """After each train_step a save, then an evaluation where the role is evaluated. The next train_step waits.
+
+    An evaluation before the first iteration directly follows the fetch, so all other nodes on its devices come later.
+    """
     for role in graph.roles:
         trainer = graph.trainer(role)
         if trainer is not None:
@@ -167,6 +182,10 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
         ):  # behind the save, whose files are written meanwhile
             made.add(Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name), after={trainer.name})
             made.across[trainer.name].add(f"evaluate_{role}")
+            if graph.on_start:
+                first = f"evaluate_{role}_at_start"
+                made.add(Slot(first, "evaluate_first", trainer.name, trainer.name), after={FETCH})
+                made.across[first].add(trainer.name)
 
 
 class _Holding(NamedTuple):

@@ -165,9 +165,9 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
             held = max(model.parameter_bytes(node.role, node.placement))
             state = OPTIMIZER_BYTES if plan.roles[node.role].trained else MASTER_BYTES
             seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement), state)
-        case EvaluateNode():
+        case EvaluateNode(at_start=False):
             seconds = evaluation_s(node.role, node.placement, model)
-        case FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
+        case EvaluateNode() | FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
             pass
     return seconds + model.classes.dispatch_s, moved
 

@@ -15,6 +15,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.config.base import MovesReference, TrainingConfig
@@ -50,12 +51,13 @@ from rlhf_tasks.system.invariants import require
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a node returns besides its effects: metadata for the ledger."""
+    """What a node returns besides its effects: metadata for the ledger. The fields are as in `NodeResult`."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     bytes_sent: int = 0
     flops: float = 0.0
     digest: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RankRun:
@@ -262,14 +264,22 @@ class RankRun:
     def _evaluate(self, node: EvaluateNode, request: NodeRequest) -> Outcome:
         config, iteration = self._config, request.key.iteration
         assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
-        if config.evaluation is None or not config.evaluation.is_due(iteration, config.total_iterations):
+        asked = config.evaluation
+        if asked is None:
+            return Outcome()
+        due = iteration == 0 if node.at_start else asked.is_due(iteration, config.total_iterations)
+        if not due:
             return Outcome()
         engine = self._engines.get(node.role, node.placement)
         held, expected = engine.version, request.versions[node.role]
         require(held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}")
         flops_before = engine.flops
-        metrics = self._evaluated().metrics(engine, iteration)
-        return Outcome(metrics, flops=engine.flops - flops_before)
+        metrics, flops = self._evaluated().metrics(engine, iteration), engine.flops - flops_before
+        return (
+            Outcome(flops=flops, details={BEFORE: metrics})
+            if node.at_start
+            else Outcome(metrics, flops=flops)
+        )
 
     def _save_as(self, step: int, role: str, engine: Engine) -> None:
         self._at_step[role] = step

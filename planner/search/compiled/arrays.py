@@ -35,7 +35,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
-FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, EVALUATE, ONLOAD, OFFLOAD, COPY = range(11)
+FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, EVALUATE, EVALUATE_FIRST, ONLOAD, OFFLOAD, COPY = (
+    range(12)
+)
 """Kinds of slots; COPY is the copy from host memory that an onload starts."""
 
 _KINDS: dict[SlotKind, int] = {
@@ -47,6 +49,7 @@ _KINDS: dict[SlotKind, int] = {
     "sync": SYNC,
     "save": SAVE,
     "evaluate": EVALUATE,
+    "evaluate_first": EVALUATE_FIRST,
     "onload": ONLOAD,
     "offload": OFFLOAD,
 }

@@ -84,6 +84,7 @@ def make_tables(
         registered.dataset_keys,
         name=name,
         evaluated=("actor",) if evaluation else (),
+        on_start=evaluation is not None,
         follows={"ref": "actor"} if sync_every else {},
     )
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
