@@ -13,18 +13,20 @@ DRAWS, MOST_DRAWN = 32, 1 << 15
 """Batches that are drawn at most, and sequences of all of them together (but always one batch)."""
 
 
+Points = tuple[tuple[int, float], ...]
+
+
 class Imbalance(NamedTuple):
     """Tokens of the fullest dp rank, divided by the mean over the dp ranks: 1 where all have the same.
 
-    count   where groups are dealt by their number
-    tokens  where they are dealt by their tokens
+    by_count   where groups are dealt by their number
+    by_tokens  where they are dealt by their tokens
     """
 
-    count: float
-    tokens: float
+    by_count: float
+    by_tokens: float
 
 
-@cache
 def imbalance(prompts: Lengths, answers: Lengths, n_groups: int, group_size: int, dp: int) -> Imbalance:
     """What is to be expected of a (mini-)batch, for both ways of dealing it: the mean over batches that are drawn and
     dealt as a run deals them (docs/interfaces.md, "who holds which sample").
@@ -33,6 +35,11 @@ def imbalance(prompts: Lengths, answers: Lengths, n_groups: int, group_size: int
     n_groups          groups of a mini-batch; each has one prompt and `group_size` answers
     The draws are the same in every process.
     """
+    return _drawn_imbalance(prompts.points, answers.points, n_groups, group_size, dp)
+
+
+@cache
+def _drawn_imbalance(prompts: Points, answers: Points, n_groups: int, group_size: int, dp: int) -> Imbalance:
     draw, n_seqs = np.random.default_rng(0), n_groups * group_size
     heaviest = np.zeros(2)
     draws = min(DRAWS, max(1, MOST_DRAWN // n_seqs))
@@ -46,7 +53,7 @@ def imbalance(prompts: Lengths, answers: Lengths, n_groups: int, group_size: int
     return Imbalance(*(heaviest / draws).tolist())
 
 
-def _drawn(lengths: Lengths, n: int, draw: np.random.Generator) -> NDArray[np.int64]:
+def _drawn(lengths: Points, n: int, draw: np.random.Generator) -> NDArray[np.int64]:
     """n lengths."""
-    tokens, shares = zip(*lengths.points, strict=True)
+    tokens, shares = zip(*lengths, strict=True)
     return draw.choice(np.array(tokens), n, p=np.array(shares) / sum(shares))

@@ -31,7 +31,7 @@ def balanced(priced: Priced, problem: Problem) -> Priced:
         call.name: found
         for call in problem.graph.calls
         if (found := expected(call, given[call.name], problem)) is not None
-        and found.count > found.tokens * (1 + WORTH)
+        and found.by_count > found.by_tokens * (1 + WORTH)
     }
     if not uneven:
         return priced
@@ -72,6 +72,6 @@ def expected_s(priced: Priced, uneven: Mapping[str, Imbalance], problem: Problem
     seconds, dispatch_s = dict(priced.price.duration_s), problem.model.classes.dispatch_s
     for name, given in assignments_of(priced.plan).items():
         if name in uneven:
-            fullest = uneven[name].tokens if given.balance == "tokens" else uneven[name].count
+            fullest = uneven[name].by_tokens if given.balance == "tokens" else uneven[name].by_count
             seconds[name] = dispatch_s + (seconds[name] - dispatch_s) * fullest
     return steady_state(priced.plan, seconds, priced.price.copy_s).iteration_time_s

@@ -42,12 +42,12 @@ def test_no_rank_has_less_than_the_mean_or_more_than_all_and_tokens_are_never_mu
 
 
 def test_more_sequences_even_out_and_whole_groups_even_out_less():
-    few, many = (imbalance(WIDE, ONE, n, 1, 4).count for n in (8, 512))
+    few, many = (imbalance(WIDE, ONE, n, 1, 4).by_count for n in (8, 512))
     assert few > 1.3
     assert 1 < many < 1.1
     apart, grouped = imbalance(WIDE, ONE, 64, 1, 4), imbalance(WIDE, ONE, 8, 8, 4)
-    assert grouped.count > apart.count
-    assert apart.tokens < 1.06 < grouped.tokens
+    assert grouped.by_count > apart.by_count
+    assert apart.by_tokens < 1.06 < grouped.by_tokens
 
 
 def test_lengths_of_data_keep_their_mean_and_their_spread():
