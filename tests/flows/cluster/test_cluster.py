@@ -167,6 +167,15 @@ def test_no_process_of_our_cluster_keeps_figures_of_itself_for_an_hour(cluster):
 
 
 @pytest.mark.cluster
+def test_no_worker_of_our_cluster_looks_at_its_own_stacks(cluster):
+    def looks(dask_worker):
+        return "profile" in dask_worker.periodic_callbacks
+
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        assert set(client.run(looks).values()) == {False}
+
+
+@pytest.mark.cluster
 def test_ranks_on_cpu_see_no_gpu(cluster):
     def visible():
         return os.environ.get("CUDA_VISIBLE_DEVICES")
