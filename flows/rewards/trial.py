@@ -43,7 +43,8 @@ def try_rewards(config: Scores) -> Iterator[Tried]:
         blocks = asyncio.run(secret_blocks(config))
     answers, where = _answers(config)
     for reward in config.rewards:
-        alone = RewardProcess(config.model_copy(update={"rewards": (reward,)}), blocks=blocks)
+        tried = config.model_copy(update={"rewards": (reward,), "on_reward_error": "stop"})
+        alone = RewardProcess(tried, blocks=blocks)
         started_s = time.monotonic()
         value, fault = None, ""
         try:

@@ -253,7 +253,9 @@ class Parameters:
 class Reward:
     """A reward function that was found.
 
-    file  the source file of its function; "" where Python does not know it
+    file              the source file of its function; "" where Python does not know it
+    answers_per_call  the most answers that a call judges, each call being a request to a service; None: it is no
+                      service, and a call judges all answers, or one
     """
 
     name: str
@@ -263,6 +265,7 @@ class Reward:
     form: CallForm
     kwargs: Mapping[str, Any]
     file: str
+    answers_per_call: int | None = None
 
     def arguments(
         self, answers: Answers, state: TrainerState, logs: Mapping[str, Callable[[str, Any], None]]
@@ -275,13 +278,19 @@ class Reward:
             return calls
         return [{n: value for n, value in given.items() if n in self.parameters.names} for given in calls]
 
-    def values(self, returned: Sequence[Any], places: Sequence[int]) -> Values:
-        """One value for each of the answers at these indices, from what the calls returned.
+    def values(self, returned: Any, places: Sequence[int]) -> "list[float | RewardError | None]":
+        """One value for each of the answers at these indices, from what a call returned; the error for a bad one.
 
-        Raises RewardError that names a bad value.
+        Raises RewardError where there is not one for each.
         """
-        listed = returned if self.form.per_answer else self._listed(returned[0], len(places))
-        return [self._number(place, value) for place, value in zip(places, listed, strict=True)]
+        listed = [returned] if self.form.per_answer else self._listed(returned, len(places))
+        values: list[float | RewardError | None] = []
+        for place, value in zip(places, listed, strict=True):
+            try:
+                values.append(self._number(place, value))
+            except RewardError as error:
+                values.append(error)
+        return values
 
     def _listed(self, returned: Any, n_answers: int) -> Sequence[Any]:
         if isinstance(returned, Mapping):  # OpenRLHF's
@@ -303,6 +312,8 @@ class Reward:
         return returned
 
     def _number(self, place: int, value: Any) -> float | None:
+        if isinstance(value, RewardError):  # a service's
+            raise RewardError(str(value), place=place)
         if isinstance(value, Mapping):  # verl's
             if "score" not in value:
                 raise RewardError(

@@ -9,6 +9,7 @@ from rlhf_tasks.algorithms.shared.rollout_calls import (
     RolloutSizes,
     generate_and_score,
     ref_inference,
+    scored,
 )
 from rlhf_tasks.spec import ModelFunctionCall
 
@@ -36,7 +37,7 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
     kept = KEPT if config.records_kept else ()
     cut = () if config.truncated_responses == "keep" else ("truncated",)
     final = ("final_values",) if config.truncated_responses == "bootstrap" else ()
-    learning = (*SEQUENCES, "old_logprobs", "ref_logprobs", "values", "scores", *cut, *final)
+    learning = (*SEQUENCES, "old_logprobs", "ref_logprobs", "values", *scored(config), *cut, *final)
     return [
         *generate_and_score(config, kept),
         ref_inference(config, kept),

@@ -75,8 +75,9 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
         final_values = torch.where(batch["truncated"].values, batch["final_values"].values, 0.0)
     rewards = shaped_rewards(kl, scores, mask, lengths, kl_coef)
     tokens = counts_per_block(batch, context, "response_mask").to(mask.device)
-    sums = torch.stack([kl.double().sum(), rewards.double().sum()])
-    *blocks, total_kl, reward = engine.sum_over_dp(torch.cat([tokens, sums])).tolist()
+    n_samples = kl.new_tensor(len(batch), dtype=torch.float64)
+    sums = torch.stack([kl.double().sum(), rewards.double().sum(), n_samples])
+    *blocks, total_kl, reward, n = engine.sum_over_dp(torch.cat([tokens, sums])).tolist()
     count = sum(blocks)
     if config.whiten_rewards:
         (of_rewards,) = moments(engine, mask, count, rewards)
@@ -84,18 +85,18 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam, final_values)
     of_advantages, of_returns, of_errors = moments(engine, mask, count, advantages, returns, returns - values)
 
-    kl_per_sequence = total_kl / context.n_seqs
+    kl_per_sequence = total_kl / n
     state: dict[str, float] = {}
     if config.kl_target is not None and math.isfinite(kl_per_sequence):
         state[KL_STATE] = adapted_kl_coef(
-            kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
+            kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, int(n)
         )
     if config.whiten_advantages:
         advantages = whitened(advantages, mask, of_advantages)
     metrics = {
         "kl": kl_per_sequence,
         "kl_coef": kl_coef,
-        "shaped_reward": reward / context.n_seqs,
+        "shaped_reward": reward / n,
         "advantages/std": of_advantages.std,
         "returns/mean": of_returns.mean,
         "explained_variance": 1 - of_errors.variance / of_returns.variance

@@ -15,6 +15,8 @@ from rlhf_tasks.algorithms.shared.policy_math import (
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
 from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference, score_and_write
+from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
+from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -36,7 +38,7 @@ def greedy_generate(engine: Engine, batch: SampleBatch, context: CallContext) ->
 
 def greedy_reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """The scores of the greedy responses. Metrics: those of `reward_inference`, as greedy/..."""
-    return _as_greedy(score_and_write(engine, batch, context, written=0))
+    return _as_greedy(score_and_write(engine, batch, context, 0, "greedy-"))
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
@@ -44,7 +46,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
 
     The rewards are the score and -beta times the KL divergence (k1) of each token. Metrics: see `learn`.
     """
-    config = _remax(context)
+    config, batch = _remax(context), without_skipped(without_skipped(batch), f"greedy_{STAYS}")
     mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
     advances = batch["scores"].values.double() - batch["greedy_scores"].values.double()
     kl = reference_kl(batch, "k1").double() if config.beta > 0 else mask.double() * 0

@@ -15,7 +15,13 @@ def judge(name: str, judged: Any = SUMS, **kwargs: Any) -> list[float | None]:
     file, _, function = name.partition(":")
     reward = load_reward(function, f"{REWARDS / file}.py:{function}", kwargs)
     calls = reward.arguments(judged, TrainerState(0, 1), {})
-    return reward.values([reward.function(**arguments) for arguments in calls], range(len(judged)))
+    n = len(judged) if len(calls) == 1 else 1  # answers of a call
+    given = zip(range(0, len(judged), n), calls, strict=True)
+    values = [v for at, call in given for v in reward.values(reward.function(**call), range(at, at + n))]
+    for value in values:
+        if isinstance(value, RewardError):
+            raise value
+    return [value for value in values if not isinstance(value, RewardError)]
 
 
 @pytest.mark.parametrize(
