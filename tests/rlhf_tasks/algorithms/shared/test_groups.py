@@ -59,15 +59,15 @@ FUNCTIONS = (all_equal, best_of_group, group_stds, less_mean, less_others)
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_group_that_has_lost_samples_counts_as_a_smaller_group_to_the_last_bit(function):
-    scores = torch.randn(20, generator=torch.Generator().manual_seed(1))
-    left = [0, 1, 2, 3, 5, 6, 7, 12, 13, 14, 16]  # of five groups: 4, 3, none, 3, 1
+    scores = torch.randn(24, generator=torch.Generator().manual_seed(1))
+    left = [0, 1, 2, 3, 5, 6, 7, 12, 13, 14, 16, 23]  # of six groups: 4, 3, none, 3, 1, 1
     found = per_group(function, scores[left], left, 4)
     expected = [
-        function(scores[group], len(group)) for group in ([0, 1, 2, 3], [5, 6, 7], [12, 13, 14], [16])
+        function(scores[group], len(group)) for group in ([0, 1, 2, 3], [5, 6, 7], [12, 13, 14], [16], [23])
     ]
     assert torch.equal(found, torch.cat(expected))
     assert found.dtype == function(scores, 4).dtype
-    assert torch.equal(per_group(function, scores, range(20), 4), function(scores, 4))
+    assert torch.equal(per_group(function, scores, range(24), 4), function(scores, 4))
     assert len(per_group(function, scores[:0], [], 4)) == 0
 
 
