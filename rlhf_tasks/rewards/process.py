@@ -41,9 +41,18 @@ OURS = "PREFECT_"
 MOST_LOST = 4
 """Of the answers of a batch that a process judges one by one, as many may cost it, where such answers are skipped."""
 SEARCH_S = 5.0  # that the search for the answer that a reward fails on may take
+ENDING_S = 20.0
+"""After its time is over, until a late reward is reported: its stack is asked for and its processes are ended."""
 STACK_S = 1.0  # that a helper may take to dump its stack
 END_S = 10.0  # that a keeper may take to kill all its descendants
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def longest_s(config: Scores) -> float:
+    """Seconds that judging a batch may take until its rewards are reported as late: those of `reward_timeout_s`, as
+    often as a process is started anew."""
+    times = 1 + (MOST_LOST if config.on_reward_error == "skip" else 0)
+    return times * (config.reward_timeout_s + ENDING_S)
 
 
 class Fault(NamedTuple):
