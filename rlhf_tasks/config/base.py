@@ -379,6 +379,11 @@ class Scores(Samples):
     )
 
     @property
+    def scores_tokens(self) -> bool:
+        """Whether some reward judges single tokens or steps."""
+        return any(reward.per != "sequence" for reward in self.rewards)
+
+    @property
     def skipped_leave(self) -> bool:
         """Whether a sample that a reward fails on leaves the batch; else it is judged as 0."""
         return True

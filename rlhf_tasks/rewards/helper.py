@@ -30,6 +30,7 @@ from rlhf_tasks.rewards.forms import (
     Reward,
     RewardError,
     TrainerState,
+    Value,
     Values,
     load_reward,
     shortened,
@@ -79,6 +80,7 @@ class _Entry:
     service: Mapping[str, Any] | None
     concurrency: int
     cache: bool
+    per: str
 
 
 @dataclass(slots=True)
@@ -129,7 +131,7 @@ class _Task:
     reward: Reward
     places: Sequence[int]
     keys: Mapping[int, str]
-    known: Mapping[int, float | None]
+    known: Mapping[int, Value]
     left_out: Collection[int]
 
     @property
@@ -183,11 +185,11 @@ class Helper:
             for name, value in kwargs.items():
                 _refuse_unknown(entry, name, value)
             if entry.service is not None:
-                service = Service(entry.name, entry.location, kwargs, **entry.service)
+                service = Service(entry.name, entry.location, kwargs, per=entry.per, **entry.service)
                 self._rewards.append(service.reward())
                 continue
             try:
-                self._rewards.append(load_reward(entry.name, entry.location, kwargs))
+                self._rewards.append(load_reward(entry.name, entry.location, kwargs, entry.per))
             except RewardError:
                 raise
             except BaseException as error:  # noqa: BLE001  the user's module may raise anything
@@ -220,7 +222,7 @@ class Helper:
                 calls.remove(call)
                 calls += self._one_by_one(call, answers, state, logs, until_s, timeout_s, most)
         faults: list[tuple[str, int, str]] = []
-        values = {task.reward.name: self._values(task, calls, faults, timeout_s) for task in tasks}
+        values = {task.reward.name: self._values(task, calls, answers, faults, timeout_s) for task in tasks}
         split = [task.reward.name for task in tasks if task.reward.form.per_answer]
         self._tell({"values": values, "split": split, "logged": logged, "faults": faults})
 
@@ -299,7 +301,8 @@ class Helper:
                 continue
             keys: dict[int, str] = {}
             if entry.cache:
-                code = code_digest(reward.file, entry.location, entry.kwargs)
+                per = "" if entry.per == "sequence" else f" per {entry.per}"
+                code = code_digest(reward.file, f"{entry.location}{per}", entry.kwargs)
                 rows = {place: {n: v[place] for n, v in answers.columns.items()} for place in places}
                 keys = {
                     place: key_of(
@@ -315,7 +318,12 @@ class Helper:
             yield _Task(entry, reward, places, keys, self._kept.find(keys), lost)
 
     def _values(
-        self, task: _Task, calls: Sequence[_Call], faults: list[tuple[str, int, str]], timeout_s: float
+        self,
+        task: _Task,
+        calls: Sequence[_Call],
+        answers: Answers,
+        faults: list[tuple[str, int, str]],
+        timeout_s: float,
     ) -> Values:
         """The values of a task's answers, after its calls; those that are to be kept are.
 
@@ -328,9 +336,9 @@ class Helper:
                 continue
             if call.error is not None:
                 fault = _fault(call, call.error, timeout_s)
-                values: Sequence[float | RewardError | None] = [fault] * len(call.places)
+                values: Sequence[Value | RewardError] = [fault] * len(call.places)
             else:
-                values = call.reward.values(call.returned, call.places)
+                values = call.reward.values(call.returned, call.places, answers)
             for place, value in zip(call.places, values, strict=True):
                 if not isinstance(value, RewardError):
                     found[place] = value

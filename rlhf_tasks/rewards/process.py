@@ -275,6 +275,7 @@ def _entry(reward: RewardFunction | RewardService) -> dict[str, Any]:
         "service": service,
         "concurrency": reward.concurrency,
         "cache": reward.cache,
+        "per": reward.per,
     }
 
 

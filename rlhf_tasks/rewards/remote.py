@@ -61,6 +61,7 @@ class Service:
     request_timeout_s: float
     retries: int
     allow_private: bool
+    per: str = "sequence"
 
     def reward(self) -> Reward:
         """The service as an async reward of TRL's form, each call of which is one request.
@@ -83,6 +84,7 @@ class Service:
             {},
             file="",
             answers_per_call=self.answers_per_request,
+            per=self.per,
         )
 
     async def _judge(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Sequence[Any]:
@@ -100,13 +102,28 @@ class Service:
         fault: Exception | None = None
         for tried in range(self.retries + 1):
             try:
-                return _values(self.name, self._posted(content), n_answers)
+                return self._values(self._posted(content), n_answers)
             except _Again as failure:
                 fault = failure
             if tried < self.retries:
                 time.sleep(min(FIRST_PAUSE_S * 2**tried, LONGEST_PAUSE_S))
         tries = f"{self.retries + 1} tries" if self.retries else "1 try"
         raise RequestError(f"reward {self.name!r}: {self.url} {fault} ({tries}).")
+
+    def _values(self, answer: Any, n_answers: int) -> Sequence[Any]:
+        """The values of an answer: a list, or an object with `rewards` or `scores`; a RewardError for each that is no
+        number where it must be one. Raises RewardError where there is not one for each."""
+        if isinstance(answer, Mapping):
+            answer = answer.get("rewards", answer.get("scores"))
+        if not isinstance(answer, list):
+            raise RewardError(f"reward {self.name!r} answered without a list of `rewards`.")
+        if len(answer) != n_answers:
+            raise RewardError(
+                f"reward {self.name!r} answered with {len(answer)} values for {n_answers} answers."
+            )
+        if self.per != "sequence":
+            return answer
+        return [_value(self.name, place, value) for place, value in enumerate(answer)]
 
     def _posted(self, content: bytes) -> Any:
         """The JSON that a POST is answered with. Raises RewardError, and _Again."""
@@ -247,18 +264,6 @@ def _shut(wire: socket.socket) -> None:
         wire.shutdown(socket.SHUT_RDWR)
     except OSError:  # the peer was quicker
         return
-
-
-def _values(name: str, answer: Any, n_answers: int) -> Sequence[Any]:
-    """The values of an answer: a list, or an object with `rewards` or `scores`; a RewardError for each that is no
-    number. Raises RewardError where it is no list with a value for each."""
-    if isinstance(answer, Mapping):
-        answer = answer.get("rewards", answer.get("scores"))
-    if not isinstance(answer, list):
-        raise RewardError(f"reward {name!r} answered without a list of `rewards`.")
-    if len(answer) != n_answers:
-        raise RewardError(f"reward {name!r} answered with {len(answer)} values for {n_answers} answers.")
-    return [_value(name, place, value) for place, value in enumerate(answer)]
 
 
 def _value(name: str, place: int, value: Any) -> Any:

@@ -35,6 +35,7 @@ def make_graph() -> Callable[..., DataflowGraph]:
             "num_mini_batches": mini_batches,
             "scoring_role": "reward",
             "on_reward_error": "stop",
+            "scores_tokens": False,
             "records_kept": False,
             "truncated_responses": "keep",
             **sizes,

@@ -15,9 +15,11 @@ from torch import Tensor
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.ppo.ppo_math import adapted_kl_coef
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.packed import on_tokens
 from rlhf_tasks.algorithms.shared.policy_math import gae, kl_divergence, shaped_rewards
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block
 from rlhf_tasks.algorithms.shared.statistics import moments, whitened
+from rlhf_tasks.algorithms.shared.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -65,15 +67,15 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     lengths = batch["input_ids"].lengths
     kl = kl_divergence(batch["old_logprobs"].values, batch["ref_logprobs"].values, config.kl_estimator)
     kl = torch.where(mask, kl, 0.0)
-    scores = batch["scores"].values
-    if config.score_clip is not None:
-        scores = scores.clamp(-config.score_clip, config.score_clip)
+    placed = token_rewards(batch)
+    if config.score_clip is not None:  # scores of whole responses: the configuration has checked this
+        placed = placed.clamp(-config.score_clip, config.score_clip)
     final_values = None
     if config.truncated_responses == "zero":
-        scores = torch.where(batch["truncated"].values, 0.0, scores)
+        placed = torch.where(on_tokens(batch["truncated"].values, lengths), 0.0, placed)
     elif config.truncated_responses == "bootstrap":
         final_values = torch.where(batch["truncated"].values, batch["final_values"].values, 0.0)
-    rewards = shaped_rewards(kl, scores, mask, lengths, kl_coef)
+    rewards = shaped_rewards(kl, placed, mask, kl_coef)
     tokens = counts_per_block(batch, context, "response_mask").to(mask.device)
     n_samples = kl.new_tensor(len(batch), dtype=torch.float64)
     sums = torch.stack([kl.double().sum(), rewards.double().sum(), n_samples])

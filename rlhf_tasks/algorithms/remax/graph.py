@@ -1,6 +1,12 @@
 """The dataflow graph of ReMax: two generations and two reward calls."""
 
-from rlhf_tasks.algorithms.shared.rollout_calls import SEQUENCES, PolicySizes, policy_calls, scored
+from rlhf_tasks.algorithms.shared.rollout_calls import (
+    SEQUENCES,
+    PolicySizes,
+    policy_calls,
+    scored,
+    scored_tokens,
+)
 from rlhf_tasks.spec import ModelFunctionCall
 
 GREEDY = {f"greedy_{key}": key for key in (*SEQUENCES, "truncated")}
@@ -11,7 +17,7 @@ def graph(config: PolicySizes) -> list[ModelFunctionCall]:
     """actor generate, sampled and greedy; reward inference on both, and ref inference where beta > 0; actor
     train_step."""
     scores = {f"greedy_{key}": key for key in scored(config)}
-    *before, train = policy_calls(config, tuple(scores))
+    *before, train = policy_calls(config, (*scored_tokens(config), *scores))
     generate = ModelFunctionCall(
         name="greedy_generate",
         role="actor",

@@ -17,6 +17,9 @@ KEPT = ("kept_counts", "kept_tokens")
 STAYS = "stays"
 """The key that says of each sample whether it stays in the batch: False where a reward failed on it."""
 
+TOKEN_REWARDS = "token_rewards"
+"""The key of the rewards at each token, a whole response's at the last, where some reward judges tokens or steps."""
+
 
 class GenerateSizes(Protocol):
     """The fields of a configuration that generation depends on."""
@@ -34,11 +37,18 @@ class RolloutSizes(GenerateSizes, Protocol):
     def scoring_role(self) -> str: ...
     @property
     def on_reward_error(self) -> str: ...
+    @property
+    def scores_tokens(self) -> bool: ...
 
 
 def scored(config: RolloutSizes) -> tuple[str, ...]:
     """The keys that a reward call gives and a train call reads: `scores`, and STAYS where samples may leave."""
     return ("scores", STAYS) if config.on_reward_error == "skip" else ("scores",)
+
+
+def scored_tokens(config: RolloutSizes) -> tuple[str, ...]:
+    """The key that a train call reads besides where it learns from the rewards of single tokens."""
+    return (TOKEN_REWARDS,) if config.scores_tokens else ()
 
 
 def generate(config: GenerateSizes, kept: Sequence[str] = ()) -> ModelFunctionCall:
@@ -67,7 +77,7 @@ def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[M
             role=config.scoring_role,
             kind="inference",
             inputs=(*SEQUENCES, "truncated", "columns"),
-            outputs=scored(config),
+            outputs=(*scored(config), *scored_tokens(config)),
             n_seqs=config.batch_size,
             group_size=config.group_size,
             runs_model=config.scoring_role == "reward",

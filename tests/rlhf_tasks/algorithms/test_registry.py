@@ -20,6 +20,7 @@ SIZES = SimpleNamespace(
     num_mini_batches=3,
     scoring_role="reward",
     on_reward_error="stop",
+    scores_tokens=False,
     records_kept=False,
     truncated_responses="keep",
     beta=0.1,
