@@ -1,5 +1,6 @@
 """GRPO's calls (arXiv:2402.03300), with the options of Dr.GRPO, DAPO, GSPO and CISPO."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn
 from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import all_equal, group_stds, less_mean
+from rlhf_tasks.algorithms.shared.groups import all_equal, group_stds, less_mean, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_math import (
     cispo_loss,
@@ -22,6 +23,7 @@ from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_most_tokens
 from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.statistics import moments
+from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -36,19 +38,19 @@ WEIGHTINGS = {"grpo": per_response, "dapo": per_token, "dr_grpo": per_most_token
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Optimizer steps on each response, weighted by its score relative to its group. Metrics: see `learn`."""
-    config = context.config
+    config, batch = context.config, without_skipped(batch)
     assert isinstance(config, GRPOConfig)
     clipped = partial(clipped_loss, low=config.epsilon, high=config.high, dual_clip=config.delta)
     surrogate = partial(cispo_loss, high=config.high) if config.loss_type == "cispo" else clipped
     objective = Objective(RATIOS[config.importance_sampling_level], surrogate, config.beta)
     scores = shaped_scores(batch, config)
-    advantages = on_tokens(relative_scores(engine, scores, config), batch["input_ids"].lengths)
-    kept = None
+    advantages = on_tokens(relative_scores(engine, scores, batch.ids, config), batch["input_ids"].lengths)
+    compares = None
     if config.filter_groups:
         # Before the penalty of long responses: their length alone is not what a group is to be compared by.
-        equal = all_equal(batch["scores"].values, config.num_generations)
-        kept = ~equal.repeat_interleave(config.num_generations)
-    return learn(engine, batch, context, advantages, objective, WEIGHTINGS[config.loss_type], kept=kept)
+        compares = ~per_group(all_equal, batch["scores"].values, batch.ids, config.num_generations)
+    weighting = WEIGHTINGS[config.loss_type]
+    return learn(engine, batch, context, advantages, objective, weighting, compares=compares)
 
 
 def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:
@@ -61,20 +63,22 @@ def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:
     return scores + config.overlong_penalty * overlong_penalties(tokens, most, config.overlong_buffer)
 
 
-def relative_scores(engine: Engine, scores: Tensor, config: GRPOConfig) -> Tensor:
+def relative_scores(engine: Engine, scores: Tensor, ids: Sequence[int], config: GRPOConfig) -> Tensor:
     """Each sample's score less its group's mean, divided by the standard deviation of its group or of the batch: [n]
     float64 (arXiv:2402.03300, section 4.1.2).
 
+    scores [n] of the samples `ids`, in which samples of a group may be missing
     Standard deviations are unbiased. A group of equal scores gets exactly 0. Collective over the mesh.
     """
     size = config.num_generations
-    relative = less_mean(scores, size)
+    relative = per_group(less_mean, scores, ids, size)
     match config.scale_rewards:
         case "group":
-            return relative / (group_stds(scores, size) + STD_EPSILON)
+            return relative / (per_group(group_stds, scores, ids, size) + STD_EPSILON)
         case "batch":
             everyone = torch.ones_like(scores, dtype=torch.bool)
-            (of_batch,) = moments(engine, everyone, config.batch_size, scores)
+            count = engine.sum_over_dp(everyone.sum()[None]).item()
+            (of_batch,) = moments(engine, everyone, count, scores)
             return relative / (of_batch.std + STD_EPSILON)
         case "none":
             return relative

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
-from rlhf_tasks.algorithms.shared.groups import all_equal
+from rlhf_tasks.algorithms.shared.groups import all_equal, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens
 from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
 from rlhf_tasks.algorithms.shared.policy_math import kl_divergence
 from rlhf_tasks.algorithms.shared.policy_steps import Counts, Objective, Weights, policy_steps
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block
+from rlhf_tasks.algorithms.shared.staying import staying
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
+from rlhf_tasks.rewards.forms import RewardError
+from rlhf_tasks.rewards.samples_folder import SKIPPED_SAMPLES
 
 Weighting = Callable[[Tensor, Sequence[int], Counts, int], Weights]
 """`per_token` and its like in policy_steps.py."""
@@ -27,40 +30,47 @@ def learn(
     objective: Objective,
     weighting: Weighting,
     kl_estimator: str = "k3",
-    kept: Tensor | None = None,
+    compares: Tensor | None = None,
 ) -> CallOutput:
     """Optimizer steps on the responses, without those truncated where the configuration masks them.
 
     advantages    [T]
     kl_estimator  of the metric kl
-    kept          [n] bool: the responses that stay in the batch; None: all
+    compares      [n] bool: the responses that are learned from and in the denominators; None: all
     Metrics, besides those of `policy_steps`: kl (with a reference: mean KL per sequence of the policy that sampled,
-    in nats), frac_reward_zero_std (with groups: share of groups whose scores are all equal).
+    in nats), frac_reward_zero_std (with groups: share of the samples whose group's scores are all equal).
+    Raises RewardError when the batch is empty on all replicas.
     """
     config, scores = context.config, batch["scores"].values
     assert isinstance(config, CriticFreeConfig), f"{config.type} runs have a critic"
     kl = reference_kl(batch, kl_estimator).double().sum() if config.beta > 0 else scores.new_zeros(())
-    equal = all_equal(scores, config.group_size).sum()
+    equal = per_group(all_equal, scores, batch.ids, config.group_size).sum()
+    whole = torch.stack([kl.double(), equal.double(), scores.new_tensor(len(batch), dtype=torch.float64)])
     of_tokens = {"advantages": Packed(advantages, batch["input_ids"].lengths)}
     batch = SampleBatch(batch.ids, {**batch.data, **of_tokens})
-    if kept is not None:
-        batch = batch.take(kept.nonzero().squeeze(1).tolist())
+    if compares is not None:
+        batch = staying(batch, compares)
 
     lengths, learned = batch["input_ids"].lengths, batch["response_mask"].values
     if config.mask_truncated_completions:
         learned = learned & ~on_tokens(batch["truncated"].values, lengths)
     marks = SampleBatch(batch.ids, {"learned": Packed(learned, lengths), "tokens": batch["response_mask"]})
     counted = torch.cat([counts_per_block(marks, context, key) for key in (None, "learned", "tokens")])
-    own = torch.cat([counted.to(engine.device), torch.stack([kl.double(), equal.double()])])
-    *totals, total_kl, total_equal = engine.sum_over_dp(own).tolist()
+    own = torch.cat([counted.to(engine.device), whole])
+    *totals, total_kl, total_equal, n_samples = engine.sum_over_dp(own).tolist()
+    if not n_samples:
+        raise RewardError(
+            f"a reward failed on every sample of iteration {context.iteration}, so none is left to learn from. "
+            f"{SKIPPED_SAMPLES} in the run folder has the reasons."
+        )
     n = config.num_mini_batches
     counts = Counts(totals[:n], totals[n : 2 * n], totals[2 * n :])
 
     metrics: dict[str, float] = {}
     if config.beta > 0:
-        metrics["kl"] = total_kl / context.n_seqs
+        metrics["kl"] = total_kl / n_samples
     if config.group_size > 1:
-        metrics["frac_reward_zero_std"] = total_equal * config.group_size / context.n_seqs
+        metrics["frac_reward_zero_std"] = total_equal / n_samples
     weights = weighting(learned, lengths, counts, config.sampling.max_completion_length)
     steps = policy_steps(
         engine,
