@@ -36,7 +36,7 @@ from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
-from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
+from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
     if config.plan == "auto" and kept is not None and kept.exists():
         plan = _kept_plan(
             kept,
-            [call.name for call in problem.graph.calls],
+            [call.name for call in problem.graph.calls for _ in call.nodes],
             problem.cluster,
             problem.graph.n_seqs,
             problem.graph.evaluated,
@@ -229,7 +229,7 @@ def _kept_plan(
 ) -> ExecutionPlan:
     """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
     plan = read_plan(path, "Remove it, and the run is planned anew.")
-    planned = [node.name for node in plan.nodes if isinstance(node, CallNode)]
+    planned = [call for call, nodes in plan.calls.items() for _ in nodes]
     evaluates = [node.role for node in plan.nodes if isinstance(node, EvaluateNode)]
     if (sorted(planned), plan.n_seqs, sorted(evaluates)) != (sorted(calls), n_seqs, sorted(evaluated)):
         raise ConfigError(

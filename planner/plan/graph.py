@@ -40,7 +40,7 @@ class DataflowGraph:
                    must agree
     evaluated      roles that are evaluated after their train_step
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
-    different sizes or groups, a cycle, and roles whose architectures differ.
+    different sizes or groups, a cycle, roles whose architectures differ, and calls that cannot be cut into parts.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class DataflowGraph:
         _check_sizes(calls)
         _check_architectures(calls, architectures or {})
         producers = _producers(calls, self.dataset_keys)
+        _check_parts(calls, producers)
         graph = _data_graph(calls, producers, self.dataset_keys)
         _refuse_cycle(graph)
         self._trainers = _trainers(calls)
@@ -84,6 +85,11 @@ class DataflowGraph:
     @property
     def group_size(self) -> int:
         return self.calls[0].group_size
+
+    @property
+    def chunks(self) -> int:
+        """Parts into which calls are cut; 1 where none is."""
+        return max(call.chunks for call in self.calls)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -171,6 +177,35 @@ def _check_sizes(calls: Sequence[ModelFunctionCall]) -> None:
                 f"Call {call.name!r} cuts {groups_of(call)} into {call.mini_batches} mini-batches. "
                 "Choose fewer mini-batches or a larger batch."
             )
+
+
+def blocks_of(call: ModelFunctionCall) -> str:
+    """What a call's sequences are cut into, for a message: "4 mini-batches", or "2 parts"."""
+    return f"{call.mini_batches} mini-batches" if call.chunks == 1 else f"{call.chunks} parts"
+
+
+def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str]) -> None:
+    """Raises GraphError unless parts are whole groups, equally many, and made from parts."""
+    by_name = {call.name: call for call in calls}
+    for call in calls:
+        if call.chunks == 1:
+            continue
+        if call.kind == "train_step":
+            raise GraphError(
+                f"Call {call.name!r} trains: it takes all samples, and cannot be cut into parts."
+            )
+        if call.n_groups % call.chunks:
+            raise GraphError(
+                f"Call {call.name!r} cuts {groups_of(call)} into {call.chunks} parts, which would not be equal. "
+                f"Choose a number of chunks that divides {call.n_groups}."
+            )
+        for key in call.inputs:
+            made = by_name.get(producers.get(key, ""), call)
+            if made.chunks != call.chunks:
+                raise GraphError(
+                    f"Call {call.name!r} is cut into {call.chunks} parts, but {made.name!r}, which makes {key!r} for "
+                    f"it, into {made.chunks}. Cut both alike."
+                )
 
 
 def _check_architectures(calls: Sequence[ModelFunctionCall], architectures: Mapping[str, object]) -> None:

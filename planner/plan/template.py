@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from planner.plan.graph import DataflowGraph
+from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
 
 FETCH = "fetch"
 
@@ -31,6 +32,7 @@ class Slot(NamedTuple):
     source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
             role's train_step; otherwise `call`
     keys    what a fetch or transfer brings
+    part    of a call or transfer: whose samples
     """
 
     name: str
@@ -38,6 +40,7 @@ class Slot(NamedTuple):
     call: str
     source: str
     keys: tuple[str, ...] = ()
+    part: Part = WHOLE
 
 
 @dataclass
@@ -81,7 +84,9 @@ def skeleton(
     source = graph.source.name
     made.add(Slot(FETCH, "fetch", source, source, graph.dataset_keys))
     for call in graph.calls:
-        made.add(Slot(call.name, "call", call.name, call.name))
+        for number, name in enumerate(call.nodes):
+            before = {call.nodes[number - 1]} if number else set[str]()
+            made.add(Slot(name, "call", call.name, call.name, part=Part(number, call.chunks)), after=before)
     _add_copies(made, graph, placement)
     _add_onloads(made, graph, placement, offloaded)
     _add_transfers(made, graph, where, dealt_by or {})
@@ -100,16 +105,17 @@ def _add_copies(made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Ha
             if call.role == role and call.name != trainer.name:
                 readers.setdefault((placement[call.name], graph.reads_updated(call)), []).append(call.name)
         for (place, updated), names in readers.items():
+            nodes = [node for name in names for node in graph.call(name).nodes]
             if place == placement[trainer.name]:
-                _order_readers(made, trainer.name, names, updated)
+                _order_readers(made, trainer.name, nodes, updated)
                 continue
             reallocate = f"reallocate_{role}_to_{names[0]}"
             made.add(Slot(reallocate, "reallocate", names[0], trainer.name))
             _order_readers(made, trainer.name, [reallocate], updated)
-            for name in names:
-                made.after[name].add(reallocate)
+            for node in nodes:
+                made.after[node].add(reallocate)
             release = Slot(f"release_{role}_of_{names[0]}", "release", names[0], trainer.name)
-            made.add(release, after=set(names))
+            made.add(release, after=set(nodes))
 
 
 def _order_readers(made: Skeleton, trainer: str, readers: list[str], updated: bool) -> None:
@@ -133,9 +139,10 @@ def _add_onloads(
     for (role, _), names in readers.items():
         onload = f"onload_{role}_to_{names[0]}"
         made.add(Slot(onload, "onload", names[0], names[0]))
-        for name in names:
-            made.after[name].add(onload)
-        made.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(names))
+        nodes = [node for name in names for node in graph.call(name).nodes]
+        for node in nodes:
+            made.after[node].add(onload)
+        made.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(nodes))
 
 
 def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
@@ -153,10 +160,18 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
 
 
 class _Holding(NamedTuple):
-    """A key on one side (a `where` label): the call (or FETCH) of that side, and the node that brought it there."""
+    """A key on one side (a `where` label).
+
+    call   the call (or FETCH) of that side
+    nodes  what brought the key there: one node, or one for each part
+    """
 
     call: str
-    node: str
+    nodes: tuple[str, ...]
+
+    def of(self, part: Part) -> set[str]:
+        """The nodes that brought the samples of a part."""
+        return {self.nodes[part.index]} if len(self.nodes) == part.of else set(self.nodes)
 
 
 class _Keys:
@@ -166,11 +181,11 @@ class _Keys:
         self._graph, self.where = graph, where
         self.held: dict[str, dict[Hashable, _Holding]] = {}
         for key in graph.dataset_keys:
-            self.put(key, FETCH, FETCH)
+            self.put(key, FETCH, (FETCH,))
 
-    def put(self, key: str, call: str, node: str) -> None:
-        """`node` has brought `key` to the side of `call`."""
-        self.held.setdefault(key, {})[self.where[call]] = _Holding(call, node)
+    def put(self, key: str, call: str, nodes: tuple[str, ...]) -> None:
+        """The nodes have brought `key` to the side of `call`."""
+        self.held.setdefault(key, {})[self.where[call]] = _Holding(call, nodes)
 
     def home(self, key: str) -> Hashable:
         """The side where a key was produced or fetched."""
@@ -207,23 +222,33 @@ class _Keys:
 def _add_transfers(
     made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
 ) -> None:
-    """Walk the calls in data order, and add one transfer per source side for the keys that a call lacks."""
+    """Walk the calls in data order, and add transfers for the keys that a call lacks: one per source side, for each
+    of its parts."""
     keys = _Keys(graph, where)
     for call in graph.calls:
         here, dealing = where[call.name], dealt_by.get(call.name)
         missing = [key for key in call.inputs if here not in keys.held[key]]
-        made.after[call.name] |= {keys.held[key][here].node for key in call.inputs if key not in missing}
+        for part, node in _parts(call):
+            present = (keys.held[key][here] for key in call.inputs if key not in missing)
+            made.after[node] |= {before for holding in present for before in holding.of(part)}
         # The key whose lengths deal this call's samples comes first: the other transfers need the lengths.
         sources = sorted(keys.sources(missing).items(), key=lambda item: dealing not in item[1])
         for source, moved in sources:
             native = next(key for key in moved if keys.home(key) == source)
-            name = f"transfer_{graph.producer(native) or FETCH}_to_{call.name}"
-            slot = Slot(name, "transfer", call.name, keys.held[native][source].call, tuple(moved))
-            made.add(slot, after={keys.held[key][source].node for key in moved})
-            if dealing is not None and dealing not in moved:
-                made.after[name].add(keys.held[dealing][here].node)
-            made.after[call.name].add(name)
+            names = tuple(f"transfer_{graph.producer(native) or FETCH}_to_{node}" for node in call.nodes)
+            for (part, node), name in zip(_parts(call), names, strict=True):
+                held_by = keys.held[native][source].call
+                made.add(Slot(name, "transfer", call.name, held_by, tuple(moved), part))
+                made.after[name] |= {b for key in moved for b in keys.held[key][source].of(part)}
+                if dealing is not None and dealing not in moved:
+                    made.after[name] |= keys.held[dealing][here].of(part)
+                made.after[node].add(name)
             for key in moved:
-                keys.put(key, call.name, name)
+                keys.put(key, call.name, names)
         for key in call.outputs:
-            keys.put(key, call.name, call.name)
+            keys.put(key, call.name, call.nodes)
+
+
+def _parts(call: ModelFunctionCall) -> list[tuple[Part, str]]:
+    """The parts of a call and their nodes; of one that is not cut, the whole."""
+    return [(Part(number, call.chunks), node) for number, node in enumerate(call.nodes)]

@@ -189,7 +189,7 @@ def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Messag
 
 def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: Workload) -> list[Message]:
     """The messages of a redistribution in which every sequence has the mean length."""
-    ids = range(plan.n_seqs)
+    ids = node.part.ids(range(plan.n_seqs))
     alike = dict.fromkeys(ids, 1)
     held, wanted = shares(node.source, ids, alike), shares(node.destination, ids, alike)
     planned = plan_redistribution(held, wanted, plan.devices_per_host)

@@ -66,9 +66,7 @@ class RankRun:
         self._spec, self._plan, self.device = spec, spec.plan, device
         self._config = make_config(spec.config)
         self._algorithm = algorithm(self._config.type)
-        self._functions = load_functions(
-            self._algorithm, (node.call.name for node in spec.plan.nodes if isinstance(node, CallNode))
-        )
+        self._functions = load_functions(self._algorithm, spec.plan.calls)
         self._groups = ProcessGroups(
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
@@ -78,6 +76,9 @@ class RankRun:
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
+        self._tallies: dict[
+            str, list[Any]
+        ] = {}  # call -> what its parts of this iteration left for their metrics
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
         self._at_step: dict[
@@ -182,17 +183,20 @@ class RankRun:
         )
         batch = self._inputs(node, request) if engine.is_head else None
         batch = share_batch(batch, node.placement, self._groups, self._spec.rank)
+        ids = node.part.ids(self._ids(request))
         context = CallContext(
             config=self._config,
             iteration=request.key.iteration,
-            first_sample=request.first_sample,
-            n_seqs=self._plan.n_seqs,
+            first_sample=ids[0],
+            n_seqs=len(ids),
             micro_batches=node.assignment.micro_batches,
             tokenizer=self._tokenizer,
             rewards=self._rewards,
             run_folder=Path(self._spec.run_folder),
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,
+            part=node.part,
+            tally=self._tallies.setdefault(call.name, []),
         )
         if node.trains:
             self._at_step.pop(call.role, None)
@@ -213,7 +217,7 @@ class RankRun:
         sent = redistribute(
             node.source,
             node.destination,
-            self._ids(request),
+            node.part.ids(self._ids(request)),
             node.keys,
             self._samples,
             self._groups,
@@ -267,11 +271,12 @@ class RankRun:
         self._writer.save(role, engine, step)
 
     def _ids(self, request: NodeRequest) -> tuple[int, ...]:
+        """The ids of the iteration's samples."""
         return tuple(range(request.first_sample, request.first_sample + self._plan.n_seqs))
 
     def _inputs(self, node: CallNode, request: NodeRequest) -> SampleBatch:
         """On a head: this dp rank's samples with the call's input keys, under the names its function uses."""
-        side, ids, lengths = node.side, self._ids(request), None
+        side, ids, lengths = node.side, node.part.ids(self._ids(request)), None
         if side.balance == "tokens":
             key = node.call.token_key
             lengths = survey(self._samples, ids, [key], side.placement.heads, self._groups)[key].rows

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 SAMPLES = "samples"
-"""The folder's name in the run folder; one JSONL file per iteration and dp rank."""
+"""The folder's name in the run folder; one JSONL file per iteration, dp rank and part of the reward call."""
 
 
 def mean_scores(run_folder: Path, n_samples: int) -> dict[str, float]:

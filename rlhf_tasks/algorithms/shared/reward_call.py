@@ -16,8 +16,9 @@ EXAMPLES = 8
 
 
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Compute `scores`, and write a few samples of the first dp rank. Metrics: see `reward_metrics`."""
-    return score_and_write(engine, batch, context, EXAMPLES if engine.coordinate.dp == 0 else 0)
+    """Compute `scores`, and write a few samples of the first dp rank and part. Metrics: see `reward_metrics`."""
+    shown = engine.coordinate.dp == 0 and context.part.index == 0
+    return score_and_write(engine, batch, context, EXAMPLES if shown else 0)
 
 
 def score_and_write(engine: Engine, batch: SampleBatch, context: CallContext, written: int) -> CallOutput:
@@ -30,8 +31,9 @@ def score_and_write(engine: Engine, batch: SampleBatch, context: CallContext, wr
     if scored is None:
         return CallOutput(None, metrics)
     if written:
-        part = f"{context.iteration:08d}-{engine.coordinate.dp:04d}.jsonl"
-        write_samples(context.run_folder / SAMPLES / part, batch, scored, written)
+        of_part = f"-{context.part.index:04d}" if context.part.index else ""
+        name = f"{context.iteration:08d}-{engine.coordinate.dp:04d}{of_part}.jsonl"
+        write_samples(context.run_folder / SAMPLES / name, batch, scored, written)
     return CallOutput(scores_batch(batch, scored, engine), metrics)
 
 

@@ -132,7 +132,8 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
 
 
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:
-    """The metrics reward and reward_std over the iteration's samples, and rewards/<name>/mean for each reward.
+    """The metrics reward and reward_std over the iteration's samples, and rewards/<name>/mean for each reward; none
+    before the call's last part.
 
     rewards/reward_model/mean is the mean of the raw scores. Collective over the mesh.
     """
@@ -148,10 +149,19 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
         for place, name in enumerate(names):
             values = [value for value in scored.rewards[name] if value is not None]
             sums[3 + 2 * place], sums[4 + 2 * place] = sum(values), len(values)
-    n, total, raw, *by_name = engine.sum_over_dp(sums).tolist()
-    mean = total / n
+    of_part = engine.sum_over_dp(sums)
+    mean = (of_part[1] / of_part[0].clamp(min=1)).item()
     deviations = 0.0 if scored is None else float((scored.scores - mean).square().sum())
-    squares = engine.sum_over_dp(torch.tensor([deviations], dtype=torch.float64)).item()
+    squares = engine.sum_over_dp(torch.tensor([deviations], dtype=torch.float64))
+    parts = context.all_parts(torch.cat([of_part, squares]))
+    if parts is None:
+        return {}
+    figures = torch.stack(parts)
+    n, total, raw, *by_name, within = figures.sum(0).tolist()
+    mean = total / n
+    # The squares about a part's mean, and those of this mean about the whole one.
+    means = figures[:, 1] / figures[:, 0].clamp(min=1)
+    squares = within + (figures[:, 0] * (means - mean).square()).sum().item()
     metrics = {"reward": mean, "reward_std": (squares / max(n - 1, 1)) ** 0.5}
     for place, name in enumerate(names):
         if by_name[2 * place + 1]:
