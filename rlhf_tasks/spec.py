@@ -48,6 +48,9 @@ class ModelFunctionCall(Frozen):
     n_seqs      sequences that the call processes per iteration
     chunks      parts into which it is cut: each is a node of the plan, so that other calls may begin with the first
                 one. All parts run on the call's one placement, one after the other
+    earlier     keys of the parts before its own that each part reads besides
+    rounds      of a train_step whose samples come in rounds, one part each: the number of rounds. It gets the samples
+                of all, and learns from `n_seqs` of them at most
     group_size  consecutive sequences that stay together, on one dp rank and in one mini-batch: samples of a prompt
     remap       {key in the sample store: its name in the call's function}, where the two differ
     runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
@@ -62,6 +65,8 @@ class ModelFunctionCall(Frozen):
     group_size: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0)
     chunks: int = Field(default=1, gt=0)
+    earlier: tuple[str, ...] = ()
+    rounds: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
     runs_model: bool = True
 
@@ -192,7 +197,7 @@ def side_of(call: ModelFunctionCall, assignment: CallAssignment, part: Part = WH
 class TransferNode(_Node):
     """Redistribution of some keys from the heads of one placement to the heads of a consumer.
 
-    consumer  a node of the call that takes them
+    consumer  the call that takes them
     part      whose samples move
     """
 

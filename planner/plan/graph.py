@@ -80,7 +80,7 @@ class DataflowGraph:
 
     @property
     def n_seqs(self) -> int:
-        return self.calls[0].n_seqs
+        return self.calls[0].n_seqs * self.calls[0].rounds
 
     @property
     def group_size(self) -> int:
@@ -158,7 +158,7 @@ def groups_of(call: ModelFunctionCall) -> str:
 def _check_sizes(calls: Sequence[ModelFunctionCall]) -> None:
     first = calls[0]
     for call in calls:
-        if call.n_seqs != first.n_seqs:
+        if call.n_seqs * call.rounds != first.n_seqs * first.rounds:
             raise GraphError(
                 f"Call {call.name!r} processes {call.n_seqs} sequences, {first.name!r} {first.n_seqs}: "
                 "all calls of an iteration process the same ones."
@@ -189,6 +189,8 @@ def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str
     by_name = {call.name: call for call in calls}
     for call in calls:
         if call.chunks == 1:
+            if call.earlier:
+                raise GraphError(f"Call {call.name!r} reads keys of earlier parts, but is not cut. Cut it.")
             continue
         if call.kind == "train_step":
             raise GraphError(
@@ -199,7 +201,11 @@ def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str
                 f"Call {call.name!r} cuts {groups_of(call)} into {call.chunks} parts, which would not be equal. "
                 f"Choose a number of chunks that divides {call.n_groups}."
             )
-        for key in call.inputs:
+        for key in (*call.inputs, *call.earlier):
+            if key in call.earlier and key not in producers:
+                raise GraphError(
+                    f"Call {call.name!r} needs key {key!r} of earlier parts, which no call makes."
+                )
             made = by_name.get(producers.get(key, ""), call)
             if made.chunks != call.chunks:
                 raise GraphError(

@@ -139,7 +139,7 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
         case "transfer":
             return TransferNode(
                 name=slot.name,
-                consumer=call.nodes[slot.part.index],
+                consumer=call.name,
                 source=_source_side(slot, graph, assignments),
                 destination=side_of(call, here, slot.part),
                 keys=slot.keys,

@@ -7,6 +7,7 @@ numbers in the search.
 
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal, NamedTuple
 
 from planner.plan.graph import DataflowGraph
@@ -245,8 +246,27 @@ def _add_transfers(
                 made.after[node].add(name)
             for key in moved:
                 keys.put(key, call.name, names)
+        _add_earlier(made, graph, where, call)
         for key in call.outputs:
             keys.put(key, call.name, call.nodes)
+
+
+def _add_earlier(
+    made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], call: ModelFunctionCall
+) -> None:
+    """What each part of a call reads of the part before it; what lies farther back came with that part."""
+    made_by: dict[str, list[str]] = {}
+    for key in call.earlier:
+        made_by.setdefault(graph.producer(key) or FETCH, []).append(key)
+    for (name, moved), (part, node) in product(made_by.items(), _parts(call)[1:]):
+        before, producer = Part(part.index - 1, part.of), graph.call(name)
+        if where[name] == where[call.name]:
+            made.after[node].add(producer.nodes[before.index])
+            continue
+        transfer = f"transfer_{name}_to_{node}"
+        made.add(Slot(transfer, "transfer", call.name, name, tuple(moved), before))
+        made.after[transfer].add(producer.nodes[before.index])
+        made.after[node].add(transfer)
 
 
 def _parts(call: ModelFunctionCall) -> list[tuple[Part, str]]:

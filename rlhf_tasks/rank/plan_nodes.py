@@ -1,6 +1,6 @@
 """One generation of a run on one rank: turns plan nodes into engine calls."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, singledispatchmethod
 from pathlib import Path
@@ -37,6 +37,7 @@ from rlhf_tasks.spec import (
     NodeRequest,
     OffloadNode,
     OnloadNode,
+    Part,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -196,6 +197,7 @@ class RankRun:
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,
             part=node.part,
+            earlier=self._earlier(node, request) if engine.is_head else None,
             tally=self._tallies.setdefault(call.name, []),
         )
         if node.trains:
@@ -212,8 +214,7 @@ class RankRun:
 
     @_perform.register
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
-        consumer = self._plan.node(node.consumer)
-        assert isinstance(consumer, CallNode)
+        consumer = self._plan.calls[node.consumer][0].call
         sent = redistribute(
             node.source,
             node.destination,
@@ -222,7 +223,7 @@ class RankRun:
             self._samples,
             self._groups,
             self._plan.devices_per_host,
-            token_key=consumer.call.token_key,
+            token_key=consumer.token_key,
         )
         return Outcome(bytes_sent=sent)
 
@@ -276,12 +277,24 @@ class RankRun:
 
     def _inputs(self, node: CallNode, request: NodeRequest) -> SampleBatch:
         """On a head: this dp rank's samples with the call's input keys, under the names its function uses."""
-        side, ids, lengths = node.side, node.part.ids(self._ids(request)), None
+        mine = self._share(node, node.part.ids(self._ids(request)))
+        return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
+
+    def _earlier(self, node: CallNode, request: NodeRequest) -> SampleBatch | None:
+        """On a head: this dp rank's samples of the parts before this one, with the keys that the call asks for."""
+        if not node.call.earlier or not node.part.index:
+            return None
+        before = [Part(number, node.part.of).ids(self._ids(request)) for number in range(node.part.index)]
+        mine = [sample for ids in before for sample in self._share(node, ids)]
+        return self._samples.get(mine, node.call.earlier)
+
+    def _share(self, node: CallNode, ids: Sequence[int]) -> list[int]:
+        """This dp rank's samples of a part, or of all."""
+        side, lengths = node.side, None
         if side.balance == "tokens":
             key = node.call.token_key
             lengths = survey(self._samples, ids, [key], side.placement.heads, self._groups)[key].rows
-        mine = shares(side, ids, lengths)[self._spec.rank]
-        return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
+        return shares(side, ids, lengths)[self._spec.rank]
 
 
 def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:

@@ -29,6 +29,8 @@ class CallContext:
     where          global id of a sample -> `file:line` of its row
     columns        gives the names of all columns of the data, whichever this rank's rows have
     part           which part of the call this is
+    earlier        on the data-parallel head: the samples that it has of all earlier parts, with the keys of which the
+                   call asks (`ModelFunctionCall.earlier`); None elsewhere, and where there are none
     tally          what earlier parts of the call have left in this iteration, for `all_parts`
     """
 
@@ -43,6 +45,7 @@ class CallContext:
     where: Callable[[int], str]
     columns: Callable[[], Sequence[str]]
     part: Part = WHOLE
+    earlier: SampleBatch | None = None
     tally: list[Any] = field(default_factory=list)
 
     def all_parts(self, figures: Any) -> list[Any] | None:

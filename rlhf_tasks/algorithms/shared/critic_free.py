@@ -27,13 +27,14 @@ def learn(
     objective: Objective,
     weighting: Weighting,
     kl_estimator: str = "k3",
-    kept: Tensor | None = None,
+    ids: Sequence[int] | None = None,
 ) -> CallOutput:
     """Optimizer steps on the responses, without those truncated where the configuration masks them.
 
     advantages    [T]
     kl_estimator  of the metric kl
-    kept          [n] bool: the responses that stay in the batch; None: all
+    ids           of the responses, of all replicas, that stay in the batch, in whole groups; mini-batches are cut
+                  from these. None: all stay
     Metrics, besides those of `policy_steps`: kl (with a reference: mean KL per sequence of the policy that sampled,
     in nats), frac_reward_zero_std (with groups: share of groups whose scores are all equal).
     """
@@ -43,24 +44,28 @@ def learn(
     equal = all_equal(scores, config.group_size).sum()
     of_tokens = {"advantages": Packed(advantages, batch["input_ids"].lengths)}
     batch = SampleBatch(batch.ids, {**batch.data, **of_tokens})
-    if kept is not None:
-        batch = batch.take(kept.nonzero().squeeze(1).tolist())
+    n_responses = len(batch)
+    if ids is not None:
+        staying = set(ids)
+        batch = batch.take([place for place, sample in enumerate(batch.ids) if sample in staying])
 
     lengths, learned = batch["input_ids"].lengths, batch["response_mask"].values
     if config.mask_truncated_completions:
         learned = learned & ~on_tokens(batch["truncated"].values, lengths)
     marks = SampleBatch(batch.ids, {"learned": Packed(learned, lengths), "tokens": batch["response_mask"]})
-    counted = torch.cat([counts_per_block(marks, context, key) for key in (None, "learned", "tokens")])
-    own = torch.cat([counted.to(engine.device), torch.stack([kl.double(), equal.double()])])
-    *totals, total_kl, total_equal = engine.sum_over_dp(own).tolist()
+    counted = torch.cat([counts_per_block(marks, context, key, ids) for key in (None, "learned", "tokens")])
+    others = torch.stack([kl.double(), equal.double(), kl.new_tensor(n_responses, dtype=torch.float64)])
+    *totals, total_kl, total_equal, responses = engine.sum_over_dp(
+        torch.cat([counted.to(engine.device), others])
+    ).tolist()
     n = config.num_mini_batches
     counts = Counts(totals[:n], totals[n : 2 * n], totals[2 * n :])
 
     metrics: dict[str, float] = {}
     if config.beta > 0:
-        metrics["kl"] = total_kl / context.n_seqs
+        metrics["kl"] = total_kl / responses
     if config.group_size > 1:
-        metrics["frac_reward_zero_std"] = total_equal * config.group_size / context.n_seqs
+        metrics["frac_reward_zero_std"] = total_equal * config.group_size / responses
     weights = weighting(learned, lengths, counts, config.sampling.max_completion_length)
     steps = policy_steps(
         engine,
@@ -71,6 +76,7 @@ def learn(
         weights,
         counts.tokens,
         epochs=config.num_iterations,
+        ids=ids,
     )
     return CallOutput(metrics=metrics | steps)
 

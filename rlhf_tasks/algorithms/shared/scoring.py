@@ -15,6 +15,7 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values, shortened
+from rlhf_tasks.rewards.process import Judged
 from rlhf_tasks.system.failpoints import Point, reach
 
 PROMPT_CHARACTERS = 100
@@ -41,8 +42,7 @@ class Scored:
 
 def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBatch:
     """The key `scores`, one row per sample: float64 if the model is float64, else float32."""
-    dtype = torch.float64 if engine.stage.dtype == torch.float64 else torch.float32
-    scores = scored.scores.to(engine.device, dtype)
+    scores = scored.scores.to(engine.device, engine.dtype_of_rows)
     return SampleBatch(batch.ids, {"scores": Packed(scores, (1,) * len(batch))})
 
 
@@ -51,24 +51,28 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
 
     all_judged  False: samples that no reward judges are no error, as where nothing is learned from them
 
-    The Python rewards run in the head's helper process while the reward model computes.
+    The Python rewards run in the head's helper process while the reward model computes; not where there is no sample.
     Raises RewardError, naming the sample, when a Python reward fails or times out, or when there is no reward model
     and the Python rewards judge no sample.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
     answers = read_answers(batch, context) if engine.is_head else None
-    pending = None if answers is None else context.rewards.submit(answers, context.iteration)
+    pending = (
+        context.rewards.submit(answers, context.iteration) if answers is not None and len(batch) else None
+    )
     raw = None
     if config.scoring_role == "reward":
         rows = engine.inference(batch, last_value, context.micro_batches)
         raw = None if rows is None else rows.values.double().cpu()
-    if answers is None or pending is None:
+    if answers is None:
         return None
     try:
-        judged = pending.result()
+        judged = (
+            Judged({each.name: [] for each in config.rewards}, {}) if pending is None else pending.result()
+        )
         rewards = judged.values
-        if raw is None and all_judged:
+        if raw is None and all_judged and len(batch):
             _refuse_unjudged(rewards)
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None

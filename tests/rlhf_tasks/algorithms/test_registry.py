@@ -22,6 +22,7 @@ SIZES = SimpleNamespace(
     truncated_responses="keep",
     beta=0.1,
     mask_truncated_completions=False,
+    max_rounds=1,
 )
 LEARNT_FROM_ROWS = ("sft", "reward_model", "dpo", "kto")
 
