@@ -17,9 +17,9 @@ pytestmark = pytest.mark.dist
 REWARD = """
 from zlib import crc32
 def judge(prompts, completions, answer, **columns):
-    return [1.0 if int(a) < 3 else crc32(c.encode()) / 2**32 for c, a in zip(completions, answer)]
+    return [1.0 if int(a) < 1 else crc32(c.encode()) / 2**32 for c, a in zip(completions, answer)]
 """
-"""Three of seven prompts have a group of equal scores."""
+"""One of seven prompts has a group of equal scores."""
 
 SIDE_BY_SIDE = {
     "actor_generate": {"devices": [0, 1], "tp": 2},
