@@ -27,15 +27,15 @@ class Frozen(BaseModel):
 
 
 class Part(NamedTuple):
-    """Part number `index` of `of` equal parts of an iteration's samples: consecutive whole groups."""
+    """Part `number`, from 0, of `of` equal parts of an iteration's samples: consecutive whole groups."""
 
-    index: int = 0
+    number: int = 0
     of: int = 1
 
     def ids(self, ids: Sequence[int]) -> Sequence[int]:
         """The part of an iteration's sample ids, in their order."""
         size = len(ids) // self.of
-        return ids[self.index * size : (self.index + 1) * size]
+        return ids[self.number * size : (self.number + 1) * size]
 
 
 WHOLE = Part()

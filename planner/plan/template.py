@@ -172,7 +172,7 @@ class _Holding(NamedTuple):
 
     def of(self, part: Part) -> set[str]:
         """The nodes that brought the samples of a part."""
-        return {self.nodes[part.index]} if len(self.nodes) == part.of else set(self.nodes)
+        return {self.nodes[part.number]} if len(self.nodes) == part.of else set(self.nodes)
 
 
 class _Keys:
@@ -259,13 +259,13 @@ def _add_earlier(
     for key in call.earlier:
         made_by.setdefault(graph.producer(key) or FETCH, []).append(key)
     for (name, moved), (part, node) in product(made_by.items(), _parts(call)[1:]):
-        before, producer = Part(part.index - 1, part.of), graph.call(name)
+        before, producer = Part(part.number - 1, part.of), graph.call(name)
         if where[name] == where[call.name]:
-            made.after[node].add(producer.nodes[before.index])
+            made.after[node].add(producer.nodes[before.number])
             continue
         transfer = f"transfer_{name}_to_{node}"
         made.add(Slot(transfer, "transfer", call.name, name, tuple(moved), before))
-        made.after[transfer].add(producer.nodes[before.index])
+        made.after[transfer].add(producer.nodes[before.number])
         made.after[node].add(transfer)
 
 

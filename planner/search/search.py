@@ -317,7 +317,8 @@ def _meshes(cluster: Cluster) -> str:
 def _orders(graph: DataflowGraph) -> str:
     """The orders of calls of the class, in words (`call_orders`)."""
     which = f"of the first {MOST_ORDERS} orders" if has_more_orders(graph) else "order"
-    return f"one {which} of the graph"
+    parts = f", all {graph.chunks} parts of a call under its one option" if graph.chunks > 1 else ""
+    return f"one {which} of the graph{parts}"
 
 
 def _heuristic(request: Request) -> Found:

@@ -282,9 +282,9 @@ class RankRun:
 
     def _earlier(self, node: CallNode, request: NodeRequest) -> SampleBatch | None:
         """On a head: this dp rank's samples of the parts before this one, with the keys that the call asks for."""
-        if not node.call.earlier or not node.part.index:
+        if not node.call.earlier or not node.part.number:
             return None
-        before = [Part(number, node.part.of).ids(self._ids(request)) for number in range(node.part.index)]
+        before = [Part(number, node.part.of).ids(self._ids(request)) for number in range(node.part.number)]
         mine = [sample for ids in before for sample in self._share(node, ids)]
         return self._samples.get(mine, node.call.earlier)
 

@@ -57,7 +57,7 @@ def generate_if_needed(
             scores = generated(context.earlier, "scores")["scores"].values
             differing[0] = (~all_equal(scores, config.num_generations)).sum()
         enough = engine.sum_over_dp(differing).item() >= config.batch_size // config.num_generations
-        wanted = batch.take(()) if context.part.index and enough else batch
+        wanted = batch.take(()) if context.part.number and enough else batch
         output = function(engine, wanted, context)
         made = None if output.batch is None else with_others(output.batch, batch.ids)
         return CallOutput(made, output.metrics)

@@ -55,7 +55,7 @@ class CallContext:
         its last part.
         """
         self.tally.append(figures)
-        if self.part.index < self.part.of - 1:
+        if self.part.number < self.part.of - 1:
             return None
         found = list(self.tally)
         self.tally.clear()

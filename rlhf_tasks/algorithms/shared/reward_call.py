@@ -17,7 +17,7 @@ EXAMPLES = 8
 
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Compute `scores`, and write a few samples of the first dp rank and part. Metrics: see `reward_metrics`."""
-    shown = engine.coordinate.dp == 0 and context.part.index == 0
+    shown = engine.coordinate.dp == 0 and context.part.number == 0
     return score_and_write(engine, batch, context, EXAMPLES if shown else 0)
 
 
@@ -31,7 +31,7 @@ def score_and_write(engine: Engine, batch: SampleBatch, context: CallContext, wr
     if scored is None:
         return CallOutput(None, metrics)
     if written:
-        of_part = f"-{context.part.index:04d}" if context.part.index else ""
+        of_part = f"-{context.part.number:04d}" if context.part.number else ""
         name = f"{context.iteration:08d}-{engine.coordinate.dp:04d}{of_part}.jsonl"
         write_samples(context.run_folder / SAMPLES / name, batch, scored, written)
     return CallOutput(scores_batch(batch, scored, engine), metrics)

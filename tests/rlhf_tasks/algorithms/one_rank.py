@@ -90,7 +90,8 @@ class OneRank:
     def call(
         self, call: ModelFunctionCall, iteration: int, store: SampleStore, every: range, part: Part = WHOLE
     ) -> dict[str, float]:
-        ids = range(*part.ids(every)[:1], part.ids(every)[-1] + 1)
+        own = part.ids(every)
+        ids = range(own[0], own[-1] + 1)
         batch = _renamed(store.get(list(ids), call.inputs), call.remap)
         before = list(range(every.start, ids.start))
         earlier = store.get(before, call.earlier) if call.earlier and before else None
