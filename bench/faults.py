@@ -140,13 +140,13 @@ FAULTS = {
         "file:line",
         "tests/rlhf_tasks/data/test_dataset.py",
         "",
-        "refused, not quarantined",
+        "refused; with `on_bad_row: skip` left out and listed (tests/rlhf_tasks/algorithms/test_examples.py)",
     ),
     "34": Fault("data changed before resume", "refused unless accepted", IDENTITY, "data"),
     "35": Fault(
         "rewards that raise, hang, exit", "contained, named", "tests/rlhf_tasks/rewards/test_process.py", ""
     ),
-    "36": Fault("reward server fails or redirects", "bounded", "", "", "there are no rewards by URL"),
+    "36": Fault("reward server fails or redirects", "bounded", "tests/rlhf_tasks/rewards/test_remote.py", ""),
     "37": Fault("rank out of memory", "hint", "tests/rlhf_tasks/rank/test_executor.py", "memory"),
     "38": Fault(
         "a configuration too large for memory", "refused", "tests/flows/run/test_prepare.py", "does_not_fit"
@@ -165,7 +165,7 @@ FAULTS = {
         "memory flat",
         "tests/flows/run/test_training.py",
         "nothing_is_kept",
-        "not 200 of them; file descriptors and /dev/shm are not looked at",
+        "memory and file descriptors over many iterations: bench/view.py",
     ),
     "failpoints": Fault("rank or controller killed at any failpoint", "R", KILLS),
     "flow": Fault("flow process killed at any failpoint", "resumed, R", "tests/flows/test_flow_kills.py"),

@@ -5,7 +5,7 @@
 A plan whose nodes only sleep runs on ranks that do no work, with its own Prefect server and Dask cluster. Then the
 server's subflows and task runs are compared with the ranks' clocks. `lag` is the time from an iteration's end by the
 ranks' clocks to the end of its subflow in Prefect. The growth of resident memory (KiB per iteration) is the slope of
-a line fitted to all commits after the first third.
+a line fitted to all commits of each third of the run.
 """
 
 import argparse
@@ -50,6 +50,7 @@ class Watched:
     processes  name -> process id
     clocks     [iterations, nodes, 2], start and end by the ranks' clocks
     memory     name -> [iterations], resident KiB at each commit
+    open_files name -> [iterations], file descriptors at each commit
     """
 
     def __init__(self, processes: Mapping[str, int], plan: ExecutionPlan, iterations: int) -> None:
@@ -57,6 +58,7 @@ class Watched:
         self.clocks = np.full((iterations, len(plan.nodes), 2), np.nan)
         self.flow_run = ""
         self.memory = {name: np.full(iterations, np.nan) for name in processes}
+        self.open_files = {name: np.zeros(iterations, int) for name in processes}
         self._processes = {name: psutil.Process(pid) for name, pid in processes.items()}
 
     async def on_commit(self, committed: Committed, _: RunControl) -> None:
@@ -65,14 +67,18 @@ class Watched:
             self.clocks[committed.iteration, self.nodes[node]] = span
         for name, process in self._processes.items():
             self.memory[name][committed.iteration] = process.memory_info().rss / 1024
+            self.open_files[name][committed.iteration] = process.num_fds()
 
-    def grown_kib(self) -> dict[str, float]:
-        """Process name -> KiB of resident memory by which it grows per iteration, after the first third of them."""
-        grown = {}
-        for name, rss in self.memory.items():
-            late = rss[len(rss) // 3 :]
-            grown[name] = float(np.polyfit(np.arange(len(late)), late, 1)[0]) if len(late) > 1 else 0.0
-        return grown
+    def grown_kib(self) -> dict[str, list[float]]:
+        """Process name -> KiB of resident memory by which it grows per iteration, in each third of them."""
+        return {
+            name: [float(np.polyfit(np.arange(len(part)), part, 1)[0]) for part in np.array_split(rss, 3)]
+            for name, rss in self.memory.items()
+        }
+
+    def grown_files(self) -> dict[str, int]:
+        """Process name -> file descriptors that it has at the last commit beyond those at a third of the run."""
+        return {name: int(counts[-1] - counts[len(counts) // 3]) for name, counts in self.open_files.items()}
 
 
 def run(
@@ -164,6 +170,7 @@ def figures(plan: ExecutionPlan, watched: Watched, subflows: list[Any], tasks: l
         "start_off_s": _spread(starts),
         "end_off_s": _spread(ends),
         "grown_kib": watched.grown_kib(),
+        "grown_files": watched.grown_files(),
     }
 
 

@@ -4,6 +4,9 @@ Prefect's SIGTERM handler raises its exception wherever the main thread happens 
 loop, one of Prefect's own tasks or a serializer may swallow it, and the run goes on. So a separate thread reads
 signals from Python's wake-up descriptor, to which the interpreter writes them whichever handler is installed. It
 cancels the run, and kills what has not ended in time.
+
+A worker of Prefect's cancels a flow run by SIGTERM, and by SIGKILL 30 s later. A run that ends by itself at its next
+commit has a part of that time to do so: see `patient`.
 """
 
 import asyncio
@@ -24,6 +27,7 @@ T = TypeVar("T")
 
 END_S = 12.0  # from the signal until what is left is killed
 SOON_S = 2.0  # to wait for called-off work; what takes longer, such as compiling, ends with the process
+LOOK_S = 0.5  # whether a signal takes effect now
 TWICE_S = 1.0  # a repeat within this is the same signal, sent to the process and also to its group
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CALLED_OFF = 0  # no signal has this number
@@ -66,6 +70,44 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def patient(seconds: Callable[[], float]) -> Iterator[None]:
+    """Inside, SIGTERM takes effect only after some seconds, in which the run may end by itself.
+
+    seconds  asked again and again after the signal: from it until it takes effect. At most 30 s less `END_S`, after
+             which a worker of Prefect's kills the process
+
+    Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    patience = _Patience(seconds, signal.getsignal(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, patience)
+    _patience.append(patience)
+    try:
+        yield
+    finally:
+        _patience.pop()
+        signal.signal(signal.SIGTERM, patience.before)
+
+
+class _Patience:
+    """A handler of SIGTERM that does nothing until `over`; then the one before it has its turn."""
+
+    def __init__(self, seconds: Callable[[], float], before: Any) -> None:
+        self.seconds, self.before = seconds, before
+        self.over = False
+
+    def __call__(self, number: int, _: object) -> None:
+        if self.over:
+            signal.signal(number, self.before)
+            signal.raise_signal(number)
+
+
+_patience: list[_Patience] = []
 
 
 class Watch:
@@ -116,6 +158,8 @@ class Watch:
             if number == CALLED_OFF:
                 return
         self._asked = True
+        if number == signal.SIGTERM and _patience and not self._waited():
+            return
         asked_s = time.monotonic()
         self._cancel()
         while (left_s := asked_s + self._end_s - time.monotonic()) > 0:
@@ -127,6 +171,20 @@ class Watch:
         kill_children()
         os.write(2, self.last_words.encode())
         os._exit(128 + number)
+
+    def _waited(self) -> bool:
+        """Give the run its time after a SIGTERM. Returns False if it has ended by itself."""
+        asked_s = time.monotonic()
+        while _patience and time.monotonic() < asked_s + _patience[-1].seconds():
+            again = self._next(LOOK_S)
+            if again == CALLED_OFF:
+                return False
+            if again in SIGNALS and time.monotonic() > asked_s + TWICE_S:
+                break
+        for patience in _patience:
+            patience.over = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return True
 
     def _next(self, seconds: float | None) -> int:
         """The next number on the descriptor; -1 when none has come in time."""

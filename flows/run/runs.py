@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from prefect.states import Cancelled, State
 
 from flows.cluster.cluster import ClusterError, DaskCluster, found_cluster, local_cluster
 from flows.cluster.server import prefect_server
-from flows.cluster.shutdown import ending_in_time
+from flows.cluster.shutdown import ending_in_time, patient
 from flows.cluster.this_machine import gpus_here
 from flows.rewards.secret_blocks import secret_blocks
 from flows.run.disk_room import full_disk
 from flows.run.model_card import model_card
-from flows.run.orders import Order, Orders, leave_to_prefect, watched_orders
+from flows.run.orders import ENDINGS, Order, Orders, leave_to_prefect, watched_orders
 from flows.run.planned_and_measured import Planned, keep_drift, planned, planned_and_measured
 from flows.run.planning import hardware_of
 from flows.run.prepare import Prepared, prepare
@@ -47,6 +48,8 @@ from rlhf_tasks.system.reading import read_json, reading
 RESTARTS = "restarts.json"
 
 
+NOTICED_S = 5.0  # within this the run has heard of an order in Prefect
+NEXT_COMMIT_S = 18.0  # that a cancelled run has to reach its next commit and end
 ENDS_S = 600.0  # what the process before may take to end where Prefect starts a flow run again
 
 
@@ -95,10 +98,21 @@ async def carry_out(
                 await view.begin()
                 async with watched_orders(place, flow_run.id, view.say) as orders:
                     attempts = Attempts(prepared, place, blocks, view, orders, restarts)
-                    order = await attempts.run(rebuilds)
+                    by_worker = bool(os.environ.get("PREFECT__FLOW_RUN_ID"))
+                    with patient(lambda: patience_s(orders)) if by_worker else nullcontext():
+                        order = await attempts.run(rebuilds)
                 return await _end(order, orders, prepared, place, view)
             finally:
                 await view.close()
+
+
+def patience_s(orders: Orders) -> float:
+    """Seconds from the SIGTERM of a worker of Prefect's until it takes effect.
+
+    A worker cancels a flow run so, and the run hears of that as an order, sooner or later than of the signal. A run
+    that is to end at its next commit has some time to reach it.
+    """
+    return NEXT_COMMIT_S if orders.wanted in ENDINGS and orders.wanted is not Order.END else NOTICED_S
 
 
 def _prepared(config: RunConfig, folder: Path | None) -> tuple[Prepared, dict[int, Planned]]:
@@ -210,6 +224,11 @@ class Attempts:
             try:
                 result = await self._attempt(rebuilds, again)
             except ControllerLost as lost:
+                wanted = self._orders.wanted
+                if wanted is Order.END:
+                    raise Abort(self._orders.why) from None
+                if wanted in ENDINGS and (wanted is not Order.STOP or newest_step(self._folder)):
+                    return wanted  # which is at the last commit: nothing is gained by another attempt
                 rebuilds, again = lost.rebuilds + 1, True
                 self._restarts.count(rebuilds, str(lost))
                 self._view.say(f"{lost}: a new attempt begins at the last commit")

@@ -52,6 +52,7 @@ from rlhf_tasks.system.writer import Writer
 logger = logging.getLogger(__name__)
 ASK_EVERY_S = 5.0  # whether the controller still answers
 HOOKS_S = 60.0  # what hooks may take after the last commit
+CANCELLED_S = 4.0  # the same where the run is cancelled: a worker of Prefect's kills it 30 s after its signal
 ANSWER_S = 60.0  # its event loop waits for nobody, but the interpreter is held while torch is imported
 
 
@@ -224,12 +225,14 @@ class Training:
         try:
             step, order = await self._obey_and_follow(comm, writer, news)
             news.put_nowait(None)
-            _, late = await asyncio.wait([hooks], timeout=HOOKS_S)
+            cancelled = order is Order.CANCEL
+            _, late = await asyncio.wait([hooks], timeout=CANCELLED_S if cancelled else HOOKS_S)
             if late:
                 logger.warning(
                     "the hooks take too long; of what they were to be told, %d are left out", news.qsize()
                 )
-            await self._view.complete()
+            if not cancelled:  # closing it has a limit of its own
+                await self._view.complete()
         except CommClosedError:
             what = "is gone"
             if liveness.done() and not liveness.cancelled():

@@ -48,8 +48,10 @@ class ProcessPlugin(WorkerPlugin):
             if worker.nanny:
                 end_with_nanny()
             if worker.nanny and threading.current_thread() is threading.main_thread():
-                # Ctrl-C in a terminal reaches every process. The flow decides, and ends this one through the nanny.
+                # Ctrl-C in a terminal reaches every process, and so does the SIGTERM of a worker of Prefect's. The
+                # flow decides, and ends this one through the nanny.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, lambda *_: None)  # a handler is not inherited by other programs
                 # Python's teardown of torch and Prefect takes a core more than a second, and the nanny kills a
                 # process that is not gone after four. By now the worker is closed and its streams are flushed.
                 atexit.register(os._exit, 0)

@@ -90,6 +90,15 @@ class DeployedRun:
 
         return asyncio.run(read())
 
+    def states(self) -> list[State[Any]]:
+        """All that it has had, the oldest first."""
+
+        async def read() -> list[State[Any]]:
+            async with get_client() as client:
+                return await client.read_flow_run_states(self.id)
+
+        return asyncio.run(read())
+
     def set_state(self, **state: Any) -> None:
         """As the UI sets it."""
 

@@ -119,6 +119,9 @@ def test_a_run_that_is_cancelled_ends_and_its_subflows_are_cancelled(place, paus
     run.set_state(type="CANCELLING", name="Cancelling")
     run.wait("Cancelled")
     assert_ended(processes)
+    if not paused_first:  # else Prefect shows it as Cancelled at once, so it ends at once
+        said = [state.message or "" for state in run.states()]  # the worker's own comes last
+        assert any(line.startswith(f"at commit {newest_step(folder)};") for line in said), "it was killed"
     assert_nothing_is_committed_for(folder, QUIET_S)
     states = wait_for(lambda: settled(run))
     assert set(states) <= {"Completed", "Cancelled"}

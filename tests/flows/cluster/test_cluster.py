@@ -151,7 +151,7 @@ def test_ctrl_c_in_a_terminal_is_not_for_workers(cluster):
 
 @pytest.mark.cluster
 def test_no_process_of_our_cluster_keeps_figures_of_itself_for_an_hour(cluster):
-    """Each of them would grow by ten KiB a second: scheduler and nannies in the flow process, and every worker."""
+    """Scheduler and nannies are in the flow process, so it would be the flow process that grows."""
 
     def kept(dask_worker=None, dask_scheduler=None):
         return (dask_worker or dask_scheduler).monitor.maxlen
@@ -164,6 +164,15 @@ def test_no_process_of_our_cluster_keeps_figures_of_itself_for_an_hour(cluster):
         ]
     assert len(lengths) == 2 * (len(cluster.ranks) + 1) + 1
     assert set(lengths) == {10}
+
+
+@pytest.mark.cluster
+def test_no_worker_of_our_cluster_looks_at_its_own_stacks(cluster):
+    def looks(dask_worker):
+        return "profile" in dask_worker.periodic_callbacks
+
+    with Client(cluster.scheduler_address, set_as_default=False) as client:
+        assert set(client.run(looks).values()) == {False}
 
 
 @pytest.mark.cluster

@@ -18,7 +18,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cluster import shutdown as ending
-from flows.cluster.shutdown import beside, ending_in_time, leave_if_cancelled
+from flows.cluster.shutdown import beside, ending_in_time, leave_if_cancelled, patient
 from flows.demo import stages as demo
 from flows.run import runs
 from tests.tiny_runs import ppo_config
@@ -217,6 +217,28 @@ def test_a_flow_whose_signal_was_swallowed_is_cancelled(tmp_path, monkeypatch, p
         pytest.raises(asyncio.CancelledError),
     ):
         asyncio.run(flow())
+
+
+async def run_for(seconds, patience_s):
+    """A run that gets a SIGTERM as it begins, and ends by itself some seconds later."""
+    with ending_in_time(asyncio.current_task()), patient(lambda: patience_s):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(seconds)
+    return "its last commit"
+
+
+def test_a_run_that_ends_soon_enough_after_a_workers_signal_ends_by_itself():
+    with handled_as_by_prefect():
+        assert asyncio.run(run_for(2.0, patience_s=60.0)) == "its last commit"
+
+
+def test_a_workers_signal_takes_effect_when_patience_is_over():
+    began = time.monotonic()
+    with handled_as_by_prefect(), pytest.raises((Raised, asyncio.CancelledError)):
+        asyncio.run(run_for(600.0, patience_s=1.0))
+    assert time.monotonic() > began + 1.0
+    with handled_as_by_prefect(), pytest.raises(Raised):
+        os.kill(os.getpid(), signal.SIGTERM)  # the handler before is there again
 
 
 @pytest.mark.parametrize(("end_s", "signals"), [("1", 1), ("600", 2)], ids=["in time", "asked twice"])
