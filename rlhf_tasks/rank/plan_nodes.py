@@ -77,9 +77,8 @@ class RankRun:
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
-        self._tallies: dict[
-            str, list[Any]
-        ] = {}  # call -> what its parts of this iteration left for their metrics
+        # call -> what its parts of this iteration have left for their metrics
+        self._tallies: dict[str, list[Any]] = {}
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
         self._at_step: dict[
