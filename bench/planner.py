@@ -85,6 +85,8 @@ def problem(actor: str, critic: str, hosts: int, n_seqs: int = 128) -> Problem:
         group_size=1,
         num_mini_batches=4,
         scoring_role="reward",
+        on_reward_error="stop",
+        scores_tokens=False,
         records_kept=False,
         truncated_responses="keep",
     )

@@ -39,6 +39,8 @@ def ppo_plan(n_ranks: int, n_seqs: int) -> ExecutionPlan:
         group_size=1,
         num_mini_batches=1,
         scoring_role="reward",
+        on_reward_error="stop",
+        scores_tokens=False,
         records_kept=False,
         truncated_responses="keep",
     )

@@ -29,7 +29,7 @@ def test_the_reward_is_found_and_judges(tmp_path):
     reward = load_reward("brief", f"{tmp_path / 'rewards.py'}:brief", {"most": 8})
     answers = Answers(["p"] * 3, ["yes", "no", "yes, indeed"], [[0]] * 3, {"answer": ["yes"] * 3}, ["p"] * 3)
     (arguments,) = reward.arguments(answers, TrainerState(0, 1), {})
-    assert reward.values([reward.function(**arguments)], range(3)) == [1.0, 0.0, 0.0]
+    assert reward.values(reward.function(**arguments), range(3), answers) == [1.0, 0.0, 0.0]
 
 
 def test_the_family_is_the_one_that_the_page_names():

@@ -10,7 +10,7 @@ from rlhf_tasks.algorithms.examples import first_example
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.data.rows import prompt_example
 from rlhf_tasks.data.tokenizer import Tokenizer
-from rlhf_tasks.rewards.forms import Answers, RewardError
+from rlhf_tasks.rewards.forms import Answers, RewardError, total
 from rlhf_tasks.rewards.process import RewardProcess
 
 COMPLETION_TOKENS = 16
@@ -19,7 +19,7 @@ COMPLETION_TOKENS = 16
 class Tried(NamedTuple):
     """The result of one reward.
 
-    value  None where the reward gave no verdict or failed
+    value  of the whole answer; None where the reward gave no verdict or failed
     where  the row that it judged
     fault  "" where it did not fail
     """
@@ -43,11 +43,13 @@ def try_rewards(config: Scores) -> Iterator[Tried]:
         blocks = asyncio.run(secret_blocks(config))
     answers, where = _answers(config)
     for reward in config.rewards:
-        alone = RewardProcess(config.model_copy(update={"rewards": (reward,)}), blocks=blocks)
+        tried = config.model_copy(update={"rewards": (reward,), "on_reward_error": "stop"})
+        alone = RewardProcess(tried, blocks=blocks)
         started_s = time.monotonic()
         value, fault = None, ""
         try:
-            (value,) = alone.submit(answers).result().values[reward.name]
+            (given,) = alone.submit(answers).result().values[reward.name]
+            value = None if given is None else total(given)
         except RewardError as error:
             fault = str(error)
         finally:

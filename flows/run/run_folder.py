@@ -17,6 +17,7 @@ runs/NAME/config.json      the configuration of the run, for --resume
           lineage.jsonl    one row per node of a committed iteration: versions, and times by each rank's own clock
           trackers/        what each tracker of report_to has, and what it has printed
           tensorboard/     event files (report_to: tensorboard); wandb/ likewise
+          skipped-samples/ the samples that a reward failed on, and why (on_reward_error: skip)
           samples/         the samples of PPO and rollouts, one file per iteration and dp rank
           model/           the trained model of the finished run, a Hugging Face folder
           summary.json     figures of the finished run

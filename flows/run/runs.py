@@ -32,10 +32,12 @@ from flows.run.run_folder import SUMMARY, open_run, remember_folder, run_folder_
 from flows.run.run_identity import keep_identity, refuse_changes
 from flows.run.summary import metrics_of_step, read_jsonl, rows_by_plan, run_figures
 from flows.run.training import ControllerLost, RunFailed, TrainingResult, run_training
+from flows.run.users_seconds import users_seconds
 from flows.view import artifacts
 from flows.view.prefect_api import PrefectApi
 from flows.view.terminal import entering
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig
+from rlhf_tasks.algorithms.held_out import HELD_OUT
 from rlhf_tasks.checkpoint.commits import commit_to_export, newest_step
 from rlhf_tasks.checkpoint.journals import LINEAGE, METRICS
 from rlhf_tasks.checkpoint.plan_log import logged_changes
@@ -275,6 +277,7 @@ class Attempts:
                 max_rebuilds=config.runtime.max_restarts,
                 rebuilds=rebuilds,
                 predicted_s=expected[0].price.longest_s,
+                users_s=users_seconds(config, prepared.plan, len(prepared.held_out.get(HELD_OUT, ()))),
                 peak_flops_per_s=expected[0].peak_flops_per_s,
                 blocks=self._blocks,
             )

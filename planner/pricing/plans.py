@@ -53,8 +53,10 @@ _TOKEN_BYTES = {
 
 _SAMPLE_BYTES = {
     "scores": 4,
+    "stays": 1,
     "truncated": 1,
     "greedy_scores": 4,
+    "greedy_stays": 1,
     "greedy_truncated": 1,
     "final_values": 4,
     "margin": 8,

@@ -18,7 +18,8 @@ from rlhf_tasks.algorithms.held_out import (
 )
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.algorithms.shared.generation import sampling_params
-from rlhf_tasks.algorithms.shared.scoring import score
+from rlhf_tasks.algorithms.shared.reward_call import write_skipped
+from rlhf_tasks.algorithms.shared.scoring import refuse_all_skipped, score
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.data.token_file import TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.layout.transfers import shares
 from rlhf_tasks.parallel.train.engine import Engine, share_batch
-from rlhf_tasks.rewards.process import RewardProcess
+from rlhf_tasks.rewards.process import Fault, RewardProcess
 from rlhf_tasks.spec import DataSide
 
 PURPOSE = "evaluation"
@@ -87,9 +88,10 @@ class Answers:
 
         Returns, equal on every rank, over all answers: eval/reward, the mean score; eval/<name>/mean of each reward
         that has judged one;
-        eval/mean_length in tokens; eval/clipped_ratio, the fraction without an end token. An answer depends only on
+        eval/mean_length in tokens; eval/clipped_ratio, the fraction without an end token; with `on_reward_error:
+        skip` eval/skipped_samples, the answers that a reward failed on, whose score is 0. An answer depends only on
         the weights, its row and (seed, iteration, number of the answer), not on the layout.
-        Raises RewardError as `score` does.
+        Raises RewardError as `score` does, and when a reward failed on every answer.
         """
         context = CallContext(
             config=self._config,
@@ -105,6 +107,7 @@ class Answers:
         )
         names = [function.name for function in self._config.rewards]
         sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)  # over this head's answers
+        faults: dict[int, Fault] = {}
         for answered in self._answered(engine, context):
             scored = score(engine, answered, context, all_judged=False)
             assert scored is not None, "this rank is a head"
@@ -113,16 +116,23 @@ class Answers:
                 answered["response_mask"].values.sum(),
                 answered["truncated"].values.sum(),
             ]
+            faults |= scored.faults
             judged = [[v for v in scored.rewards[name] if v is not None] for name in names]
             by_name = [figure for values in judged for figure in (sum(values), len(values))]
             sums += torch.tensor([*counts, scored.scores.sum(), *by_name], dtype=torch.float64)
-        n, tokens, clipped, total, *by_name = engine.sum_over_dp(sums.to(engine.device)).tolist()
+        sums = torch.cat([sums, sums.new_tensor([len(faults)])])
+        n, tokens, clipped, total, *by_name, skipped = engine.sum_over_dp(sums.to(engine.device)).tolist()
+        if engine.is_head:
+            write_skipped(engine, faults, context, "evaluation-")
+            refuse_all_skipped(faults, int(skipped), context.n_seqs, context)
         means = {
             f"eval/{name}/mean": by_name[2 * place] / by_name[2 * place + 1]
             for place, name in enumerate(names)
             if by_name[2 * place + 1]
         }
         found = {**means, "eval/mean_length": tokens / n, "eval/clipped_ratio": clipped / n}
+        if self._config.on_reward_error == "skip":
+            found["eval/skipped_samples"] = skipped
         return {"eval/reward": total / n, **found} if means else found
 
     def _answered(self, engine: Engine, context: CallContext) -> Iterator[SampleBatch]:

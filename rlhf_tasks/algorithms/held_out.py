@@ -50,9 +50,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     if tokens is None:
         assert isinstance(config, Samples), "the configuration has checked this"
         tokens = config.sampling.max_completion_length
-    limits = (
-        ("reward_timeout_s", "reward_processes", "reward_memory_bytes") if isinstance(config, Scores) else ()
-    )
+    limits = ("on_reward_error", "reward_timeout_s", "reward_processes", "reward_memory_bytes")
     return EvaluateConfig(
         models=RolloutModels(actor=config.models.actor),
         data=_data(config, asked),
@@ -64,7 +62,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         num_generations=asked.num_generations,
         batch_size=asked.batch_size * asked.num_generations,
         cluster=config.cluster,
-        **{name: getattr(config, name) for name in limits},
+        **({name: getattr(config, name) for name in limits} if isinstance(config, Scores) else {}),
     )
 
 

@@ -18,6 +18,7 @@ from pydantic import create_model
 
 from rlhf_tasks import algorithms
 from rlhf_tasks.algorithms import presets
+from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
@@ -86,9 +87,19 @@ class Algorithm:
         return made.model_copy(update={"batch_size": made.group_size})
 
     def calls(self, config: RunConfig) -> list[ModelFunctionCall]:
-        """The calls of a configuration. Raises ConfigError when one has no function."""
+        """The calls of a configuration.
+
+        Raises ConfigError when one has no function, and when a train call would learn from skipped samples.
+        """
         calls = in_parts(self.graph(config), config.chunks if isinstance(config, Scores) else 1)
         self._refuse_missing([call.name for call in calls])
+        marks = {key for call in calls for key in call.outputs if call.remap.get(key, key) == STAYS}
+        blind = [call.name for call in calls if call.kind == "train_step" and marks - set(call.inputs)]
+        if blind:
+            raise ConfigError(
+                f"on_reward_error: skip is not for {_whose(self.name, self.package)}: its call {blind[0]!r} does not "
+                f"read {' and '.join(sorted(marks))}, so it would learn from skipped samples. Choose stop."
+            )
         return calls
 
     def options(self, config: RunConfig) -> dict[str, Any]:

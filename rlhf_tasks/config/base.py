@@ -344,6 +344,7 @@ class Scores(Samples):
         "Score": (
             "reward_model",
             "missing_eos_penalty",
+            "on_reward_error",
             "reward_timeout_s",
             "reward_processes",
             "reward_memory_bytes",
@@ -365,6 +366,10 @@ class Scores(Samples):
     missing_eos_penalty: float = Field(
         default=0.0, ge=0, description="Subtracted where a response has no end token."
     )
+    on_reward_error: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="stop: where a reward fails, the run ends; skip: the samples that it fails on leave the batch.",
+    )
     reward_timeout_s: float = Field(
         default=60.0, gt=0, le=MOST_SECONDS, description="Seconds that the Python rewards may take per batch."
     )
@@ -379,6 +384,16 @@ class Scores(Samples):
         gt=0,
         description="Bytes of memory for each process of Python rewards, with all that it starts.",
     )
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether some reward judges single tokens or steps."""
+        return any(reward.per != "sequence" for reward in self.rewards)
+
+    @property
+    def skipped_leave(self) -> bool:
+        """Whether a sample that a reward fails on leaves the batch; else it is judged as 0."""
+        return True
 
     @model_validator(mode="after")
     def _parts_are_whole_groups(self) -> Self:

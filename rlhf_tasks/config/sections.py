@@ -191,6 +191,10 @@ class RewardSource(Settings):
     """What rewards of both kinds have in common."""
 
     weight: float = Field(default=1.0, description="Factor of its value in the score.")
+    per: Literal["sequence", "step", "token"] = Field(
+        default="sequence",
+        description="It gives an answer a number, or a list: [token, number] of each step, or each token's number.",
+    )
     concurrency: int = Field(
         default=64,
         gt=0,
@@ -403,9 +407,15 @@ class LoraConfig(Settings):
         description="What the run exports: the adapter, a folder for peft; or the model with the adapter merged in.",
     )
 
+    @field_validator("targets")
+    @classmethod
+    def _in_one_order(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Sorted, each once: the order in which they are named does not make another adapter, or another run."""
+        return value and tuple(sorted(set(value)))
+
     def adapters(self, shape: ModelShape) -> Lora:
         """The adapters of a model. Raises ConfigError for targets that it lacks and for too large a rank."""
-        lora = Lora(self.rank, self.alpha, self.targets or tuple(linear_modules(shape)))
+        lora = Lora(self.rank, self.alpha, self.targets or tuple(sorted(linear_modules(shape))))
         lora.check(shape)
         return lora
 

@@ -140,7 +140,7 @@ class Attempt:
             snapshot_every=spec.snapshot_every,
             max_rebuilds=spec.max_rebuilds,
             rebuilds=spec.rebuilds,
-            deadlines=Deadlines(factor=spec.deadline_factor, floor_s=spec.deadline_floor_s),
+            deadlines=Deadlines(spec.deadline_factor, spec.deadline_floor_s, users_s=spec.users_s),
         )
         for order, facts in self._ordered_early:
             self._feed(order, self._ledger, *facts)

@@ -59,8 +59,9 @@ class RunSpec(Frozen):
     iterations      of the whole run, including those before this attempt
     executor        "module:function" that makes a rank's executor
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
-    deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) seconds
+    deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) + users seconds
     predicted_s     node name -> seconds that the plan predicts
+    users_s         node name -> seconds that the user's own code may take in it, under whichever plan
     peak_flops_per_s  FLOP/s of all devices together, on which the metric `mfu` is based; None where it is unknown
     rebuilds        earlier attempts and rebuilds since the last commit, which count among `max_rebuilds`
     changes         changes of plan, from the log in the run folder
@@ -80,6 +81,7 @@ class RunSpec(Frozen):
     deadline_factor: float
     deadline_floor_s: float
     predicted_s: dict[str, float] = Field(default_factory=dict)
+    users_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)
     max_rebuilds: int
     rebuilds: int = Field(default=0, ge=0)

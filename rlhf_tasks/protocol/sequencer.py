@@ -29,15 +29,18 @@ class Deadlines:
     factor       a node may take this many times its predicted seconds
     floor_s      seconds that every node gets at least
     predicted_s  node name -> seconds that the plan predicts; nodes without one get the floor
+    users_s      node name -> seconds that the user's own code may take in it besides, until it counts as late there
     """
 
     factor: float
     floor_s: float
     predicted_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    users_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def of(self, node: str) -> float:
         """The deadline of one node, in seconds."""
-        return max(self.floor_s, self.factor * self.predicted_s.get(node, 0.0))
+        own_s = max(self.floor_s, self.factor * self.predicted_s.get(node, 0.0))
+        return own_s + self.users_s.get(node, 0.0)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,16 @@ from typing import Any
 
 from rlhf_tasks.rewards.user_code import UserCodeError
 
-Values = list[float | None]
-"""One value per answer. None means no verdict: it adds 0 to the score and is left out of the mean."""
+Value = float | list[float] | None
+"""What a reward gives for an answer: a number, or one for each of its tokens (a reward per token or per step). None
+means no verdict: it adds 0 to the score and is left out of the mean."""
+Values = list[Value]
+"""One value per answer."""
+
+
+def total(value: float | list[float]) -> float:
+    """A value for a whole answer."""
+    return sum(value) if isinstance(value, list) else value
 
 
 class RewardError(UserCodeError):
@@ -253,7 +261,10 @@ class Parameters:
 class Reward:
     """A reward function that was found.
 
-    file  the source file of its function; "" where Python does not know it
+    file              the source file of its function; "" where Python does not know it
+    answers_per_call  the most answers that a call judges, each call being a request to a service; None: it is no
+                      service, and a call judges all answers, or one
+    per               sequence, step or token: what it gives for an answer, see `value`
     """
 
     name: str
@@ -263,6 +274,8 @@ class Reward:
     form: CallForm
     kwargs: Mapping[str, Any]
     file: str
+    answers_per_call: int | None = None
+    per: str = "sequence"
 
     def arguments(
         self, answers: Answers, state: TrainerState, logs: Mapping[str, Callable[[str, Any], None]]
@@ -275,13 +288,19 @@ class Reward:
             return calls
         return [{n: value for n, value in given.items() if n in self.parameters.names} for given in calls]
 
-    def values(self, returned: Sequence[Any], places: Sequence[int]) -> Values:
-        """One value for each of the answers at these indices, from what the calls returned.
+    def values(self, returned: Any, places: Sequence[int], answers: Answers) -> "list[Value | RewardError]":
+        """One value for each of the answers at these indices, from what a call returned; the error for a bad one.
 
-        Raises RewardError that names a bad value.
+        Raises RewardError where there is not one for each.
         """
-        listed = returned if self.form.per_answer else self._listed(returned[0], len(places))
-        return [self._number(place, value) for place, value in zip(places, listed, strict=True)]
+        listed = [returned] if self.form.per_answer else self._listed(returned, len(places))
+        values: list[Value | RewardError] = []
+        for place, value in zip(places, listed, strict=True):
+            try:
+                values.append(self.value(place, value, len(answers.completion_ids[place])))
+            except RewardError as error:
+                values.append(error)
+        return values
 
     def _listed(self, returned: Any, n_answers: int) -> Sequence[Any]:
         if isinstance(returned, Mapping):  # OpenRLHF's
@@ -301,6 +320,54 @@ class Reward:
                 f"reward {self.name!r} returned {len(returned)} values for {n_answers} answers."
             )
         return returned
+
+    def value(self, place: int, value: Any, n_tokens: int) -> Value:
+        """The value of the answer at an index, which has so many tokens. Raises RewardError.
+
+        Per token, it is a list of n_tokens numbers, one for each of `completion_ids`. Per step, it is a list of
+        [token, number]: the index among `completion_ids` of a step's last token, and the step's reward.
+        """
+        if isinstance(value, RewardError):  # a service's
+            raise RewardError(str(value), place=place)
+        if self.per == "sequence":
+            return self._number(place, value)
+        if isinstance(value, Mapping):  # verl's
+            value = value.get("score", value)
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if value is None:
+            return None
+        shown = shortened(repr(value), 80)
+        if not isinstance(value, list | tuple):
+            raise RewardError(
+                f"reward {self.name!r} returned {shown} for an answer: with per: {self.per} it is a list.",
+                place=place,
+            )
+        if self.per == "token":
+            if len(value) != n_tokens:
+                raise RewardError(
+                    f"reward {self.name!r} returned {len(value)} numbers for an answer of {n_tokens} tokens: with "
+                    "per: token there is one for each of completion_ids.",
+                    place=place,
+                )
+            return [self._finite(place, each) for each in value]
+        tokens = [0.0] * n_tokens
+        for step in value:
+            token = step[0] if isinstance(step, list | tuple) and len(step) == 2 else None
+            if type(token) is not int or not 0 <= token < n_tokens:
+                raise RewardError(
+                    f"reward {self.name!r} returned {shown} for an answer of {n_tokens} tokens: with per: step each "
+                    f"step is [token, number], its last token from 0 to {n_tokens - 1}.",
+                    place=place,
+                )
+            tokens[token] += self._finite(place, step[1])
+        return tokens
+
+    def _finite(self, place: int, value: Any) -> float:
+        number = self._number(place, value)
+        if number is None:
+            raise RewardError(f"reward {self.name!r} returned None among an answer's numbers.", place=place)
+        return number
 
     def _number(self, place: int, value: Any) -> float | None:
         if isinstance(value, Mapping):  # verl's
@@ -333,7 +400,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-def load_reward(name: str, location: str, kwargs: Mapping[str, Any]) -> Reward:
+def load_reward(name: str, location: str, kwargs: Mapping[str, Any], per: str = "sequence") -> Reward:
     """The reward at `module:function` or `file.py:function`. From a class, an object is made with `kwargs`.
 
     Raises RewardError when it is not there or its parameters match no form. What the user's module raises while it is
@@ -357,7 +424,8 @@ def load_reward(name: str, location: str, kwargs: Mapping[str, Any]) -> Reward:
         ) from None
     code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
     file = code.co_filename if code is not None else ""
-    return Reward(name, location, target, parameters, parameters.form(location, kwargs), kwargs, file)
+    form = parameters.form(location, kwargs)
+    return Reward(name, location, target, parameters, form, kwargs, file, per=per)
 
 
 def _module(place: str) -> ModuleType:

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -38,10 +38,32 @@ _START = (
 KEPT_VALUES = "reward-values"  # folder in a run folder, of values that rewards with `cache: true` have given
 OURS = "PREFECT_"
 """The helper does not get variables with this prefix: the login of the run's Prefect server is among them."""
+MOST_LOST = 4
+"""Of the answers of a batch that a process judges one by one, as many may cost it, where such answers are skipped."""
 SEARCH_S = 5.0  # that the search for the answer that a reward fails on may take
+ENDING_S = 20.0
+"""After its time is over, until a late reward is reported: its stack is asked for and its processes are ended."""
 STACK_S = 1.0  # that a helper may take to dump its stack
 END_S = 10.0  # that a keeper may take to kill all its descendants
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def longest_s(config: Scores) -> float:
+    """Seconds that judging a batch may take until its rewards are reported as late: those of `reward_timeout_s`, as
+    often as a process is started anew."""
+    times = 1 + (MOST_LOST if config.on_reward_error == "skip" else 0)
+    return times * (config.reward_timeout_s + ENDING_S)
+
+
+class Fault(NamedTuple):
+    """Why an answer is skipped.
+
+    reward  the name of the reward that failed on it; of all of them where none judges it
+    reason  a sentence
+    """
+
+    reward: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +72,12 @@ class Judged:
 
     values  reward -> n values
     logged  reward -> what it logged by `log_extra` (column -> n values) and `log_metric` (name -> number)
+    faults  index of an answer that is skipped -> the fault of the first reward that failed on it
     """
 
     values: Mapping[str, Values]
     logged: Mapping[str, Mapping[str, Any]]
+    faults: Mapping[int, Fault] = field(default_factory=dict)
 
 
 class RewardProcess:
@@ -77,7 +101,11 @@ class RewardProcess:
         self._config = config if isinstance(config, Scores) and config.rewards else None
         parts = 1 if self._config is None else self._config.reward_processes
         keeps = self._config is not None and any(reward.cache for reward in self._config.rewards)
-        start = {"blocks": dict(blocks or {}), "kept": str(kept) if keeps and kept else None}
+        start = {
+            "blocks": dict(blocks or {}),
+            "kept": str(kept) if keeps and kept else None,
+            "skips": self._config is not None and self._config.on_reward_error == "skip",
+        }
         self._parts = [
             _Part((part, parts), iterations, start | {"writer": f"{rank}-{part}"}) for part in range(parts)
         ]
@@ -93,7 +121,8 @@ class RewardProcess:
         """Start judging.
 
         The future's exception is a RewardError when a reward raised, returned something other than n finite numbers,
-        took longer than `reward_timeout_s`, used more than `reward_memory_bytes`, or ended its process.
+        took longer than `reward_timeout_s`, used more than `reward_memory_bytes`, or ended its process. With
+        `on_reward_error: skip`, an answer on which alone it did so is among the faults instead.
         """
         return self._thread.submit(self._judge, answers, iteration)
 
@@ -122,7 +151,9 @@ class RewardProcess:
                 else:
                     values[name] = found
             logged |= {name: told for name, told in reply["logged"].items() if told or name not in logged}
-        return Judged(values, logged)
+        order = {reward.name: number for number, reward in enumerate(config.rewards)}
+        told = [(place, order[name], Fault(name, why)) for r in replies for name, place, why in r["faults"]]
+        return Judged(values, logged, {place: fault for place, _, fault in sorted(told, reverse=True)})
 
 
 class _Part:
@@ -145,12 +176,31 @@ class _Part:
             helper.end()
 
     def judge(self, config: Scores, answers: Answers, iteration: int) -> dict[str, Any]:
-        """The helper's reply. Raises RewardError."""
+        """The helper's reply. Raises RewardError.
+
+        Where faulty answers are skipped, a process that is lost over one of them is started anew and judges all but
+        that one, with as much time again.
+        """
+        lost: list[tuple[str, int, str]] = []
+        while True:
+            try:
+                reply = self._judged(config, answers, iteration, lost)
+            except _Lost as error:
+                if config.on_reward_error != "skip" or len(lost) == MOST_LOST:
+                    raise
+                lost.append((*error.where, str(error)))
+            else:
+                return reply | {"faults": [*reply["faults"], *lost]}
+
+    def _judged(
+        self, config: Scores, answers: Answers, iteration: int, lost: Sequence[tuple[str, int, str]]
+    ) -> dict[str, Any]:
         until_s = time.monotonic() + config.reward_timeout_s
         request = {
             "answers": asdict(answers),
             "progress": [iteration, self._iterations],
             "part": self._part,
+            "left_out": [(reward, place) for reward, place, _ in lost],
             "until_s": until_s,  # time.monotonic(), which is the same in both processes
             "timeout_s": config.reward_timeout_s,
         }
@@ -182,11 +232,11 @@ class _Part:
             while (reply := helper.lines.read(until_s, look)) is not None:
                 match reply:
                     case {"at": [name, place]}:
-                        helper.at, helper.place = f"reward {name!r}", place
+                        helper.reward, helper.place = name, place
                     case {"fault": message, "traceback": trace, "place": place, "searching": searching}:
                         raise RewardError(message, trace, helper.read_place() if searching else place)
                     case {"values": _}:
-                        helper.at, helper.place = "", None
+                        helper.reward, helper.place = "", None
                         return reply
         raise self._ended(helper, config)
 
@@ -202,7 +252,7 @@ class _Part:
         if status > 128 and status - 128 in {s.value for s in signal.Signals}:
             how = signal.Signals(status - 128).name
         who = helper.at or f"one of the rewards {_names(config)}"
-        return RewardError(f"{who} ended its process with {how}{where}.", frames, helper.place)
+        return helper.lost(f"{who} ended its process with {how}{where}.", frames)
 
     def end(self) -> None:
         """End the helper and reap it. Called from one thread at a time."""
@@ -225,11 +275,18 @@ def _entry(reward: RewardFunction | RewardService) -> dict[str, Any]:
         "service": service,
         "concurrency": reward.concurrency,
         "cache": reward.cache,
+        "per": reward.per,
     }
 
 
 class _Killed(Exception):
     """The helper was killed from outside, not by what a reward did."""
+
+
+class _Lost(RewardError):
+    """The process was ended in the call for one answer. where: the reward's name, the answer's place"""
+
+    where: tuple[str, int] = ("", 0)
 
 
 class _TooLarge(Exception):
@@ -243,13 +300,14 @@ class _TooLarge(Exception):
 class _Helper:
     """A running helper process and its keeper.
 
-    started    whether it has been sent its rewards
-    at, place  the reward that it is calling, and the index of the answer where that judges them one by one
+    started  whether it has been sent its rewards
+    reward   the name of the reward that it is calling; "" for none
+    place    the index of the answer where it judges one alone
     """
 
     def __init__(self) -> None:
         self.started = False
-        self.at, self.place = "", None
+        self.reward, self.place = "", None
         self._stacks = os.memfd_create("stacks")
         self._keeper = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path), str(self._stacks)],
@@ -262,6 +320,19 @@ class _Helper:
         self.lines = Lines(self._keeper)
         self._pid: int | None = None
         self._looked_s = 0.0
+
+    @property
+    def at(self) -> str:
+        """The reward that it is calling, for sentences."""
+        return self.reward and f"reward {self.reward!r}"
+
+    def lost(self, message: str, frames: str) -> RewardError:
+        """The error of a helper that ends, or must be ended, in a call."""
+        if self.place is None:
+            return RewardError(message, frames)
+        error = _Lost(message, frames, self.place)
+        error.where = (self.reward, self.place)
+        return error
 
     def start(self, stated: Mapping[str, Any], until_s: float) -> None:
         """Send it its rewards, which it then imports. Raises TimeoutError at `until_s` (time.monotonic())."""
@@ -351,14 +422,13 @@ def _naming(helper: _Helper, config: Scores) -> Iterator[None]:
         where, frames = helper.stack()
         who = helper.at or f"the process of the rewards {_names(config)}"
         message = late_message(who, config.reward_timeout_s, where)
-        raise RewardError(message, frames, helper.place) from None
+        raise helper.lost(message, frames) from None
     except _TooLarge as error:
         where, frames = helper.stack()
-        raise RewardError(
+        raise helper.lost(
             f"{helper.at or 'a reward'} takes {error.used_bytes / 1e9:.1f} GB of memory{where}; reward_memory_bytes "
             f"allows {config.reward_memory_bytes / 1e9:.1f} GB. Mend the reward or raise reward_memory_bytes.",
             frames,
-            helper.place,
         ) from None
 
 

@@ -37,6 +37,10 @@ _NOT_PUBLIC = [
 _OURS = {"completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric"}
 
 
+class RequestError(RewardError):
+    """The service fails for one request; for other answers it may not."""
+
+
 class _Again(Exception):
     """A try has failed, another may succeed."""
 
@@ -57,10 +61,13 @@ class Service:
     request_timeout_s: float
     retries: int
     allow_private: bool
-    concurrency: int
+    per: str = "sequence"
 
     def reward(self) -> Reward:
-        """The service as an async reward of TRL's form. Raises RewardError for a header that cannot be sent."""
+        """The service as an async reward of TRL's form, each call of which is one request.
+
+        Raises RewardError for a header that cannot be sent.
+        """
         for header, value in self.headers.items():
             if not _HEADER.fullmatch(str(value)):  # not shown: it may be a secret
                 raise RewardError(
@@ -68,42 +75,55 @@ class Service:
                     "that no header may have. Remove it where the value is set."
                 )
         anything = Parameters((), (), takes_any=True)
-        return Reward(self.name, self.url, self._judge, anything, TRL, {}, file="")
+        return Reward(
+            self.name,
+            self.url,
+            self._judge,
+            anything,
+            TRL,
+            {},
+            file="",
+            answers_per_call=self.answers_per_request,
+            per=self.per,
+        )
 
-    async def _judge(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Any]:
+    async def _judge(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Sequence[Any]:
         columns = {name: values for name, values in columns.items() if name not in _OURS}
-        ends = range(0, len(completions), self.answers_per_request)
-        parts = [slice(first, first + self.answers_per_request) for first in ends]
-        bodies = [
-            {
-                "prompts": prompts[part],
-                "completions": completions[part],
-                "columns": {name: values[part] for name, values in columns.items()},
-            }
-            for part in parts
-        ]
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(self.concurrency, "service") as threads:
-            try:
-                asked = [loop.run_in_executor(threads, self._ask, body) for body in bodies]
-                values = await asyncio.gather(*asked)
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-        return [value for part in values for value in part]
+        body = {"prompts": prompts, "completions": completions, "columns": columns}
+        thread = ThreadPoolExecutor(1, "service")  # its own: asyncio's has too few for many requests at once
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, self._ask, body)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, body: Mapping[str, Any]) -> Sequence[Any]:
-        """The values of a request's answers. Raises RewardError."""
+        """The values of a request's answers. Raises RewardError, RequestError among them."""
         content, n_answers = json.dumps(body, default=str).encode(), len(body["completions"])
         fault: Exception | None = None
         for tried in range(self.retries + 1):
             try:
-                return _values(self.name, self._posted(content), n_answers)
+                return self._values(self._posted(content), n_answers)
             except _Again as failure:
                 fault = failure
             if tried < self.retries:
                 time.sleep(min(FIRST_PAUSE_S * 2**tried, LONGEST_PAUSE_S))
         tries = f"{self.retries + 1} tries" if self.retries else "1 try"
-        raise RewardError(f"reward {self.name!r}: {self.url} {fault} ({tries}).")
+        raise RequestError(f"reward {self.name!r}: {self.url} {fault} ({tries}).")
+
+    def _values(self, answer: Any, n_answers: int) -> Sequence[Any]:
+        """The values of an answer: a list, or an object with `rewards` or `scores`; a RewardError for each that is no
+        number where it must be one. Raises RewardError where there is not one for each."""
+        if isinstance(answer, Mapping):
+            answer = answer.get("rewards", answer.get("scores"))
+        if not isinstance(answer, list):
+            raise RewardError(f"reward {self.name!r} answered without a list of `rewards`.")
+        if len(answer) != n_answers:
+            raise RewardError(
+                f"reward {self.name!r} answered with {len(answer)} values for {n_answers} answers."
+            )
+        if self.per != "sequence":
+            return answer
+        return [_value(self.name, place, value) for place, value in enumerate(answer)]
 
     def _posted(self, content: bytes) -> Any:
         """The JSON that a POST is answered with. Raises RewardError, and _Again."""
@@ -162,13 +182,15 @@ class Service:
             )
         if status != http.client.OK:
             said = shortened(" ".join(answer[:400].decode(errors="replace").split()), 200)
-            raise RewardError(f"{who} refuses the request with status {status}: {said or 'no reason given'}.")
+            raise RequestError(
+                f"{who} refuses the request with status {status}: {said or 'no reason given'}."
+            )
         if len(answer) > MOST_BYTES:
-            raise RewardError(f"{who} answers with more than {MOST_BYTES:,} bytes.")
+            raise RequestError(f"{who} answers with more than {MOST_BYTES:,} bytes.")
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            raise RewardError(f"{who} does not answer with JSON.") from None
+            raise RequestError(f"{who} does not answer with JSON.") from None
 
     def _resolved(self, host: str, port: int) -> list[_Address]:
         """The addresses of a host. Raises RewardError where one is private and not allowed, and _Again."""
@@ -244,22 +266,12 @@ def _shut(wire: socket.socket) -> None:
         return
 
 
-def _values(name: str, answer: Any, n_answers: int) -> Sequence[Any]:
-    """The values of an answer: a list, or an object with `rewards` or `scores`. Raises RewardError."""
-    if isinstance(answer, Mapping):
-        answer = answer.get("rewards", answer.get("scores"))
-    if not isinstance(answer, list):
-        raise RewardError(f"reward {name!r} answered without a list of `rewards`.")
-    if len(answer) != n_answers:
-        raise RewardError(f"reward {name!r} answered with {len(answer)} values for {n_answers} answers.")
-    for place, value in enumerate(answer):
-        number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
-        if value is not None and not number:
-            shown = shortened(repr(value), 80)
-            raise RewardError(
-                f"reward {name!r} answered with {shown} for answer {place} of a request: no number."
-            )
-    return answer
+def _value(name: str, place: int, value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+    if value is None or number:
+        return value
+    shown = shortened(repr(value), 80)
+    return RewardError(f"reward {name!r} answered with {shown} for answer {place} of a request: no number.")
 
 
 def _is_finite(value: float) -> bool:

@@ -9,6 +9,9 @@ from typing import Any
 SAMPLES = "samples"
 """The folder's name in the run folder; one JSONL file per iteration, dp rank and part of the reward call."""
 
+SKIPPED_SAMPLES = "skipped-samples"
+"""Of the folder in the run folder with the samples that a reward failed on (`on_reward_error: skip`)."""
+
 
 def mean_scores(run_folder: Path, n_samples: int) -> dict[str, float]:
     """Means over the samples of a finished rollout: `reward`, of the scores, and `rewards/<name>/mean` of each,
@@ -20,10 +23,11 @@ def mean_scores(run_folder: Path, n_samples: int) -> dict[str, float]:
     count = 0
     for sample in read_samples(run_folder, n_samples):
         count += 1
-        values["reward"].append(sample["score"])
-        for name, value in {**sample["rewards"], "reward_model": sample["reward_model"]}.items():
+        means = {f"rewards/{name}/mean": value for name, value in sample["rewards"].items()}
+        means |= {"reward": sample["score"], "rewards/reward_model/mean": sample["reward_model"]}
+        for name, value in means.items():
             if value is not None:
-                values.setdefault(f"rewards/{name}/mean", []).append(value)
+                values.setdefault(name, []).append(value)
     return {"samples": count, **{name: fmean(found) for name, found in values.items() if found}}
 
 

@@ -22,6 +22,7 @@ DOCUMENT = {
     "data": {"train": "prompts.jsonl"},
     "sampling": {"max_completion_length": 8},
     "rewards": [{"function": "rewards.py:length"}],
+    "on_reward_error": "skip",
     "beta": 0.1,
     "num_generations": 4,
     "batch_size": 16,
@@ -31,9 +32,11 @@ DOCUMENT = {
     "cluster": {"devices_per_host": 2},
     "plan": PLACED,
 }
-REWARD = (
-    "def length(completions, **columns):\n    return [len(completion) / 8 for completion in completions]\n"
-)
+REWARD = """
+def length(completions, **columns):
+    assert all(len(completion) % 3 for completion in completions), "a multiple of three"
+    return [len(completion) / 8 for completion in completions]
+"""
 KILLED = {"PREFECT_RLHF_FAILPOINT": "trained:kill@rank1@iter1@gen0"}
 
 
@@ -95,6 +98,16 @@ def test_a_run_of_grpo_that_loses_a_rank_and_is_resumed_has_the_same_bits(user):
     assert status == 0, said
     assert generations_of(ended)[ITERATIONS - 1] == (2, 0), "it began anew"
     assert_same_run(ended, whole)
+    listed = [skipped_of(folder) for folder in (whole, ended)]
+    assert listed[0] == listed[1]
+    assert len(listed[0]) == sum(row["skipped_samples"] for row in rows) > 0
+    assert all("prompts.jsonl:" in line["row"] for line in listed[0])
+
+
+def skipped_of(folder):
+    """The samples that a run has skipped."""
+    files = sorted((folder / "skipped-samples").iterdir())
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 @pytest.mark.slow

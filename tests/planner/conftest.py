@@ -34,6 +34,8 @@ def make_graph() -> Callable[..., DataflowGraph]:
             "group_size": 1,
             "num_mini_batches": mini_batches,
             "scoring_role": "reward",
+            "on_reward_error": "stop",
+            "scores_tokens": False,
             "records_kept": False,
             "truncated_responses": "keep",
             **sizes,

@@ -20,6 +20,11 @@ class EvaluateConfig(OnePass):
     type: Literal["evaluate"] = "evaluate"
     sampling: AnsweringConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # configurations are immutable
 
+    @property
+    def skipped_leave(self) -> bool:
+        """They count as 0: means of two models are over the same rows, also where one breaks a reward."""
+        return False
+
     @model_validator(mode="after")
     def _something_scores(self) -> Self:
         if not self.rewards and self.models.reward is None:

@@ -1,15 +1,18 @@
 """The calls of expert iteration (arXiv:1705.08439; for language models arXiv:2304.06767)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.expert_iteration.config import ExpertIterationConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import best_of_group
+from rlhf_tasks.algorithms.shared.groups import best_of_group, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block, optimizer_steps
+from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -24,9 +27,10 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     A mini-batch without a learned response has no step. Metrics, over the iteration: loss/expert_iteration in nats
     per token, learned/fraction of the responses, grad_norm/actor, learning_rate/actor, skipped_steps/actor.
     """
-    config, lengths = context.config, batch["input_ids"].lengths
+    config, batch = context.config, without_skipped(batch)
     assert isinstance(config, ExpertIterationConfig)
-    chosen = good_responses(batch["scores"].values, config)
+    lengths = batch["input_ids"].lengths
+    chosen = good_responses(batch["scores"].values, batch.ids, config)
     learned = batch["response_mask"].values & on_tokens(chosen, lengths)
     samples = SampleBatch(batch.ids, {"input_ids": batch["input_ids"], "learned": Packed(learned, lengths)})
 
@@ -34,7 +38,8 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
         return LossTerms(-engine.logprobs(logits, micro).sum(), {})
 
     counts = counts_per_block(samples, context, "learned").to(engine.device)
-    *tokens, n_chosen = engine.sum_over_dp(torch.cat([counts, chosen.double().sum()[None]])).tolist()
+    own = torch.stack([chosen.double().sum(), chosen.new_tensor(len(batch), dtype=torch.float64)])
+    *tokens, n_chosen, n_samples = engine.sum_over_dp(torch.cat([counts, own])).tolist()
     steps = Steps(engine, loss, tokens, context.micro_batches, counted="learned")
     for step in optimizer_steps(samples, context, config.optimizer):
         if tokens[step.block]:  # else only the optimizer's momentum would change the weights
@@ -42,17 +47,17 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     return CallOutput(
         metrics={
             "loss/expert_iteration": steps.mean("loss"),
-            "learned/fraction": n_chosen / context.n_seqs,
+            "learned/fraction": n_chosen / n_samples,
             **steps.end("actor"),
         }
     )
 
 
-def good_responses(scores: Tensor, config: ExpertIterationConfig) -> Tensor:
-    """Whether a response is learned: [n] bool. scores  [n], whole groups"""
+def good_responses(scores: Tensor, ids: Sequence[int], config: ExpertIterationConfig) -> Tensor:
+    """Whether a response is learned: [n] bool. scores  [n] of the samples `ids`"""
     good = torch.ones_like(scores, dtype=torch.bool)
     if config.min_score is not None:
         good &= scores >= config.min_score
     if config.best_of_group:
-        good &= best_of_group(scores, config.num_generations)
+        good &= per_group(best_of_group, scores, ids, config.num_generations)
     return good

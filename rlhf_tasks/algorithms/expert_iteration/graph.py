@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from rlhf_tasks.algorithms.shared.rollout_calls import SEQUENCES, RolloutSizes, generate_and_score
+from rlhf_tasks.algorithms.shared.rollout_calls import SEQUENCES, RolloutSizes, generate_and_score, scored
 from rlhf_tasks.spec import ModelFunctionCall
 
 
@@ -21,7 +21,7 @@ def graph(config: ExpertIterationSizes) -> list[ModelFunctionCall]:
             name="actor_train",
             role="actor",
             kind="train_step",
-            inputs=(*SEQUENCES, "scores"),
+            inputs=(*SEQUENCES, *scored(config)),
             n_seqs=config.batch_size,
             group_size=config.group_size,
             mini_batches=config.num_mini_batches,

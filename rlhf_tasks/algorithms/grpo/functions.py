@@ -1,5 +1,6 @@
 """GRPO's calls (arXiv:2402.03300), with the options of Dr.GRPO, DAPO, GSPO and CISPO."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from rlhf_tasks.algorithms.grpo.rounds import choose, generate_if_needed, genera
 from rlhf_tasks.algorithms.shared import generation, ref_call, reward_call
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn
-from rlhf_tasks.algorithms.shared.groups import group_stds, less_mean
+from rlhf_tasks.algorithms.shared.groups import group_stds, less_mean, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_math import (
     cispo_loss,
@@ -21,6 +22,7 @@ from rlhf_tasks.algorithms.shared.policy_math import (
 )
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_most_tokens, per_response, per_token
 from rlhf_tasks.algorithms.shared.statistics import moments
+from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -39,12 +41,12 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     Metrics: see `learn`; with filter_groups also groups/kept (groups that stay in the batch) and groups/rounds
     (rounds of samples that were generated).
     """
-    config, batch = _grpo(context), generated(batch)
+    config, batch = _grpo(context), without_skipped(generated(batch))
     clipped = partial(clipped_loss, low=config.epsilon, high=config.high, dual_clip=config.delta)
     surrogate = partial(cispo_loss, high=config.high) if config.loss_type == "cispo" else clipped
     objective = Objective(RATIOS[config.importance_sampling_level], surrogate, config.beta)
     scores = shaped_scores(batch, config)
-    advantages = on_tokens(relative_scores(engine, scores, config), batch["input_ids"].lengths)
+    advantages = on_tokens(relative_scores(engine, scores, batch.ids, config), batch["input_ids"].lengths)
     weighting = WEIGHTINGS[config.loss_type]
     if not config.filter_groups:
         return learn(engine, batch, context, advantages, objective, weighting)
@@ -77,20 +79,21 @@ def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:
     return scores + config.overlong_penalty * overlong_penalties(tokens, most, config.overlong_buffer)
 
 
-def relative_scores(engine: Engine, scores: Tensor, config: GRPOConfig) -> Tensor:
+def relative_scores(engine: Engine, scores: Tensor, ids: Sequence[int], config: GRPOConfig) -> Tensor:
     """Each sample's score less its group's mean, divided by the standard deviation of its group or of the batch: [n]
     float64 (arXiv:2402.03300, section 4.1.2).
 
+    scores [n] of the samples `ids`, in which samples of a group may be missing
     Standard deviations are unbiased. A group of equal scores gets exactly 0. Collective over the mesh.
     """
     size = config.num_generations
-    relative = less_mean(scores, size)
+    relative = per_group(less_mean, scores, ids, size)
     match config.scale_rewards:
         case "group":
-            return relative / (group_stds(scores, size) + STD_EPSILON)
+            return relative / (per_group(group_stds, scores, ids, size) + STD_EPSILON)
         case "batch":
             everyone = torch.ones_like(scores, dtype=torch.bool)
-            count = engine.sum_over_dp(everyone.double().sum()[None]).item()
+            count = engine.sum_over_dp(everyone.sum()[None]).item()
             (of_batch,) = moments(engine, everyone, count, scores)
             return relative / (of_batch.std + STD_EPSILON)
         case "none":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from rlhf_tasks.algorithms.shared.rollout_calls import PolicySizes, policy_calls
+from rlhf_tasks.algorithms.shared.rollout_calls import STAYS, PolicySizes, policy_calls
 from rlhf_tasks.spec import ModelFunctionCall
 
 
@@ -35,5 +35,6 @@ def in_rounds(calls: Sequence[ModelFunctionCall], rounds: int) -> list[ModelFunc
     generate, *scoring = (
         call.model_copy(update={"n_seqs": rounds * call.n_seqs, "chunks": rounds}) for call in sampling
     )
-    first = generate.model_copy(update={"earlier": ("scores",)})
+    made = [key for call in scoring for key in call.outputs]
+    first = generate.model_copy(update={"earlier": tuple(key for key in ("scores", STAYS) if key in made)})
     return [first, *scoring, train.model_copy(update={"rounds": rounds})]

@@ -11,7 +11,8 @@ import torch
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallFunction, CallOutput
-from rlhf_tasks.algorithms.shared.groups import all_equal
+from rlhf_tasks.algorithms.shared.groups import all_equal, per_group
+from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -54,8 +55,8 @@ def generate_if_needed(
     def call(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
         config, differing = config_of(context), torch.zeros(1, dtype=torch.float64)
         if context.earlier is not None:
-            scores = generated(context.earlier, "scores")["scores"].values
-            differing[0] = (~all_equal(scores, config.num_generations)).sum()
+            before = without_skipped(generated(context.earlier, "scores"))
+            differing[0] = len(groups_that_differ(before, config.num_generations))
         enough = engine.sum_over_dp(differing).item() >= config.batch_size // config.num_generations
         wanted = batch.take(()) if context.part.number and enough else batch
         output = function(engine, wanted, context)
@@ -63,6 +64,12 @@ def generate_if_needed(
         return CallOutput(made, output.metrics)
 
     return call
+
+
+def groups_that_differ(batch: SampleBatch, size: int) -> set[int]:
+    """The numbers of the groups (sample id // size) whose scores are not all equal."""
+    unlike = ~per_group(all_equal, batch["scores"].values, batch.ids, size)
+    return {sample // size for sample, differs in zip(batch.ids, unlike.tolist(), strict=True) if differs}
 
 
 class Chosen(NamedTuple):
@@ -81,14 +88,16 @@ class Chosen(NamedTuple):
 def choose(engine: Engine, batch: SampleBatch, context: CallContext, config: GRPOConfig) -> Chosen:
     """The groups whose scores are not all equal, in the order of the samples. Collective over the mesh.
 
-    batch  this replica's generated samples, with `scores`; whole groups
+    batch  this replica's generated samples, with `scores`, without those that have left the batch
     """
     size, first = config.num_generations, context.first_sample
-    places = torch.tensor([(sample - first) // size for sample in batch.ids[::size]], dtype=torch.int64)
     marks = torch.zeros(2, context.n_seqs // size, dtype=torch.float64)
-    marks[0, places] = (~all_equal(batch["scores"].values, size)).double().cpu()
-    marks[1, places] = 1.0
+    for row, groups in enumerate((groups_that_differ(batch, size), {sample // size for sample in batch.ids})):
+        marks[row, [group - first // size for group in groups]] = 1.0
     differing, made = engine.sum_over_dp(marks.to(engine.device)).bool().tolist()
     taken = [group for group, differs in enumerate(differing) if differs][: config.batch_size // size]
     ids = [first + group * size + number for group in taken for number in range(size)]
-    return Chosen(ids, len(taken), -(-sum(made) * size // config.batch_size))
+    a_round = config.batch_size // size
+    return Chosen(
+        ids, len(taken), max((group // a_round + 1 for group, m in enumerate(made) if m), default=1)
+    )

@@ -98,6 +98,15 @@ class PPOConfig(PolicyConfig):
         return roles
 
     @model_validator(mode="after")
+    def _clips_whole_scores(self) -> Self:
+        if self.score_clip is not None and self.scores_tokens:
+            raise ValueError(
+                f"score_clip={self.score_clip:g} bounds the score of a whole response, but a reward judges tokens or "
+                "steps (per). Leave score_clip out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _actor_trains(self) -> Self:
         if self.critic_warmup_iterations >= self.total_iterations:
             raise ValueError(

@@ -20,6 +20,7 @@ from rlhf_tasks.algorithms.shared.policy_steps import Objective, Weights, policy
 from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
+from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -63,7 +64,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
 
     Metrics: those of `learning_targets` and `policy_steps`.
     """
-    config = _ppo(context)
+    config, batch = _ppo(context), without_skipped(batch)
     targets = learning_targets(engine, batch, context)
     engine.state.update(targets.state)
     if context.iteration < config.critic_warmup_iterations:
@@ -96,7 +97,7 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     Metrics: loss/value and value/clip_ratio (means over the response tokens), grad_norm/critic, learning_rate/critic,
     skipped_steps/critic.
     """
-    config = _ppo(context)
+    config, batch = _ppo(context), without_skipped(batch)
     targets = learning_targets(engine, batch, context)
     engine.state.update(targets.state)
     before = after = ValueNorm.of(engine.state)
@@ -125,7 +126,10 @@ def critic_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Ca
     steps = Steps(engine, loss, targets.mini_batch_tokens, context.micro_batches, ["clip_ratio"])
     settings = config.critic_optimizer or config.optimizer
     for step in optimizer_steps(learned, context, settings, config.num_ppo_epochs):
-        steps.take(step)
+        if targets.mini_batch_tokens[
+            step.block
+        ]:  # else only the optimizer's momentum would change the weights
+            steps.take(step)
     return CallOutput(
         metrics={
             "loss/value": steps.mean("loss"),

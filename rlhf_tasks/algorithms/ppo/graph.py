@@ -9,6 +9,8 @@ from rlhf_tasks.algorithms.shared.rollout_calls import (
     RolloutSizes,
     generate_and_score,
     ref_inference,
+    scored,
+    scored_tokens,
 )
 from rlhf_tasks.spec import ModelFunctionCall
 
@@ -36,7 +38,8 @@ def graph(config: PPOSizes) -> list[ModelFunctionCall]:
     kept = KEPT if config.records_kept else ()
     cut = () if config.truncated_responses == "keep" else ("truncated",)
     final = ("final_values",) if config.truncated_responses == "bootstrap" else ()
-    learning = (*SEQUENCES, "old_logprobs", "ref_logprobs", "values", "scores", *cut, *final)
+    judged = (*scored(config), *scored_tokens(config))
+    learning = (*SEQUENCES, "old_logprobs", "ref_logprobs", "values", *judged, *cut, *final)
     return [
         *generate_and_score(config, kept),
         ref_inference(config, kept),

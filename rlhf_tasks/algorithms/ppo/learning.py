@@ -15,9 +15,11 @@ from torch import Tensor
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.ppo.ppo_math import adapted_kl_coef
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.packed import on_tokens
 from rlhf_tasks.algorithms.shared.policy_math import gae, kl_divergence, shaped_rewards
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block
 from rlhf_tasks.algorithms.shared.statistics import moments, whitened
+from rlhf_tasks.algorithms.shared.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -65,18 +67,19 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     lengths = batch["input_ids"].lengths
     kl = kl_divergence(batch["old_logprobs"].values, batch["ref_logprobs"].values, config.kl_estimator)
     kl = torch.where(mask, kl, 0.0)
-    scores = batch["scores"].values
-    if config.score_clip is not None:
-        scores = scores.clamp(-config.score_clip, config.score_clip)
+    placed = token_rewards(batch)
+    if config.score_clip is not None:  # scores of whole responses: the configuration has checked this
+        placed = placed.clamp(-config.score_clip, config.score_clip)
     final_values = None
     if config.truncated_responses == "zero":
-        scores = torch.where(batch["truncated"].values, 0.0, scores)
+        placed = torch.where(on_tokens(batch["truncated"].values, lengths), 0.0, placed)
     elif config.truncated_responses == "bootstrap":
         final_values = torch.where(batch["truncated"].values, batch["final_values"].values, 0.0)
-    rewards = shaped_rewards(kl, scores, mask, lengths, kl_coef)
+    rewards = shaped_rewards(kl, placed, mask, kl_coef)
     tokens = counts_per_block(batch, context, "response_mask").to(mask.device)
-    sums = torch.stack([kl.double().sum(), rewards.double().sum()])
-    *blocks, total_kl, reward = engine.sum_over_dp(torch.cat([tokens, sums])).tolist()
+    n_samples = kl.new_tensor(len(batch), dtype=torch.float64)
+    sums = torch.stack([kl.double().sum(), rewards.double().sum(), n_samples])
+    *blocks, total_kl, reward, n = engine.sum_over_dp(torch.cat([tokens, sums])).tolist()
     count = sum(blocks)
     if config.whiten_rewards:
         (of_rewards,) = moments(engine, mask, count, rewards)
@@ -84,18 +87,18 @@ def learning_targets(engine: Engine, batch: SampleBatch, context: CallContext) -
     advantages, returns = gae(rewards, values, mask, lengths, config.gamma, config.lam, final_values)
     of_advantages, of_returns, of_errors = moments(engine, mask, count, advantages, returns, returns - values)
 
-    kl_per_sequence = total_kl / context.n_seqs
+    kl_per_sequence = total_kl / n
     state: dict[str, float] = {}
     if config.kl_target is not None and math.isfinite(kl_per_sequence):
         state[KL_STATE] = adapted_kl_coef(
-            kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, context.n_seqs
+            kl_coef, kl_per_sequence, config.kl_target, config.kl_horizon, int(n)
         )
     if config.whiten_advantages:
         advantages = whitened(advantages, mask, of_advantages)
     metrics = {
         "kl": kl_per_sequence,
         "kl_coef": kl_coef,
-        "shaped_reward": reward / context.n_seqs,
+        "shaped_reward": reward / n,
         "advantages/std": of_advantages.std,
         "returns/mean": of_returns.mean,
         "explained_variance": 1 - of_errors.variance / of_returns.variance

@@ -6,8 +6,9 @@ from rlhf_tasks.algorithms.reinforce_pp.config import ReinforcePPConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn, reference_kl
 from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import less_mean
+from rlhf_tasks.algorithms.shared.groups import less_mean, per_group
 from rlhf_tasks.algorithms.shared.policy_math import (
+    at_last_tokens,
     clipped_loss,
     discounted_returns,
     shaped_rewards,
@@ -17,6 +18,8 @@ from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
 from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.statistics import moments, whitened
+from rlhf_tasks.algorithms.shared.staying import without_skipped
+from rlhf_tasks.algorithms.shared.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -29,15 +32,17 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     The KL divergence is in the rewards (k1). With `baseline: group` the group's mean is subtracted from the scores
     first, and the KL divergence is in the loss (k2; section 3.3 of the paper). Metrics: see `learn`.
     """
-    config = context.config
+    config, batch = context.config, without_skipped(batch)
     assert isinstance(config, ReinforcePPConfig)
     mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
-    scores, kl, in_loss = batch["scores"].values.double(), mask.double() * 0, 0.0
+    kl, in_loss = mask.double() * 0, 0.0
     if config.baseline == "group":
-        scores, in_loss = less_mean(scores, config.num_generations), config.beta
-    elif config.beta > 0:
-        kl = reference_kl(batch, "k1").double()
-    rewards = shaped_rewards(kl, scores, mask, lengths, config.beta)
+        scores = per_group(less_mean, batch["scores"].values.double(), batch.ids, config.num_generations)
+        placed, in_loss = at_last_tokens(scores, mask, lengths), config.beta
+    else:
+        placed = token_rewards(batch).double()
+        kl = reference_kl(batch, "k1").double() if config.beta > 0 else kl
+    rewards = shaped_rewards(kl, placed, mask, config.beta)
     returns = discounted_returns(rewards, mask, lengths, config.gamma)
     count = engine.sum_over_dp(mask.sum()[None]).item()
     (of_returns,) = moments(engine, mask, count, returns)

@@ -1,6 +1,6 @@
 """The dataflow graph of REINFORCE++."""
 
-from rlhf_tasks.algorithms.shared.rollout_calls import PolicySizes, policy_calls
+from rlhf_tasks.algorithms.shared.rollout_calls import PolicySizes, policy_calls, scored_tokens
 from rlhf_tasks.spec import ModelFunctionCall
 
 
@@ -9,4 +9,4 @@ def graph(config: PolicySizes) -> list[ModelFunctionCall]:
 
     A token's advantage is its whitened return, so there is no critic.
     """
-    return policy_calls(config)
+    return policy_calls(config, scored_tokens(config))

@@ -7,6 +7,7 @@ from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn, reference_kl
 from rlhf_tasks.algorithms.shared.generation import actor_generate, respond
 from rlhf_tasks.algorithms.shared.policy_math import (
+    at_last_tokens,
     clipped_loss,
     discounted_returns,
     shaped_rewards,
@@ -15,6 +16,9 @@ from rlhf_tasks.algorithms.shared.policy_math import (
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
 from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference, score_and_write
+from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
+from rlhf_tasks.algorithms.shared.staying import without_skipped
+from rlhf_tasks.algorithms.shared.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -36,19 +40,21 @@ def greedy_generate(engine: Engine, batch: SampleBatch, context: CallContext) ->
 
 def greedy_reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """The scores of the greedy responses. Metrics: those of `reward_inference`, as greedy/..."""
-    return _as_greedy(score_and_write(engine, batch, context, written=0))
+    return _as_greedy(score_and_write(engine, batch, context, 0, "greedy-"))
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Optimizer steps on each token, weighted by the rewards that follow less the score of the greedy response.
 
-    The rewards are the score and -beta times the KL divergence (k1) of each token. Metrics: see `learn`.
+    The rewards are the score, or those of tokens and steps, and -beta times the KL divergence (k1) of each token.
+    Metrics: see `learn`.
     """
-    config = _remax(context)
+    config, batch = _remax(context), without_skipped(without_skipped(batch), f"greedy_{STAYS}")
     mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
-    advances = batch["scores"].values.double() - batch["greedy_scores"].values.double()
+    baseline = at_last_tokens(batch["greedy_scores"].values.double(), mask, lengths)
+    advances = token_rewards(batch).double() - baseline
     kl = reference_kl(batch, "k1").double() if config.beta > 0 else mask.double() * 0
-    rewards = shaped_rewards(kl, advances, mask, lengths, config.beta)
+    rewards = shaped_rewards(kl, advances, mask, config.beta)
     advantages = discounted_returns(rewards, mask, lengths, gamma=1.0)
     objective = Objective(token_ratio, partial(clipped_loss, low=config.epsilon, high=config.high))
     return learn(engine, batch, context, advantages, objective, per_token, "k1")

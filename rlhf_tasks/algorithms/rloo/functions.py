@@ -6,12 +6,13 @@ from rlhf_tasks.algorithms.rloo.config import RLOOConfig
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn, reference_kl
 from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import less_others
+from rlhf_tasks.algorithms.shared.groups import less_others, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_sums
 from rlhf_tasks.algorithms.shared.policy_math import clipped_loss, response_ratio, token_ratio
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_response, per_sum
 from rlhf_tasks.algorithms.shared.ref_call import ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
+from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -28,13 +29,13 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     The score is reduced by beta times the response's KL divergence (k1, summed over its tokens). Metrics: see
     `learn`.
     """
-    config = context.config
+    config, batch = context.config, without_skipped(batch)
     assert isinstance(config, RLOOConfig)
     mask, lengths = batch["response_mask"].values, batch["input_ids"].lengths
     scores = batch["scores"].values.double()
     if config.beta > 0:
         scores = scores - config.beta * response_sums(reference_kl(batch, "k1").double(), mask, lengths)
-    advantages = on_tokens(less_others(scores, config.num_generations), lengths)
+    advantages = on_tokens(per_group(less_others, scores, batch.ids, config.num_generations), lengths)
     ratio, weighting = LEVELS[config.importance_sampling_level]
     objective = Objective(ratio, partial(clipped_loss, low=config.epsilon, high=config.high))
     return learn(engine, batch, context, advantages, objective, weighting, "k1")

@@ -52,6 +52,14 @@ class CriticFreeConfig(PolicyConfig):
         description="Learn nothing from responses without end token; their scores still compare.",
     )
 
+    @model_validator(mode="after")
+    def _reads_its_reference(self) -> Self:
+        if self.models.ref is not None and self.beta == 0:
+            raise ValueError(
+                f"models.ref={self.models.ref} is named, but beta=0 uses no reference. Leave it out, or set beta."
+            )
+        return self
+
     @property
     def passes(self) -> int:
         """Epochs over an iteration's batch."""

@@ -32,19 +32,25 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Ten
     return estimators[estimator]()
 
 
-def shaped_rewards(
-    kl: Tensor, scores: Tensor, mask: Tensor, lengths: Sequence[int], kl_coef: float
-) -> Tensor:
-    """-kl_coef * kl per token, and the score at the last response token (arXiv:1909.08593, eq. 2).
+def at_last_tokens(scores: Tensor, mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The score of each sample at its last response token: [T], 0 elsewhere.
 
-    kl [T]; scores [n]; mask [T] bool
-    Returns [T], 0 where mask is False. The score of a sample without response tokens is not used.
+    scores [n]; mask [T] bool. The score of a sample without response tokens is not used.
     """
-    rewards = torch.where(mask, -kl_coef * kl, 0.0)
     last = last_response_tokens(mask, lengths)
     answered = last >= 0
-    rewards[last[answered]] += scores[answered].to(rewards.dtype)
-    return rewards
+    placed = scores.new_zeros(len(mask))
+    placed[last[answered]] = scores[answered]
+    return placed
+
+
+def shaped_rewards(kl: Tensor, rewards: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """The rewards less kl_coef * kl per token (arXiv:1909.08593, eq. 2): [T], 0 where mask is False.
+
+    kl, rewards  [T]; a score for the whole response is at its last token
+    mask         [T] bool
+    """
+    return torch.where(mask, -kl_coef * kl + rewards.to(kl.dtype), 0.0)
 
 
 def gae(

@@ -14,6 +14,13 @@ KEPT = ("kept_counts", "kept_tokens")
 """The keys under which generation records which tokens top-k and top-p kept."""
 
 
+STAYS = "stays"
+"""The key that says of each sample whether it stays in the batch: False where a reward failed on it."""
+
+TOKEN_REWARDS = "token_rewards"
+"""The key of the rewards at each token, a whole response's at the last, where some reward judges tokens or steps."""
+
+
 class GenerateSizes(Protocol):
     """The fields of a configuration that generation depends on."""
 
@@ -28,6 +35,20 @@ class RolloutSizes(GenerateSizes, Protocol):
 
     @property
     def scoring_role(self) -> str: ...
+    @property
+    def on_reward_error(self) -> str: ...
+    @property
+    def scores_tokens(self) -> bool: ...
+
+
+def scored(config: RolloutSizes) -> tuple[str, ...]:
+    """The keys that a reward call gives and a train call reads: `scores`, and STAYS where samples may leave."""
+    return ("scores", STAYS) if config.on_reward_error == "skip" else ("scores",)
+
+
+def scored_tokens(config: RolloutSizes) -> tuple[str, ...]:
+    """The key that a train call reads besides where it learns from the rewards of single tokens."""
+    return (TOKEN_REWARDS,) if config.scores_tokens else ()
 
 
 def generate(config: GenerateSizes, kept: Sequence[str] = ()) -> ModelFunctionCall:
@@ -56,7 +77,7 @@ def generate_and_score(config: RolloutSizes, kept: Sequence[str] = ()) -> list[M
             role=config.scoring_role,
             kind="inference",
             inputs=(*SEQUENCES, "truncated", "columns"),
-            outputs=("scores",),
+            outputs=(*scored(config), *scored_tokens(config)),
             n_seqs=config.batch_size,
             group_size=config.group_size,
             runs_model=config.scoring_role == "reward",
@@ -107,7 +128,7 @@ def policy_calls(config: PolicySizes, compared: Sequence[str] = ()) -> list[Mode
             name="actor_train",
             role="actor",
             kind="train_step",
-            inputs=(*SEQUENCES, "old_logprobs", *ref, "scores", *compared, *cut, *kept),
+            inputs=(*SEQUENCES, "old_logprobs", *ref, *scored(config), *compared, *cut, *kept),
             n_seqs=config.batch_size,
             group_size=config.group_size,
             mini_batches=config.num_mini_batches,

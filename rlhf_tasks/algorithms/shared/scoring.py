@@ -1,7 +1,7 @@
 """Scores of responses: the weighted sum of Python rewards and the reward model."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.rollout_calls import STAYS, TOKEN_REWARDS
 from rlhf_tasks.config.base import Scores
 from rlhf_tasks.config.sections import RewardModelScore
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
-from rlhf_tasks.rewards.forms import Answers, RewardError, Values, shortened
-from rlhf_tasks.rewards.process import Judged
+from rlhf_tasks.rewards.forms import Answers, RewardError, Values, shortened, total
+from rlhf_tasks.rewards.process import Fault, Judged
+from rlhf_tasks.rewards.samples_folder import SKIPPED_SAMPLES
 from rlhf_tasks.system.failpoints import Point, reach
 
 PROMPT_CHARACTERS = 100
@@ -27,23 +29,43 @@ class Scored:
     """The scores of one head's n samples, in the batch's order.
 
     scores        [n] float64, the weighted sum
-    rewards       name of a Python reward -> n values; None for a sample that it does not judge
+    rewards       name of a Python reward -> n values, of whole responses; None for a sample that it does not judge
     logged        name of a Python reward -> the values that it logged, see `Judged`
     reward_model  [n] float64, raw scores of the reward model; None without one
     answers       the samples as the rewards got them
+    faults        id of a sample that a reward failed on -> the fault; its score is 0, and no reward has a value
+    stays         [n] bool: whether a sample stays in the batch
+    of_tokens     n tensors [response tokens] float64, which add up to the scores, where a reward judges tokens or
+                  steps: what is judged as a whole is at the last token
     """
 
     scores: Tensor
-    rewards: Mapping[str, Values]
+    rewards: Mapping[str, list[float | None]]
     logged: Mapping[str, Mapping[str, Any]]
     reward_model: Tensor | None
     answers: Answers
+    faults: Mapping[int, Fault]
+    stays: Tensor
+    of_tokens: Sequence[Tensor] | None = None
 
 
 def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBatch:
-    """The key `scores`, one row per sample: float64 if the model is float64, else float32."""
-    scores = scored.scores.to(engine.device, engine.dtype_of_rows)
-    return SampleBatch(batch.ids, {"scores": Packed(scores, (1,) * len(batch))})
+    """The keys `scores` and STAYS (bool), one row per sample; TOKEN_REWARDS where a reward judges tokens or steps.
+
+    Numbers are float64 if the model is float64, else float32.
+    """
+    dtype = engine.dtype_of_rows
+    scores = scored.scores.to(engine.device, dtype)
+    one = (1,) * len(batch)
+    stays = scored.stays.to(engine.device)
+    data = {"scores": Packed(scores, one), STAYS: Packed(stays, one)}
+    if scored.of_tokens is not None:
+        mask = batch["response_mask"]
+        rewards = torch.zeros(len(mask.values), dtype=dtype, device=engine.device)
+        if len(batch):
+            rewards[mask.values] = torch.cat(list(scored.of_tokens)).to(engine.device, dtype)
+        data[TOKEN_REWARDS] = Packed(rewards, mask.lengths)
+    return SampleBatch(batch.ids, data)
 
 
 def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: bool = True) -> Scored | None:
@@ -53,7 +75,8 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
 
     The Python rewards run in the head's helper process while the reward model computes; not where there is no sample.
     Raises RewardError, naming the sample, when a Python reward fails or times out, or when there is no reward model
-    and the Python rewards judge no sample.
+    and the Python rewards judge no sample. With `on_reward_error: skip` there are faults of such samples instead,
+    where it is known which they are.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
@@ -71,20 +94,77 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
         judged = (
             Judged({each.name: [] for each in config.rewards}, {}) if pending is None else pending.result()
         )
-        rewards = judged.values
+        rewards, faults = judged.values, dict(judged.faults)
         if raw is None and all_judged and len(batch):
-            _refuse_unjudged(rewards)
+            if config.on_reward_error == "skip":
+                faults = _unjudged(rewards, len(batch)) | faults
+            else:
+                _refuse_unjudged(rewards)
     except RewardError as error:
         raise RewardError(f"{error}{_about(error.place, batch, answers, context)}", error.traceback) from None
     reach(Point.REWARD)
-    total = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
-    for function in config.rewards:
-        total += function.weight * torch.tensor(
-            [v or 0.0 for v in rewards[function.name]], dtype=torch.float64
-        )
-    if raw is not None:
-        total += reward_model_part(raw, config.reward_model)
-    return Scored(total, rewards, judged.logged, raw, answers)
+    rewards = {
+        name: [None if place in faults else value for place, value in enumerate(values)]
+        for name, values in rewards.items()
+    }
+    penalties = -config.missing_eos_penalty * batch["truncated"].values.double().cpu()
+    model_part = None if raw is None else reward_model_part(raw, config.reward_model)
+    weighted = [(function.weight, rewards[function.name]) for function in config.rewards]
+    of_tokens = None
+    if config.scores_tokens:
+        counts = [0 if place in faults else len(ids) for place, ids in enumerate(answers.completion_ids)]
+        of_tokens = rewards_of_tokens(counts, penalties, weighted, model_part)
+        scores = torch.stack([part.sum() for part in of_tokens]) if of_tokens else penalties
+        of_tokens = [
+            part if len(part) else part.new_zeros(len(ids))
+            for part, ids in zip(of_tokens, answers.completion_ids, strict=True)
+        ]
+    else:
+        scores = penalties
+        for weight, values in weighted:
+            scores = scores + weight * torch.tensor([v or 0.0 for v in values], dtype=torch.float64)
+        scores = scores if model_part is None else scores + model_part
+    failed = torch.tensor([place in faults for place in range(len(batch))], dtype=torch.bool)
+    by_id = {batch.ids[place]: fault for place, fault in faults.items()}
+    stays = ~failed if config.skipped_leave else torch.ones_like(failed)
+    return Scored(
+        torch.where(failed, 0.0, scores),
+        {name: [None if v is None else total(v) for v in values] for name, values in rewards.items()},
+        judged.logged,
+        raw,
+        answers,
+        by_id,
+        stays,
+        of_tokens,
+    )
+
+
+def rewards_of_tokens(
+    counts: Sequence[int],
+    penalties: Tensor,
+    weighted: Sequence[tuple[float, Values]],
+    model_part: Tensor | None,
+) -> list[Tensor]:
+    """The rewards at the response tokens of each sample: n tensors [count] float64.
+
+    counts      response tokens of each sample
+    penalties, model_part  [n] float64, for whole responses
+    weighted    (weight, n values) of each Python reward: a number for a whole response, or one for each token
+    What is for a whole response is added at its last token, in the order in which a score is added up: where nothing
+    else is given, that token has the very score.
+    """
+    parts = [torch.zeros(count, dtype=torch.float64) for count in counts]
+    for place, part in enumerate(parts):
+        part[-1:] += penalties[place]
+        for weight, values in weighted:
+            value = values[place]
+            if isinstance(value, list):
+                part += weight * torch.tensor(value, dtype=torch.float64)
+            else:
+                part[-1:] += weight * (value or 0.0)
+        if model_part is not None:
+            part[-1:] += model_part[place]
+    return parts
 
 
 def _refuse_unjudged(rewards: Mapping[str, Values]) -> None:
@@ -92,6 +172,13 @@ def _refuse_unjudged(rewards: Mapping[str, Values]) -> None:
     if rewards and all(value is None for values in rewards.values() for value in values):
         names = ", ".join(map(repr, rewards))
         raise RewardError(f"the rewards {names} returned None for every sample, so there is no score.")
+
+
+def _unjudged(rewards: Mapping[str, Values], n: int) -> dict[int, Fault]:
+    """The faults of samples for which every reward returned None: without a score there is nothing to learn."""
+    names = ", ".join(rewards)
+    fault = Fault(names, f"no reward gave a value ({names} returned None).")
+    return {place: fault for place in range(n) if all(values[place] is None for values in rewards.values())}
 
 
 def _about(place: int | None, batch: SampleBatch, answers: Answers, context: CallContext) -> str:
@@ -139,37 +226,61 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
     """The metrics reward and reward_std over the iteration's samples, and rewards/<name>/mean for each reward; none
     before the call's last part.
 
-    rewards/reward_model/mean is the mean of the raw scores. Collective over the mesh.
+    rewards/reward_model/mean is the mean of the raw scores. With `on_reward_error: skip`, skipped_samples is the
+    number of samples that a reward failed on; those that leave the batch are in no mean. Collective over the mesh.
+    Raises RewardError when a reward failed on every sample.
     """
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
     names = [function.name for function in config.rewards]
-    sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64)
+    sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64)
+    scores = torch.zeros(0) if scored is None else scored.scores[scored.stays]
     if scored is not None:
-        sums[0] = len(scored.scores)
-        sums[1] = scored.scores.sum()
+        sums[0] = len(scores)
+        sums[1] = scores.sum()
         if scored.reward_model is not None:
-            sums[2] = scored.reward_model.sum()
+            sums[2] = scored.reward_model[scored.stays].sum()
+        sums[3] = len(scored.faults)
+        sums[4] = len(scored.scores)
         for place, name in enumerate(names):
             values = [value for value in scored.rewards[name] if value is not None]
-            sums[3 + 2 * place], sums[4 + 2 * place] = sum(values), len(values)
+            sums[5 + 2 * place], sums[6 + 2 * place] = sum(values), len(values)
     of_part = engine.sum_over_dp(sums)
     mean = (of_part[1] / of_part[0].clamp(min=1)).item()
-    deviations = 0.0 if scored is None else float((scored.scores - mean).square().sum())
+    deviations = float((scores - mean).square().sum())
     squares = engine.sum_over_dp(torch.tensor([deviations], dtype=torch.float64))
     parts = context.all_parts(torch.cat([of_part, squares]))
     if parts is None:
         return {}
     figures = torch.stack(parts)
-    n, total, raw, *by_name, within = figures.sum(0).tolist()
-    mean = total / n
+    n, total, raw, skipped, judged, *by_name, within = figures.sum(0).tolist()
+    if scored is not None:
+        refuse_all_skipped(scored.faults, int(skipped), int(judged), context)
+    mean = total / max(n, 1)
     # The squares about a part's mean, and those of this mean about the whole one.
     means = figures[:, 1] / figures[:, 0].clamp(min=1)
     squares = within + (figures[:, 0] * (means - mean).square()).sum().item()
     metrics = {"reward": mean, "reward_std": (squares / max(n - 1, 1)) ** 0.5}
+    if config.on_reward_error == "skip":
+        metrics["skipped_samples"] = skipped
     for place, name in enumerate(names):
         if by_name[2 * place + 1]:
             metrics[f"rewards/{name}/mean"] = by_name[2 * place] / by_name[2 * place + 1]
     if config.scoring_role == "reward":
-        metrics["rewards/reward_model/mean"] = raw / n
+        metrics["rewards/reward_model/mean"] = raw / max(n, 1)
     return metrics
+
+
+def refuse_all_skipped(faults: Mapping[int, Fault], skipped: int, judged: int, context: CallContext) -> None:
+    """Raises RewardError on a head when a reward failed on all samples of the iteration.
+
+    faults   of this head's samples
+    skipped  samples of all heads on which a reward failed
+    judged   samples of all heads
+    """
+    if skipped == judged and faults:
+        first = faults[min(faults)]
+        raise RewardError(
+            f"a reward failed on every sample of iteration {context.iteration}, so none is left. Of sample "
+            f"{min(faults)}: {first.reason} {SKIPPED_SAMPLES} in the run folder has the others."
+        )

@@ -91,7 +91,7 @@ def test_an_attempt_after_a_lost_controller_needs_no_server(
         say=lambda line: None,
     )
     prepared = SimpleNamespace(
-        config=make_config(document), plan=small_plan(), iterations=2, disk=None, changes=()
+        config=make_config(document), plan=small_plan(), iterations=2, disk=None, changes=(), held_out={}
     )
     orders, restarts = Orders(lambda line: None), Restarts(tmp_path, 3)
     attempts = Attempts(prepared, tmp_path, {"mine": "the value"}, view, orders, restarts)

@@ -337,6 +337,8 @@ OFFLOADED = [set(), {"ref_inference"}, {"ref_inference", "reward_inference"}]
 
 class _Sizes:
     batch_size, group_size, num_mini_batches, scoring_role = 24, 2, 3, "ref"
+    on_reward_error = "stop"
+    scores_tokens = False
     records_kept, truncated_responses = True, "bootstrap"
 
 

@@ -18,7 +18,9 @@ from rlhf_tasks.algorithms.configurations import (
 from rlhf_tasks.algorithms.ppo.config import PPOConfig
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.algorithms.rollout.config import RolloutConfig
+from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from tests.tiny_runs import write_model
 
 MINIMAL = """
 type: ppo
@@ -361,3 +363,26 @@ assert not {{"torch", "transformers", "prefect", "distributed"}} & set(sys.modul
 def test_a_single_snapshot_is_refused_there_would_be_none_to_go_back_to():
     with pytest.raises(ConfigError, match=r"keep_last.* 2"):
         make_config(ppo(keep_last=1))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "rloo", "remax", "reinforce_pp"])
+def test_a_reference_that_nothing_reads_is_refused(kind: str):
+    document = {**NEEDED, "type": kind, "models": {"actor": "a", "ref": "r"}}
+    with pytest.raises(
+        ConfigError, match=r"models\.ref=r is named, but beta=0 uses no reference\. Leave it out"
+    ):
+        make_config({**document, "beta": 0})
+    assert make_config({**document, "beta": 0.1}).roles()["ref"].folder == "r"
+
+
+def test_the_order_of_lora_targets_makes_no_other_adapter(tmp_path: Path):
+    shape = ModelShape.from_folder(write_model(tmp_path / "model"))
+    names = ["v_proj", "q_proj", "v_proj", "up_proj"]
+    configs = [
+        make_config({"type": "ppo", **NEEDED, "lora": {"targets": targets}})
+        for targets in (names, names[::-1])
+    ]
+    assert configs[0] == configs[1]
+    adapters = configs[0].adapters_of("actor", shape)
+    assert adapters is not None
+    assert adapters.targets == ("q_proj", "up_proj", "v_proj")

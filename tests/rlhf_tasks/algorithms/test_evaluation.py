@@ -32,6 +32,9 @@ def total(completions, completion_ids, **columns):
 
 def even(completions, answer, **columns):
     return [None if int(right) % 2 else 0.5 for right in answer]
+
+def picky(completions, answer, **columns):
+    return [1 / (int(right) % 2) for right in answer]
 """
 
 
@@ -121,6 +124,31 @@ def test_a_rank_whose_answers_no_reward_judges_is_no_error(ranks: Any, tmp_path)
     )
     assert alone["eval/even/mean"] == 0.5
     assert split == [pytest.approx(alone, rel=1e-9)] * 4
+
+
+@pytest.mark.dist
+def test_an_answer_that_a_reward_fails_on_counts_as_zero_and_is_named(ranks: Any, tmp_path):
+    config = config_of(tmp_path)
+    assert config.evaluation is not None
+    picky = config.evaluation.rewards[0].model_copy(update={"function": f"{tmp_path / 'judge.py'}:picky"})
+    asked = config.evaluation.model_copy(update={"rewards": (picky,)})
+    skips = config.model_copy(update={"evaluation": asked, "on_reward_error": "skip"})
+    even = [n for n in range(ROWS) if int(answer_of(tmp_path, n)) % 2 == 0]
+    assert 0 < len(even) < ROWS
+    for strategy in ((1, 1, 1), (4, 1, 1), (1, 2, 1)):
+        size = ParallelStrategy(*strategy).size
+        for metrics in ranks.run(size, evaluated, strategy, skips.model_dump_json(), 2):
+            assert metrics["eval/reward"] == pytest.approx(1 - len(even) / ROWS)
+            assert metrics["eval/picky/mean"] == 1.0
+            assert metrics["eval/skipped_samples"] == len(even)
+        files = sorted((tmp_path / "skipped-samples").glob("evaluation-00000002-*.jsonl"))
+        listed = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        assert sorted(line["sample"] for line in listed) == even, strategy
+        assert all("held_out.jsonl:" in line["row"] for line in listed)
+
+
+def answer_of(folder: Path, n: int) -> str:
+    return json.loads((folder / "held_out.jsonl").read_text().splitlines()[n])["answer"]
 
 
 @pytest.mark.dist

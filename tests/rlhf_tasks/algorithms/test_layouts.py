@@ -38,6 +38,10 @@ OPTIONS = {
 }
 
 
+SKIP: dict[str, Any] = {"on_reward_error": "skip"}
+TOKENS: dict[str, Any] = {"rewards": [{"function": "m:f", "per": "token"}]}
+
+
 def config_of(kind: str, options: dict[str, Any]) -> RunConfig:
     document: dict[str, Any] = {
         "type": kind,
@@ -113,6 +117,9 @@ def samples(kind: str) -> SampleBatch:
         parts["scores"][3] = parts["scores"][2]  # a group of two without anything to compare
         parts["greedy_scores"] = [numbers(1, 1.0) for _ in masks]
         parts["truncated"] = [torch.tensor([i % 3 == 0]) for i in range(N_SEQS)]
+        parts["stays"] = [torch.tensor([i not in (2, 6, 7)]) for i in range(N_SEQS)]  # 6, 7: a whole dp rank
+        parts["token_rewards"] = [torch.where(m, numbers(len(m), 1.0), 0.0) for m in masks]
+        parts["greedy_stays"] = [torch.tensor([i != 4]) for i in range(N_SEQS)]
         parts["final_values"] = [numbers(1, 1.0) for _ in masks]
         kept = [[_kept(int(t), i + p) for p, t in enumerate(ids)] for i, ids in enumerate(parts["input_ids"])]
         parts["kept_counts"] = [
@@ -204,6 +211,8 @@ CASES = [
     ("ppo", ("critic_inference", "critic_train"), "scalar", {}),
     ("ppo", ("ref_inference", "actor_train"), "lm", OPTIONS),
     ("ppo", ("critic_inference", "critic_train"), "scalar", OPTIONS),
+    ("ppo", ("ref_inference", "actor_train"), "lm", SKIP | OPTIONS),
+    ("ppo", ("critic_inference", "critic_train"), "scalar", SKIP | OPTIONS | TOKENS | {"score_clip": None}),
     ("sft", ("actor_train",), "lm", {}),
     ("reward_model", ("reward_train",), "scalar", {}),
     ("dpo", ("ref_inference", "actor_train"), "lm", {}),
@@ -256,6 +265,13 @@ CRITIC_FREE: list[tuple[str, dict[str, Any]]] = [
     ("reinforce_pp", {"gamma": 0.9}),
     ("reinforce_pp", {"num_generations": 2, "baseline": "group"}),
     ("expert_iteration", {"num_generations": 2, "min_score": 0.0, "best_of_group": True}),
+    ("grpo", SKIP | {"num_generations": 2, "beta": 0.1, "scale_rewards": "batch", "num_iterations": 2}),
+    ("dapo", SKIP | {"num_generations": 4, "mask_truncated_completions": True}),
+    ("rloo", SKIP | {"num_generations": 4, "epsilon": 0.99, "epsilon_high": 99.0}),
+    ("remax", SKIP | TOKENS),
+    ("reinforce_pp", TOKENS | {"gamma": 0.9}),
+    ("reinforce_pp", SKIP | {"num_generations": 2, "baseline": "group"}),
+    ("expert_iteration", SKIP | {"num_generations": 4, "min_score": 0.0, "best_of_group": True}),
 ]
 """Algorithms with one train call, and options that make it communicate."""
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,8 @@ SIZES = SimpleNamespace(
     group_size=2,
     num_mini_batches=3,
     scoring_role="reward",
+    on_reward_error="stop",
+    scores_tokens=False,
     records_kept=False,
     truncated_responses="keep",
     beta=0.1,
@@ -91,6 +94,23 @@ def test_every_algorithm_of_ours_has_a_function_for_each_call():
         record = algorithm(name)
         calls = [call.name for call in record.calls(record.nominal())]
         assert all(map(callable, load_functions(record, calls).values())), name
+
+
+def test_an_algorithm_that_would_learn_from_skipped_samples_is_refused():
+    grpo = algorithm("grpo")
+
+    def blind(config):
+        *before, train = grpo.graph(config)
+        seen = tuple(key for key in train.inputs if key != "stays")
+        return [*before, train.model_copy(update={"inputs": seen})]
+
+    config = grpo.nominal().model_copy(update={"on_reward_error": "skip"})
+    assert "stays" in grpo.calls(config)[-1].inputs
+    sentence = (
+        r"^on_reward_error: skip is not for the algorithm 'grpo' .*: its call 'actor_train' does not read"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        replace(grpo, graph=blind).calls(config)
 
 
 TUNED = {"tuned": "tuned:ALGORITHM"}

@@ -65,6 +65,16 @@ def test_a_deadline_is_a_multiple_of_the_prediction_and_never_below_the_floor():
     assert (seconds["generate"], seconds["release"], seconds["save_actor"]) == (100, 30, 30)
 
 
+def test_a_deadline_allows_for_the_users_own_code_under_a_later_plan_too():
+    deadlines = Deadlines(5, 30, {"generate": 20.0}, {"generate": 600.0, "release": 7.0})
+    first = sequencer(deadlines=deadlines)
+    later = first.starting_at(
+        1, 2, ScheduledPlan(iteration=2, plan=first.plan, predicted_s={"generate": 1.0})
+    )
+    assert [of.deadlines.of("generate") for of in (first, later)] == [700, 630]
+    assert [of.deadlines.of("release") for of in (first, later)] == [37, 37]
+
+
 def test_a_new_generation_sends_the_same_requests_under_new_names_and_numbers():
     for seed in range(20):
         plan = random_plan(random.Random(seed), 5, 30)

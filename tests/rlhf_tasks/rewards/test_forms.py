@@ -1,11 +1,12 @@
 """How rewards are found and called, and what may come back; in this process, which only tests do."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_tasks.rewards.forms import RewardError, TrainerState, load_reward
+from rlhf_tasks.rewards.forms import TRL, Parameters, Reward, RewardError, TrainerState, load_reward
 from tests.judged import LABELLED, SUMS, VERL, answers
 
 REWARDS = Path(__file__).parents[2] / "second_user_rewards"
@@ -15,7 +16,15 @@ def judge(name: str, judged: Any = SUMS, **kwargs: Any) -> list[float | None]:
     file, _, function = name.partition(":")
     reward = load_reward(function, f"{REWARDS / file}.py:{function}", kwargs)
     calls = reward.arguments(judged, TrainerState(0, 1), {})
-    return reward.values([reward.function(**arguments) for arguments in calls], range(len(judged)))
+    n = len(judged) if len(calls) == 1 else 1  # answers of a call
+    given = zip(range(0, len(judged), n), calls, strict=True)
+    values = [
+        v for at, call in given for v in reward.values(reward.function(**call), range(at, at + n), judged)
+    ]
+    for value in values:
+        if isinstance(value, RewardError):
+            raise value
+    return [value for value in values if not isinstance(value, RewardError)]
 
 
 @pytest.mark.parametrize(
@@ -84,3 +93,40 @@ def test_some_answers_are_whole_answers():
     some = SUMS.select([2, 0])
     assert (some.completions, some.columns["task"]) == (["it is 1", "7"], ["subtract", "add"])
     assert (len(some), some.prompt_texts) == (2, ["What is 9 - 8?", "What is 3 + 4?"])
+
+
+TOKENS = Reward("mine", "m:f", max, Parameters((), (), takes_any=True), TRL, {}, "", per="token")
+STEPS = replace(TOKENS, per="step")
+
+
+def test_a_reward_per_token_gives_a_number_for_each_and_one_per_step_names_the_steps_last_token():
+    assert TOKENS.value(0, (1, 0.5, 2), 3) == [1.0, 0.5, 2.0]
+    assert TOKENS.value(0, {"score": [0.0, 1.0]}, 2) == [0.0, 1.0]
+    assert STEPS.value(0, [[1, 0.5], (3, 2), [3, 1]], 5) == [0.0, 0.5, 0.0, 3.0, 0.0]
+    assert STEPS.value(0, [], 2) == [0.0, 0.0]
+    assert TOKENS.value(0, None, 2) is STEPS.value(0, None, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "value", "sentence"),
+    [
+        (TOKENS, 1.0, "returned 1.0 for an answer: with per: token it is a list."),
+        (
+            TOKENS,
+            [1.0],
+            "returned 1 numbers for an answer of 3 tokens: with per: token there is one for each",
+        ),
+        (TOKENS, [1.0, float("nan"), 0.0], "returned nan: not a finite number."),
+        (TOKENS, [1.0, None, 0.0], "returned None among an answer's numbers."),
+        (STEPS, [[3, 1.0]], "its last token from 0 to 2."),
+        (STEPS, [[-1, 1.0]], "its last token from 0 to 2."),
+        (STEPS, [[True, 1.0]], "its last token from 0 to 2."),
+        (STEPS, [1.0, 2.0, 3.0], "with per: step each step is [token, number]"),
+        (STEPS, [[0, "x"]], "returned 'x': not a number."),
+    ],
+)
+def test_what_is_no_value_of_tokens_or_steps_is_named(reward: Reward, value: Any, sentence: str):
+    with pytest.raises(RewardError) as caught:
+        reward.value(7, value, 3)
+    assert sentence in str(caught.value)
+    assert caught.value.place == 7

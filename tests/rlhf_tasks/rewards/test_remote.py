@@ -88,6 +88,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_long(self, body: dict, tries: int) -> None:
         self.say(200, b"[" + b" " * (remote.MOST_BYTES + 10))
 
+    def do_refuses_sums(self, body: dict, tries: int) -> None:
+        sums = any("10 + 5" in prompt for prompt in body["prompts"])
+        self.say(422 if sums else 200, b"no sums" if sums else [1.0] * len(body["completions"]))
+
+    def do_drips_on_sums(self, body: dict, tries: int) -> None:
+        if any("10 + 5" in prompt for prompt in body["prompts"]):
+            self.do_drips(body, tries)
+        else:
+            self.say(200, [1.0] * len(body["completions"]))
+
     def do_drips(self, body: dict, tries: int) -> None:
         """A byte now and then: no single wait is long."""
         self.send_response(200)
@@ -152,9 +162,12 @@ def judged(url: str, n_answers: int = 3, **settings: Any) -> list[Any]:
         reward.request_timeout_s,
         reward.retries,
         reward.allow_private,
-        reward.concurrency,
     )
-    return list(service._ask({"prompts": ["p"] * 3, "completions": ["c"] * n_answers, "columns": {}}))
+    values = list(service._ask({"prompts": ["p"] * 3, "completions": ["c"] * n_answers, "columns": {}}))
+    for value in values:
+        if isinstance(value, RewardError):
+            raise value
+    return values
 
 
 def test_a_service_gets_prompts_answers_and_columns_in_parts_and_their_order_is_kept(
@@ -273,3 +286,38 @@ def test_only_http_urls_without_a_login_are_accepted(url: str):
 def test_a_service_is_named_by_its_path_or_host():
     assert config_of("https://host.org/v1/judge?x=1").rewards[0].name == "judge"
     assert config_of("https://host.org").rewards[0].name == "host_org"
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "skipped", "sentence"),
+    [
+        ("refuses_sums", {"answers_per_request": 1}, {1}, "refuses the request with status 422: no sums"),
+        ("refuses_sums", {"answers_per_request": 2}, {0, 1}, "refuses the request with status 422: no sums"),
+        ("drips_on_sums", {"answers_per_request": 1, "retries": 0}, {1}, "gave no answer in 0.5 s"),
+        ("nan", {}, {1}, "answered with nan for answer 1 of a request"),
+    ],
+)
+def test_the_answers_of_a_request_that_fails_are_skipped_where_the_run_says_so(
+    server: Server, path: str, settings: dict, skipped: set[int], sentence: str
+):
+    config = config_of(server.url(path), request_timeout_s=0.5, **settings)
+    process = RewardProcess(config.model_copy(update={"on_reward_error": "skip"}))
+    try:
+        judged = process.submit(SUMS).result(timeout=110)
+    finally:
+        process.close()
+    assert set(judged.faults) == skipped
+    assert all(sentence in fault.reason for fault in judged.faults.values())
+    values = judged.values[path]
+    assert {place for place, value in enumerate(values) if value is None} == skipped
+
+
+@pytest.mark.parametrize("path", ["short", "redirects"])
+def test_a_service_that_does_not_speak_our_language_stops_the_run_also_then(server: Server, path: str):
+    config = config_of(server.url(path))
+    process = RewardProcess(config.model_copy(update={"on_reward_error": "skip"}))
+    try:
+        with pytest.raises(RewardError, match=r"answered with 1 values for 3|redirects to"):
+            process.submit(SUMS).result(timeout=110)
+    finally:
+        process.close()

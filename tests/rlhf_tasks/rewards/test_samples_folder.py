@@ -15,7 +15,9 @@ HALF = "\ud83d"  # of a surrogate pair, as where a reward cuts a text that it go
 
 def test_lines_within_texts_and_halves_of_characters_in_what_a_reward_logs_come_back(tmp_path):
     answers = Answers([LINES], ["\u4e16\U0001f600"], [[1]], {}, [LINES])
-    scored = Scored(torch.ones(1), {}, {"mine": {"cut": [HALF]}}, None, answers)
+    scored = Scored(
+        torch.ones(1), {}, {"mine": {"cut": [HALF]}}, None, answers, {}, torch.ones(1, dtype=torch.bool)
+    )
     batch = SampleBatch((0,), {"truncated": Packed(torch.tensor([False]), (1,))})
     path = tmp_path / SAMPLES / "0.jsonl"
     write_samples(path, batch, scored, 1)

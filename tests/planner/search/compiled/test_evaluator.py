@@ -74,6 +74,8 @@ def make_tables(
         "batch_size": n_seqs,
         "num_mini_batches": 2,
         "scoring_role": "reward",
+        "on_reward_error": "stop",
+        "scores_tokens": False,
         "records_kept": False,
         "group_size": 2,
         "truncated_responses": "keep",

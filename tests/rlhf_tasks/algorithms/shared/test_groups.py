@@ -13,6 +13,7 @@ from rlhf_tasks.algorithms.shared.groups import (
     group_stds,
     less_mean,
     less_others,
+    per_group,
 )
 
 
@@ -31,7 +32,7 @@ def test_statistics_are_those_of_each_group(size, n, data):
     assert less_others(scores, size).tolist() == pytest.approx(others, abs=1e-12)
     assert group_stds(scores, size).tolist() == pytest.approx(stds, abs=1e-12)
     assert best_of_group(scores, size).tolist() == best
-    assert all_equal(scores, size).tolist() == [len(set(group)) == 1 for group in groups]
+    assert all_equal(scores, size).tolist() == [len(set(group)) == 1 for group in groups for _ in group]
 
 
 def test_a_group_of_equal_scores_has_nothing_to_learn():
@@ -51,3 +52,31 @@ def test_the_bits_do_not_depend_on_the_other_groups():
 def test_a_score_that_is_not_a_number_spoils_its_group_alone():
     scores = torch.tensor([float("nan"), 1.0, 0.0, 1.0])
     assert less_mean(scores, 2).isnan().tolist() == [True, True, False, False]
+
+
+FUNCTIONS = (all_equal, best_of_group, group_stds, less_mean, less_others)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_group_that_has_lost_samples_counts_as_a_smaller_group_to_the_last_bit(function):
+    scores = torch.randn(24, generator=torch.Generator().manual_seed(1))
+    left = [0, 1, 2, 3, 5, 6, 7, 12, 13, 14, 16, 23]  # of six groups: 4, 3, none, 3, 1, 1
+    found = per_group(function, scores[left], left, 4)
+    expected = [
+        function(scores[group], len(group)) for group in ([0, 1, 2, 3], [5, 6, 7], [12, 13, 14], [16], [23])
+    ]
+    assert torch.equal(found, torch.cat(expected))
+    assert found.dtype == function(scores, 4).dtype
+    assert torch.equal(per_group(function, scores, range(24), 4), function(scores, 4))
+    assert len(per_group(function, scores[:0], [], 4)) == 0
+
+
+def test_a_sample_that_is_left_alone_has_nothing_to_be_compared_with():
+    alone = torch.tensor([3.0])
+    assert (
+        less_mean(alone, 1).tolist()
+        == less_others(alone, 1).tolist()
+        == group_stds(alone, 1).tolist()
+        == [0.0]
+    )
+    assert all_equal(alone, 1).tolist() == best_of_group(alone, 1).tolist() == [True]

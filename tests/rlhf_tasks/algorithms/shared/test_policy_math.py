@@ -13,6 +13,7 @@ from rlhf_tasks.algorithms.shared.packed import (
     response_sums,
 )
 from rlhf_tasks.algorithms.shared.policy_math import (
+    at_last_tokens,
     bounded,
     cispo_loss,
     clipped_loss,
@@ -124,7 +125,8 @@ def test_scores_land_on_last_response_tokens():
     mask = torch.tensor([0, 1, 1, 0, 0, 0, 1]).bool()
     lengths = [4, 1, 2]
     assert last_response_tokens(mask, lengths).tolist() == [2, -1, 6]
-    rewards = shaped_rewards(torch.ones(7), torch.tensor([10.0, 20.0, 30.0]), mask, lengths, 0.5)
+    placed = at_last_tokens(torch.tensor([10.0, 20.0, 30.0]), mask, lengths)
+    rewards = shaped_rewards(torch.ones(7), placed, mask, 0.5)
     assert rewards.tolist() == [0, -0.5, 9.5, 0, 0, 0, 29.5]
 
 

@@ -1,0 +1,27 @@
+"""How long the user's own code may take in each node of a plan, for which its deadline must allow."""
+
+from rlhf_tasks.algorithms.held_out import evaluation_of, section_of
+from rlhf_tasks.config.base import RunConfig, Scores
+from rlhf_tasks.rewards.process import longest_s
+from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
+
+
+def users_seconds(config: RunConfig, plan: ExecutionPlan, held_out_rows: int) -> dict[str, float]:
+    """Node that calls Python rewards or services -> seconds that these may take there, until they are late.
+
+    held_out_rows  rows that an evaluation answers; it judges them batch by batch
+    A reward call judges one batch on each head, all at the same time.
+    """
+    answers, section = evaluation_of(config), section_of(config)
+    found: dict[str, float] = {}
+    for node in plan.nodes:
+        match node:
+            case CallNode(call=call):
+                gives = {call.remap.get(key, key) for key in call.outputs}
+                if isinstance(config, Scores) and config.rewards and "scores" in gives:
+                    found[node.name] = longest_s(config)
+            case EvaluateNode() if answers is not None and section is not None:
+                found[node.name] = -(-held_out_rows // section.batch_size) * longest_s(answers)
+            case _:
+                pass
+    return found
