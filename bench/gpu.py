@@ -283,7 +283,7 @@ def timings(groups: ProcessGroups, size: str, rounds: int, peak_flops: float) ->
 def _time_generation(groups: ProcessGroups, size: str, rounds: int) -> list[Timing]:
     model = build_model(size, torch.bfloat16)
     engine = build_engine(model, ParallelStrategy(), groups, torch.bfloat16)
-    engine.optimizer = None
+    engine.master = None
     found = []
     for sequences in (8, 64, 256):
         prompts, new_tokens = random_tokens([128] * sequences, model.config.vocab_size), 256

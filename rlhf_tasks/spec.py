@@ -278,15 +278,39 @@ class SaveNode(_Node):
         return tuple(sorted(self.placement.devices))
 
 
+class SyncNode(_Node):
+    """Brings a trained role's parameters onto the placement of a role that follows it, and blends them into that
+    role's: a reallocation with a blend.
+
+    The node does so in the iterations that the configuration names, and nothing in the others.
+
+    role    the role that follows; `destination` is where its model runs
+    leader  the trained role; `source` is its training placement
+    """
+
+    kind: Literal["sync"] = "sync"
+    role: str
+    leader: str
+    source: Placement
+    destination: Placement
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.devices, *self.destination.devices}))
+
+
 class EvaluateNode(_Node):
     """Answers held-out rows with the parameters that the train_step has just left, and scores the answers.
 
     The node does so in the iterations that the configuration's `evaluation` names, and nothing in the others.
+
+    at_start  the node stands at the beginning of an iteration, and does so in the first one alone
     """
 
     kind: Literal["evaluate"] = "evaluate"
     role: str
     placement: Placement
+    at_start: bool = False
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -302,6 +326,7 @@ PlanNode = Annotated[
     | OnloadNode
     | OffloadNode
     | SaveNode
+    | SyncNode
     | EvaluateNode,
     Field(discriminator="kind"),
 ]
@@ -311,13 +336,21 @@ class RolePlacements(Frozen):
     """Where a role's parameters live.
 
     The first placement of a trained role is its training placement, which owns parameters, gradients and optimizer.
-    A frozen role is resident on every placement. On those that are also in `offloaded`, the devices hold its
-    parameters only between an onload and the next offload.
+    A role that is not trained is resident on every placement. On those that are also in `offloaded`, the devices hold
+    its parameters only between an onload and the next offload.
+
+    follows  the trained role that this one is blended with, on its first placement; "": it is trained, or frozen
     """
 
     trained: bool
     placements: tuple[Placement, ...]
     offloaded: tuple[Placement, ...] = ()
+    follows: str = ""
+
+    @property
+    def changes(self) -> bool:
+        """Whether its parameters change during a run: they have versions and are committed."""
+        return self.trained or bool(self.follows)
 
 
 class ExecutionPlan(Frozen):

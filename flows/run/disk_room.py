@@ -43,7 +43,8 @@ def disk_need(
     itemsize  bytes of a parameter of the exported model
     """
     exports, sizes = dict[str, int](), dict[str, int]()
-    for name, role in config.roles().items():
+    roles = config.roles()
+    for name, role in roles.items():
         if role.optimizer is not None:
             shape, lora = shapes[name], config.adapters_of(name, shapes[name])
             exports[name] = sizes[name] = sum(spec.size for spec in parameters(shape, role.head))
@@ -52,13 +53,15 @@ def disk_need(
                 exports[name] = sizes[name] if config.exports_adapters else exports[name]
     if not sizes:
         return NO_DISK
+    followers = sum(sum(s.size for s in parameters(shapes[n], roles[n].head)) for n in config.follows)
     evaluation = config.evaluation if isinstance(config, TrainingConfig) else None
     best = 0 if evaluation is None else evaluation.keep_best
     state_itemsize = max(itemsize, 4)  # bfloat16 is trained in float32
     written = -(-iterations // config.snapshot_every) + 1  # with step 0
     exported = exports.get("actor", next(iter(exports.values())))
     return DiskNeed(
-        STATE_FLOATS * state_itemsize * sum(sizes.values()),
+        state_itemsize
+        * (STATE_FLOATS * sum(sizes.values()) + followers),  # of followers master weights alone
         min(config.keep_last + best + 1, written),
         itemsize * exported,
     )

@@ -157,6 +157,7 @@ def _iteration_s(plan: ExecutionPlan, price: PlanPrice, evaluated: bool) -> floa
     if not nodes:
         return price.iteration_time_s
     seconds = price.longest_s if evaluated else price.duration_s | {node.name: 0.0 for node in nodes}
+    seconds = seconds | {node.name: 0.0 for node in nodes if node.at_start}  # of the first iteration alone
     return steady_state(plan, seconds, price.copy_s).iteration_time_s
 
 

@@ -1,7 +1,7 @@
 """From a run's configuration to what the planner is asked: graph, models, workload, cluster. Loads no torch."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,10 +26,10 @@ from planner.pricing.run_history import FiguresError, figures_file, read_figures
 from planner.search.baselines import Priced, priced_plan
 from planner.search.search import SearchResult, find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.algorithms.examples import mean_prompt_tokens
+from rlhf_tasks.algorithms.examples import prompt_tokens as tokens_of_prompts
 from rlhf_tasks.algorithms.held_out import completions_of, evaluation_of, section_of
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.config.base import RunConfig, Samples, TrainingConfig
+from rlhf_tasks.config.base import MovesReference, RunConfig, Samples, TrainingConfig
 from rlhf_tasks.config.files import how_to_download
 from rlhf_tasks.config.sections import Role
 from rlhf_tasks.data.dataset import data_set
@@ -48,7 +48,10 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 def problem_of(
-    config: RunConfig, hardware: Hardware, profile: Path | None = None, prompt_tokens: float | None = None
+    config: RunConfig,
+    hardware: Hardware,
+    profile: Path | None = None,
+    prompt_tokens: Sequence[int] | None = None,
 ) -> Problem:
     """What a configuration asks of the planner on some hardware.
 
@@ -68,6 +71,7 @@ def problem_of(
 
 def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, workload: Workload) -> Problem:
     shapes = shapes_of(config)
+    _check_followers(config, shapes)
     models = {
         role: RoleModel(
             shape=shapes[role],
@@ -211,13 +215,16 @@ def shapes_of(config: RunConfig) -> dict[str, ModelShape]:
 def graph_of(config: RunConfig, shapes: dict[str, ModelShape]) -> DataflowGraph:
     """The dataflow graph that a configuration describes."""
     record = algorithm(config.type)
-    evaluated = () if section_of(config) is None else ("actor",)
+    asked = section_of(config)
+    evaluated = () if asked is None else ("actor",)
     return DataflowGraph(
         record.calls(config),
         record.dataset_keys,
         name=record.name,
         architectures=shapes,
         evaluated=evaluated,
+        on_start=asked is not None and asked.on_start,
+        follows=config.follows,
     )
 
 
@@ -235,16 +242,18 @@ def hardware_of(config: RunConfig, cluster_file: Path | None = None) -> Hardware
     return named_hardware(cluster, [(part.n_hosts, part.device) for part in device])
 
 
-def workload_of(config: RunConfig, prompt_tokens: float | None = None) -> Workload:
+def workload_of(config: RunConfig, prompt_tokens: Sequence[int] | None = None) -> Workload:
     """Lengths and number formats of an iteration.
 
-    prompt_tokens  mean tokens of the data's prompts; default: some of the data are read
-    `planning.prompt_tokens`, where it is given, counts instead of the data's.
+    prompt_tokens  tokens of some of the data's prompts; default: some of the data are read
+    `planning.prompt_tokens`, where it is given, counts instead of the data's; then all have that length.
     """
     planning = config.planning
-    if planning.prompt_tokens is None and prompt_tokens is None:
-        prompt_tokens = mean_prompt_tokens(config)
-    prompt = planning.prompt_tokens or round(prompt_tokens or 0) or 1
+    if planning.prompt_tokens is not None:
+        prompt_tokens = [planning.prompt_tokens]
+    elif prompt_tokens is None:
+        prompt_tokens = tokens_of_prompts(config)
+    prompt = _mean(prompt_tokens)
     longest = None
     if isinstance(config, Samples):
         longest = config.sampling.max_completion_length
@@ -258,6 +267,7 @@ def workload_of(config: RunConfig, prompt_tokens: float | None = None) -> Worklo
         prompt, shares = max(1, prompt - 1), {1: 1.0}
     return Workload(
         prompt_tokens=prompt,
+        prompt_lengths=Lengths.of(prompt_tokens) if len(set(prompt_tokens)) > 1 else None,
         new_tokens=Lengths(points=tuple(sorted(shares.items()))),
         max_new_tokens=longest,
         epochs=config.passes,
@@ -265,7 +275,13 @@ def workload_of(config: RunConfig, prompt_tokens: float | None = None) -> Worklo
         recompute=isinstance(config, TrainingConfig) and config.gradient_checkpointing,
         reward_s=planning.reward_seconds_per_sequence,
         evaluation=_evaluation(config),
+        sync_every=config.ref_model_sync_steps if isinstance(config, MovesReference) else 1,
     )
+
+
+def _mean(tokens: Sequence[int]) -> int:
+    """The mean length in whole tokens, at least 1."""
+    return round(sum(tokens) / max(len(tokens), 1)) or 1
 
 
 def _evaluation(config: RunConfig) -> Evaluation | None:
@@ -278,11 +294,22 @@ def _evaluation(config: RunConfig) -> Evaluation | None:
     sizes: dict[str, int] = {}
     if answers is not None:
         sizes["answers"] = asked.num_generations
-        sizes["prompt_tokens"] = stated or round(mean_prompt_tokens(answers)) or 1
+        sizes["prompt_tokens"] = stated or _mean(tokens_of_prompts(answers))
         sizes["new_tokens"] = answers.sampling.max_completion_length
     if completions is not None:
-        sizes["completion_tokens"] = stated or round(mean_prompt_tokens(completions)) or 1
+        sizes["completion_tokens"] = stated or _mean(tokens_of_prompts(completions))
     return Evaluation(every=asked.every, rows=rows, rows_at_once=asked.batch_size, **sizes)
+
+
+def _check_followers(config: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Raises ConfigError where a role follows one with another architecture."""
+    for role, leader in config.follows.items():
+        if difference := shapes[role].difference(shapes[leader]):
+            told = ", ".join(f"{name} {ours} and {theirs}" for name, (ours, theirs) in difference.items())
+            raise ConfigError(
+                f"sync_ref_model: the models of {role!r} and {leader!r} cannot be blended, they differ: {told}. Name "
+                "models of one architecture."
+            )
 
 
 def _check_context(shapes: dict[str, ModelShape], workload: Workload) -> None:

@@ -1,7 +1,7 @@
 """What is checked and decided before anything starts: data, models, plan. Loads no torch."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
 from flows.run.planning import ITEMSIZES, hardware_of, problem_of, shapes_of
 from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
+from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.plans import lack_of_memory, plan_memory
 from planner.pricing.problem import Problem, ProblemError
 from planner.pricing.provenance import extrapolation
+from planner.search.balance import balanced
 from planner.search.baselines import check_strategies, heuristic_plan
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, manual_assignments
@@ -117,7 +119,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     need = disk_need(config, shapes, iterations, ITEMSIZES[config.dtype])
     refuse_full_disk(need, folder or Path(config.output_dir))
     hardware = hardware_of(config)
-    problem = problem_of(config, hardware, prompt_tokens=rows.mean_tokens)
+    problem = problem_of(config, hardware, prompt_tokens=rows.tokens)
     plan = make_plan(config, problem, folder)
     of_plan = (*hardware.warnings, *problem.warnings, extrapolation(plan, problem.model), crowding(config))
     return Prepared(
@@ -187,13 +189,7 @@ def make_plan(config: RunConfig, problem: Problem, folder: Path | None = None) -
     """
     manual, kept = manual_assignments(config), None if folder is None else folder / PLAN
     if config.plan == "auto" and kept is not None and kept.exists():
-        plan = _kept_plan(
-            kept,
-            [call.name for call in problem.graph.calls for _ in call.nodes],
-            problem.cluster,
-            problem.graph.n_seqs,
-            problem.graph.evaluated,
-        )
+        plan = _kept_plan(kept, problem.graph, problem.cluster)
     elif manual is not None:
         check_strategies(problem.graph, problem.model, manual)
         plan = build_plan(problem.graph, manual, problem.cluster)
@@ -211,7 +207,7 @@ def _made_plan(config: RunConfig, problem: Problem) -> ExecutionPlan:
         if config.plan == "auto":
             limit_s, seed = config.planning.time_limit_s, config.seed
             return beside(lambda off: find_plan(problem, "search", limit_s, seed, called_off=off)).plan
-        return heuristic_plan(problem.graph, problem.model).plan
+        return balanced(heuristic_plan(problem.graph, problem.model), problem).plan
     except (PlanError, ProblemError) as error:
         raise PlanError(f"{error}{_devices_assumed(config, problem)}") from error
 
@@ -224,18 +220,28 @@ def _devices_assumed(config: RunConfig, problem: Problem) -> str:
     return f" Devices are taken for this machine's, {name}: planning.device names others."
 
 
-def _kept_plan(
-    path: Path, calls: list[str], cluster: Cluster, n_seqs: int, evaluated: Sequence[str]
-) -> ExecutionPlan:
+def _evaluation(role: str, at_start: bool) -> str:
+    return f"evaluation of {role}{' at the start' if at_start else ''}"
+
+
+def _kept_plan(path: Path, graph: DataflowGraph, cluster: Cluster) -> ExecutionPlan:
     """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
     plan = read_plan(path, "Remove it, and the run is planned anew.")
-    planned = [call for call, nodes in plan.calls.items() for _ in nodes]
-    evaluates = [node.role for node in plan.nodes if isinstance(node, EvaluateNode)]
-    if (sorted(planned), plan.n_seqs, sorted(evaluates)) != (sorted(calls), n_seqs, sorted(evaluated)):
+    planned = [
+        *(call for call, nodes in plan.calls.items() for _ in nodes),
+        *(_evaluation(node.role, node.at_start) for node in plan.nodes if isinstance(node, EvaluateNode)),
+        *(f"{role} follows {where.follows}" for role, where in plan.roles.items() if where.follows),
+    ]
+    asked = [
+        *(call.name for call in graph.calls for _ in call.nodes),
+        *(_evaluation(role, False) for role in graph.evaluated),
+        *(_evaluation(role, True) for role in graph.evaluated if graph.on_start),
+        *(f"{role} follows {leader}" for role, leader in graph.follows.items()),
+    ]
+    if (sorted(planned), plan.n_seqs) != (sorted(asked), graph.n_seqs):
         raise ConfigError(
-            f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: "
-            f"{', '.join([*planned, *(f'evaluation of {role}' for role in evaluates)])}). Remove it, and the run is "
-            "planned anew."
+            f"{path} is the plan of another graph ({plan.algorithm}, {plan.n_seqs} sequences: {', '.join(planned)}). "
+            "Remove it, and the run is planned anew."
         )
     if (plan.n_devices, plan.devices_per_host) != (cluster.n_devices, cluster.devices_per_host):
         raise ConfigError(

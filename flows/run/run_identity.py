@@ -72,7 +72,8 @@ def accept_changes(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     """Accept what has changed since a run's last commit, and record it in its folder. Returns a sentence for each.
 
     Damaged journals lose the lines that cannot be read; the damaged file is kept under another name. Raises
-    ConfigError for what cannot be accepted: lost commits, and another shape of a trained model.
+    ConfigError for what cannot be accepted: lost commits, another shape of a trained model, and another
+    sync_ref_model.
     """
     with taken(folder):
         lost = lost_commits(folder)
@@ -101,7 +102,7 @@ def keep_identity(folder: Path, prepared: Prepared) -> None:
 def differences(folder: Path, prepared: Prepared) -> tuple[str, ...]:
     """A sentence for each thing that has changed since the last commit; none where there is no commit yet.
 
-    Raises ConfigError when a trained model has another shape, since the commit does not fit it.
+    Raises ConfigError when a trained model has another shape, or sync_ref_model has changed: the commit does not fit.
     """
     manifest = _newest_manifest(folder)
     if manifest is None:
@@ -159,6 +160,12 @@ def _marks(folder: Path, manifest: Manifest) -> Mapping[str, JournalMark]:
 def _refuse_another_model(folder: Path, manifest: Manifest, config: RunConfig) -> None:
     for role, parts in config.roles().items():
         record = manifest.roles.get(role)
+        follows = role in config.follows
+        if parts.optimizer is None and follows != (record is not None):
+            raise ConfigError(
+                f"{folder}: sync_ref_model was {str(not follows).lower()} until the last commit, and is "
+                f"{str(follows).lower()} now. Set it as it was, or start a new run."
+            )
         if record is not None:
             shape = ModelShape.from_folder(parts.folder)
             difference = record.shape.difference(shape)

@@ -62,7 +62,7 @@ def _log(store: Store, run: TrackedRun, rows: "_Rows", committed: int) -> None:
     """Log the committed iterations that the store does not have."""
     for row in rows.before(committed):
         iteration = int(row["iteration"])
-        if iteration >= run.done:
+        if iteration >= run.done or (iteration < 0 and not run.done):  # of before the first one
             store.log(iteration + 1, {name: value for name, value in row.items() if value is not None})
             run.done = iteration + 1
     store.flush()

@@ -151,6 +151,11 @@ def _check_offloads(graph: DataflowGraph, assignments: Mapping[str, CallAssignme
     seen: dict[tuple[str, Placement], ModelFunctionCall] = {}
     for call in graph.calls:
         given, trainer = assignments[call.name], graph.trainer(call.role)
+        if given.offload and call.role in graph.follows:
+            raise PlanError(
+                f"Call {call.name!r}: offload is for frozen roles, and {call.role!r} follows "
+                f"{graph.follows[call.role]!r}. Leave offload out."
+            )
         if given.offload and trainer is not None:
             raise PlanError(
                 f"Call {call.name!r}: offload is for frozen roles, and {call.role!r} is trained by {trainer.name!r}. "

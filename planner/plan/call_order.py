@@ -163,12 +163,13 @@ def _heeding(wishes: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[in
 def with_trailing(made: Skeleton, places: Ints) -> Ints:
     """The places of all slots, [orders, slots] int64, from those of the slots that move, [orders, slots that move].
 
-    A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step:
-    nothing else comes between. No two places of an order are equal.
+    A release or offload directly follows the last reader; a save, and behind it an evaluation, its train_step; a
+    sync, and behind it its save, the later of its two calls. Nothing else comes between. No two places of an order
+    are equal.
     """
     column = {name: i for i, name in enumerate(made.moving)}
     trailing = [name for name in made.slots if name not in column]
-    leaders = [[column[before] for before in made.after[name]] for name in trailing]
+    leaders = [[column[before] for before in made.after[name] if before in column] for name in trailing]
     most = max(map(len, leaders), default=1)
     # Rows are padded to one width by repeating the first leader, which does not change the maximum.
     table = np.array([each + each[:1] * (most - len(each)) for each in leaders], np.int64)

@@ -39,8 +39,12 @@ class DataflowGraph:
     architectures  call -> its model's architecture (anything comparable, e.g. a ModelShape); calls of one role
                    must agree
     evaluated      roles that are evaluated after their train_step
+    on_start       they are also evaluated before the first iteration
+    follows        role -> the trained role whose parameters are blended into its own after the train_step. One of its
+                   calls runs its model
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
-    different sizes or groups, a cycle, roles whose architectures differ, and calls that cannot be cut into parts.
+    different sizes or groups, a cycle, roles whose architectures differ, a role that follows none that trains, and
+    calls that cannot be cut into parts.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class DataflowGraph:
         name: str = "graph",
         architectures: Mapping[str, object] | None = None,
         evaluated: Collection[str] = (),
+        on_start: bool = False,
+        follows: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.dataset_keys = tuple(dataset_keys)
@@ -62,10 +68,14 @@ class DataflowGraph:
         graph = _data_graph(calls, producers, self.dataset_keys)
         _refuse_cycle(graph)
         self._trainers = _trainers(calls)
-        self.evaluated = tuple(evaluated)
+        self.evaluated, self.on_start = tuple(evaluated), on_start
         frozen = sorted(set(self.evaluated) - self._trainers.keys())
         if frozen:
             raise GraphError(f"Role {frozen[0]!r} is evaluated, but no call of {name} trains it.")
+        self.follows = dict(follows or {})
+        self._followers = {
+            role: _follower(role, leader, calls, self._trainers) for role, leader in self.follows.items()
+        }
         self.across = _add_version_edges(graph, calls, self._trainers)
         _refuse_cycle(graph)
         position = {call.name: i for i, call in enumerate(calls)}
@@ -114,6 +124,14 @@ class DataflowGraph:
     def trainer(self, role: str) -> ModelFunctionCall | None:
         """The train_step of a role; None when the role is frozen."""
         return self._trainers.get(role)
+
+    def follower(self, role: str) -> ModelFunctionCall | None:
+        """The call that runs the model of a role that follows another; None for other roles."""
+        return self._followers.get(role)
+
+    def changes(self, role: str) -> bool:
+        """Whether a role's parameters change during a run."""
+        return role in self._trainers or role in self._followers
 
     def reads_updated(self, call: ModelFunctionCall) -> bool:
         """Whether a call reads its role's parameters after the train_step of its own iteration."""
@@ -258,6 +276,21 @@ def _trainers(calls: Sequence[ModelFunctionCall]) -> dict[str, ModelFunctionCall
             )
         trainers[call.role] = call
     return trainers
+
+
+def _follower(
+    role: str, leader: str, calls: Sequence[ModelFunctionCall], trainers: Mapping[str, ModelFunctionCall]
+) -> ModelFunctionCall:
+    """The one call that runs the model of a role that follows another."""
+    if leader not in trainers or role in trainers:
+        raise GraphError(
+            f"Role {role!r} cannot follow {leader!r}: a role that no call trains follows one that a call trains."
+        )
+    running = [call for call in calls if call.role == role and call.runs_model]
+    if len(running) != 1:
+        names = " and ".join(repr(call.name) for call in running) or "none"
+        raise GraphError(f"Role {role!r} follows {leader!r}, so one call must run its model, not {names}.")
+    return running[0]
 
 
 def _data_graph(

@@ -1,5 +1,5 @@
-"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads, saves and
-evaluations.
+"""The nodes that make an assignment legal: fetch, transfers, reallocations, releases, onloads, offloads, syncs, saves
+and evaluations.
 
 planner.plan.template decides which nodes there are and what they wait for; here they get their devices.
 """
@@ -25,6 +25,7 @@ from rlhf_tasks.spec import (
     ReleaseNode,
     RolePlacements,
     SaveNode,
+    SyncNode,
     TransferNode,
     side_of,
 )
@@ -69,17 +70,21 @@ def draft(graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> Dr
 def role_placements(
     graph: DataflowGraph, assignments: Mapping[str, CallAssignment]
 ) -> dict[str, RolePlacements]:
-    """The placements of each role; a trained role's training placement comes first, then those of its copies."""
+    """The placements of each role; a trained role's training placement comes first, then those of its copies. Of a
+    role that follows another, the placement where its model runs comes first."""
     found = {}
     for role in graph.roles:
         trainer = graph.trainer(role)
         calls = [call for call in graph.calls if call.role == role]
-        if trainer is not None:
-            calls.insert(0, trainer)
+        if (first := trainer or graph.follower(role)) is not None:
+            calls.insert(0, first)
         placements = dict.fromkeys(assignments[call.name].placement for call in calls)
         offloaded = dict.fromkeys(a.placement for call in calls if (a := assignments[call.name]).offload)
         found[role] = RolePlacements(
-            trained=trainer is not None, placements=tuple(placements), offloaded=tuple(offloaded)
+            trained=trainer is not None,
+            placements=tuple(placements),
+            offloaded=tuple(offloaded),
+            follows=graph.follows.get(role, ""),
         )
     return found
 
@@ -158,7 +163,16 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
             return OnloadNode(name=slot.name, role=call.role, placement=here.placement)
         case "offload":
             return OffloadNode(name=slot.name, role=call.role, placement=here.placement)
+        case "sync":
+            return SyncNode(
+                name=slot.name,
+                role=call.role,
+                leader=graph.follows[call.role],
+                source=assignments[slot.source].placement,
+                destination=here.placement,
+            )
         case "save":
             return SaveNode(name=slot.name, role=call.role, placement=here.placement)
-        case "evaluate":
-            return EvaluateNode(name=slot.name, role=call.role, placement=here.placement)
+        case "evaluate" | "evaluate_first":
+            at_start = slot.kind == "evaluate_first"
+            return EvaluateNode(name=slot.name, role=call.role, placement=here.placement, at_start=at_start)

@@ -16,12 +16,24 @@ from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
 FETCH = "fetch"
 
 SlotKind = Literal[
-    "fetch", "call", "transfer", "reallocate", "release", "onload", "offload", "save", "evaluate"
+    "fetch",
+    "call",
+    "transfer",
+    "reallocate",
+    "release",
+    "onload",
+    "offload",
+    "sync",
+    "save",
+    "evaluate",
+    "evaluate_first",
 ]
 
 
-TRAILING: frozenset[SlotKind] = frozenset({"release", "offload", "save", "evaluate"})
-"""The kinds of slots that directly follow others: the last reader, or the train_step."""
+TRAILING: frozenset[SlotKind] = frozenset(
+    {"release", "offload", "sync", "save", "evaluate", "evaluate_first"}
+)
+"""The kinds of slots that directly follow others: the last reader, or the train_step, or both, or the fetch."""
 
 
 class Slot(NamedTuple):
@@ -29,9 +41,9 @@ class Slot(NamedTuple):
 
     call    the call that it serves. Of a call: itself; of a fetch: the source call; of a transfer: the consumer; of
             a reallocation, release, onload or offload: the first reader; of a save or an evaluation: the train_step
-            that it follows
+            that it follows; of a sync, and of the save that follows it: the call that runs the role's model
     source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
-            role's train_step; otherwise `call`
+            role's train_step; of a sync: that of the role that it follows; otherwise `call`
     keys    what a fetch or transfer brings
     part    of a call or transfer: whose samples
     """
@@ -91,6 +103,7 @@ def skeleton(
     _add_copies(made, graph, placement)
     _add_onloads(made, graph, placement, offloaded)
     _add_transfers(made, graph, where, dealt_by or {})
+    _add_syncs(made, graph)
     _add_saves(made, graph)
     return made
 
@@ -146,8 +159,28 @@ def _add_onloads(
         made.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(nodes))
 
 
+def _add_syncs(made: Skeleton, graph: DataflowGraph) -> None:
+    """A sync and a save of each role that follows another: after the train_step and the call that runs its model.
+
+    Both calls of the next iteration wait for the sync, and the call that runs the model for the save.
+    """
+    for role, leader in graph.follows.items():
+        reader, trainer = graph.follower(role), graph.trainer(leader)
+        assert reader is not None, "the graph has checked this"
+        assert trainer is not None, "the graph has checked this"
+        sync, save = f"sync_{role}", f"save_{role}"
+        made.add(Slot(sync, "sync", reader.name, trainer.name), after={*reader.nodes, trainer.name})
+        made.add(Slot(save, "save", reader.name, reader.name), after={*reader.nodes, trainer.name, sync})
+        for node in reader.nodes:
+            made.across[node] |= {sync, save}
+        made.across[trainer.name].add(sync)
+
+
 def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
-    """After each train_step a save, then an evaluation where the role is evaluated. The next train_step waits."""
+    """After each train_step a save, then an evaluation where the role is evaluated. The next train_step waits.
+
+    An evaluation before the first iteration directly follows the fetch, so all other nodes on its devices come later.
+    """
     for role in graph.roles:
         trainer = graph.trainer(role)
         if trainer is not None:
@@ -158,6 +191,10 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
         ):  # behind the save, whose files are written meanwhile
             made.add(Slot(f"evaluate_{role}", "evaluate", trainer.name, trainer.name), after={trainer.name})
             made.across[trainer.name].add(f"evaluate_{role}")
+            if graph.on_start:
+                first = f"evaluate_{role}_at_start"
+                made.add(Slot(first, "evaluate_first", trainer.name, trainer.name), after={FETCH})
+                made.across[first].add(trainer.name)
 
 
 class _Holding(NamedTuple):

@@ -1,12 +1,18 @@
 """What one iteration processes: sequence lengths, passes over the data, bytes per number."""
 
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from rlhf_tasks.parallel.layout.shape import Head, Lora, ModelShape
 from rlhf_tasks.spec import Frozen, ModelFunctionCall
+
+PARTS = 32
+"""Points at most of a distribution of lengths that is made from data."""
 
 
 class Lengths(Frozen):
@@ -18,6 +24,17 @@ class Lengths(Frozen):
     def fixed(tokens: int) -> "Lengths":
         """The distribution in which every sequence has `tokens` tokens."""
         return Lengths(points=((tokens, 1.0),))
+
+    @staticmethod
+    def of(tokens: Sequence[int]) -> "Lengths":
+        """The distribution of some lengths, in at most PARTS points: means of equal numbers of lengths."""
+        ordered = sorted(max(1, length) for length in tokens)
+        parts = min(PARTS, len(ordered))
+        cuts = [len(ordered) * part // parts for part in range(parts + 1)]
+        shares = Counter[int]()
+        for start, stop in pairwise(cuts):
+            shares[round(sum(ordered[start:stop]) / (stop - start))] += stop - start
+        return Lengths(points=tuple((length, n / len(ordered)) for length, n in shares.items()))
 
     @model_validator(mode="after")
     def _is_distribution(self) -> Self:
@@ -73,6 +90,7 @@ class Workload(Frozen):
     """Sizes of an iteration, in addition to those in the graph.
 
     prompt_tokens    tokens of a prompt
+    prompt_lengths   their distribution, from which only `balance` is chosen; None: all are alike
     new_tokens       distribution of the tokens that are generated
     max_new_tokens   generated tokens per sequence that the KV cache has room for; default: the longest of new_tokens
     epochs           passes of a train_step over the batch
@@ -80,9 +98,11 @@ class Workload(Frozen):
     recompute        activations are recomputed in the backward pass
     reward_s         seconds of the Python rewards per sequence
     evaluation       of the role that the graph has evaluated
+    sync_every       iterations from one blend to the next of a role that follows another
     """
 
     prompt_tokens: int = Field(gt=0)
+    prompt_lengths: Lengths | None = None
     new_tokens: Lengths
     max_new_tokens: int | None = Field(None, gt=0)
     epochs: int = Field(1, gt=0)
@@ -90,6 +110,7 @@ class Workload(Frozen):
     recompute: bool
     reward_s: float = Field(0.0, ge=0)
     evaluation: Evaluation | None = None
+    sync_every: int = Field(1, gt=0)
 
     @property
     def mean_tokens(self) -> float:

@@ -25,7 +25,9 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Exchange, Pass
 from rlhf_tasks.spec import CallAssignment, CallKind, ModelFunctionCall
 
-OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments in float32 (optimizer.py)
+MASTER_BYTES = 4  # per parameter: master weight in float32 (optimizer.py)
+OPTIMIZER_BYTES = 3 * MASTER_BYTES  # per parameter: master weight and two moments
+NORM_BYTES = 4  # of an element inside a norm, which computes in float32 whatever the weights are
 TOKEN_BYTES = 4  # per token of most keys of a batch (docs/interfaces.md)
 
 
@@ -178,13 +180,13 @@ class CostModel:
         local = self._sizes(role, s)
         return tuple(count * self.workload.itemsize for count in local.parameters_by_stage(s.pp))
 
-    def frozen_weights(self, role: str, trained: bool) -> Hashable:
+    def frozen_weights(self, role: str, changes: bool) -> Hashable:
         """What a role's frozen weights are known by: roles with equal ones share them where placements are equal.
 
-        trained  whether a call trains the role
+        changes  whether the role's parameters change during a run, or its adapters where it has some
         """
         model = self.models[role]
-        shares = model.weights and not (trained and model.lora is None)
+        shares = model.weights and not (changes and model.lora is None)
         return (model.weights, model.shape, model.head) if shares else role
 
     def training_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
@@ -193,6 +195,15 @@ class CostModel:
         trained = self._trained_sizes(role, s)
         per_parameter = self.workload.itemsize + GRADIENT_BYTES + OPTIMIZER_BYTES / s.dp
         return tuple(count * per_parameter for count in trained.parameters_by_stage(s.pp))
+
+    def following_bytes(self, role: str, placement: Placement) -> tuple[float, ...]:
+        """[stages] bytes of the parameters and master weights of a role that follows another, on a device of each
+        stage."""
+        s = placement.strategy
+        per_parameter = self.workload.itemsize + MASTER_BYTES / s.dp
+        return tuple(
+            count * per_parameter for count in self._trained_sizes(role, s).parameters_by_stage(s.pp)
+        )
 
     def evaluation(self, role: str, placement: Placement) -> CallCost:
         """One evaluation of a role on a placement, batch by batch: generation and the rewards of the answers, and a
@@ -402,6 +413,20 @@ class _OnMesh:
         size_bytes = len(call.inputs) * tokens * TOKEN_BYTES
         return self.exchange_s("share", ranks, size_bytes, self.crossings.tp or self.crossings.pp)
 
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes per token that a layer keeps for the backward pass: with recomputation its input alone.
+
+        Else all that a layer of Llama's kind computes with: in float32 the input of each of its two norms, and that
+        normalised; the inputs of its products (two norms' outputs, attention's, the gated one); queries and keys as
+        rotated, and values; attention's output, sequence by sequence; gate, its activation, and up.
+        """
+        local, itemsize = self.local, self.workload.itemsize
+        if self.workload.recompute:
+            return local.hidden * itemsize
+        products = 2 * local.hidden + 3 * local.query + 2 * local.kv + 4 * local.intermediate
+        return 4 * local.hidden * NORM_BYTES + products * itemsize
+
     def working_bytes(self, tokens: float, stage: int, gradients: bool) -> float:
         """Bytes of temporary tensors: the larger of one layer's and, on the last stage, the head's."""
         local, itemsize = self.local, self.workload.itemsize
@@ -443,13 +468,9 @@ def _train(mesh: _OnMesh, call: ModelFunctionCall, micro_batches: int) -> CallCo
     passes_s = mesh.pipelined_s(["forward", "backward"], tokens, length, micro_batches)
     step = passes_s + gradients_back + _update_s(mesh)
 
-    width = mesh.local.hidden  # elements that a layer keeps per token for the backward pass
-    if not workload.recompute:
-        local = mesh.local
-        width += 4 * local.hidden + 2 * local.query + 2 * local.kv + 3 * local.intermediate
     share = fullest_share(call, s.dp)
     fullest = -(-share // micro_batches) * length
-    per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * width * workload.itemsize)
+    per_token = mesh.each_stage(lambda stage: mesh.layers(stage) * mesh.kept_bytes)
     working = mesh.each_stage(lambda stage: mesh.working_bytes(fullest, stage, True))
     # 1F1B: a stage keeps the activations of as many micro-batches as there are stages from it to the last one.
     in_flight = (min(s.pp - stage, micro_batches) for stage in range(s.pp))

@@ -44,7 +44,8 @@ class Option(NamedTuple):
     strategy       (dp, tp, pp) with dp x tp x pp = size
     seconds        the call's duration: of all its parts together, without their dispatch
     resident       [stages] bytes that a device holds all the time for a train_step: trained parameters, their
-                   gradients and optimizer; 0 for other calls
+                   gradients and optimizer; or for the call that runs the model of a role that follows another:
+                   parameters and master weights; 0 for other calls
     frozen         [stages] bytes of frozen weights that it holds all the time, once for all calls that share them
                    (RoleModel.weights): those of a frozen role unless they are offloaded, and those below adapters
     copy           [stages] bytes of a read-only copy of the trained parameters, or of the parameters while onloaded
@@ -148,7 +149,7 @@ def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
     roles = [call.role for call in graph.calls]
     return tuple(
         options
-        if graph.trainer(call.role) or roles.count(call.role) > 1
+        if graph.changes(call.role) or roles.count(call.role) > 1
         else (*options, *map(_offloaded, options))
         for call, options in zip(graph.calls, found, strict=True)
     )
@@ -208,8 +209,10 @@ def _prices(
     model = problem.model
     placement = Placement(tuple(range(first, first + strategy.size)), strategy)
     copy = tuple(map(float, model.parameter_bytes(call.role, placement)))
-    trainer = problem.graph.trainer(call.role)
+    trainer, follower = problem.graph.trainer(call.role), problem.graph.follower(call.role)
     resident, frozen = (0.0,) * strategy.pp, copy
+    if follower is not None and follower.name == call.name:
+        resident, frozen = model.following_bytes(call.role, placement), resident
     if trainer is not None:
         frozen = tuple(map(float, model.frozen_bytes(call.role, placement)))
     besides = (0.0,) * strategy.pp

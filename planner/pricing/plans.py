@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.plan.steady_state import SteadyState, steady_state
 from planner.plan.workload import Workload
-from planner.pricing.calls import OPTIMIZER_BYTES, CostModel
+from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
@@ -31,6 +31,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SyncNode,
     TransferNode,
 )
 
@@ -68,6 +69,10 @@ _SAMPLE_BYTES = {
 }
 """Bytes per sample of the keys that have one row per sample."""
 
+_SHUFFLE = (
+    0x9E3779B1  # odd, so that multiples of it modulo 2**32 differ; its bits are those of the golden ratio
+)
+
 COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns
 
 
@@ -88,10 +93,10 @@ class MemoryPeak:
 class PlanPrice:
     """A plan under a cost model.
 
-    duration_s   node -> seconds per iteration; of an evaluation, which not every iteration has, their mean
-    rare_s       evaluation -> seconds of an iteration that has it
+    duration_s   node -> seconds per iteration; of an evaluation or a sync, which not every iteration has, their mean
+    rare_s       evaluation or sync -> seconds of an iteration that has it
     copy_s       onload -> seconds of the copy that it starts
-    moved_bytes  transfer or reallocation -> bytes that it sends between devices
+    moved_bytes  transfer, reallocation or sync -> bytes that it sends between devices
     peaks        device -> its peak memory, for the devices that the plan uses
     call_bytes   call or evaluation -> the most bytes that a device holds while it runs
     """
@@ -133,12 +138,14 @@ def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
     duration_s, moved_bytes, copy_s, rare_s = {}, {}, {}, {}
     for node in plan.nodes:
         duration_s[node.name], moved = node_cost(node, plan, model)
-        if isinstance(node, TransferNode | ReallocateNode):
+        if isinstance(node, TransferNode | ReallocateNode | SyncNode):
             moved_bytes[node.name] = moved
         if isinstance(node, OnloadNode):
             copy_s[node.name] = model.onload_s(node.role, node.placement)
         if isinstance(node, EvaluateNode):
             rare_s[node.name] = model.evaluation(node.role, node.placement).seconds + model.classes.dispatch_s
+        if isinstance(node, SyncNode):
+            rare_s[node.name] = _reallocation(node, model)[0] + model.classes.dispatch_s
     steady = steady_state(plan, duration_s, copy_s)
     return PlanPrice(duration_s, moved_bytes, steady, *plan_memory(plan, model), copy_s, rare_s)
 
@@ -152,24 +159,31 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case TransferNode():
             seconds, moved = send(redistribution_messages(node, plan, model.workload), model)
         case ReallocateNode():
-            seconds, moved = send(reallocation_messages(node, model), model)
-            seconds += model.classes.reallocation_overhead_s(model.models[node.role].shape.layers)
+            seconds, moved = _reallocation(node, model)
+        case SyncNode():
+            seconds, moved = _reallocation(node, model)
+            seconds /= model.workload.sync_every
         case SaveNode():
             held = max(model.parameter_bytes(node.role, node.placement))
-            seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement))
-        case EvaluateNode():
+            state = OPTIMIZER_BYTES if plan.roles[node.role].trained else MASTER_BYTES
+            seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement), state)
+        case EvaluateNode(at_start=False):
             seconds = evaluation_s(node.role, node.placement, model)
-        case FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
+        case EvaluateNode() | FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
             pass
     return seconds + model.classes.dispatch_s, moved
 
 
-def save_s(parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[int]) -> float:
-    """Seconds in which a device copies its part of the optimizer state to host memory.
+def save_s(
+    parameter_bytes: float, dp: int, model: CostModel, classes: Iterable[int], per_parameter: float
+) -> float:
+    """Seconds in which a device copies its part of a role's state to host memory.
 
-    parameter_bytes  bytes of its parameters; classes: those of the placement's devices
+    parameter_bytes  bytes of its parameters
+    classes          those of the placement's devices
+    per_parameter    bytes of the state per parameter
     """
-    state_bytes = parameter_bytes / model.workload.itemsize * OPTIMIZER_BYTES / dp
+    state_bytes = parameter_bytes / model.workload.itemsize * per_parameter / dp
     return model.classes.host_copy_s(state_bytes, classes)
 
 
@@ -179,8 +193,15 @@ def evaluation_s(role: str, placement: Placement, model: CostModel) -> float:
     return model.evaluation(role, placement).seconds / model.workload.evaluation.every
 
 
-def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Message]:
-    """The messages of a reallocation, from the list that the executor runs."""
+def _reallocation(node: ReallocateNode | SyncNode, model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes) of a reallocation; of a sync, in an iteration that has it. The blend itself is not priced: it
+    reads the weights once more where they lie."""
+    seconds, moved = send(reallocation_messages(node, model), model)
+    return seconds + model.classes.reallocation_overhead_s(model.models[node.role].shape.layers), moved
+
+
+def reallocation_messages(node: ReallocateNode | SyncNode, model: CostModel) -> list[Message]:
+    """The messages of a reallocation or a sync, from the list that the executor runs."""
     role = model.models[node.role]
     source, destination = (
         Layout(role.shape, role.head, p, role.lora) for p in (node.source, node.destination)
@@ -190,10 +211,13 @@ def reallocation_messages(node: ReallocateNode, model: CostModel) -> list[Messag
 
 
 def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: Workload) -> list[Message]:
-    """The messages of a redistribution in which every sequence has the mean length."""
+    """The messages of a redistribution in which every sequence weighs what one of the mean length does.
+
+    Where a side deals by tokens, a sequence may lie on any rank: these are dealt as if their lengths were shuffled.
+    """
     ids = node.part.ids(range(plan.n_seqs))
-    alike = dict.fromkeys(ids, 1)
-    held, wanted = shares(node.source, ids, alike), shares(node.destination, ids, alike)
+    shuffled = {i: 1 + i * _SHUFFLE % (1 << 32) for i in ids}
+    held, wanted = shares(node.source, ids, shuffled), shares(node.destination, ids, shuffled)
     planned = plan_redistribution(held, wanted, plan.devices_per_host)
     per_sample = sum(key_bytes(key, workload) for key in node.keys)
     return [(t.source, t.destination, len(t.ids) * per_sample) for t in planned]
@@ -235,7 +259,8 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
     parameters on each placement where they are not offloaded; the weights below adapters on each placement. Roles
     with the same frozen weights hold them once on a placement. A copy exists from its reallocation to its release.
     Offloaded parameters are on the devices from their onload to their offload. A call's temporary memory exists while
-    it runs.
+    it runs. A role that follows another has its parameters and master weights where its model runs; while they are
+    blended, the other's parameters are there, too.
     """
     groups, stages = _alike(plan)
     live: dict[int, dict[str, float]] = {device: {} for device in groups}
@@ -276,6 +301,9 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
                     parts = {**live[device], part: size_bytes}
                     note(device, node.name, parts)
                     call_bytes[node.name] = max(call_bytes.get(node.name, 0.0), sum(parts.values()))
+            case SyncNode():
+                brought(node.name, node.role, f"{node.leader}: copy", node.destination)
+                freed(node.role, f"{node.leader}: copy", node.destination)
             case FetchNode() | TransferNode() | SaveNode():
                 pass
     by_device = {device: peak for first, peak in peaks.items() for device in groups[first]}
@@ -302,9 +330,13 @@ def _resident(
             if where.trained and not number:
                 held = model.training_bytes(role, placement)
                 yield f"{role}: parameters, gradients, optimizer", _by_device(stages[placement], held)
+            if where.follows and not number:
+                held = model.following_bytes(role, placement)
+                yield f"{role}: parameters, master weights", _by_device(stages[placement], held)
+                continue
             frozen = model.frozen_bytes if where.trained else model.parameter_bytes
             part = "weights below adapters" if where.trained else "frozen parameters"
-            key = model.frozen_weights(role, where.trained), placement
+            key = model.frozen_weights(role, where.changes), placement
             if key not in there and placement not in where.offloaded and any(frozen(role, placement)):
                 there.add(key)
                 yield f"{role}: {part}", _by_device(stages[placement], frozen(role, placement))

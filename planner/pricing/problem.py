@@ -40,7 +40,7 @@ class Problem:
 
     def frozen_weights(self, role: str) -> Hashable:
         """What a role's frozen weights are known by: roles with equal ones share them where placements are equal."""
-        return self.model.frozen_weights(role, self.graph.trainer(role) is not None)
+        return self.model.frozen_weights(role, self.graph.changes(role))
 
     @property
     def cluster(self) -> Cluster:

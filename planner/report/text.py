@@ -16,6 +16,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SyncNode,
     TransferNode,
 )
 from rlhf_tasks.system.reading import ConfigError
@@ -82,7 +83,15 @@ def _short_name(node: PlanNode) -> str:
     match node:
         case TransferNode():
             return f"→ {node.name.rpartition('_to_')[2]}"
-        case ReallocateNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
+        case (
+            ReallocateNode()
+            | ReleaseNode()
+            | OnloadNode()
+            | OffloadNode()
+            | SaveNode()
+            | SyncNode()
+            | EvaluateNode()
+        ):
             return f"{node.kind}_{node.role}"
         case _:
             return node.name
@@ -113,7 +122,10 @@ def node_devices(node: PlanNode) -> str:
     match node:
         case TransferNode(source=source, destination=destination):
             return _arrow(source.placement.devices, destination.placement.devices)
-        case ReallocateNode(source=source, destination=destination):
+        case (
+            ReallocateNode(source=source, destination=destination)
+            | SyncNode(source=source, destination=destination)
+        ):
             return _arrow(source.devices, destination.devices)
         case _:
             return format_devices(node.devices)
@@ -138,6 +150,8 @@ def node_detail(node: PlanNode) -> str:
             return ", ".join(keys)
         case ReallocateNode(role=role, source=source, destination=destination):
             return f"{role}: {source.strategy} → {destination.strategy}"
+        case SyncNode(role=role, leader=leader, source=source, destination=destination):
+            return f"{leader} into {role}: {source.strategy} → {destination.strategy}"
         case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
             return node.role
 

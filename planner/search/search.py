@@ -29,6 +29,7 @@ from planner.search.annealing import (
     start_state,
     uniforms,
 )
+from planner.search.balance import balanced
 from planner.search.baselines import Priced, heuristic_plan, manual_plan, symmetric_plan
 from planner.search.bounds.root_bound import call_cycles, front, root_bound
 from planner.search.bounds.tree_search import new_walk, walk_on
@@ -226,13 +227,14 @@ def find_plan(
         problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off
     )
     found = MODES[mode](request)
-    time_s = found.priced.price.iteration_time_s
+    priced = found.priced if mode == "manual" else balanced(found.priced, problem)
+    time_s = priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
     lower_bound_s = min(found.lower_bound_s, time_s)
     gap = 1 - lower_bound_s / time_s
     return SearchResult(
-        plan=found.priced.plan,
-        price=found.priced.price,
+        plan=priced.plan,
+        price=priced.price,
         iteration_time_s=time_s,
         lower_bound_s=lower_bound_s,
         gap=gap,

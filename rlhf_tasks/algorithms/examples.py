@@ -23,7 +23,7 @@ from rlhf_tasks.system.reading import shown
 
 T = TypeVar("T")
 ROWS_AT_ONCE = 256
-FORMAT = 2  # of token files
+FORMAT = 3  # of token files
 MOST_MALFORMED, MOST_MALFORMED_SHARE = 10, 0.01
 """So many malformed rows are skipped at most, or this share of all; too long ones do not count."""
 PROBE = "an-answer"
@@ -58,18 +58,17 @@ def prepared_rows(config: RunConfig, folder: Path | None = None, name: str = ROW
     return kept
 
 
-def mean_prompt_tokens(config: RunConfig) -> float:
-    """Mean tokens of an example (a prompt, a sequence, or both answers of a pair), over at most SAMPLED of the rows.
+def prompt_tokens(config: RunConfig) -> list[int]:
+    """Tokens of each example (a prompt, a sequence, or both answers of a pair), of at most SAMPLED of the rows.
 
-    Equals `TokenFile.mean_tokens` where every row is one example. Raises DataError, TokenizerError, or ValueError
+    Equals `TokenFile.tokens` where every row is one example. Raises DataError, TokenizerError, or ValueError
     where there is no tokenizer.
     """
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     bad = _ignored if _skips(config) else refuse
     sampled = data_set(config.data).some(SAMPLED, bad)
     examples = read_examples(algorithm(config.type).reader(config), sampled, tokenizer, bad)
-    tokens = [sum(len(ids) for ids in _ids(example)) for _, example in examples]
-    return sum(tokens) / max(len(tokens), 1)
+    return [sum(len(ids) for ids in _ids(example)) for _, example in examples]
 
 
 def first_example(config: RunConfig, reader: Reader[Any], tokenizer: Tokenizer) -> tuple[PlacedRow, Any]:

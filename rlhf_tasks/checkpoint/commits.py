@@ -25,6 +25,7 @@ from rlhf_tasks.checkpoint.journals import (
     JournalError,
     JournalMark,
     MetricsLines,
+    before_first,
     lineage_lines,
     reported,
 )
@@ -332,7 +333,9 @@ class RunSnapshots:
     ) -> dict[str, JournalMark]:
         """Append iterations to both journals after their committed parts. Returns the parts to commit."""
         lines = {
-            METRICS: [self._metrics.line(i, results[i]) for i in iterations if i in results],
+            METRICS: [
+                line for i in iterations if i in results for line in self._metrics.lines(i, results[i])
+            ],
             LINEAGE: [line for i in iterations if i in results for line in lineage_lines(i, results[i])],
         }
         marks = {}
@@ -349,9 +352,9 @@ class RunSnapshots:
 
     def _score(self, iterations: Iterable[int], results: Mapping[int, IterationResults]) -> None:
         for i in iterations:
-            score = score_of(reported(i, results[i])) if i in results else None
-            if score is not None:
-                self._scores[i + 1] = score
+            for metrics in (before_first(results[i]), reported(i, results[i])) if i in results else ():
+                if (score := score_of(metrics)) is not None:
+                    self._scores[int(metrics["iteration"]) + 1] = score
 
     def _mark_attempt(self, step: int) -> None:
         """Record in the attempt's file that it has trained: `lost_commits` needs that if all commits are lost."""

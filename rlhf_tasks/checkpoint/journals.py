@@ -21,6 +21,8 @@ JOURNALS = (METRICS, LINEAGE)
 _CHUNK_BYTES = 1 << 22
 ITERATION_S = "time/iteration"  # metric: seconds of an iteration by the ranks' clocks
 
+BEFORE = "before"  # in a result's details: metrics of the state before the first iteration
+
 IterationResults = Mapping[str, Mapping[int, NodeResult]]
 """Node -> rank -> result."""
 
@@ -136,6 +138,14 @@ class MetricsLines:
         self._generation: tuple[int, int] | None = None
         self._ended_s = 0.0
 
+    def lines(self, iteration: int, results: IterationResults) -> list[str]:
+        """The lines of an iteration: its own; of the first one, before it that of the state that it begins with."""
+        before = before_first(results)
+        return [
+            *([json.dumps(_finite(before), allow_nan=False)] if before else []),
+            self.line(iteration, results),
+        ]
+
     def line(self, iteration: int, results: IterationResults) -> str:
         """The result of `metrics` as a line of JSON."""
         return json.dumps(self.metrics(iteration, results), allow_nan=False)
@@ -154,7 +164,7 @@ class MetricsLines:
         if self._peak_flops_per_s is not None and seconds > 0:
             flops = sum(result.flops for ranks in results.values() for result in ranks.values())
             line["mfu"] = flops / (seconds * self._peak_flops_per_s)
-        return {name: value if math.isfinite(value) else None for name, value in line.items()}
+        return _finite(line)
 
     def _seconds(self, results: Sequence[NodeResult]) -> float:
         if not results:
@@ -165,6 +175,23 @@ class MetricsLines:
             began_s = self._ended_s
         self._generation, self._ended_s = (key.attempt, key.generation), ended_s
         return max(ended_s - began_s, 0.0)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """The metrics with null for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def before_first(results: IterationResults) -> dict[str, float]:
+    """The metrics of the state before the first iteration, from that iteration's results. They count as those of an
+    iteration -1, which step 0 follows. Empty where the run does not evaluate that state."""
+    told = [
+        result.details[BEFORE]
+        for ranks in results.values()
+        for result in ranks.values()
+        if BEFORE in result.details
+    ]
+    return {"iteration": -1, **told[0]} if told else {}
 
 
 def reported(iteration: int, results: IterationResults) -> dict[str, float]:

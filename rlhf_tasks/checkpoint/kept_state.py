@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
-from rlhf_tasks.checkpoint.snapshots import TrainedRole, stored_role, take_state
+from rlhf_tasks.checkpoint.snapshots import ChangingRole, stored_role, take_state
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state.exchange import exchange_state
@@ -33,13 +33,13 @@ class KeptState(NamedTuple):
     shards: dict[str, list[StateShard]]
 
 
-def host_shards(engines: Mapping[str, TrainedRole]) -> dict[str, list[StateShard]]:
+def host_shards(engines: Mapping[str, ChangingRole]) -> dict[str, list[StateShard]]:
     """The state of trained roles in host memory. On a CPU it is not copied: do not use the engines any more."""
     found: dict[str, list[StateShard]] = {}
     for role, engine in engines.items():
-        assert engine.optimizer is not None, f"role {role!r} is not trained here"
+        assert engine.master is not None, f"role {role!r} does not change here"
         found[role] = [
-            shard._replace(tensor=shard.tensor.detach().cpu()) for shard in engine.optimizer.shard_state()
+            shard._replace(tensor=shard.tensor.detach().cpu()) for shard in engine.master.shard_state()
         ]
     return found
 
@@ -69,7 +69,7 @@ class KeptCommit:
         has = torch.tensor(int(here and owned <= self._shards.keys()))
         return bool(all_reduce(has, self._groups[self._ranks], dist.ReduceOp.MIN))
 
-    def take_over(self, role: str, layout: Layout, engine: TrainedRole | None) -> None:
+    def take_over(self, role: str, layout: Layout, engine: ChangingRole | None) -> None:
         """Set a role to the commit: weights, moments, version and state.
 
         layout  the role's new training layout
@@ -78,7 +78,7 @@ class KeptCommit:
         """
         require(self.is_whole, "some rank lacks its part: read the commit")
         record = stored_role(role, layout, self._manifest, self._folder)
-        wanted = [] if engine is None or engine.optimizer is None else list(engine.optimizer.shard_state())
+        wanted = [] if engine is None or engine.master is None else list(engine.master.shard_state())
         transfer = StateTransfer(StateLayout(record.layout), StateLayout(layout))
         kept = self._shards.get(role, [])
         shards = exchange_state(transfer, kept, wanted, self._groups, self._ranks)
@@ -86,4 +86,4 @@ class KeptCommit:
             take_state(engine, shards, record)
         else:
             for shard in shards:
-                raise AssertionError(f"{shard.name} of role {role!r} arrived, which is not trained here")
+                raise AssertionError(f"{shard.name} of role {role!r} arrived, which does not change here")

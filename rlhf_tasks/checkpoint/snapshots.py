@@ -17,24 +17,24 @@ from rlhf_tasks.checkpoint.manifest import (
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state.files import read_shards, state_size_bytes, write_shards
-from rlhf_tasks.parallel.train.optimizer import Optimizer, StateShard
+from rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.system.durable import NotWritable, explained, refuse_full, sync
 from rlhf_tasks.system.failpoints import Point, at, reach
 
 
-class TrainedRole(Protocol):
-    """The parts of an engine that a checkpoint needs: all that training changes."""
+class ChangingRole(Protocol):
+    """The parts of an engine that a checkpoint needs: all that changes during a run."""
 
     layout: Layout
     groups: ProcessGroups
-    optimizer: Optimizer | None
+    master: MasterWeights | None
     version: int
     state: dict[str, Any]
 
 
 class SnapshotWriter:
-    """Saves the trained roles of one rank in one generation.
+    """Saves the roles of one rank whose weights change, in one generation.
 
     on_saved  called from the writing thread, once per `save`, when the part is durable or has failed; perhaps not for
               the last part of an aborted generation
@@ -45,19 +45,19 @@ class SnapshotWriter:
         self._on_saved = on_saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
-    def save(self, role: str, engine: TrainedRole, step: int) -> None:
+    def save(self, role: str, engine: ChangingRole, step: int) -> None:
         """Copy a role's state to host memory and write the copy in the background.
 
         The caller waits only for the copy. Saves are written in the order of the calls.
         """
-        assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to save"
+        assert engine.master is not None, f"role {role!r} does not change here: there is nothing to save"
         shards = [
             shard._replace(tensor=shard.tensor.detach().to("cpu", copy=True))
-            for shard in engine.optimizer.shard_state()
+            for shard in engine.master.shard_state()
         ]
         record = RoleRecord(
             version=engine.version,
-            optimizer_step=engine.optimizer.step,
+            optimizer_step=engine.master.step,
             state=dict(engine.state),
             shape=engine.layout.shape,
             head=engine.layout.head,
@@ -116,19 +116,19 @@ class SnapshotWriter:
         self._on_saved(part)
 
 
-def restore(role: str, engine: TrainedRole, run_folder: Path, step: int) -> None:
+def restore(role: str, engine: ChangingRole, run_folder: Path, step: int) -> None:
     """Restore a role from a commit: weights, moments, version and state, saved in any layout.
 
     The commit must have been verified (`latest_commit`). Collective over each dp group of the engine's placement.
     Raises CheckpointError when the commit lacks the role or has another model, ValueError when it lacks elements.
     """
-    assert engine.optimizer is not None, f"role {role!r} is not trained here: there is nothing to restore"
+    assert engine.master is not None, f"role {role!r} does not change here: there is nothing to restore"
     folder, layout = step_folder(run_folder, step), engine.layout
     manifest = read_manifest(folder)
     record = stored_role(role, layout, manifest, folder)
     files = [folder / stored.file for stored in manifest.files if stored.role == role]
     reach(Point.RESTORE)
-    wanted = engine.optimizer.shard_state()
+    wanted = engine.master.shard_state()
     take_state(engine, read_shards(files, record.layout, layout, engine.groups.rank, wanted), record)
 
 
@@ -150,9 +150,9 @@ def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> 
     return record
 
 
-def take_state(engine: TrainedRole, shards: Iterable[StateShard], record: RoleRecord) -> None:
+def take_state(engine: ChangingRole, shards: Iterable[StateShard], record: RoleRecord) -> None:
     """Load a commit's state into an engine. Collective over each dp group of its placement."""
-    assert engine.optimizer is not None
-    engine.optimizer.load_shard_state(shards, record.optimizer_step)
+    assert engine.master is not None
+    engine.master.load_shard_state(shards, record.optimizer_step)
     engine.version = record.version
     engine.state = dict(record.state)

@@ -131,6 +131,11 @@ class RunConfig(Settings):
         """Whether the run exports adapters alone, as a folder for peft."""
         return False
 
+    @property
+    def follows(self) -> Mapping[str, str]:
+        """Role that no call trains -> the trained role whose weights are blended into its own."""
+        return {}
+
     @abstractmethod
     def iterations(self, n_rows: int) -> int:
         """The number of iterations of a run whose data set has `n_rows` rows."""
@@ -283,6 +288,60 @@ class TrainingConfig(RunConfig):
                 f"snapshot_every={self.snapshot_every}. Make it one."
             )
         refuse_equal_names(asked.rewards)
+        return self
+
+
+class MovesReference(TrainingConfig):
+    """The configuration of training runs against a reference, role `ref`, which may follow the actor: every
+    `ref_model_sync_steps` iterations it becomes alpha * actor + (1 - alpha) * reference (TR-DPO, arXiv:2404.09656).
+    """
+
+    groups: ClassVar[Groups] = {
+        "Reference": ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    }
+
+    sync_ref_model: bool = Field(
+        default=False, description="The reference follows the actor; default: it stays as it began."
+    )
+    ref_model_mixup_alpha: float = Field(
+        default=0.6,
+        gt=0,
+        le=1,
+        description="The actor's share of a reference that follows it; 1: the actor itself.",
+    )
+    ref_model_sync_steps: int = Field(
+        default=512,
+        gt=0,
+        le=MOST_ITERATIONS,
+        description="Iterations from one change of the reference to the next.",
+    )
+
+    @property
+    def follows(self) -> Mapping[str, str]:
+        return {"ref": "actor"} if self.sync_ref_model else {}
+
+    def syncs_after(self, iteration: int) -> bool:
+        """Whether the reference changes at the end of an iteration, counted from 0."""
+        return (iteration + 1) % self.ref_model_sync_steps == 0
+
+    @model_validator(mode="after")
+    def _has_a_reference_to_move(self) -> Self:
+        if not self.sync_ref_model:
+            return self
+        if "ref" not in self.roles():
+            raise ValueError(
+                "sync_ref_model: the run has no reference, since beta is 0. Raise beta or leave it out."
+            )
+        if self.lora is not None:
+            raise ValueError(
+                "sync_ref_model: with lora the reference is the model without the adapters, which does not change. "
+                "Leave out one of them."
+            )
+        if self.ref_model_sync_steps > self.total_iterations:
+            raise ValueError(
+                f"ref_model_sync_steps={self.ref_model_sync_steps} is more than total_iterations="
+                f"{self.total_iterations}: the reference would never change. Lower it."
+            )
         return self
 
 

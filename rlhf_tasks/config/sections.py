@@ -335,6 +335,10 @@ class EvaluationConfig(Settings):
         le=MOST_ITERATIONS,
         description="Iterations from one evaluation to the next; the last iteration always has one.",
     )
+    on_start: bool = Field(
+        default=False,
+        description="Also evaluate before the first iteration, as step 0 (TRL's eval_on_start).",
+    )
     rewards: tuple[Reward, ...] = Field(
         default=(),
         description="Rewards that score the answers, summed with weights; default: the run's.",

@@ -32,7 +32,7 @@ Numbers = NDArray[Any]
 ROWS = "rows.arrow"  # in a run folder
 SKIPPED = "skipped-rows.jsonl"  # beside it: the rows that were left out, and why
 BATCH = 128  # rows of a batch of the file: a random row costs the check of so many
-SAMPLED = 1000  # rows at most that a mean is taken over
+SAMPLED = 1000  # rows at most whose lengths are told
 _FACTS = b"prefect_rlhf.rows"
 _OWN = ("#file", "#line", "#longest")  # columns beside the keys, int32
 _DAMAGED = "Remove it; the next attempt makes it anew."
@@ -62,7 +62,7 @@ class TokenFile:
     columns      names of all columns of the data, in the order in which they first appear
     sources      number of rows of each source; rows of one source follow one another
     skipped      (place, reason) of each row that was left out
-    mean_tokens  of a row's lists of ids together, over at most SAMPLED rows at even distances
+    tokens       of a row's lists of ids together, of at most SAMPLED rows at even distances
     """
 
     def __init__(self, name: Path, source: pa.NativeFile) -> None:
@@ -75,7 +75,7 @@ class TokenFile:
             self.key: str = facts["key"]
             self.digest: str = facts["digest"]
             self.columns: tuple[str, ...] = tuple(facts["columns"])
-            self.mean_tokens: float = facts["mean_tokens"]
+            self.tokens: tuple[int, ...] = tuple(facts["tokens"])
             self._rows: int = facts["rows"]
             self.sources: tuple[int, ...] = tuple(facts["sources"])
             self.skipped: tuple[tuple[str, str], ...] = tuple((w, why) for w, why in facts["skipped"])
@@ -268,7 +268,7 @@ class _Facts:
             "rows": len(self.tokens),
             "skipped": list(skipped),
             "sources": by_source,
-            "mean_tokens": sum(sampled) / len(sampled),
+            "tokens": sampled.tolist(),
         }
         return {_FACTS: json.dumps(said).encode()}
 

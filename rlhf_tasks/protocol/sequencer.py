@@ -19,6 +19,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SyncNode,
 )
 
 
@@ -49,8 +50,8 @@ class Sequencer:
 
     first_iteration  the first iteration of the generation: numbers start at 0 there
     first_sample     global id of that iteration's first sample
-    first_versions   trained role -> its version before that iteration; default: first_iteration times the
-                     role's train calls per iteration
+    first_versions   role that changes -> its version before that iteration; default: first_iteration times the
+                     role's changes per iteration
     """
 
     plan: ExecutionPlan
@@ -86,11 +87,13 @@ class Sequencer:
         return self.first_sample + (iteration - self.first_iteration) * self.plan.n_seqs
 
     def versions(self, iteration: int) -> dict[str, int]:
-        """Version of each trained role before an iteration: the number of its train_step calls so far."""
+        """Version of each role that changes before an iteration: the number of its changes so far."""
         first = self.first_versions
         if first is None:
-            first = {role: self.first_iteration * n for role, n in self.trains.items()}
-        return {role: first[role] + (iteration - self.first_iteration) * n for role, n in self.trains.items()}
+            first = {role: self.first_iteration * n for role, n in self.changes.items()}
+        return {
+            role: first[role] + (iteration - self.first_iteration) * n for role, n in self.changes.items()
+        }
 
     def key(self, iteration: int, node: str) -> NodeKey:
         """The key of one execution of a node in this generation."""
@@ -138,19 +141,19 @@ class Sequencer:
         return count
 
     @cached_property
-    def trains(self) -> dict[str, int]:
-        """Trained role -> its train_step calls per iteration."""
-        count = {role: 0 for role, placements in self.plan.roles.items() if placements.trained}
+    def changes(self) -> dict[str, int]:
+        """Role whose parameters change -> how often in an iteration: its train_step calls and its syncs."""
+        count = {role: 0 for role, placements in self.plan.roles.items() if placements.changes}
         for node in self.plan.nodes:
-            if isinstance(node, CallNode) and node.trains:
-                count[node.call.role] = count.get(node.call.role, 0) + 1
+            if (role := _changed_role(node)) is not None:
+                count[role] = count.get(role, 0) + 1
         return count
 
     @cached_property
     def advances(self) -> dict[str, dict[str, int]]:
-        """Node name -> {role it reads: train calls that its parameters have seen since the iteration began}.
+        """Node name -> {role it reads: changes that its parameters have seen since the iteration began}.
 
-        A node on the training placement sees all train calls before it in plan order. A node on a read-only copy sees
+        A node on the training placement sees all changes before it in plan order. A node on a read-only copy sees
         those before the copy's last reallocation.
         """
         now: dict[str, int] = {}
@@ -169,8 +172,10 @@ class Sequencer:
             elif isinstance(node, ReleaseNode):
                 current = copies.pop((role, node.placement), current)
             advances[node.name] = {role: current}
-            if isinstance(node, CallNode) and node.trains:
-                now[role] = now.get(role, 0) + 1
+            if isinstance(node, SyncNode):
+                advances[node.name][node.leader] = now.get(node.leader, 0)
+            if (changed := _changed_role(node)) is not None:
+                now[changed] = now.get(changed, 0) + 1
         return advances
 
 
@@ -178,6 +183,13 @@ def _role(node: PlanNode) -> str | None:
     """The role whose parameters a node reads, if any."""
     if isinstance(node, CallNode):
         return node.call.role
-    if isinstance(node, ReallocateNode | ReleaseNode | SaveNode | EvaluateNode):
+    if isinstance(node, ReallocateNode | ReleaseNode | SaveNode | SyncNode | EvaluateNode):
         return node.role
     return None
+
+
+def _changed_role(node: PlanNode) -> str | None:
+    """The role whose parameters have another version after a node, if any."""
+    if isinstance(node, CallNode) and node.trains:
+        return node.call.role
+    return node.role if isinstance(node, SyncNode) else None

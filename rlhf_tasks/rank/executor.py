@@ -61,6 +61,7 @@ class Executor:
             flops=outcome.flops,
             peak_bytes=peak_bytes(self._run.device),
             digest=outcome.digest,
+            details=dict(outcome.details),
         )
 
     def abort(self) -> None:

@@ -15,9 +15,10 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
-from rlhf_tasks.config.base import TrainingConfig
+from rlhf_tasks.config.base import MovesReference, TrainingConfig
 from rlhf_tasks.data.token_file import ROWS, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.batch.redistribution import heads_set, redistribute, survey
@@ -42,6 +43,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SyncNode,
     TransferNode,
 )
 from rlhf_tasks.system.failpoints import Point, reach
@@ -50,12 +52,13 @@ from rlhf_tasks.system.invariants import require
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a node returns besides its effects: metadata for the ledger."""
+    """What a node returns besides its effects: metadata for the ledger. The fields are as in `NodeResult`."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     bytes_sent: int = 0
     flops: float = 0.0
     digest: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RankRun:
@@ -81,9 +84,7 @@ class RankRun:
         self._tallies: dict[str, list[Any]] = {}
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
-        self._at_step: dict[
-            str, int
-        ] = {}  # role -> the step it was saved as; removed when it is trained again
+        self._at_step: dict[str, int] = {}  # role -> the step it was saved as; removed when it changes again
         own = spec.plan.on(spec.rank)
         self._last_node = own[-1].name if own else ""
 
@@ -110,26 +111,26 @@ class RankRun:
 
         kept  the state that this rank has kept from an earlier generation
         """
-        step, engines = self._spec.restore_step, dict(self._engines.trained())
+        step, engines = self._spec.restore_step, dict(self._engines.changing())
         if step is None:
             for role, engine in engines.items():
                 self._save_as(0, role, engine)
             return
         commit = KeptCommit(kept, self._spec, self._groups)
         if commit.is_whole:
-            for role, layout in self._engines.trained_layouts():
+            for role, layout in self._engines.changing_layouts():
                 commit.take_over(role, layout, engines.get(role))
         else:
             for role, engine in engines.items():
                 restore(role, engine, Path(self._spec.run_folder), step)
 
     def keep(self) -> KeptState | None:
-        """The state of this rank's trained roles, if this generation saved it as a step; else None.
+        """The state of this rank's roles that change, if this generation saved it as a step; else None.
 
         On CUDA it is copied to host memory. State that was restored and not saved since is not kept, because the
         commit may have it in another layout.
         """
-        engines = dict(self._engines.trained())
+        engines = dict(self._engines.changing())
         steps = set(self._at_step.values())
         if len(steps) != 1 or len(self._at_step) != len(engines):
             return None
@@ -178,7 +179,7 @@ class RankRun:
         engine = self._engines.get(call.role, node.placement)
         expected = request.versions[call.role]
         require(
-            engine.version == expected,
+            engine.version == expected or not call.runs_model,
             f"call {call.name}: {call.role} has version {engine.version}, the plan says {expected}",
         )
         batch = self._inputs(node, request) if engine.is_head else None
@@ -254,17 +255,35 @@ class RankRun:
         return Outcome()
 
     @_perform.register
+    def _sync(self, node: SyncNode, request: NodeRequest) -> Outcome:
+        config = self._config
+        assert isinstance(config, MovesReference), f"the reference of {config.type} runs stays as it is"
+        due = config.syncs_after(request.key.iteration)
+        self._at_step.pop(node.role, None)
+        share = config.ref_model_mixup_alpha if due else None
+        moved = self._engines.sync(node, request.versions[node.leader], share)
+        return Outcome() if moved is None else Outcome(bytes_sent=moved.bytes_sent, digest=moved.digest)
+
+    @_perform.register
     def _evaluate(self, node: EvaluateNode, request: NodeRequest) -> Outcome:
         config, iteration = self._config, request.key.iteration
         assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
-        if config.evaluation is None or not config.evaluation.is_due(iteration, config.total_iterations):
+        asked = config.evaluation
+        if asked is None:
+            return Outcome()
+        due = iteration == 0 if node.at_start else asked.is_due(iteration, config.total_iterations)
+        if not due:
             return Outcome()
         engine = self._engines.get(node.role, node.placement)
         held, expected = engine.version, request.versions[node.role]
         require(held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}")
         flops_before = engine.flops
-        metrics = self._evaluated().metrics(engine, iteration)
-        return Outcome(metrics, flops=engine.flops - flops_before)
+        metrics, flops = self._evaluated().metrics(engine, iteration), engine.flops - flops_before
+        return (
+            Outcome(flops=flops, details={BEFORE: metrics})
+            if node.at_start
+            else Outcome(metrics, flops=flops)
+        )
 
     def _save_as(self, step: int, role: str, engine: Engine) -> None:
         self._at_step[role] = step
@@ -308,7 +327,7 @@ def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
                 sets += [*device_sets(node.placement), tuple(sorted(node.placement.heads))]
             case TransferNode():
                 sets.append(heads_set(node.source, node.destination))
-            case ReallocateNode():
+            case ReallocateNode() | SyncNode():
                 sets.append(union_set(node.source, node.destination))
             case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
                 pass

@@ -18,7 +18,7 @@ from rlhf_tasks.parallel.state.host_copies import HostCopy, copier
 from rlhf_tasks.parallel.state.reallocation import Reallocated, reallocate
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
-from rlhf_tasks.spec import ExecutionPlan, ReallocateNode
+from rlhf_tasks.spec import ExecutionPlan, ReallocateNode, SyncNode
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import require
 
@@ -30,7 +30,8 @@ class RoleEngines:
 
     A trained role is resident on its training placement; a frozen one on all its placements, except where it is
     offloaded: there `onload` brings its weights and `offload` frees them. `reallocate` makes a copy of a trained role
-    and `release` frees it; the engine of a released copy is kept without weights.
+    and `release` frees it; the engine of a released copy is kept without weights. `sync` blends a trained role's
+    weights into those of a role that follows it, on the first placement of that role.
 
     With adapters, the frozen weights below them are resident wherever the role is used, and only the adapters are
     copied and released. Roles that begin from one folder share such weights where they are on one placement, so a
@@ -58,9 +59,10 @@ class RoleEngines:
                 layout, away = self._layout(role, placement), placement in planned.offloaded
                 if copy and layout.lora is None:
                     continue  # its weights come with its first reallocation
-                stage = self._filled(parts, layout, away)
+                blended = bool(planned.follows) and number == 0
+                stage = self._filled(parts, layout, away, changes=planned.trained or blended)
                 settings = optimizer_settings(parts.optimizer) if parts.optimizer and not copy else None
-                self._engines[role, placement] = Engine(stage, layout, groups, settings)
+                self._engines[role, placement] = Engine(stage, layout, groups, settings, blended=blended)
                 if copy:
                     self._drop(role, placement)
                 if away:
@@ -77,26 +79,50 @@ class RoleEngines:
             self._host_copies[key].wait()
         return self._engines[key]
 
-    def trained(self) -> Iterator[tuple[str, Engine]]:
-        """The trained roles that this rank owns a part of."""
+    def changing(self) -> Iterator[tuple[str, Engine]]:
+        """The roles whose weights change that this rank owns a part of."""
         for (role, _), engine in self._engines.items():
-            if engine.optimizer is not None:
+            if engine.master is not None:
                 yield role, engine
 
-    def trained_layouts(self) -> Iterator[tuple[str, Layout]]:
-        """All trained roles of the plan, on this rank or not, with their training layouts."""
+    def changing_layouts(self) -> Iterator[tuple[str, Layout]]:
+        """All roles of the plan whose weights change, on this rank or not, with the layouts in which they do."""
         for role, planned in self._plan.roles.items():
-            if planned.trained:
+            if planned.changes:
                 yield role, self._layout(role, planned.placements[0])
 
     def versions(self) -> dict[str, int]:
-        """Role -> version, for the trained roles that this rank owns a part of."""
-        return {role: engine.version for role, engine in self.trained()}
+        """Role -> version, for the roles whose weights change that this rank owns a part of."""
+        return {role: engine.version for role, engine in self.changing()}
 
     def reallocate(self, node: ReallocateNode, version: int) -> Reallocated:
         """Make a node's copy; the source must have `version`. Collective over both placements."""
-        source, destination = self._layout(node.role, node.source), self._layout(node.role, node.destination)
-        owner = self._engines.get((node.role, node.source))
+        moved = self._moved(node, node.role, version)
+        if moved.slices is not None:
+            self._install(node.role, node.destination, moved)
+            reach(Point.REALLOCATED)
+        return moved
+
+    def sync(self, node: SyncNode, version: int, share: float | None) -> Reallocated | None:
+        """Count a new version of a role that follows another, and blend the other's weights into its own.
+
+        version  that the other role must have
+        share    of the other role's weights; None: nothing moves, and the weights stay
+        Collective over both placements.
+        """
+        moved = None if share is None else self._moved(node, node.leader, version)
+        engine = self._engines.get((node.role, node.destination))
+        if engine is not None:
+            assert engine.master is not None, f"{node.name}: role {node.role!r} is frozen here"
+            if share is not None and moved is not None and moved.slices is not None:
+                engine.master.blend(moved.slices, share)
+            engine.version += 1
+        return moved
+
+    def _moved(self, node: ReallocateNode | SyncNode, role: str, version: int) -> Reallocated:
+        """A trained role's weights on a node's destination; the source must have `version`."""
+        source, destination = self._layout(role, node.source), self._layout(role, node.destination)
+        owner = self._engines.get((role, node.source))
         if owner is not None:
             held = owner.version
             require(held == version, f"{node.name}: the source has version {held}, the plan says {version}")
@@ -112,9 +138,6 @@ class RoleEngines:
         )
         came = moved.version
         require(came == version, f"{node.name}: version {came} was received, the plan says {version}")
-        if moved.slices is not None:
-            self._install(node.role, node.destination, moved)
-            reach(Point.REALLOCATED)
         return moved
 
     def release(self, role: str, placement: Placement) -> None:
@@ -158,13 +181,14 @@ class RoleEngines:
         shape = ModelShape.from_folder(parts.folder)
         return Layout(shape, parts.head, placement, self._config.adapters_of(role, shape))
 
-    def _filled(self, parts: Role, layout: Layout, away: bool) -> Stage:
+    def _filled(self, parts: Role, layout: Layout, away: bool, changes: bool) -> Stage:
         """A stage with its weights. Those that stay frozen are shared by all roles that begin from the same ones.
 
-        away  its weights come and go, so they are its own
+        away     its weights come and go, so they are its own
+        changes  all its weights change, or its adapters where it has some
         """
         frozen = self._frozen.setdefault((parts._replace(optimizer=None), layout.placement), {})
-        trained = layout.specs if parts.optimizer is not None else {}
+        trained = layout.specs if changes else {}
         shared = {} if away else {name: given for name, given in frozen.items() if name not in trained}
         stage = self._stage(parts, layout, shared)
         _fill(stage, parts, self._seed, shared)

@@ -24,7 +24,8 @@ DONE = 2  # of them are committed when the run is killed
 
 
 def begin(base: Path, name: str, iterations: int = ITERATIONS, **changes: Any) -> tuple[list[str], Path]:
-    """The command line of a new run and its folder. The roles have state of their own besides weights."""
+    """The command line of a new run and its folder. The roles have state of their own besides weights, and the
+    reference follows the actor."""
     config = ppo_config(
         base,
         name=name,
@@ -33,6 +34,8 @@ def begin(base: Path, name: str, iterations: int = ITERATIONS, **changes: Any) -
         total_iterations=iterations,
         kl_target=0.1,
         kl_horizon=64,
+        sync_ref_model=True,
+        ref_model_sync_steps=3,
         **changes,
     )
     return command_of(base, config.model_dump(mode="json")), base / "runs" / name

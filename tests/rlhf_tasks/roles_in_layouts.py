@@ -32,7 +32,7 @@ class Role:
 
     layout: Layout
     groups: ProcessGroups
-    optimizer: Optimizer
+    master: Optimizer
     slices: dict[str, torch.nn.Parameter]
     version: int = 0
     state: dict[str, Any] = field(default_factory=dict)
@@ -74,14 +74,14 @@ def precise(dtype) -> torch.dtype:
 
 def fill(role: Role, whole) -> None:
     """Give a role the state of `whole_state`."""
-    for shard in role.optimizer.shard_state():
+    for shard in role.master.shard_state():
         shard.tensor.copy_(expected(shard, whole, role.layout, role.groups.rank))
 
 
 def mismatches(role: Role, whole, rank: int) -> list[str]:
     """Which state and weights of a role are not bit by bit those of `whole_state`."""
     layout, wrong = role.layout, []
-    for shard in role.optimizer.shard_state():
+    for shard in role.master.shard_state():
         if not torch.equal(shard.tensor, expected(shard, whole, layout, rank)):
             wrong.append(f"{layout.placement}: {shard.kind} of {shard.name}")
     for name, weight in role.slices.items():

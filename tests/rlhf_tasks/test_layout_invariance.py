@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from safetensors import safe_open
+from torch import Tensor
 
 from flows.run.prepare import prepare
 from rlhf_tasks.protocol.messages import GenerationSpec
@@ -68,6 +69,7 @@ FROZEN_AND_TRAINED = {
     ),
 }
 """Plans of algorithms with one call of a frozen model and one that trains."""
+FOLLOWS_ALONE = {"ref_inference": ALONE, "actor_train": ALONE}
 
 
 def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: str, port: int) -> list[dict]:
@@ -176,6 +178,67 @@ def test_so_do_algorithms_that_learn_against_a_frozen_model(ranks, tmp_path, kin
     for name in list(FROZEN_AND_TRAINED)[1:]:
         found = differences(reference, losses(name))
         assert not found, f"{name}:\n" + "\n".join(found)
+
+
+def masters(folder: Path, step: int, role: str) -> dict[str, Tensor]:
+    """Parameter -> the master weights of a role as a step has them, in a run of one rank."""
+    (saved,) = folder.glob(f"*/step-{step:08d}.tmp-0/{role}.*.safetensors")
+    with safe_open(saved, "pt") as file:
+        named = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert role == "actor" or all("master" in name for name in named), "no moments"
+    return {name: tensor for name, tensor in named.items() if "master" in name}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["kto", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_a_reference_that_follows_the_actor_is_the_same_under_any_plan(ranks, tmp_path, kind):
+    """It changes in the first two of three iterations' ends; that of the last nobody reads."""
+
+    def losses(name: str, folder: Path, **changes) -> list[dict[str, float]]:
+        n_ranks, given = FROZEN_AND_TRAINED[name]
+        assignments = {"ref_inference" if call == "frozen" else call: at for call, at in given.items()}
+        follows = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.3, **changes}
+        return trajectory(ranks, folder, n_ranks, assignments, partial(learning_config, kind=kind, **follows))
+
+    folders = {name: tmp_path / name.replace(" ", "-") for name in (*FROZEN_AND_TRAINED, "frozen", "rare")}
+    for folder in folders.values():
+        folder.mkdir()
+    reference = losses("one rank", folders["one rank"])
+    loss = f"actor_train/loss/{kind}"
+    frozen = losses("one rank", folders["frozen"], sync_ref_model=False)
+    rare = losses("one rank", folders["rare"], ref_model_sync_steps=2)
+    assert [a[loss] == b[loss] for a, b in zip(reference, frozen, strict=True)] == [True, False, False]
+    assert [a[loss] == b[loss] for a, b in zip(rare, frozen, strict=True)] == [True, True, False]
+    before, after = (masters(folders["rare"], step, "ref") for step in (0, 3))
+    assert any(not weights.equal(after[name]) for name, weights in before.items())
+    for name in list(FROZEN_AND_TRAINED)[1:]:
+        found = differences(reference, losses(name, folders[name]))
+        assert not found, f"{name}:\n" + "\n".join(found)
+
+
+@pytest.mark.dist
+def test_the_reference_becomes_the_share_that_it_is_told_of_the_actor_and_of_itself(ranks, tmp_path):
+    """ref <- 0.3 actor + 0.7 ref, after the last of three iterations alone: from what the steps hold."""
+    config = partial(
+        learning_config, kind="kto", sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=0.3
+    )
+    trajectory(ranks, tmp_path, *FROZEN_AND_TRAINED["one rank"][:1], FOLLOWS_ALONE, config)
+    start, ref = masters(tmp_path, 0, "ref"), masters(tmp_path, 3, "ref")
+    actor = masters(tmp_path, 3, "actor")
+    assert ref.keys() == actor.keys()
+    for name, weights in ref.items():
+        assert not weights.equal(start[name])
+        wanted = 0.3 * actor[name] + 0.7 * start[name]
+        assert weights.tolist() == pytest.approx(wanted.tolist(), rel=1e-14, abs=1e-16), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [pytest.param(OTHER, marks=pytest.mark.slow) for OTHER in list(PLANS)[1:]])
+def test_so_is_that_of_ppo(ranks, tmp_path, name):
+    follows = partial(ppo_config, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5)
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], follows)
+    found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], follows))
+    assert not found, "\n".join(found)
 
 
 _, *OTHERS = PLANS

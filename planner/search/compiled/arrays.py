@@ -20,6 +20,7 @@ from planner.plan.steady_state import waits
 from planner.plan.template import FETCH as FETCHED
 from planner.plan.template import Skeleton, Slot, SlotKind, skeleton
 from planner.plan.workload import RoleModel
+from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.device_share import sizes
 from planner.pricing.options import Option
@@ -34,7 +35,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
-FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SAVE, EVALUATE, ONLOAD, OFFLOAD, COPY = range(10)
+FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, EVALUATE, EVALUATE_FIRST, ONLOAD, OFFLOAD, COPY = (
+    range(12)
+)
 """Kinds of slots; COPY is the copy from host memory that an onload starts."""
 
 _KINDS: dict[SlotKind, int] = {
@@ -43,8 +46,10 @@ _KINDS: dict[SlotKind, int] = {
     "transfer": TRANSFER,
     "reallocate": REALLOCATE,
     "release": RELEASE,
+    "sync": SYNC,
     "save": SAVE,
     "evaluate": EVALUATE,
+    "evaluate_first": EVALUATE_FIRST,
     "onload": ONLOAD,
     "offload": OFFLOAD,
 }
@@ -66,8 +71,8 @@ OPTION_ROW = np.dtype(
 )
 """An option.
 
-seconds, save_s  seconds of the call (of all its parts together), and of the save that follows a train_step; both
-                 include dispatch
+seconds, save_s  seconds of the call (of all its parts together), and of the save that follows a train_step, or the
+                 call of a role that follows another; both include dispatch
 evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
 copy_s           seconds of the copy of its parameters from host memory
 first .. pp      mesh and strategy
@@ -164,6 +169,7 @@ class Arrays(NamedTuple):
     memory_bytes  bytes of memory of the smallest device
     memories    [runs] MEMORY_ROW: the memory of all devices, ascending
     dispatch_s  seconds of a node besides its work
+    sync_share  of all iterations, those in which a role that follows another is blended
     role        [calls] int64: number of the call's role
     trainer     [calls] int64: the call that trains its role, -1 if none does
     chunks      [calls] int64: parts into which the call is cut
@@ -183,6 +189,7 @@ class Arrays(NamedTuple):
     memory_bytes: float
     memories: Rows
     dispatch_s: float
+    sync_share: float
     links: Links
     role: Ints
     trainer: Ints
@@ -221,6 +228,7 @@ def make_arrays(
         memory_bytes=min(memory for _, memory in memories),
         memories=_table(MEMORY_ROW, memories),
         dispatch_s=model.classes.dispatch_s,
+        sync_share=1 / model.workload.sync_every,
         links=links(model.classes),
         role=np.array(roles),
         trainer=np.array(trained_by),
@@ -269,6 +277,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
     }
     for call, of_call in zip(problem.graph.calls, options, strict=True):
         model = problem.model.models[call.role]
+        state_bytes = OPTIMIZER_BYTES if problem.graph.trainer(call.role) is not None else MASTER_BYTES
         known: dict[tuple, tuple] = {}  # figures that options share if they differ only in their place
         for option in of_call:
             s, mesh = option.strategy, (option.first, option.size)
@@ -280,7 +289,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
                 within = {number for _, number in layout}
                 layer = float(sizes(model.shape, model.head, s.tp, model.lora).layer * itemsize)
                 known[alike] = (
-                    save_s(most[2], s.dp, problem.model, within) + dispatch_s,
+                    save_s(most[2], s.dp, problem.model, within, state_bytes) + dispatch_s,
                     evaluation_s(call.role, option.assignment.placement, problem.model) + dispatch_s
                     if call.role in problem.graph.evaluated
                     else 0.0,
@@ -372,7 +381,7 @@ class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
         call, moved = self._number[slot.call], 0
         source = self._number[self._graph.source.name if slot.source == FETCHED else slot.source]
         mask = 1 << call
-        if slot.kind in ("transfer", "reallocate"):
+        if slot.kind in ("transfer", "reallocate", "sync"):
             mask |= 1 << source
         if slot.kind == "transfer":
             # A part's samples are dealt as those of every other part: so its messages are those of all samples, each

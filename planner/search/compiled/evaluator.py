@@ -24,6 +24,7 @@ from planner.search.compiled.arrays import (
     ONLOAD,
     REALLOCATE,
     SAVE,
+    SYNC,
     TRANSFER,
     Arrays,
 )
@@ -85,7 +86,7 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
             out[i] = options[here].evaluate_s
         elif slot.kind == COPY:
             out[i] = options[here].copy_s
-        elif slot.kind == REALLOCATE:
+        elif slot.kind == REALLOCATE or slot.kind == SYNC:
             role = int(arrays.role[slot.call])
             moved_s = (
                 reallocation(arrays, known, role, there, here)
@@ -93,6 +94,8 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
                 else least_reallocation(arrays, role, there, here)
             )
             out[i] = arrays.models.overhead_s[role] + moved_s
+            if slot.kind == SYNC:
+                out[i] = arrays.dispatch_s + (out[i] - arrays.dispatch_s) * arrays.sync_share
         else:
             out[i] = arrays.dispatch_s
             if slot.kind == TRANSFER and exact:

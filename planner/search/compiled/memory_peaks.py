@@ -7,7 +7,7 @@ idle slots.
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.compiled.arrays import CALL, OFFLOAD, ONLOAD, REALLOCATE, RELEASE, Arrays, Rows
+from planner.search.compiled.arrays import CALL, OFFLOAD, ONLOAD, REALLOCATE, RELEASE, SYNC, Arrays, Rows
 from planner.search.compiled.compile import inner
 
 Ints = NDArray[np.int64]
@@ -40,7 +40,7 @@ def surely_fits(arrays: Arrays, made: int, rows: Ints, chains: Ints, masks: Ints
                 active = max(active, arrays.options[rows[c]].active)
         for i in range(arrays.skeletons.size[made]):
             slot = arrays.skeletons.slots[made, i]
-            brings = slot.kind == REALLOCATE or (slot.kind == ONLOAD and chains[i] > 0)
+            brings = slot.kind == REALLOCATE or slot.kind == SYNC or (slot.kind == ONLOAD and chains[i] > 0)
             if brings and masks[k] >> slot.call & 1:
                 held += arrays.options[rows[slot.call]].copy
         if held + active > arrays.memory_bytes:
@@ -109,7 +109,7 @@ def _stages_on(
                 resident += arrays.stages[stage[c]].frozen
     for i in range(arrays.skeletons.size[made]):
         slot = arrays.skeletons.slots[made, i]
-        brings = slot.kind == REALLOCATE or (slot.kind == ONLOAD and chains[i] > 0)
+        brings = slot.kind == REALLOCATE or slot.kind == SYNC or (slot.kind == ONLOAD and chains[i] > 0)
         if brings and stage[slot.call] >= 0:
             copies += arrays.stages[stage[slot.call]].copy
     return resident, resident + copies + active
@@ -130,6 +130,8 @@ def _peak(arrays: Arrays, made: int, order: int, chains: Ints, stage: Ints, resi
             peak = max(peak, held)
         elif slot.kind == RELEASE or slot.kind == OFFLOAD:
             held -= arrays.stages[at].copy
+        elif slot.kind == SYNC:
+            peak = max(peak, held + arrays.stages[at].copy)
         elif slot.kind == CALL:
             peak = max(peak, held + arrays.stages[at].active)
     return peak

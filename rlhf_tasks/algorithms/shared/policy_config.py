@@ -4,11 +4,11 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.base import Groups, Scores, TrainingConfig
+from rlhf_tasks.config.base import Groups, MovesReference, Scores
 from rlhf_tasks.config.sections import GRPOModels, Role
 
 
-class PolicyConfig(Scores, TrainingConfig):
+class PolicyConfig(Scores, MovesReference):
     """What all of them share: they must sample at random, and know from which tokens."""
 
     @property

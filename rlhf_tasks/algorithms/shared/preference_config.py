@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from rlhf_tasks.config.base import Groups, TrainingConfig
+from rlhf_tasks.config.base import Groups, MovesReference
 from rlhf_tasks.config.sections import ReferenceModels, Role
 
 
-class PreferenceConfig(TrainingConfig):
-    """An actor is trained; a frozen reference says how likely each answer was before."""
+class PreferenceConfig(MovesReference):
+    """An actor is trained; a reference says how likely each answer was before."""
 
     groups: ClassVar[Groups] = {"Loss": ("beta",)}
 
@@ -21,7 +21,7 @@ class PreferenceConfig(TrainingConfig):
     )
 
     def roles(self) -> dict[str, Role]:
-        """The actor, and the frozen reference."""
+        """The actor, and the reference."""
         return {
             "actor": Role.of(self.models.actor, "lm", self.optimizer),
             "ref": Role.of(self.models.ref or self.models.actor, "lm"),

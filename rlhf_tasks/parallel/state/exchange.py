@@ -1,4 +1,4 @@
-"""Moves a role's training state, master weights and both moments, from one layout to another by messages."""
+"""Moves a role's state, master weights and where it trains both moments, from one layout to another by messages."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,8 @@ def exchange_state(
     asked = {(shard.name, shard.kind): shard for shard in wanted}
     if not held and not asked:
         return
-    kinds: tuple[StateKind, ...] = get_args(StateKind)
+    here = {kind for _, kind in (*held, *asked)}
+    kinds: list[StateKind] = [kind for kind in get_args(StateKind) if kind in here]
     rank, group = groups.rank, groups[devices]
     for name in transfer.new.layout.specs:
         parts = list(transfer.parts(name, rank))

@@ -25,7 +25,7 @@ from rlhf_tasks.parallel.layout.topology import Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs, packed_logprobs_and_entropy
 from rlhf_tasks.parallel.model.products import products
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.train.optimizer import Optimizer, OptimizerSettings, all_gather
+from rlhf_tasks.parallel.train.optimizer import MasterWeights, Optimizer, OptimizerSettings, all_gather
 from rlhf_tasks.parallel.train.pipeline import Pipeline
 from rlhf_tasks.system.failpoints import Point, reach
 
@@ -50,11 +50,13 @@ Loss = Callable[[Tensor, MicroBatch], LossTerms]
 
 
 class Engine:
-    """A model, and its optimizer where the role is trained on this placement.
+    """A model, and the state of its weights where they change on this placement.
 
     stage               this rank's part of the model, weights loaded
     layout              the stage's `trained`: of the whole model, or under LoRA of its trained part
-    optimizer_settings  None for frozen roles and read-only copies
+    optimizer_settings  None for frozen and blended roles and read-only copies
+    blended             the weights are blended with others: they have master weights, and no optimizer
+    master              the state that commits hold: an `Optimizer` where the role trains, None where nothing changes
     version             the number of train calls applied to these weights. The caller increments it, because one
                         train call may be many calls of `train_step`
     state               JSON-able state of the role besides parameters and optimizer
@@ -68,6 +70,7 @@ class Engine:
         groups: ProcessGroups,
         optimizer_settings: OptimizerSettings | None = None,
         version: int = 0,
+        blended: bool = False,
     ) -> None:
         self.stage = stage
         self.layout = layout
@@ -80,15 +83,22 @@ class Engine:
         self.flops = 0.0
         self._mesh = groups[self.placement.devices]
         stage.requires_grad_(False)
-        self.optimizer: Optimizer | None = None
+        self.master: MasterWeights | None = None
+        if blended:
+            self.master = MasterWeights(stage.trained_slices(), layout, groups)
         if optimizer_settings is not None:
             trained = stage.trained_slices()
             for parameter in trained.values():
                 parameter.requires_grad_()
-            self.optimizer = Optimizer(trained, layout, groups, optimizer_settings)
+            self.master = Optimizer(trained, layout, groups, optimizer_settings)
         self.pipeline = Pipeline(self.placement, groups, layout.shape.hidden, stage.dtype)
         tp_rank, tp_devices = self.coordinate.tp, self.placement.tp_group(groups.rank)
         self._shard = VocabShard(layout.units("vocab", tp_rank).start, groups[tp_devices])
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None where the role does not train on this placement."""
+        return self.master if isinstance(self.master, Optimizer) else None
 
     @property
     def is_head(self) -> bool:
@@ -153,7 +163,8 @@ class Engine:
             skipped    1.0 when loss or norm was not finite, so that no rank changed its weights; else 0.0
         Raises ValueError where the loss gives other metrics than these.
         """
-        assert self.optimizer is not None, "this engine holds a frozen model or a copy: it cannot be trained"
+        optimizer = self.optimizer
+        assert optimizer is not None, "this engine holds a frozen model or a copy: it cannot be trained"
         names = (*metrics, "loss")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
 
@@ -177,7 +188,7 @@ class Engine:
         self.count(self._flops_of(training_flops, batch, counted))
         totals = dict(zip(names, self._sum_in_order(sums).tolist(), strict=True))
         totals["loss"] /= denominator
-        report = self.optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
+        report = optimizer.apply(learning_rate, finite=math.isfinite(totals["loss"]))
         return {**totals, "grad_norm": report.grad_norm, "skipped": float(report.skipped)}
 
     def _stage_output(self, x: Tensor, micro: MicroBatch, counted: str | None) -> tuple[Tensor, MicroBatch]:

@@ -1,9 +1,11 @@
-"""AdamW with its state sharded over data parallelism (ZeRO stage 1, arXiv:1910.02054), in flat buffers.
+"""Weights that change during a run, with their state sharded over data parallelism (ZeRO stage 1, arXiv:1910.02054).
 
 A rank's parameters are stored one after the other in a flat buffer, in the same order on all ranks of its dp group.
-Gradients are accumulated in a second buffer, in the precision of the master weights, and reduce-scattered over dp.
-Each dp rank updates its share of master weights and moments; an all-gather distributes the new weights. State is
-addressed by parameter name and range of elements, so a checkpoint can be restored into any other layout.
+Each dp rank updates its share of the master weights; an all-gather distributes the new weights. State is addressed by
+parameter name and range of elements, so a checkpoint can be restored into any other layout.
+
+`MasterWeights` change by a blend with other weights. An `Optimizer` changes them by AdamW: gradients are accumulated
+in a second flat buffer, in the precision of the master weights, and reduce-scattered over dp.
 """
 
 import math
@@ -68,74 +70,47 @@ class StateShard(NamedTuple):
     tensor: Tensor
 
 
-class Optimizer:
-    """The optimizer of one rank's parameters. All ranks of the placement build it and call its methods together.
+class MasterWeights:
+    """One rank's parameters and its share of their master weights, in float32 or better.
+
+    All ranks of the placement build it and call its methods together.
 
     slices  parameter name -> this rank's slice, all of one dtype; their storage moves into the flat buffer
     step    the number of updates applied; skipped ones do not count
     """
 
-    def __init__(
-        self,
-        slices: Mapping[str, nn.Parameter],
-        layout: Layout,
-        groups: ProcessGroups,
-        settings: OptimizerSettings,
-    ) -> None:
-        self.settings = settings
+    def __init__(self, slices: Mapping[str, nn.Parameter], layout: Layout, groups: ProcessGroups) -> None:
         self.step = 0
         device = groups.rank
-        self._mesh = groups[layout.placement.devices]
         self._group = groups[layout.placement.dp_group(device)]
-        flat = StateLayout(layout)
-        self._pieces = flat.pieces(device)
-        self._decayed = aligned(max((p.stop for p in self._pieces if slices[p.name].ndim > 1), default=0))
-        self._start, self._share = flat.share(device).start, flat.share(device).size
-        self._allocate(slices, self._share * group_size(self._group))
-        views = {p.name: self._gradients[p.start : p.stop].view_as(slices[p.name]) for p in self._pieces}
-        self._shared_sums = SharedSums(views, layout, groups)
-        self._counted = self._primary_ranges(layout, device)
-        for name, parameter in slices.items():
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
-
-    def _allocate(self, slices: Mapping[str, nn.Parameter], size: int) -> None:
+        state = StateLayout(layout)
+        self._pieces = state.pieces(device)
+        self._start, self._share = state.share(device).start, state.share(device).size
         (dtype,) = {parameter.dtype for parameter in slices.values()}
-        (device,) = {parameter.device for parameter in slices.values()}
-        precise = torch.float64 if dtype == torch.float64 else torch.float32
-        self._weights = torch.zeros(size, dtype=dtype, device=device)
-        self._gradients = torch.zeros(size, dtype=precise, device=device)
+        (on,) = {parameter.device for parameter in slices.values()}
+        self._precise = torch.float64 if dtype == torch.float64 else torch.float32
+        self._weights = torch.zeros(self._share * group_size(self._group), dtype=dtype, device=on)
         for piece in self._pieces:
             parameter = slices[piece.name]
             flat = self._weights[piece.start : piece.stop].view_as(parameter)
             flat.copy_(parameter.detach())
             parameter.data = flat
         mine = self._weights[self._start : self._start + self._share]
-        self._state: dict[StateKind, Tensor] = {
-            "master": mine.to(precise, copy=True),
-            "exp_avg": torch.zeros(self._share, dtype=precise, device=device),
-            "exp_avg_sq": torch.zeros(self._share, dtype=precise, device=device),
-        }
+        self._state: dict[StateKind, Tensor] = {"master": mine.to(self._precise, copy=True)}
 
-    def apply(self, learning_rate: float, finite: bool = True) -> StepReport:
-        """Reduce the gradients accumulated since the last call and, if all are finite, clip them and update.
+    def blend(self, slices: Mapping[str, Tensor], share: float) -> None:
+        """Set the master weights to share * slices + (1 - share) * master weights, and the weights to these.
 
-        learning_rate  of this step; the caller applies the schedule
-        finite         False on a rank whose loss is not finite; then no rank updates
-        Collective over the whole placement. Sets the gradients to zero.
+        slices  parameter name -> this rank's slice of other weights
+        Collective over the dp group. No bit depends on the layout: each product and each sum is rounded by itself.
         """
-        gradient = self._reduce()
-        squares = sum(_square_norm(gradient[start:stop]) for start, stop in self._counted)
-        totals = torch.tensor([squares, not finite], dtype=torch.float64, device=gradient.device)
-        square, failures = all_reduce(totals, self._mesh).tolist()
-        norm = math.sqrt(square) if square >= 0 else math.nan
-        skipped = failures > 0 or not math.isfinite(norm)
-        if not skipped:
-            self.step += 1
-            self._update(gradient, learning_rate, self._clip_factor(norm))
-            reach(Point.OPTIMIZER_STEP)
-            self._gather()
-        self._gradients.zero_()
-        return StepReport(norm, skipped)
+        master = self._state["master"]
+        master.mul_(1 - share)
+        for piece, start, stop in self._shares():
+            other = slices[piece.name].detach().flatten()[start - piece.start : stop - piece.start]
+            master[start - self._start : stop - self._start] += other.to(master.dtype) * share
+        self.step += 1
+        self._gather()
 
     def shard_state(self) -> Iterator[StateShard]:
         """This rank's share of the state, as views. The shares of a dp group cover each element exactly once."""
@@ -174,6 +149,59 @@ class Optimizer:
             stop = min(piece.stop, self._start + self._share)
             if start < stop:
                 yield piece, start, stop
+
+    def _gather(self) -> None:
+        """All-gather the weights from the master weights of all dp ranks."""
+        share = self._state["master"].to(self._weights.dtype)
+        if self._group is None:
+            self._weights.copy_(share)
+        else:
+            all_gather(self._weights, share, group=self._group)
+
+
+class Optimizer(MasterWeights):
+    """The optimizer of one rank's parameters: AdamW, with gradients and two moments."""
+
+    def __init__(
+        self,
+        slices: Mapping[str, nn.Parameter],
+        layout: Layout,
+        groups: ProcessGroups,
+        settings: OptimizerSettings,
+    ) -> None:
+        super().__init__(slices, layout, groups)
+        self.settings = settings
+        self._mesh = groups[layout.placement.devices]
+        self._decayed = aligned(max((p.stop for p in self._pieces if slices[p.name].ndim > 1), default=0))
+        self._gradients = torch.zeros_like(self._weights, dtype=self._precise)
+        self._state["exp_avg"] = torch.zeros_like(self._state["master"])
+        self._state["exp_avg_sq"] = torch.zeros_like(self._state["master"])
+        views = {p.name: self._gradients[p.start : p.stop].view_as(slices[p.name]) for p in self._pieces}
+        self._shared_sums = SharedSums(views, layout, groups)
+        self._counted = self._primary_ranges(layout, groups.rank)
+        for name, parameter in slices.items():
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
+
+    def apply(self, learning_rate: float, finite: bool = True) -> StepReport:
+        """Reduce the gradients accumulated since the last call and, if all are finite, clip them and update.
+
+        learning_rate  of this step; the caller applies the schedule
+        finite         False on a rank whose loss is not finite; then no rank updates
+        Collective over the whole placement. Sets the gradients to zero.
+        """
+        gradient = self._reduce()
+        squares = sum(_square_norm(gradient[start:stop]) for start, stop in self._counted)
+        totals = torch.tensor([squares, not finite], dtype=torch.float64, device=gradient.device)
+        square, failures = all_reduce(totals, self._mesh).tolist()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        skipped = failures > 0 or not math.isfinite(norm)
+        if not skipped:
+            self.step += 1
+            self._update(gradient, learning_rate, self._clip_factor(norm))
+            reach(Point.OPTIMIZER_STEP)
+            self._gather()
+        self._gradients.zero_()
+        return StepReport(norm, skipped)
 
     def _primary_ranges(self, layout: Layout, device: int) -> list[tuple[int, int]]:
         """The ranges of this rank's share that count in the gradient norm; adjacent ranges are joined."""
@@ -238,14 +266,6 @@ class Optimizer:
                     weight_decay=decay,
                     eps=self.settings.eps,
                 )
-
-    def _gather(self) -> None:
-        """All-gather the weights from the master weights of all dp ranks."""
-        share = self._state["master"].to(self._weights.dtype)
-        if self._group is None:
-            self._weights.copy_(share)
-        else:
-            all_gather(self._weights, share, group=self._group)
 
 
 def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:

@@ -23,6 +23,7 @@ from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ExecutionPlan
 from tests.flows.checked_files import LLAMA, model_folder, refused, without
+from tests.flows.plan_documents import LLAMA as INLINE
 from tests.flows.plan_documents import measured, ppo
 from tests.ppo_calls import PPO_CALLS
 from tests.tiny_runs import learning_config
@@ -189,6 +190,10 @@ def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
     [
         ({"batch_size": 16}, ("plan of another graph", "8 sequences", "Remove it")),
         ({"type": "grpo", "num_generations": 4}, ("plan of another graph", "critic_train", "Remove it")),
+        (
+            {"sync_ref_model": True, "ref_model_sync_steps": 9},
+            ("plan of another graph", "8 sequences", "Remove it"),
+        ),
         ({"cluster": {"devices_per_host": 4}}, ("a plan for 2 devices", "the cluster is 1x4", "Remove it")),
     ],
 )
@@ -283,6 +288,25 @@ def test_a_folder_of_an_adapter_is_no_model_folder(call, document, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").touch()
     document["models"]["actor"] = str(tmp_path / "adapter")
     refused(call, "adapter", "export --merged", "lora.export: merged")
+
+
+def test_a_reference_of_another_architecture_cannot_follow():
+    ref = {"config": {**INLINE, "num_hidden_layers": 3}}
+    models = {"actor": {"config": INLINE}, "ref": ref, "reward": {"config": INLINE}}
+    config = make_config(ppo(models=models, sync_ref_model=True, ref_model_sync_steps=9))
+    with pytest.raises(
+        ConfigError, match=r"'ref' and 'actor' cannot be blended, they differ: layers 3 and 2"
+    ):
+        problem_of(config, hardware_of(config))
+
+
+def test_the_disk_needs_room_for_a_reference_that_follows(document):
+    frozen, following = (
+        prepare.prepare(make_config({**document, **more})).disk
+        for more in ({}, {"sync_ref_model": True, "ref_model_sync_steps": 1})
+    )
+    weights = frozen.export_bytes  # of the actor, in float32 as master weights are
+    assert following == frozen._replace(commit_bytes=frozen.commit_bytes + weights)
 
 
 def test_the_disk_needs_room_for_adapters_alone(document):

@@ -194,6 +194,14 @@ def test_adapters_in_the_place_of_a_model_that_trains_are_refused(run, resume):
         )
 
 
+def test_a_reference_that_begins_to_follow_the_actor_is_refused(run, resume):
+    edit(run / "config.json", sync_ref_model=True, ref_model_sync_steps=1)
+    for more in ((), ("--accept-changes",)):
+        status, said, begun = resume(*more)
+        assert (status, begun) == (2, [])
+        assert "sync_ref_model was false until the last commit, and is true now" in said
+
+
 def test_a_run_without_its_commits_is_refused_before_anything_starts(run, resume):
     for folder in run.glob("step-*"):
         shutil.rmtree(folder)

@@ -108,9 +108,10 @@ def test_a_resumed_run_continues_its_tracker_run_with_every_step_once(tmp_path: 
         path = run.folder / "metrics.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
+    run.write(-1)  # an evaluation before the first iteration
     asyncio.run(attempt(False, 0, 1, 2))
     asyncio.run(attempt(True, 3, 4))
-    assert sorted(READ[name](run.folder)) == points_of(0, 1, 2, 3, 4)
+    assert sorted(READ[name](run.folder)) == points_of(-1, 0, 1, 2, 3, 4)
     assert run.said == []
     if name == "mlflow":
         info = only_mlflow_run(MlflowClient(f"sqlite:///{run.folder.parent / 'mlflow.db'}")).info

@@ -28,7 +28,7 @@ def in_event_files(folder: Path) -> Points:
             points += [
                 (v.tag, event.step, v.simple_value) for v in event.summary.value if not v.metadata.ByteSize()
             ]
-    return [point for point in points if point[1] > 0]
+    return points
 
 
 def in_wandb(folder: Path) -> Points:

@@ -80,6 +80,23 @@ def test_an_iteration_is_charged_its_share_and_a_deadline_the_whole(evaluated, d
     assert larger.longest_s["evaluate_actor"] > 5 * price.longest_s["evaluate_actor"], "batch by batch"
 
 
+def test_before_the_first_iteration_it_follows_the_fetch_and_no_iteration_is_charged(
+    evaluated, demo_assignments, model_of
+):
+    graph = DataflowGraph(
+        evaluated.calls, evaluated.dataset_keys, name="ppo", evaluated=("actor",), on_start=True
+    )
+    plan, model = build_plan(graph, demo_assignments, Cluster(1, 4)), model_of(ASKED)
+    assert [node.name for node in plan.nodes][:2] == ["fetch", "evaluate_actor_at_start"]
+    node = plan.node("evaluate_actor_at_start")
+    assert isinstance(node, EvaluateNode)
+    assert node.at_start
+    assert node.placement == plan.node("actor_train").placement
+    price = price_plan(plan, model)
+    assert price.duration_s[node.name] == model.classes.dispatch_s
+    assert price.longest_s[node.name] == price.longest_s["evaluate_actor"], "deadlines allow for it"
+
+
 def test_the_loss_on_completions_is_priced_too(evaluated, demo_assignments, model_of):
     plan = build_plan(evaluated, demo_assignments, Cluster(1, 4))
     alone = Evaluation(every=EVERY, rows=200, rows_at_once=64, completion_tokens=48)

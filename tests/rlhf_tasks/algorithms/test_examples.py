@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from flows.demo.data import write_model_folder
 from rlhf_tasks.algorithms.configurations import make_config, resolve_paths
-from rlhf_tasks.algorithms.examples import mean_prompt_tokens, prepared_rows, read_examples
+from rlhf_tasks.algorithms.examples import prepared_rows, prompt_tokens, read_examples
 from rlhf_tasks.data.dataset import DataError, PlacedRow
 from rlhf_tasks.data.rows import (
     CompletionExample,
@@ -351,15 +351,15 @@ def test_a_run_keeps_its_tokens_until_something_that_they_depend_on_changes(
     assert prepare() == ["abc", "abd"], "a damaged file is made anew"
 
 
-def test_the_mean_of_prompts_is_the_same_before_and_after_a_data_set_is_tokenised(
+def test_the_lengths_of_prompts_are_the_same_before_and_after_a_data_set_is_tokenised(
     plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("rlhf_tasks.algorithms.examples.SAMPLED", 3)
     monkeypatch.setattr("rlhf_tasks.data.token_file.SAMPLED", 3)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": "a" * (1 + i * i)}) + "\n" for i in range(7)))
-    assert mean_prompt_tokens(config(plain_folder, data)) == (1 + 10 + 37) / 3
-    assert prepared_rows(config(plain_folder, data)).mean_tokens == (1 + 10 + 37) / 3
+    assert prompt_tokens(config(plain_folder, data)) == [1, 10, 37]
+    assert prepared_rows(config(plain_folder, data)).tokens == (1, 10, 37)
 
 
 def test_the_conversations_of_a_data_set_are_rendered_many_at_once(

@@ -1,5 +1,6 @@
 """keep_best: which commits stay, and whose model a run exports."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.checkpoint.best import best_steps, score_of, scores_of
 from rlhf_tasks.checkpoint.commits import RunSnapshots, commit_to_export, step_folder
-from rlhf_tasks.checkpoint.journals import METRICS
+from rlhf_tasks.checkpoint.journals import BEFORE, METRICS
 from tests.rlhf_tasks.checkpoint.test_commits import Spec, names, order, results
 
 
@@ -95,6 +96,28 @@ def test_a_damaged_best_is_passed_over(tmp_path):
     assert commit is not None
     assert commit.step == 4
     assert len(refused) == 1
+
+
+def test_the_start_may_be_the_best_and_its_metrics_are_a_line_of_their_own(tmp_path):
+    """It is known when step 1 is committed, before anything is removed."""
+    spec = Spec(str(tmp_path), config=config(1).model_dump(mode="json"))
+    snapshots, first = RunSnapshots(spec), results(0)
+    snapshots.commit(order(spec, 0), {})
+    key = first["actor_train"][0].key._replace(node="evaluate_actor_at_start")
+    first["evaluate_actor_at_start"] = {
+        rank: replace(
+            result, key=key, metrics={}, details={BEFORE: {"eval/reward": 0.9, "eval/loss": math.inf}}
+        )
+        for rank, result in first["actor_train"].items()
+    }
+    snapshots.commit(order(spec, 1), {0: first})
+    committed(tmp_path, [0.2, 0.3, 0.1], keep=1, begin=2, snapshots=snapshots)
+    assert steps(tmp_path) == [0, 3, 4]
+    assert exported(tmp_path, 1) == 0
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert rows[0] == {"iteration": -1, "eval/reward": 0.9, "eval/loss": None}
+    assert [row["iteration"] for row in rows] == [-1, 0, 1, 2, 3]
+    assert scores_of(tmp_path)[0] == (True, 0.9)
 
 
 def test_without_any_evaluation_the_last_is_exported(tmp_path):

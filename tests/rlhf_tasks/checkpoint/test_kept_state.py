@@ -18,7 +18,7 @@ from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, RunSpec
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.rank.executor import Executor
-from rlhf_tasks.spec import ExecutionPlan, SaveNode
+from rlhf_tasks.spec import CallNode, ExecutionPlan, SaveNode, SyncNode
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.settings import DEADLINES, SETTINGS
 from tests.tiny_runs import TWO_RANKS, ppo_config
@@ -26,8 +26,10 @@ from tests.tiny_runs import TWO_RANKS, ppo_config
 LATER = {call: {"devices": [1]} for call in PPO_CALLS} | {
     "actor_train": {"devices": [0, 1], "tp": 2},
     "critic_train": {"devices": [0, 1], "dp": 2},
+    "ref_inference": {"devices": [1, 0], "dp": 2},
 }
-"""The actor goes from rank 0 to both by tensor parallelism, the critic from rank 1 to both by ZeRO."""
+"""The actor goes from rank 0 to both by tensor parallelism, the critic from rank 1, and the reference from rank 0, to
+both by ZeRO."""
 
 
 class Rank:
@@ -64,13 +66,18 @@ class Rank:
         )
 
     def train(self) -> None:
-        """Iteration 0. Between training and the save node there is nothing to keep: no commit is like that."""
-        sequencer, trained = Sequencer(self.plans[0], self.run.run, 1, DEADLINES), False
+        """Iteration 0. Between a change of a role and its save node there is nothing to keep: no commit is like
+        that."""
+        sequencer, unsaved = Sequencer(self.plans[0], self.run.run, 1, DEADLINES), set()
         for request in sequencer.requests(0)[self.rank]:
             node = self.plans[0].node(request.key.node)
             self.executor.execute(request, node)
-            trained = (trained or getattr(node, "trains", False)) and not isinstance(node, SaveNode)
-            assert (self.executor._run.keep() is None) == trained
+            if isinstance(node, SyncNode) or (isinstance(node, CallNode) and node.trains):
+                unsaved.add(node.role if isinstance(node, SyncNode) else node.call.role)
+            if isinstance(node, SaveNode):
+                unsaved.remove(node.role)
+            assert self.executor._run.keep() is None or not unsaved
+        assert self.executor._run.keep() is not None
 
     def commit(self) -> None:
         """Make the parts of step 1 a commit, when both ranks have written theirs."""
@@ -80,9 +87,10 @@ class Rank:
             told = {rank: json.loads(self.store.get(f"parts-{rank}")) for rank in (0, 1)}
             saved = {
                 f"save_{role}": {rank: details for rank in told if (details := told[rank].get(role))}
-                for role in ("actor", "critic")
+                for role in sorted({role for parts in told.values() for role in parts})
             }
-            order = WriteCommit(1, (), saved, 16, {"actor": 1, "critic": 1}, self.plans[0])
+            versions = {name.removeprefix("save_"): 1 for name in saved}
+            order = WriteCommit(1, (), saved, 16, versions, self.plans[0])
             RunSnapshots(self.run).commit(order, {})
         self.meet("committed")
 
@@ -101,11 +109,11 @@ class Rank:
         return held
 
     def holds(self) -> dict:
-        """What this rank's trained roles are: state by name, version, steps, and the role's own state."""
+        """What this rank's roles that change are: state by name, version, steps, and the role's own state."""
         found = {}
-        for role, engine in self.executor._run._engines.trained():
-            found[role] = (engine.version, engine.optimizer.step, dict(engine.state))
-            for shard in engine.optimizer.shard_state():
+        for role, engine in self.executor._run._engines.changing():
+            found[role] = (engine.version, engine.master.step, dict(engine.state))
+            for shard in engine.master.shard_state():
                 found[role, shard.name, shard.kind] = (shard.start, shard.tensor.tolist())
             for name, weight in engine.stage.named_parameters():
                 found[role, name] = weight.tolist()
@@ -174,7 +182,14 @@ def after_an_abort(number: int, world: int, documents: dict, port: int) -> bool:
     return rank.executor._kept is not None
 
 
-@pytest.fixture(params=[None, pytest.param({"rank": 4}, marks=pytest.mark.slow)], ids=["whole", "adapters"])
+WHOLE = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+ADAPTERS = {"lora": {"rank": 4}}
+
+
+@pytest.fixture(
+    params=[WHOLE, pytest.param(ADAPTERS, marks=pytest.mark.slow)],
+    ids=["whole-reference-follows", "adapters"],
+)
 def documents(tmp_path, request) -> dict:
     """A run whose plans are TWO_RANKS, LATER, and all on rank 0; of models as a whole, or of adapters."""
     plans = []
@@ -185,7 +200,7 @@ def documents(tmp_path, request) -> dict:
             plan=plan,
             cluster={"devices_per_host": n_devices},
             dtype="float32",
-            lora=request.param,
+            **request.param,
         )
         plans.append(prepare(config).plan)
     folder = tmp_path / "run"

@@ -87,19 +87,19 @@ def save_and_restore(rank, world, folder, shape, head, dtype, placements, lora) 
         role = build(layout, groups, dtype)
         restore("actor", role, Path(folder), 3)
         wrong += mismatches(role, whole, rank)
-        if (role.version, role.optimizer.step, role.state) != (7, 21, STATE):
-            wrong.append(f"{layout.placement}: {role.version} {role.optimizer.step} {role.state}")
+        if (role.version, role.master.step, role.state) != (7, 21, STATE):
+            wrong.append(f"{layout.placement}: {role.version} {role.master.step} {role.state}")
     return wrong
 
 
 def save(folder, role: Role, whole) -> None:
     rank = role.groups.rank
     fill(role, whole)
-    role.optimizer.step, role.version, role.state = 21, 7, dict(STATE)
+    role.master.step, role.version, role.state = 21, 7, dict(STATE)
     told: list[SavedPart] = []
     writer = SnapshotWriter(generation(folder, rank), told.append)
     writer.save("actor", role, 3)
-    for shard in role.optimizer.shard_state():
+    for shard in role.master.shard_state():
         shard.tensor.zero_()  # training goes on while the copy is being written
     role.state["kl_coef"] = 0.0
     writer.close()
@@ -208,13 +208,13 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
 
 def test_values_that_are_not_there_and_other_dtypes_are_named(tmp_path):
     saved = small_role()
-    saved.optimizer.state.pop()  # type: ignore[attr-defined]
+    saved.master.state.pop()  # type: ignore[attr-defined]
     commit_part(tmp_path, written_part(tmp_path, saved))
 
     with pytest.raises(ValueError, match=r"lacks 136 of 136 elements of master of lm_head\.weight"):
         restore("actor", small_role(), tmp_path, 3)
     other = small_role()
-    other.optimizer.state = [s._replace(tensor=s.tensor.double()) for s in other.optimizer.state]  # type: ignore[attr-defined]
+    other.master.state = [s._replace(tensor=s.tensor.double()) for s in other.master.state]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"torch\.float32, but the run uses torch\.float64"):
         restore("actor", other, tmp_path, 3)
 
@@ -233,14 +233,14 @@ def test_a_failed_write_is_reported(tmp_path):
 def test_a_part_that_does_not_fit_on_its_disk_is_reported_as_lasting(tmp_path):
     role, told = small_role(), []
     large = torch.zeros(DISK_BYTES)
-    role.optimizer.state.append(StateShard("large", "master", 0, len(large), large))  # type: ignore[attr-defined]
+    role.master.state.append(StateShard("large", "master", 0, len(large), large))  # type: ignore[attr-defined]
     disk = tmp_path / "disk"
     with small_disk(disk):
         writer = SnapshotWriter(generation(disk, 0), told.append)
         writer.save("actor", role, 3)
         writer.close()
     part = unfinished_folder(disk, 3, 1) / "actor.rank-00000.gen-0.safetensors"
-    needed = sum(shard.tensor.nbytes for shard in role.optimizer.state)  # type: ignore[attr-defined]
+    needed = sum(shard.tensor.nbytes for shard in role.master.state)  # type: ignore[attr-defined]
     assert f"no space left: {part} needs {needed} bytes, " in told[0].error
     assert "are free. Free some space and resume." in told[0].error
     assert told[0].lasting

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
-from rlhf_tasks.spec import FetchNode, NodeKey
+from rlhf_tasks.spec import FetchNode, NodeKey, RolePlacements, SaveNode, SyncNode
 from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
 from tests.rlhf_tasks.settings import DEADLINES
 
@@ -37,6 +37,23 @@ def test_versions_count_the_train_steps_before_a_node():
         "critic_train": {"critic": 3},
         "save_critic": {"critic": 4},
     }
+
+
+def test_a_role_that_follows_has_a_new_version_with_each_sync_which_reads_the_trained_one():
+    plan = small_plan()
+    train, ref = plan.node("actor_train"), plan.node("generate").placement
+    nodes = (
+        *plan.nodes,
+        SyncNode(name="sync_ref", role="ref", leader="actor", source=train.placement, destination=ref),
+        SaveNode(name="save_ref", role="ref", placement=ref),
+    )
+    follows = {"ref": RolePlacements(trained=False, placements=(ref,), follows="actor")}
+    followed = plan.model_copy(update={"nodes": nodes, "roles": plan.roles | follows})
+    of_run = Sequencer(followed, "run", 1, DEADLINES)
+    versions = {r.key.node: r.versions for mine in of_run.requests(3).values() for r in mine}
+    assert versions["sync_ref"] == {"ref": 3, "actor": 4}
+    assert versions["save_ref"] == {"ref": 4}
+    assert of_run.versions(5) == {"actor": 5, "critic": 5, "ref": 5}
 
 
 def test_a_copy_keeps_the_version_it_was_made_with_although_the_role_trains_on():

@@ -104,7 +104,7 @@ def commit_of(config: PPOConfig, plan: ExecutionPlan, folder: Path) -> RoleEngin
     writer = SnapshotWriter(
         GenerationSpec.model_construct(**fields, generation=0, rank=0, plan=plan), told.append
     )
-    for role, engine in engines.trained():
+    for role, engine in engines.changing():
         assert engine.optimizer is not None
         shards = list(engine.optimizer.shard_state())
         for shard in shards:
@@ -146,7 +146,7 @@ def test_other_adapters_do_not_fit_a_commit(committed):
     config, commit, _ = committed
     other = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 5})})
     with world_of_one():
-        engine = dict(engines_of(other, prepare(other).plan).trained())["actor"]
+        engine = dict(engines_of(other, prepare(other).plan).changing())["actor"]
         with pytest.raises(ValueError, match=r"the saved 'actor' has another shape: lora adapters of rank 4"):
             restore("actor", engine, commit.parent, 1)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from flows.run.prepare import Prepared, prepare
 from rlhf_tasks.checkpoint.commits import RunSnapshots
+from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.protocol.sequencer import Sequencer
@@ -63,7 +64,7 @@ def evaluations(results: Results) -> dict[int, dict[str, float]]:
 @pytest.mark.timeout(600)
 def test_every_nth_iteration_and_the_last_are_evaluated_and_a_resumed_run_finds_the_same(tmp_path):
     held_out = str(write_prompts(tmp_path / "held_out.jsonl", 3))
-    asked = {"data": held_out, "every": 2, "temperature": 1.0}
+    asked = {"data": held_out, "every": 2, "temperature": 1.0, "on_start": True}
     config = ppo_config(tmp_path, total_iterations=5, evaluation=asked)
     prepared, folder = prepare(config), tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
@@ -75,6 +76,14 @@ def test_every_nth_iteration_and_the_last_are_evaluated_and_a_resumed_run_finds_
         {"eval/reward", "eval/length_reward/mean"} <= metrics.keys() for metrics in (found[1], found[4])
     )
     assert found[3] != found[1], "the weights have changed"
+    starts = {t: nodes["evaluate_actor_at_start"][0] for t, nodes in results.items()}
+    assert [t for t, start in starts.items() if start.details] == [0]
+    before = starts[0].details[BEFORE]
+    assert before.keys() == found[1].keys()
+    assert before != found[1]
+    assert all(not start.metrics for start in starts.values()), "they are of no iteration's end"
+    nodes = [node.name for node in prepared.plan.nodes]
+    assert nodes.index("evaluate_actor_at_start") < nodes.index("actor_train")
 
     saved = {f"save_{part.role}": {0: part.details} for part in parts if part.step == 2}
     versions = {"actor": 2, "critic": 2}

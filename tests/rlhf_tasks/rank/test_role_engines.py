@@ -22,7 +22,7 @@ def test_a_language_model_may_become_a_critic_but_is_no_reward_model(tmp_path: P
     with world_of_one():
         groups = ProcessGroups(plan_device_sets(plan), 240.0, CPU)
         engines = RoleEngines(plan, config, groups)
-        assert {role for role, _ in engines.trained()} == {"actor", "critic"}
+        assert {role for role, _ in engines.changing()} == {"actor", "critic"}
         shutil.rmtree(tmp_path / "reward")
         shutil.copytree(tmp_path / "actor", tmp_path / "reward")
         with pytest.raises(ValueError, match=r"reward.*score\.weight.*Name a reward model"):

@@ -64,11 +64,13 @@ def make_tables(
     evaluation: Evaluation | None = None,
     lora: Lora | None = None,
     chunks: int = 1,
+    sync_every: int | None = None,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
 
-    lora    of the roles that train; then actor and ref, critic and reward begin from the same weights
-    chunks  parts into which calls are cut
+    lora        of the roles that train; then actor and ref, critic and reward begin from the same weights
+    chunks      parts into which calls are cut
+    sync_every  iterations from one blend of the reference with the actor to the next
     """
     sizes = {
         "batch_size": n_seqs,
@@ -86,6 +88,8 @@ def make_tables(
         registered.dataset_keys,
         name=name,
         evaluated=("actor",) if evaluation else (),
+        on_start=evaluation is not None,
+        follows={"ref": "actor"} if sync_every else {},
     )
     heads = {"actor": "lm", "ref": "lm", "critic": "scalar", "reward": "scalar"}
     models = {
@@ -98,7 +102,12 @@ def make_tables(
         for role in graph.roles
     }
     workload = Workload(
-        prompt_tokens=32, new_tokens=Lengths.fixed(32), itemsize=2, recompute=True, evaluation=evaluation
+        prompt_tokens=32,
+        new_tokens=Lengths.fixed(32),
+        itemsize=2,
+        recompute=True,
+        evaluation=evaluation,
+        sync_every=sync_every or 1,
     )
     device = preset("a100-80g-sxm").model_copy(
         update={"memory_bytes": memory_bytes, "host_copy_bytes_per_s": host_copy_bytes_per_s}
@@ -148,8 +157,15 @@ def tables_of(name: str) -> Tables:
         "2x2, parts, little memory": lambda: make_tables(
             Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8, chunks=4
         ),
+        "2x2, parts, reference follows": lambda: make_tables(Cluster(2, 2), chunks=2, sync_every=3),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
         "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
+        "3x2, two classes, reference follows": lambda: make_tables(
+            Cluster(3, 2), last_host=preset("h200-sxm"), sync_every=3
+        ),
+        "2x2, little memory, reference follows": lambda: make_tables(
+            Cluster(2, 2), memory_bytes=230 * 10**6, sync_every=1
+        ),
         "2x2, adapters, evaluated": lambda: make_tables(
             Cluster(2, 2), lora=LORA, memory_bytes=45 * 10**6, evaluation=EVALUATION
         ),
@@ -161,6 +177,8 @@ NAMES = [
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
     *("2x2, adapters", "2x2, adapters, little memory", "2x2, adapters, evaluated"),
     *("2x2, parts", "2x4, parts of which dp does not divide one", "2x2, parts, little memory"),
+    "2x2, parts, reference follows",
+    *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
 ]
 
 
@@ -186,6 +204,7 @@ def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
     for name, offloadable in (
         ("1x8", set()),
         ("2x2, slow host links", {"ref_inference", "reward_inference"}),
+        ("2x2, little memory, reference follows", {"reward_inference"}),
     ):
         found = tables_of(name)
         options = dict(zip(found.calls, found.options, strict=True))

@@ -74,6 +74,29 @@ def test_the_first_groups_that_differ_are_learned(scores, kept, rounds):
     assert found == (kept, len(kept) // SIZE, rounds)
 
 
+def test_a_group_is_compared_by_the_samples_that_are_left_of_it():
+    """A sample on which a reward failed has left the batch: what was one of its group alone has nothing to compare."""
+    left = scored([0, 1, 1, 0, 1, 0], first=10).take([0, 2, 3, 4, 5])
+    found = choose(ENGINE, left, context_of(8, first=10), make_config(DOCUMENT))
+    assert found == ([12, 13, 14, 15], 2, 2)
+
+
+def test_where_samples_may_leave_a_round_hears_of_it():
+    config = make_config({**DOCUMENT, "max_rounds": 2, "on_reward_error": "skip"})
+    generate, *_ = algorithm("dapo").calls(config)
+    assert generate.earlier == ("scores", "stays")
+    before = scored([0, 1, 1, 0])
+    stays = Packed(torch.tensor([True, False, True, True]), (1, 1, 1, 1))
+    before = SampleBatch(before.ids, {**before.data, "stays": stays})
+    context = context_of(4, Part(1, 2), before, first=4)
+    batch = SampleBatch((4, 5, 6, 7), {"input_ids": Packed(torch.arange(4), (1,) * 4)})
+    output = generate_if_needed(lambda engine, batch, context: CallOutput(batch), lambda context: config)(
+        ENGINE, batch, context
+    )
+    assert output.batch is not None
+    assert output.batch["input_ids"].lengths == (1, 1, 1, 1), "one group of two is not enough"
+
+
 @pytest.mark.parametrize(
     ("before", "generates"),
     [([0, 1, 1, 0], False), ([0, 1, 1, 1], True), ([0, 1, 1, 1, 1, 0, 0, 0], False), ([1, 1, 0, 0], True)],

@@ -119,15 +119,15 @@ def moved(rank, world, shape, head, dtype, placements) -> list[str]:
         if rank in before.devices:
             giver = build(old, groups, dtype)
             fill(giver, whole)
-            kept = list(giver.optimizer.shard_state())
+            kept = list(giver.master.shard_state())
         if rank in after.devices:
             role = build(new, groups, dtype)
-        wanted = list(role.optimizer.shard_state()) if role else []
+        wanted = list(role.master.shard_state()) if role else []
         shards = exchange_state(
             StateTransfer(StateLayout(old), StateLayout(new)), kept, wanted, groups, range(world)
         )
         if role:
-            role.optimizer.load_shard_state(shards, 21)
+            role.master.load_shard_state(shards, 21)
             wrong += mismatches(role, whole, rank)
         else:
             assert list(shards) == []
@@ -161,11 +161,11 @@ def drifted(rank, world, folder, shape, placements) -> list[str]:
         if rank in before.devices:
             giver = build(old, groups, torch.float32)
             fill(giver, whole)
-            kept = [s._replace(tensor=s.tensor + rank) for s in giver.optimizer.shard_state()]
+            kept = [s._replace(tensor=s.tensor + rank) for s in giver.master.shard_state()]
             write_shards(Path(folder) / f"{number}-{rank}", rank, kept)
         dist.barrier()
         if rank in after.devices:
-            wanted = list(build(new, groups, torch.float32).optimizer.shard_state())
+            wanted = list(build(new, groups, torch.float32).master.shard_state())
         transfer = StateTransfer(StateLayout(old), StateLayout(new))
         exchanged = list(exchange_state(transfer, kept, wanted, groups, range(world)))
         files = sorted(Path(folder).glob(f"{number}-*"))

@@ -1,0 +1,78 @@
+"""The choice of `balance`: whether a call's dp ranks get equal numbers of groups, or of tokens.
+
+It is made after the placements. Prices are those of sequences of the mean length, under which both are alike, so the
+search and its bounds know nothing of it: they hold for the best of both. A call that deals by tokens gains what the
+fullest dp rank gets less; it costs the transfers between it and calls that deal otherwise.
+"""
+
+from collections.abc import Mapping
+
+from planner.plan.steady_state import steady_state
+from planner.plan.workload import Lengths
+from planner.pricing.imbalance import Imbalance, imbalance
+from planner.pricing.problem import Problem
+from planner.search.baselines import Priced, priced_plan
+from planner.search.choices import assignments_of
+from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+
+WORTH = 0.005
+"""The share of an iteration's expected time that dealing by tokens must save: less is within the noise of a draw."""
+
+
+def balanced(priced: Priced, problem: Problem) -> Priced:
+    """The plan, with `balance: tokens` for the calls where that makes the iteration faster, as is to be expected of
+    the workload's lengths.
+
+    Generation always deals by count: how long its answers will be, nobody knows. The price is still that of sequences
+    of the mean length, now with the transfers that the choice costs.
+    """
+    given = assignments_of(priced.plan)
+    uneven = {
+        call.name: found
+        for call in problem.graph.calls
+        if (found := expected(call, given[call.name], problem)) is not None
+        and found.by_count > found.by_tokens * (1 + WORTH)
+    }
+    if not uneven:
+        return priced
+
+    plans = {frozenset[str](): priced}
+
+    def seconds_of(names: frozenset[str]) -> float:
+        """Of the plan in which these calls deal by tokens."""
+        if names not in plans:
+            changes = {name: given[name].model_copy(update={"balance": "tokens"}) for name in names}
+            plans[names] = priced_plan(problem.graph, problem.model, given | changes)
+        return expected_s(plans[names], uneven, problem)
+
+    def is_faster(names: frozenset[str], others: frozenset[str]) -> bool:
+        return seconds_of(names) < seconds_of(others) * (1 - WORTH)
+
+    none, every = frozenset[str](), frozenset(uneven)
+    chosen = every if is_faster(every, none) else none
+    while True:
+        other = min((chosen ^ {name} for name in uneven), key=seconds_of)
+        if not is_faster(other, chosen):
+            return plans[chosen]
+        chosen = other
+
+
+def expected(call: ModelFunctionCall, given: CallAssignment, problem: Problem) -> Imbalance | None:
+    """The imbalance that a call is to expect under an assignment; None where nothing can be balanced."""
+    dp, workload = given.placement.strategy.dp, problem.model.workload
+    if dp == 1 or call.kind == "generate" or not call.runs_model:
+        return None
+    prompts = workload.prompt_lengths or Lengths.fixed(workload.prompt_tokens)
+    groups = call.n_groups // call.blocks
+    return imbalance(prompts, workload.new_tokens, groups, call.group_size, dp)
+
+
+def expected_s(priced: Priced, uneven: Mapping[str, Imbalance], problem: Problem) -> float:
+    """Seconds per iteration of a plan where each uneven call takes as long as its fullest dp rank."""
+    seconds, dispatch_s = dict(priced.price.duration_s), problem.model.classes.dispatch_s
+    for name, given in assignments_of(priced.plan).items():
+        if name in uneven:
+            fullest = uneven[name].by_tokens if given.balance == "tokens" else uneven[name].by_count
+            for node in priced.plan.calls[name]:
+                seconds[node.name] = dispatch_s + (seconds[node.name] - dispatch_s) * fullest
+    return steady_state(priced.plan, seconds, priced.price.copy_s).iteration_time_s
