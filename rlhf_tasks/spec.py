@@ -4,6 +4,7 @@ Imports no torch, Prefect or Dask. A plan is plain data: reading it does not nee
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,10 +26,31 @@ class Frozen(BaseModel):
     model_config = STRICT | ConfigDict(frozen=True)
 
 
+class Part(NamedTuple):
+    """Part `number`, from 0, of `of` equal parts of an iteration's samples: consecutive whole groups."""
+
+    number: int = 0
+    of: int = 1
+
+    def ids(self, ids: Sequence[int]) -> Sequence[int]:
+        """The part of an iteration's sample ids, in their order."""
+        size = len(ids) // self.of
+        return ids[self.number * size : (self.number + 1) * size]
+
+
+WHOLE = Part()
+"""All samples of an iteration."""
+
+
 class ModelFunctionCall(Frozen):
     """One node of the dataflow graph: what a role's model computes once per iteration.
 
     n_seqs      sequences that the call processes per iteration
+    chunks      parts into which it is cut: each is a node of the plan, so that other calls may begin with the first
+                one. All parts run on the call's one placement, one after the other
+    earlier     keys of the parts before its own that each part reads besides
+    rounds      of a train_step whose samples come in rounds, one part each: the number of rounds. It gets the samples
+                of all, and learns from `n_seqs` of them at most
     group_size  consecutive sequences that stay together, on one dp rank and in one mini-batch: samples of a prompt
     remap       {key in the sample store: its name in the call's function}, where the two differ
     runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
@@ -42,12 +64,25 @@ class ModelFunctionCall(Frozen):
     n_seqs: int = Field(gt=0)
     group_size: int = Field(default=1, gt=0)
     mini_batches: int = Field(default=1, gt=0)
+    chunks: int = Field(default=1, gt=0)
+    earlier: tuple[str, ...] = ()
+    rounds: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
     runs_model: bool = True
 
     @property
     def n_groups(self) -> int:
         return self.n_seqs // self.group_size
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of consecutive groups that are dealt to dp ranks one by one: mini-batches, or parts."""
+        return self.mini_batches * self.chunks
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of its nodes in a plan: its own name, or one name for each part."""
+        return (self.name,) if self.chunks == 1 else tuple(f"{self.name}_{k}" for k in range(self.chunks))
 
     @property
     def token_key(self) -> str:
@@ -109,11 +144,15 @@ class FetchNode(_Node):
 
 
 class CallNode(_Node):
-    """A model function call on its placement. `trains` is True when the call increments the role's version."""
+    """A model function call, or a part of one, on its placement.
+
+    `trains` is True when the call increments the role's version.
+    """
 
     kind: Literal["call"] = "call"
     call: ModelFunctionCall
     assignment: CallAssignment
+    part: Part = WHOLE
 
     @property
     def placement(self) -> Placement:
@@ -121,8 +160,8 @@ class CallNode(_Node):
 
     @property
     def side(self) -> "DataSide":
-        """How the call's samples are distributed over its heads."""
-        return side_of(self.call, self.assignment)
+        """How the node's samples are distributed over its heads."""
+        return side_of(self.call, self.assignment, self.part)
 
     @property
     def trains(self) -> bool:
@@ -134,7 +173,10 @@ class CallNode(_Node):
 
 
 class DataSide(Frozen):
-    """One side of a redistribution: how samples are distributed over the heads of a placement."""
+    """One side of a redistribution: how samples are distributed over the heads of a placement.
+
+    mini_batches  blocks of consecutive groups that are dealt one by one: mini-batches, or parts of a call
+    """
 
     placement: Placement
     balance: Literal["count", "tokens"] = "count"
@@ -142,24 +184,29 @@ class DataSide(Frozen):
     group_size: int = 1
 
 
-def side_of(call: ModelFunctionCall, assignment: CallAssignment) -> DataSide:
-    """How a call's samples are dealt."""
+def side_of(call: ModelFunctionCall, assignment: CallAssignment, part: Part = WHOLE) -> DataSide:
+    """How a call's samples, or those of a part of it, are dealt."""
     return DataSide(
         placement=assignment.placement,
         balance=assignment.balance,
-        mini_batches=call.mini_batches,
+        mini_batches=call.blocks if part == WHOLE else call.mini_batches,
         group_size=call.group_size,
     )
 
 
 class TransferNode(_Node):
-    """Redistribution of some keys from the heads of one placement to the heads of a consumer call."""
+    """Redistribution of some keys from the heads of one placement to the heads of a consumer.
+
+    consumer  the call that takes them
+    part      whose samples move
+    """
 
     kind: Literal["transfer"] = "transfer"
     consumer: str
     source: DataSide
     destination: DataSide
     keys: tuple[str, ...]
+    part: Part = WHOLE
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -334,6 +381,15 @@ class ExecutionPlan(Frozen):
             if node.name == name:
                 return node
         raise KeyError(name)
+
+    @property
+    def calls(self) -> dict[str, list[CallNode]]:
+        """Call -> its nodes: one, or one for each part."""
+        found: dict[str, list[CallNode]] = {}
+        for node in self.nodes:
+            if isinstance(node, CallNode):
+                found.setdefault(node.call.name, []).append(node)
+        return found
 
     def on(self, device: int) -> tuple[PlanNode, ...]:
         """The nodes that involve a device, in plan order: that rank's work."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from flows.cluster.this_machine import CPU_SLOT, gpus_here
@@ -179,16 +179,19 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
     evaluations = {name for node in _evaluations(plan) for name in (node.name, _memory_in(node.name))}
     if found["iterations"] < ENOUGH or evaluations.issuperset(found["drifted"]):
         return False
-    measured = found["calls"]
+    measured = {
+        call: fmean(found["calls"][node.name]["measured"] for node in nodes)
+        for call, nodes in plan.calls.items()
+    }
     ran = [
         RanCall(
-            call=node.name,
-            assignment=node.assignment,
-            seconds=measured[node.name]["measured"],
-            active_bytes=_active_bytes(node.name, expected, found),
+            call=call,
+            assignment=nodes[0].assignment,
+            seconds=measured[call],
+            active_bytes=_most_active_bytes([node.name for node in nodes], expected, found),
         )
-        for node in plan.nodes
-        if isinstance(node, CallNode) and LEAST_S <= measured[node.name]["measured"] <= MOST_S
+        for call, nodes in plan.calls.items()
+        if LEAST_S <= measured[call] <= MOST_S
     ]
     try:
         keep_figures(expected.figures, ran)
@@ -204,6 +207,12 @@ def _active_bytes(call: str, expected: Planned, found: Mapping[str, Any]) -> flo
         return None
     memory = found["call_memory_bytes"][call]
     return max(expected.active_bytes[call] + memory["measured"] - memory["planned"], 0.0)
+
+
+def _most_active_bytes(nodes: Sequence[str], expected: Planned, found: Mapping[str, Any]) -> float | None:
+    """What the parts of a call took beyond parameters, at most. None where nothing is off."""
+    known = [_active_bytes(node, expected, found) for node in nodes]
+    return max((size_bytes for size_bytes in known if size_bytes is not None), default=None)
 
 
 def _memory_in(call: str) -> str:

@@ -38,7 +38,7 @@ from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
-from rlhf_tasks.spec import CallNode, EvaluateNode, ExecutionPlan
+from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +228,12 @@ def _kept_plan(path: Path, graph: DataflowGraph, cluster: Cluster) -> ExecutionP
     """The plan that a run began under. Raises ConfigError when it is unreadable or another run's."""
     plan = read_plan(path, "Remove it, and the run is planned anew.")
     planned = [
-        *(node.name for node in plan.nodes if isinstance(node, CallNode)),
+        *(call for call, nodes in plan.calls.items() for _ in nodes),
         *(_evaluation(node.role, node.at_start) for node in plan.nodes if isinstance(node, EvaluateNode)),
         *(f"{role} follows {where.follows}" for role, where in plan.roles.items() if where.follows),
     ]
     asked = [
-        *(call.name for call in graph.calls),
+        *(call.name for call in graph.calls for _ in call.nodes),
         *(_evaluation(role, False) for role in graph.evaluated),
         *(_evaluation(role, True) for role in graph.evaluated if graph.on_start),
         *(f"{role} follows {leader}" for role, leader in graph.follows.items()),

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import networkx as nx
 import numpy as np
 
-from planner.plan.call_order import OrderRule, levels, with_trailing
-from planner.plan.graph import DataflowGraph, groups_of
+from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
+from planner.plan.graph import DataflowGraph, blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, MeshError
 from planner.plan.node_insertion import Draft, draft, role_placements
 from planner.plan.node_order import OrderProblem, total_order
@@ -68,8 +68,8 @@ def build_plan(
     copy_s      seconds of the copy that an onload starts
 
     Raises PlanError when an assignment is missing or names an unknown call; when its devices are not a device
-    mesh of the cluster; when it has more dp ranks than a mini-batch has groups, or more micro-batches than a dp
-    rank has of these sequences; when it offloads a trained role; and when the order does not name every call once
+    mesh of the cluster; when it has more dp ranks than a mini-batch or part has groups, or more micro-batches than a
+    dp rank has of these sequences; when it offloads a trained role; and when the order does not name every call once
     or contradicts the graph.
     """
     _check(graph, assignments, cluster)
@@ -86,7 +86,7 @@ def build_plan(
         found = total_order(_order_problem(made, duration_s, copy_s))
         places = np.array([[found.index(name) for name in made.skeleton.moving]])
     else:
-        places = OrderRule(levels(graph), [call_order]).places(made.skeleton)
+        places = OrderRule(levels(graph), [node_order(graph, call_order)]).places(made.skeleton)
     names = list(made.skeleton.slots)
     order = [names[i] for i in with_trailing(made.skeleton, places)[0].argsort()]
     edges = _edges(made, order)
@@ -127,18 +127,18 @@ def _check(graph: DataflowGraph, assignments: Mapping[str, CallAssignment], clus
 
 
 def _check_counts(call: ModelFunctionCall, given: CallAssignment) -> None:
-    """Raises PlanError unless every dp rank gets a group of every mini-batch, and the fullest dp rank gets a sequence
-    for each of its micro-batches."""
+    """Raises PlanError unless every dp rank gets a group of every mini-batch or part, and the fullest dp rank gets a
+    sequence for each of its micro-batches."""
     dp = given.placement.strategy.dp
-    if call.n_groups < dp * call.mini_batches:
+    if call.n_groups < dp * call.blocks:
         raise PlanError(
             f"Call {call.name!r}: a batch of {groups_of(call)} is smaller than dp={dp} x "
-            f"{call.mini_batches} mini-batches = {dp * call.mini_batches}. "
+            f"{blocks_of(call)} = {dp * call.blocks}. "
             "Enlarge the batch or choose a smaller dp."
         )
     most = fullest_share(call, dp)
     if given.micro_batches > most:
-        batch = "batch" if call.mini_batches == 1 else "mini-batch"
+        batch = "part" if call.chunks > 1 else "batch" if call.mini_batches == 1 else "mini-batch"
         raise PlanError(
             f"Call {call.name!r}: micro_batches={given.micro_batches}, but with dp={dp} a dp rank gets at most "
             f"{most} of a {batch}'s sequences, and a micro-batch holds at least one. "

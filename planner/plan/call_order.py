@@ -7,10 +7,13 @@ The search tries the orders of the calls. The inserted nodes follow by rule:
 - The onloads for these calls come before the transfers, so that they overlap with the transfers and the calls.
 - A reallocation comes directly before the first reader of its copy, so that the copy takes memory only briefly.
 Where this rule contradicts an edge between two nodes, the edge wins.
+
+A call that is cut into parts has a place for each: in a row of such calls, the first parts of all come first, then
+the second parts, and so on. So what follows a part does not wait for the next one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 
 import networkx as nx
 import numpy as np
@@ -51,18 +54,36 @@ def _orders(graph: DataflowGraph) -> Iterator[tuple[str, ...]]:
 
 
 def levels(graph: DataflowGraph) -> dict[str, int]:
-    """Call -> number of calls on the longest path that leads to it."""
+    """Node of a call -> number of calls on the longest path that leads to it.
+
+    Where calls are cut, the levels of each part are above all levels of the part before it. Calls that are not cut
+    are on the levels of the last part.
+    """
     found: dict[str, int] = {}
     for name in nx.topological_sort(graph.digraph):
         found[name] = max((found[before] + 1 for before in graph.digraph.predecessors(name)), default=0)
+    step, last = max(found.values()) + 1, graph.chunks - 1
+    return {
+        node: found[call.name] + step * (number if call.chunks > 1 else last)
+        for call in graph.calls
+        for number, node in enumerate(call.nodes)
+    }
+
+
+def node_order(graph: DataflowGraph, call_order: Sequence[str]) -> list[str]:
+    """The nodes of the calls, for an order of the calls."""
+    found = list[str]()
+    for chunks, row in groupby((graph.call(name) for name in call_order), key=lambda call: call.chunks):
+        calls = list(row)
+        found += [call.nodes[part] for part in range(chunks) for call in calls]
     return found
 
 
 class OrderRule:
     """Where a skeleton's slots stand under each of some orders of the calls.
 
-    level   call -> its depth in the graph (`levels`)
-    orders  of the calls
+    level   node of a call -> its depth (`levels`)
+    orders  of these nodes (`node_order`)
     """
 
     def __init__(self, level: Mapping[str, int], orders: Sequence[Sequence[str]]) -> None:
@@ -96,24 +117,27 @@ class OrderRule:
 
         Slots between which the rule does not decide have equal numbers.
         """
-        calls = (slot.call,)
-        if slot.kind == "reallocate":
-            calls = tuple(n for n in self._at if slot.name in made.after[n] and n != slot.source)
+        calls = (slot.name,)
+        if slot.kind != "call":
+            calls = tuple(n for n in self._at if slot.name in made.after[n])
+        if slot.kind == "reallocate":  # its train_step waits for it too, but only to change the parameters
+            calls = tuple(n for n in calls if n != slot.source)
         if (slot.kind, calls) not in self._wishes:
             self._wishes[slot.kind, calls] = self._wish_of(slot.kind, calls)
         return self._wishes[slot.kind, calls]
 
     def _wish_of(self, kind: SlotKind, calls: tuple[str, ...]) -> Ints:
-        """calls: the calls that a slot of this kind serves.
+        """calls: the nodes of calls that a slot of this kind serves.
 
         With n calls, the call at place p of an order has four bands of n numbers from 4 * n * p on: onloads before it
         (ordered among each other by their call's place), transfers before it (likewise), reallocations before it, and
         the call itself. Fetch is below all of them.
         """
-        at, first, n = self._at[calls[0]], self._first[self._level[calls[0]]], len(self._at)
+        n = len(self._at)
+        if kind == "fetch":
+            return np.full_like(next(iter(self._at.values())), -n)
+        at, first = self._at[calls[0]], self._first[self._level[calls[0]]]
         match kind:
-            case "fetch":
-                return np.full_like(at, -n)
             case "onload":
                 return 4 * n * first + at
             case "transfer":

@@ -43,7 +43,8 @@ class DataflowGraph:
     follows        role -> the trained role whose parameters are blended into its own after the train_step. One of its
                    calls runs its model
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
-    different sizes or groups, a cycle, roles whose architectures differ, and a role that follows none that trains.
+    different sizes or groups, a cycle, roles whose architectures differ, a role that follows none that trains, and
+    calls that cannot be cut into parts.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class DataflowGraph:
         _check_sizes(calls)
         _check_architectures(calls, architectures or {})
         producers = _producers(calls, self.dataset_keys)
+        _check_parts(calls, producers)
         graph = _data_graph(calls, producers, self.dataset_keys)
         _refuse_cycle(graph)
         self._trainers = _trainers(calls)
@@ -88,11 +90,16 @@ class DataflowGraph:
 
     @property
     def n_seqs(self) -> int:
-        return self.calls[0].n_seqs
+        return self.calls[0].n_seqs * self.calls[0].rounds
 
     @property
     def group_size(self) -> int:
         return self.calls[0].group_size
+
+    @property
+    def chunks(self) -> int:
+        """Parts into which calls are cut; 1 where none is."""
+        return max(call.chunks for call in self.calls)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -169,7 +176,7 @@ def groups_of(call: ModelFunctionCall) -> str:
 def _check_sizes(calls: Sequence[ModelFunctionCall]) -> None:
     first = calls[0]
     for call in calls:
-        if call.n_seqs != first.n_seqs:
+        if call.n_seqs * call.rounds != first.n_seqs * first.rounds:
             raise GraphError(
                 f"Call {call.name!r} processes {call.n_seqs} sequences, {first.name!r} {first.n_seqs}: "
                 "all calls of an iteration process the same ones."
@@ -188,6 +195,41 @@ def _check_sizes(calls: Sequence[ModelFunctionCall]) -> None:
                 f"Call {call.name!r} cuts {groups_of(call)} into {call.mini_batches} mini-batches. "
                 "Choose fewer mini-batches or a larger batch."
             )
+
+
+def blocks_of(call: ModelFunctionCall) -> str:
+    """What a call's sequences are cut into, for a message: "4 mini-batches", or "2 parts"."""
+    return f"{call.mini_batches} mini-batches" if call.chunks == 1 else f"{call.chunks} parts"
+
+
+def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str]) -> None:
+    """Raises GraphError unless parts are whole groups, equally many, and made from parts."""
+    by_name = {call.name: call for call in calls}
+    for call in calls:
+        if call.chunks == 1:
+            if call.earlier:
+                raise GraphError(f"Call {call.name!r} reads keys of earlier parts, but is not cut. Cut it.")
+            continue
+        if call.kind == "train_step":
+            raise GraphError(
+                f"Call {call.name!r} trains: it takes all samples, and cannot be cut into parts."
+            )
+        if call.n_groups % call.chunks:
+            raise GraphError(
+                f"Call {call.name!r} cuts {groups_of(call)} into {call.chunks} parts, which would not be equal. "
+                f"Choose a number of chunks that divides {call.n_groups}."
+            )
+        for key in (*call.inputs, *call.earlier):
+            if key in call.earlier and key not in producers:
+                raise GraphError(
+                    f"Call {call.name!r} needs key {key!r} of earlier parts, which no call makes."
+                )
+            made = by_name.get(producers.get(key, ""), call)
+            if made.chunks != call.chunks:
+                raise GraphError(
+                    f"Call {call.name!r} is cut into {call.chunks} parts, but {made.name!r}, which makes {key!r} for "
+                    f"it, into {made.chunks}. Cut both alike."
+                )
 
 
 def _check_architectures(calls: Sequence[ModelFunctionCall], architectures: Mapping[str, object]) -> None:

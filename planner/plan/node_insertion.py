@@ -100,31 +100,31 @@ class Where:
 def where(call: ModelFunctionCall, placement: Placement, balance: Balance) -> Where:
     """Where a call's samples lie (docs/interfaces.md, "who holds which sample").
 
-    With one dp rank, all samples are on its head. If samples are dealt by count, the number of mini-batches matters
-    only where dp does not divide a mini-batch's groups. If they are dealt by tokens, two calls agree when they have
-    the same number of mini-batches and the same key gives the lengths.
+    With one dp rank, all samples are on its head. If samples are dealt by count, the number of blocks (mini-batches
+    or parts) matters only where dp does not divide a block's groups. If they are dealt by tokens, two calls agree
+    when they have the same number of blocks and the same key gives the lengths.
     """
     return Where(placement.heads, dealing(call, placement.strategy.dp, balance))
 
 
 def dealing(call: ModelFunctionCall, dp: int, balance: Balance) -> tuple[str, ...]:
-    """What decides, apart from the heads, which dp rank has a sample: (), ("count",), ("count", mini-batches) or
-    ("tokens", mini-batches, key)."""
+    """What decides, apart from the heads, which dp rank has a sample: (), ("count",), ("count", blocks) or
+    ("tokens", blocks, key). Blocks are mini-batches, or parts."""
     if dp == 1:
         return ()
     if balance == "tokens":
-        return ("tokens", str(call.mini_batches), call.token_key)
-    if call.n_groups % (dp * call.mini_batches) == 0:
+        return ("tokens", str(call.blocks), call.token_key)
+    if call.n_groups % (dp * call.blocks) == 0:
         return ("count",)
-    return ("count", str(call.mini_batches))
+    return ("count", str(call.blocks))
 
 
 def _source_side(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> DataSide:
     """How a transfer's samples are dealt at their source; fetched rows are dealt by count."""
     if slot.source == FETCH:
         source = graph.source
-        return side_of(source, assignments[source.name].model_copy(update={"balance": "count"}))
-    return side_of(graph.call(slot.source), assignments[slot.source])
+        return side_of(source, assignments[source.name].model_copy(update={"balance": "count"}), slot.part)
+    return side_of(graph.call(slot.source), assignments[slot.source], slot.part)
 
 
 def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssignment]) -> PlanNode:
@@ -136,18 +136,19 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
                 call=call.name,
                 placement=here.placement,
                 keys=slot.keys,
-                mini_batches=call.mini_batches,
+                mini_batches=call.blocks,
                 group_size=call.group_size,
             )
         case "call":
-            return CallNode(name=slot.name, call=call, assignment=here)
+            return CallNode(name=slot.name, call=call, assignment=here, part=slot.part)
         case "transfer":
             return TransferNode(
                 name=slot.name,
                 consumer=call.name,
                 source=_source_side(slot, graph, assignments),
-                destination=side_of(call, here),
+                destination=side_of(call, here, slot.part),
                 keys=slot.keys,
+                part=slot.part,
             )
         case "reallocate":
             return ReallocateNode(

@@ -7,9 +7,11 @@ numbers in the search.
 
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal, NamedTuple
 
 from planner.plan.graph import DataflowGraph
+from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
 
 FETCH = "fetch"
 
@@ -43,6 +45,7 @@ class Slot(NamedTuple):
     source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
             role's train_step; of a sync: that of the role that it follows; otherwise `call`
     keys    what a fetch or transfer brings
+    part    of a call or transfer: whose samples
     """
 
     name: str
@@ -50,6 +53,7 @@ class Slot(NamedTuple):
     call: str
     source: str
     keys: tuple[str, ...] = ()
+    part: Part = WHOLE
 
 
 @dataclass
@@ -93,7 +97,9 @@ def skeleton(
     source = graph.source.name
     made.add(Slot(FETCH, "fetch", source, source, graph.dataset_keys))
     for call in graph.calls:
-        made.add(Slot(call.name, "call", call.name, call.name))
+        for number, name in enumerate(call.nodes):
+            before = {call.nodes[number - 1]} if number else set[str]()
+            made.add(Slot(name, "call", call.name, call.name, part=Part(number, call.chunks)), after=before)
     _add_copies(made, graph, placement)
     _add_onloads(made, graph, placement, offloaded)
     _add_transfers(made, graph, where, dealt_by or {})
@@ -113,16 +119,17 @@ def _add_copies(made: Skeleton, graph: DataflowGraph, placement: Mapping[str, Ha
             if call.role == role and call.name != trainer.name:
                 readers.setdefault((placement[call.name], graph.reads_updated(call)), []).append(call.name)
         for (place, updated), names in readers.items():
+            nodes = [node for name in names for node in graph.call(name).nodes]
             if place == placement[trainer.name]:
-                _order_readers(made, trainer.name, names, updated)
+                _order_readers(made, trainer.name, nodes, updated)
                 continue
             reallocate = f"reallocate_{role}_to_{names[0]}"
             made.add(Slot(reallocate, "reallocate", names[0], trainer.name))
             _order_readers(made, trainer.name, [reallocate], updated)
-            for name in names:
-                made.after[name].add(reallocate)
+            for node in nodes:
+                made.after[node].add(reallocate)
             release = Slot(f"release_{role}_of_{names[0]}", "release", names[0], trainer.name)
-            made.add(release, after=set(names))
+            made.add(release, after=set(nodes))
 
 
 def _order_readers(made: Skeleton, trainer: str, readers: list[str], updated: bool) -> None:
@@ -146,9 +153,10 @@ def _add_onloads(
     for (role, _), names in readers.items():
         onload = f"onload_{role}_to_{names[0]}"
         made.add(Slot(onload, "onload", names[0], names[0]))
-        for name in names:
-            made.after[name].add(onload)
-        made.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(names))
+        nodes = [node for name in names for node in graph.call(name).nodes]
+        for node in nodes:
+            made.after[node].add(onload)
+        made.add(Slot(f"offload_{role}_of_{names[0]}", "offload", names[0], names[0]), after=set(nodes))
 
 
 def _add_syncs(made: Skeleton, graph: DataflowGraph) -> None:
@@ -161,9 +169,10 @@ def _add_syncs(made: Skeleton, graph: DataflowGraph) -> None:
         assert reader is not None, "the graph has checked this"
         assert trainer is not None, "the graph has checked this"
         sync, save = f"sync_{role}", f"save_{role}"
-        made.add(Slot(sync, "sync", reader.name, trainer.name), after={reader.name, trainer.name})
-        made.add(Slot(save, "save", reader.name, reader.name), after={reader.name, trainer.name, sync})
-        made.across[reader.name] |= {sync, save}
+        made.add(Slot(sync, "sync", reader.name, trainer.name), after={*reader.nodes, trainer.name})
+        made.add(Slot(save, "save", reader.name, reader.name), after={*reader.nodes, trainer.name, sync})
+        for node in reader.nodes:
+            made.across[node] |= {sync, save}
         made.across[trainer.name].add(sync)
 
 
@@ -189,10 +198,18 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
 
 
 class _Holding(NamedTuple):
-    """A key on one side (a `where` label): the call (or FETCH) of that side, and the node that brought it there."""
+    """A key on one side (a `where` label).
+
+    call   the call (or FETCH) of that side
+    nodes  what brought the key there: one node, or one for each part
+    """
 
     call: str
-    node: str
+    nodes: tuple[str, ...]
+
+    def of(self, part: Part) -> set[str]:
+        """The nodes that brought the samples of a part."""
+        return {self.nodes[part.number]} if len(self.nodes) == part.of else set(self.nodes)
 
 
 class _Keys:
@@ -202,11 +219,11 @@ class _Keys:
         self._graph, self.where = graph, where
         self.held: dict[str, dict[Hashable, _Holding]] = {}
         for key in graph.dataset_keys:
-            self.put(key, FETCH, FETCH)
+            self.put(key, FETCH, (FETCH,))
 
-    def put(self, key: str, call: str, node: str) -> None:
-        """`node` has brought `key` to the side of `call`."""
-        self.held.setdefault(key, {})[self.where[call]] = _Holding(call, node)
+    def put(self, key: str, call: str, nodes: tuple[str, ...]) -> None:
+        """The nodes have brought `key` to the side of `call`."""
+        self.held.setdefault(key, {})[self.where[call]] = _Holding(call, nodes)
 
     def home(self, key: str) -> Hashable:
         """The side where a key was produced or fetched."""
@@ -243,23 +260,52 @@ class _Keys:
 def _add_transfers(
     made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], dealt_by: Mapping[str, str]
 ) -> None:
-    """Walk the calls in data order, and add one transfer per source side for the keys that a call lacks."""
+    """Walk the calls in data order, and add transfers for the keys that a call lacks: one per source side, for each
+    of its parts."""
     keys = _Keys(graph, where)
     for call in graph.calls:
         here, dealing = where[call.name], dealt_by.get(call.name)
         missing = [key for key in call.inputs if here not in keys.held[key]]
-        made.after[call.name] |= {keys.held[key][here].node for key in call.inputs if key not in missing}
+        for part, node in _parts(call):
+            present = (keys.held[key][here] for key in call.inputs if key not in missing)
+            made.after[node] |= {before for holding in present for before in holding.of(part)}
         # The key whose lengths deal this call's samples comes first: the other transfers need the lengths.
         sources = sorted(keys.sources(missing).items(), key=lambda item: dealing not in item[1])
         for source, moved in sources:
             native = next(key for key in moved if keys.home(key) == source)
-            name = f"transfer_{graph.producer(native) or FETCH}_to_{call.name}"
-            slot = Slot(name, "transfer", call.name, keys.held[native][source].call, tuple(moved))
-            made.add(slot, after={keys.held[key][source].node for key in moved})
-            if dealing is not None and dealing not in moved:
-                made.after[name].add(keys.held[dealing][here].node)
-            made.after[call.name].add(name)
+            names = tuple(f"transfer_{graph.producer(native) or FETCH}_to_{node}" for node in call.nodes)
+            for (part, node), name in zip(_parts(call), names, strict=True):
+                held_by = keys.held[native][source].call
+                made.add(Slot(name, "transfer", call.name, held_by, tuple(moved), part))
+                made.after[name] |= {b for key in moved for b in keys.held[key][source].of(part)}
+                if dealing is not None and dealing not in moved:
+                    made.after[name] |= keys.held[dealing][here].of(part)
+                made.after[node].add(name)
             for key in moved:
-                keys.put(key, call.name, name)
+                keys.put(key, call.name, names)
+        _add_earlier(made, graph, where, call)
         for key in call.outputs:
-            keys.put(key, call.name, call.name)
+            keys.put(key, call.name, call.nodes)
+
+
+def _add_earlier(
+    made: Skeleton, graph: DataflowGraph, where: Mapping[str, Hashable], call: ModelFunctionCall
+) -> None:
+    """What each part of a call reads of the part before it; what lies farther back came with that part."""
+    made_by: dict[str, list[str]] = {}
+    for key in call.earlier:
+        made_by.setdefault(graph.producer(key) or FETCH, []).append(key)
+    for (name, moved), (part, node) in product(made_by.items(), _parts(call)[1:]):
+        before, producer = Part(part.number - 1, part.of), graph.call(name)
+        if where[name] == where[call.name]:
+            made.after[node].add(producer.nodes[before.number])
+            continue
+        transfer = f"transfer_{name}_to_{node}"
+        made.add(Slot(transfer, "transfer", call.name, name, tuple(moved), before))
+        made.after[transfer].add(producer.nodes[before.number])
+        made.after[node].add(transfer)
+
+
+def _parts(call: ModelFunctionCall) -> list[tuple[Part, str]]:
+    """The parts of a call and their nodes; of one that is not cut, the whole."""
+    return [(Part(number, call.chunks), node) for number, node in enumerate(call.nodes)]

@@ -124,15 +124,15 @@ class Workload(Frozen):
 
 
 def fullest_share(call: ModelFunctionCall, dp: int) -> int:
-    """The most sequences of a (mini-)batch that a dp rank gets, if dealt by count; so it can have at most this many
-    micro-batches."""
-    fullest_batch = -(-call.n_groups // call.mini_batches)
+    """The most sequences of a (mini-)batch or part that a dp rank gets, if dealt by count; so it can have at most
+    this many micro-batches."""
+    fullest_batch = -(-call.n_groups // call.blocks)
     return -(-fullest_batch // dp) * call.group_size
 
 
 def least_share(call: ModelFunctionCall, dp: int) -> int:
-    """The sequences of a (mini-)batch that every dp rank gets at least, if dealt by count."""
-    return call.n_groups // (call.mini_batches * dp) * call.group_size
+    """The sequences of a (mini-)batch or part that every dp rank gets at least, if dealt by count."""
+    return call.n_groups // (call.blocks * dp) * call.group_size
 
 
 class RoleModel(Frozen):

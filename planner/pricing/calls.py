@@ -106,13 +106,14 @@ class CostModel:
         self._factors: dict[str, dict[tuple, Factor]] = {}
 
     def call(self, call: ModelFunctionCall, assignment: CallAssignment) -> CallCost:
-        """Seconds and bytes of a call. Of the mesh only its strategy, crossings and device classes matter."""
+        """Seconds and bytes of a call, or of each of its parts. Of the mesh only its strategy, crossings and device
+        classes matter."""
         return self.calls(call, assignment.placement, [assignment.micro_batches])[0]
 
     def calls(
         self, call: ModelFunctionCall, placement: Placement, micro_batches: Sequence[int]
     ) -> list[CallCost]:
-        """The cost of a call on a placement with each of some numbers of micro-batches."""
+        """The cost of a call, or of each of its parts, on a placement with each of some numbers of micro-batches."""
         where = self._where(placement)
         found = self._profiled(call, where, micro_batches)
         factors = self._factors_of(call) if self.ran else {}
@@ -144,7 +145,8 @@ class CostModel:
 
     def _profiled(self, call: ModelFunctionCall, where: _Where, counts: Sequence[int]) -> list[CallCost]:
         """A call's price from profiles and device figures, for each of `counts` micro-batches."""
-        key = call.name, call.role, call.kind, call.n_seqs, call.group_size, call.mini_batches, where
+        sizes = call.n_seqs, call.group_size, call.mini_batches, call.chunks
+        key = call.name, call.role, call.kind, sizes, where
         known = self._costs.setdefault(key, {})
         if missing := [count for count in counts if count not in known]:
             price: Callable[[_OnMesh, ModelFunctionCall, int], CallCost] = {
@@ -329,8 +331,8 @@ class _OnMesh:
     crossings: Crossings
 
     def share(self, call: ModelFunctionCall, mini_batches: int = 1) -> int:
-        """Sequences of the fullest dp rank, of a call's batch or of one of its mini-batches."""
-        return -(-(call.n_groups // mini_batches) // self.strategy.dp) * call.group_size
+        """Sequences of the fullest dp rank, of a call's batch or part, or of one of its mini-batches."""
+        return -(-(call.n_groups // (mini_batches * call.chunks)) // self.strategy.dp) * call.group_size
 
     def layers(self, stage: int) -> int:
         return self.local.stage_layers(self.strategy.pp, stage)

@@ -6,8 +6,9 @@ The search proves optimality within this class of options:
   same number of hosts after them; and the aligned parts of the first host.
 - Strategies: dp x tp x pp = size of the mesh. tp divides the number of devices of a host or is a multiple of it, and
   is at most the problem's limit and what the model's heads allow. pp is at most the number of layers. dp is at most
-  the number of sequences of a mini-batch.
+  the number of sequences of a mini-batch or part.
 - Micro-batches: 1, 2, 4, ..., pp times these, and the number of sequences of a dp rank; at most the latter.
+- Parts of a call: all have its option.
 - Device classes: a mesh may hold several; planner/pricing/device_classes.py says how it is priced.
 - Offload: for a frozen role with a single call, parameters are resident, or in host memory between their uses.
 
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import sub
 from typing import NamedTuple
 
-from planner.plan.graph import groups_of
+from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
@@ -41,7 +42,7 @@ class Option(NamedTuple):
 
     first, size    its device mesh: devices first .. first + size - 1
     strategy       (dp, tp, pp) with dp x tp x pp = size
-    seconds        the call's duration
+    seconds        the call's duration: of all its parts together, without their dispatch
     resident       [stages] bytes that a device holds all the time for a train_step: trained parameters, their
                    gradients and optimizer; or for the call that runs the model of a role that follows another:
                    parameters and master weights; 0 for other calls
@@ -119,7 +120,7 @@ def strategies(problem: Problem, call: ModelFunctionCall, size: int) -> Iterator
             continue
         for pp in range(1, min(shape.layers, size // tp) + 1):
             dp = size // (tp * pp)
-            if size == dp * tp * pp and dp <= call.n_groups // call.mini_batches:
+            if size == dp * tp * pp and dp <= call.n_groups // call.blocks:
                 yield ParallelStrategy(dp, tp, pp)
 
 
@@ -226,7 +227,7 @@ def _prices(
             strategy.size,
             strategy,
             count,
-            cost.seconds,
+            cost.seconds * call.chunks,
             resident,
             frozen,
             copy,
@@ -273,7 +274,7 @@ def _none_fits(problem: Problem, call: ModelFunctionCall, shortfalls: list[tuple
     if not shortfalls:
         return (
             f"Call {call.name!r} has no strategy on a cluster of {problem.cluster} with tp up to "
-            f"{problem.tp_limit}: {groups_of(call)} in {call.mini_batches} mini-batches. "
+            f"{problem.tp_limit}: {groups_of(call)} in {blocks_of(call)}. "
             "Enlarge the batch or the cluster."
         )
     missing, option = min(shortfalls, key=lambda pair: (pair[0], pair[1].size))

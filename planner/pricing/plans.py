@@ -215,7 +215,7 @@ def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: W
 
     Where a side deals by tokens, a sequence may lie on any rank: these are dealt as if their lengths were shuffled.
     """
-    ids = range(plan.n_seqs)
+    ids = node.part.ids(range(plan.n_seqs))
     shuffled = {i: 1 + i * _SHUFFLE % (1 << 32) for i in ids}
     held, wanted = shares(node.source, ids, shuffled), shares(node.destination, ids, shuffled)
     planned = plan_redistribution(held, wanted, plan.devices_per_host)

@@ -34,7 +34,7 @@ class FiguresError(ValueError):
 class RanCall(Frozen):
     """A call as it ran.
 
-    seconds       median of its durations
+    seconds       median of its durations; of a call that is cut, the mean over its parts
     active_bytes  memory beyond parameters on the fullest device, if it drifted; else None
     """
 

@@ -186,20 +186,19 @@ def plan_document(plan: ExecutionPlan) -> dict[str, dict[str, Any]]:
     `order` is left out if planner/plan/node_order.py found the plan's order, because it finds the same again.
     """
     document = {}
-    for node in plan.nodes:
-        if isinstance(node, CallNode):
-            given, s = node.assignment, node.placement.strategy
-            document[node.name] = {
-                "devices": list(node.placement.devices),
-                "dp": s.dp,
-                "tp": s.tp,
-                "pp": s.pp,
-                "micro_batches": given.micro_batches,
-                "balance": given.balance,
-                "offload": given.offload,
-            }
-            if given.order is not None:
-                document[node.name]["order"] = given.order
+    for call, (node, *_) in plan.calls.items():
+        given, s = node.assignment, node.placement.strategy
+        document[call] = {
+            "devices": list(node.placement.devices),
+            "dp": s.dp,
+            "tp": s.tp,
+            "pp": s.pp,
+            "micro_batches": given.micro_batches,
+            "balance": given.balance,
+            "offload": given.offload,
+        }
+        if given.order is not None:
+            document[call]["order"] = given.order
     return document
 
 
@@ -220,7 +219,7 @@ def _assignments(plan: ExecutionPlan, price: PlanPrice, model: CostModel) -> dic
             "nodes": sorted({cluster.host(device) for device in given["devices"]}),
             "device_classes": sorted({classes.profile(device).name for device in given["devices"]}),
             **{key: given[key] for key in ("devices", "dp", "tp", "pp", "micro_batches", "offload")},
-            "time_s": price.duration_s[call],
+            "time_s": sum(price.duration_s[node.name] for node in plan.calls[call]),
         }
         for call, given in plan_document(plan).items()
     }

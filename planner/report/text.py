@@ -138,11 +138,13 @@ def _arrow(source: Sequence[int], destination: Sequence[int]) -> str:
 def node_detail(node: PlanNode) -> str:
     """The details of a node: strategy, keys or role."""
     match node:
-        case CallNode(call=call, assignment=assignment):
+        case CallNode(call=call, assignment=assignment, part=(number, _)):
             detail = f"{call.role}: {assignment.placement.strategy}"
             if assignment.micro_batches > 1:
                 detail += f", {assignment.micro_batches} micro-batches"
             detail += ", by tokens" if assignment.balance == "tokens" else ""
+            if call.chunks > 1:
+                detail += f", part {number + 1} of {call.chunks}"
             return detail + (", offloaded" if assignment.offload else "")
         case FetchNode(keys=keys) | TransferNode(keys=keys):
             return ", ".join(keys)

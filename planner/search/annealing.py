@@ -304,7 +304,7 @@ def _surely_above(arrays: Arrays, cycles: Cycles, choice: Ints, limit: float) ->
         total = 0.0
         for c in range(n):
             if cycles.members[k, c]:
-                total += o[arrays.start[c] + choice[c]].seconds
+                total += cycles.members[k, c] * o[arrays.start[c] + choice[c]].seconds
         if total > limit * cycles.delays[k]:
             return True
     for point in range(n):

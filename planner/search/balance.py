@@ -63,7 +63,7 @@ def expected(call: ModelFunctionCall, given: CallAssignment, problem: Problem) -
     if dp == 1 or call.kind == "generate" or not call.runs_model:
         return None
     prompts = workload.prompt_lengths or Lengths.fixed(workload.prompt_tokens)
-    groups = call.n_groups // call.mini_batches
+    groups = call.n_groups // call.blocks
     return imbalance(prompts, workload.new_tokens, groups, call.group_size, dp)
 
 
@@ -73,5 +73,6 @@ def expected_s(priced: Priced, uneven: Mapping[str, Imbalance], problem: Problem
     for name, given in assignments_of(priced.plan).items():
         if name in uneven:
             fullest = uneven[name].by_tokens if given.balance == "tokens" else uneven[name].by_count
-            seconds[name] = dispatch_s + (seconds[name] - dispatch_s) * fullest
+            for node in priced.plan.calls[name]:
+                seconds[node.name] = dispatch_s + (seconds[node.name] - dispatch_s) * fullest
     return steady_state(priced.plan, seconds, priced.price.copy_s).iteration_time_s

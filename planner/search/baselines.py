@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.plan.build import PlanError, build_plan
-from planner.plan.graph import DataflowGraph, groups_of
+from planner.plan.graph import DataflowGraph, blocks_of, groups_of
 from planner.plan.mesh import Cluster, meshes_from_start
 from planner.plan.workload import fullest_share, least_share
 from planner.pricing.calls import CostModel
@@ -210,14 +210,14 @@ def symmetric(
 
     Raises PlanError when there is none.
     """
-    widest = max(graph.calls, key=lambda call: call.mini_batches)
+    widest = min(graph.calls, key=lambda call: call.n_groups // call.blocks)
     assignment = _assign(widest, cluster, list((limits or {}).values()))
     return {call.name: assignment for call in graph.calls}
 
 
 def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> CallAssignment:
     """The largest mesh from device 0 on that has a strategy within the limits, and the first such strategy."""
-    most_dp = call.n_groups // call.mini_batches
+    most_dp = call.n_groups // call.blocks
     for mesh in meshes_from_start(cluster):
         for strategy in _strategies(mesh.size, cluster.devices_per_host):
             if strategy.dp <= most_dp and all(limit.allow(strategy) for limit in limits):
@@ -228,7 +228,7 @@ def _assign(call: ModelFunctionCall, cluster: Cluster, limits: list[Limits]) -> 
                 )
     raise PlanError(
         f"Call {call.name!r}: no strategy on a cluster of {cluster} suits {', '.join(map(str, limits))} "
-        f"and {groups_of(call)} in {call.mini_batches} mini-batches. Enlarge the cluster or the batch."
+        f"and {groups_of(call)} in {blocks_of(call)}. Enlarge the cluster or the batch."
     )
 
 

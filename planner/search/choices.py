@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from planner.pricing.options import Option
 from planner.search.compiled.tables import Tables
-from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan
+from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 
 
 def assignments_of(plan: ExecutionPlan) -> dict[str, CallAssignment]:
     """The assignment of every call of a plan."""
-    return {node.name: node.assignment for node in plan.nodes if isinstance(node, CallNode)}
+    return {call: nodes[0].assignment for call, nodes in plan.calls.items()}
 
 
 def nearest_choice(tables: Tables, assignments: Mapping[str, CallAssignment]) -> list[int]:

@@ -270,8 +270,8 @@ def bound_of(tables: Tables) -> float:
     problem = tables.problem
     dispatch_s = problem.model.classes.dispatch_s
     fronts = [
-        front([o.seconds + dispatch_s for o in options], [o.size for o in options])
-        for options in tables.options
+        front([o.seconds + call.chunks * dispatch_s for o in options], [o.size for o in options])
+        for call, options in zip(problem.graph.calls, tables.options, strict=True)
     ]
     return root_bound(fronts, call_cycles(problem.graph), problem.cluster.n_devices)
 
@@ -319,7 +319,8 @@ def _meshes(cluster: Cluster) -> str:
 def _orders(graph: DataflowGraph) -> str:
     """The orders of calls of the class, in words (`call_orders`)."""
     which = f"of the first {MOST_ORDERS} orders" if has_more_orders(graph) else "order"
-    return f"one {which} of the graph"
+    parts = f", all {graph.chunks} parts of a call under its one option" if graph.chunks > 1 else ""
+    return f"one {which} of the graph{parts}"
 
 
 def _heuristic(request: Request) -> Found:
@@ -343,7 +344,11 @@ def _manual(request: Request) -> Found:
 
 
 def _search(request: Request) -> Found:
-    """Mode search: polish the starts, anneal a little, bound by groups, anneal on, then branch and bound."""
+    """Mode search: polish the starts, anneal a little, bound by groups, anneal on, then branch and bound.
+
+    Where calls are cut into parts, the bounds of groups and branches do not hold: they take a call for one node. What
+    is proved then is the root bound.
+    """
     tables, seed, starts = request.tables, request.seed, _starts(request)
     progress = Progress(request, starts[0])
     near, cycles = neighbours(tables), call_cycles(request.problem.graph)
@@ -352,6 +357,9 @@ def _search(request: Request) -> Found:
         state = start_state(tables, start)
         progress.follow(polishing(tables, near, cycles, state, seed, number))
     progress.follow(islice(parts, FIRST))
+    if request.problem.graph.chunks > 1:
+        progress.follow(parts)
+        return progress.found()
     found = proofs(tables, cycles)
     for lower_bound_s in bounds_by_groups(
         found, request.lower_bound_s, progress.state.time_s, progress.deadline_of(BOUNDING)

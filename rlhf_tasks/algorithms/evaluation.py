@@ -124,7 +124,7 @@ class Answers:
         n, tokens, clipped, total, *by_name, skipped = engine.sum_over_dp(sums.to(engine.device)).tolist()
         if engine.is_head:
             write_skipped(engine, faults, context, "evaluation-")
-            refuse_all_skipped(faults, int(skipped), context)
+            refuse_all_skipped(faults, int(skipped), context.n_seqs, context)
         means = {
             f"eval/{name}/mean": by_name[2 * place] / by_name[2 * place + 1]
             for place, name in enumerate(names)

@@ -19,7 +19,7 @@ from pydantic import create_model
 from rlhf_tasks import algorithms
 from rlhf_tasks.algorithms import presets
 from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
-from rlhf_tasks.config.base import RunConfig
+from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import SamplingConfig
 from rlhf_tasks.data.rows import DatasetValue, Reader
 from rlhf_tasks.spec import ModelFunctionCall
@@ -91,7 +91,7 @@ class Algorithm:
 
         Raises ConfigError when one has no function, and when a train call would learn from skipped samples.
         """
-        calls = self.graph(config)
+        calls = in_parts(self.graph(config), config.chunks if isinstance(config, Scores) else 1)
         self._refuse_missing([call.name for call in calls])
         marks = {key for call in calls for key in call.outputs if call.remap.get(key, key) == STAYS}
         blind = [call.name for call in calls if call.kind == "train_step" and marks - set(call.inputs)]
@@ -146,6 +146,24 @@ class Algorithm:
                 f"{_whose(self.name, self.package)} has the call {missing[0]!r} in its graph but no function of that "
                 f"name in {module}. Fix or uninstall that package."
             )
+
+
+def in_parts(calls: Sequence[ModelFunctionCall], chunks: int) -> list[ModelFunctionCall]:
+    """The calls of a graph, those cut into `chunks` parts that can be: all but train_steps and what reads these.
+
+    A train_step takes all samples, whichever parts they come from.
+    """
+    if chunks == 1:
+        return list(calls)
+    made = {key: call.name for call in calls for key in call.outputs}
+    whole = {call.name for call in calls if call.kind == "train_step"}
+    while more := {
+        call.name
+        for call in calls
+        if call.name not in whole and whole & {made.get(key) for key in call.inputs}
+    }:
+        whole |= more
+    return [call if call.name in whole else call.model_copy(update={"chunks": chunks}) for call in calls]
 
 
 class _Source(NamedTuple):

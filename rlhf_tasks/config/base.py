@@ -399,6 +399,7 @@ class Scores(Samples):
 
     groups: ClassVar[Groups] = {
         "": ("rewards",),
+        "Batch": ("chunks",),
         "Score": (
             "reward_model",
             "missing_eos_penalty",
@@ -411,6 +412,12 @@ class Scores(Samples):
 
     rewards: tuple[Reward, ...] = Field(
         default=(), description="Python rewards and HTTP services, summed with weights."
+    )
+    chunks: int = Field(
+        default=1,
+        gt=0,
+        le=256,
+        description="Parts of the batch: one is scored while the next is generated, on other devices.",
     )
     reward_model: RewardModelScore = Field(
         default=RewardModelScore(), description="How the reward model's score enters the sum."
@@ -446,6 +453,19 @@ class Scores(Samples):
     def skipped_leave(self) -> bool:
         """Whether a sample that a reward fails on leaves the batch; else it is judged as 0."""
         return True
+
+    @model_validator(mode="after")
+    def _parts_are_whole_groups(self) -> Self:
+        groups = self.batch_size // self.group_size
+        if groups % self.chunks:
+            what = (
+                f"batch_size={groups}" if self.group_size == 1 else f"batch_size / num_generations = {groups}"
+            )
+            raise ValueError(
+                f"chunks={self.chunks} does not divide {what}, so its parts would not be equal. "
+                "Choose a number that does, or 1."
+            )
+        return self
 
     @model_validator(mode="after")
     def _learns_from_scores(self) -> Self:

@@ -1,6 +1,6 @@
 """One generation of a run on one rank: turns plan nodes into engine calls."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, singledispatchmethod
 from pathlib import Path
@@ -38,6 +38,7 @@ from rlhf_tasks.spec import (
     NodeRequest,
     OffloadNode,
     OnloadNode,
+    Part,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
@@ -69,9 +70,7 @@ class RankRun:
         self._spec, self._plan, self.device = spec, spec.plan, device
         self._config = make_config(spec.config)
         self._algorithm = algorithm(self._config.type)
-        self._functions = load_functions(
-            self._algorithm, (node.call.name for node in spec.plan.nodes if isinstance(node, CallNode))
-        )
+        self._functions = load_functions(self._algorithm, spec.plan.calls)
         self._groups = ProcessGroups(
             [range(spec.n_ranks), *plan_device_sets(spec.plan)], spec.timeout_s, device
         )
@@ -81,6 +80,8 @@ class RankRun:
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
+        # call -> what its parts of this iteration have left for their metrics
+        self._tallies: dict[str, list[Any]] = {}
         self._engines = RoleEngines(spec.plan, self._config, self._groups)
         self._writer = SnapshotWriter(spec, on_saved)
         self._at_step: dict[str, int] = {}  # role -> the step it was saved as; removed when it changes again
@@ -183,17 +184,21 @@ class RankRun:
         )
         batch = self._inputs(node, request) if engine.is_head else None
         batch = share_batch(batch, node.placement, self._groups, self._spec.rank)
+        ids = node.part.ids(self._ids(request))
         context = CallContext(
             config=self._config,
             iteration=request.key.iteration,
-            first_sample=request.first_sample,
-            n_seqs=self._plan.n_seqs,
+            first_sample=ids[0],
+            n_seqs=len(ids),
             micro_batches=node.assignment.micro_batches,
             tokenizer=self._tokenizer,
             rewards=self._rewards,
             run_folder=Path(self._spec.run_folder),
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,
+            part=node.part,
+            earlier=self._earlier(node, request) if engine.is_head else None,
+            tally=self._tallies.setdefault(call.name, []),
         )
         if node.trains:
             self._at_step.pop(call.role, None)
@@ -209,17 +214,16 @@ class RankRun:
 
     @_perform.register
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
-        consumer = self._plan.node(node.consumer)
-        assert isinstance(consumer, CallNode)
+        consumer = self._plan.calls[node.consumer][0].call
         sent = redistribute(
             node.source,
             node.destination,
-            self._ids(request),
+            node.part.ids(self._ids(request)),
             node.keys,
             self._samples,
             self._groups,
             self._plan.devices_per_host,
-            token_key=consumer.call.token_key,
+            token_key=consumer.token_key,
         )
         return Outcome(bytes_sent=sent)
 
@@ -286,16 +290,29 @@ class RankRun:
         self._writer.save(role, engine, step)
 
     def _ids(self, request: NodeRequest) -> tuple[int, ...]:
+        """The ids of the iteration's samples."""
         return tuple(range(request.first_sample, request.first_sample + self._plan.n_seqs))
 
     def _inputs(self, node: CallNode, request: NodeRequest) -> SampleBatch:
         """On a head: this dp rank's samples with the call's input keys, under the names its function uses."""
-        side, ids, lengths = node.side, self._ids(request), None
+        mine = self._share(node, node.part.ids(self._ids(request)))
+        return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
+
+    def _earlier(self, node: CallNode, request: NodeRequest) -> SampleBatch | None:
+        """On a head: this dp rank's samples of the parts before this one, with the keys that the call asks for."""
+        if not node.call.earlier or not node.part.number:
+            return None
+        before = [Part(number, node.part.of).ids(self._ids(request)) for number in range(node.part.number)]
+        mine = [sample for ids in before for sample in self._share(node, ids)]
+        return self._samples.get(mine, node.call.earlier)
+
+    def _share(self, node: CallNode, ids: Sequence[int]) -> list[int]:
+        """This dp rank's samples of a part, or of all."""
+        side, lengths = node.side, None
         if side.balance == "tokens":
             key = node.call.token_key
             lengths = survey(self._samples, ids, [key], side.placement.heads, self._groups)[key].rows
-        mine = shares(side, ids, lengths)[self._spec.rank]
-        return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
+        return shares(side, ids, lengths)[self._spec.rank]
 
 
 def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:

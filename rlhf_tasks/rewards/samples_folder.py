@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 SAMPLES = "samples"
-"""The folder's name in the run folder; one JSONL file per iteration and dp rank."""
+"""The folder's name in the run folder; one JSONL file per iteration, dp rank and part of the reward call."""
 
 SKIPPED_SAMPLES = "skipped-samples"
 """Of the folder in the run folder with the samples that a reward failed on (`on_reward_error: skip`)."""

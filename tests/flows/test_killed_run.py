@@ -1,5 +1,6 @@
 """A run of which every process was killed goes on by its command, to the very bits of an undisturbed run."""
 
+import json
 import os
 import re
 import signal
@@ -63,6 +64,40 @@ def begin_grpo(base: Path, name: str) -> tuple[list[str], Path]:
             "reward_inference": both,
             "ref_inference": both,
             "actor_train": both,
+        },
+    }
+    return command_of(base, document), base / "runs" / name
+
+
+ROUNDS_REWARD = """
+from zlib import crc32
+def judge(completions, answer, **columns):
+    return [1.0 if int(a) < 3 else crc32(c.encode()) / 2**32 for c, a in zip(completions, answer)]
+"""
+"""Three prompts of seven have a group of equal scores."""
+
+
+def begin_dapo(base: Path, name: str) -> tuple[list[str], Path]:
+    """The same for DAPO in up to two rounds, generated on one rank and scored on the other."""
+    ppo = ppo_config(base).model_dump(mode="json")
+    shared = {key: ppo[key] for key in ("data", "sampling", "output_dir", "optimizer")}
+    (base / "rounds.py").write_text(ROUNDS_REWARD)
+    document = {
+        "type": "dapo",
+        "name": name,
+        "models": {"actor": ppo["models"]["actor"]},
+        **shared,
+        "rewards": [{"function": f"{base / 'rounds.py'}:judge"}],
+        "batch_size": 8,
+        "num_generations": 4,
+        "beta": 0.05,
+        "total_iterations": ITERATIONS,
+        "cluster": {"devices_per_host": 2},
+        "plan": {
+            "actor_generate": {"devices": [0]},
+            "reward_inference": {"devices": [1]},
+            "ref_inference": {"devices": [1]},
+            "actor_train": {"devices": [0, 1], "dp": 2},
         },
     }
     return command_of(base, document), base / "runs" / name
@@ -132,6 +167,14 @@ def test_so_does_grpo_that_trains_adapters_and_it_exports_them(tmp_path):
     ) as run:
         assert run.process.wait(300) == 0, run.output
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_so_does_dapo_whose_rounds_go_by_the_scores(tmp_path):
+    folder, _ = killed_and_resumed(tmp_path, begin_dapo)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["groups/rounds"] for line in lines} == {1.0, 2.0}
+    assert {line["groups/kept"] for line in lines} <= {0.0, 1.0, 2.0}
+    assert all("reward" in line and "completions/mean_length" in line for line in lines)
 
 
 def test_a_reward_that_hangs_in_a_regular_expression_dies_with_a_killed_flow_process(tmp_path):

@@ -6,7 +6,9 @@ whatever the order of its nodes (their edges are those of planner/plan/steady_st
 - *Model cycles.* Data order an iteration's calls. A call that reads a trained role waits for the train_step of the
   previous iteration, even if it reads a copy. The calls along a cycle of these edges take at most T times the cycle's
   delay in iterations. An example is generation, the slowest inference, training. (A train_step need not wait for the
-  readers of the old version, because they may have a copy. So there is no such edge.)
+  readers of the old version, because they may have a copy. So there is no such edge.) Of calls that are cut into
+  parts, one counts whole, and one part of every other: the parts of a call run one after the other, its first one
+  after the first parts of the calls before it, and its last one before the last parts of the calls after it.
 - *Iterations in flight.* Iteration t + 2 starts after t has ended, so the calls along a path of one iteration take at
   most 2 T.
 - *Load.* A device finishes iteration t before it begins t + 1, so its calls take at most T. Summed over the devices,
@@ -19,7 +21,7 @@ for which one option per call satisfies all three. A call's options enter as its
 # pyright: reportArgumentType=false, reportReturnType=false
 # (compiled code takes elements of arrays for the numbers they are)
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import networkx as nx
@@ -38,11 +40,11 @@ PRECISION = 1e-4  # relative: the root bound is at most this much below the smal
 class Cycles(NamedTuple):
     """Sets of calls whose seconds are at most `delays` times the period in every plan.
 
-    members  [cycles, calls] bool
+    members  [cycles, calls] float64: the share of the call's seconds that counts; 0: the call is not in the set
     delays   [cycles] float64: iterations
     """
 
-    members: NDArray[np.bool_]
+    members: Floats
     delays: Floats
 
 
@@ -77,10 +79,15 @@ def call_cycles(graph: DataflowGraph) -> Cycles:
         for members, delay in found.items()
         if not any(members < other and delay >= less for other, less in found.items())
     ]
-    return Cycles(
-        np.array([[name in members for name in names] for members, _ in kept]),
-        np.array([float(delay) for _, delay in kept]),
-    )
+    rows = [(row, float(delay)) for members, delay in kept for row in _counted(graph, members)]
+    return Cycles(np.array([row for row, _ in rows]), np.array([delay for _, delay in rows]))
+
+
+def _counted(graph: DataflowGraph, members: frozenset[str]) -> Iterator[list[float]]:
+    """The shares of each call's seconds that count on a cycle: once for each call that is cut and may count whole."""
+    shares = {call.name: 1 / call.chunks for call in graph.calls if call.name in members}
+    for whole in [name for name, share in shares.items() if share < 1] or [""]:
+        yield [1.0 if call.name == whole else shares.get(call.name, 0.0) for call in graph.calls]
 
 
 def data_order(graph: DataflowGraph) -> nx.DiGraph:
@@ -123,7 +130,7 @@ def root_bound(fronts: Sequence[Front], cycles: Cycles, n_devices: int) -> float
     )
     high = sum(float(f.seconds[-1]) for f in fronts)
     # Calls with many options on many cycles are decided first.
-    order = np.argsort([-len(f.seconds) * cycles.members[:, i].sum() for i, f in enumerate(fronts)])
+    order = np.argsort([-len(f.seconds) * (cycles.members[:, i] > 0).sum() for i, f in enumerate(fronts)])
     sizes = np.array([len(f.seconds) for f in fronts])
 
     def feasible(period: float) -> bool:
@@ -146,7 +153,7 @@ def _feasible(
     load: Floats,
     sizes: NDArray[np.int64],
     order: NDArray[np.int64],
-    members: NDArray[np.bool_],
+    members: Floats,
     delays: Floats,
     period: float,
     n_devices: int,
@@ -201,20 +208,20 @@ def _feasible(
 
 
 @inner
-def _keeps(time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> bool:
+def _keeps(time: Floats, members: Floats, delays: Floats, period: float) -> bool:
     """Whether calls that take `time` ([calls] seconds) keep all cycles within `period`."""
     for cycle in range(len(delays)):
         total = 0.0
         for call in range(len(time)):
             if members[cycle, call]:
-                total += time[call]
+                total += members[cycle, call] * time[call]
         if total > delays[cycle] * period * (1 + 1e-12):
             return False
     return True
 
 
 @inner
-def allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Floats, period: float) -> float:
+def allowance(call: int, time: Floats, members: Floats, delays: Floats, period: float) -> float:
     """The most seconds that the cycles leave a call if the others take `time`, [calls] float64 seconds."""
     allowed = np.inf
     for cycle in range(len(delays)):
@@ -222,6 +229,6 @@ def allowance(call: int, time: Floats, members: NDArray[np.bool_], delays: Float
             rest = delays[cycle] * period
             for other in range(len(time)):
                 if other != call and members[cycle, other]:
-                    rest -= time[other]
-            allowed = min(allowed, rest)
+                    rest -= members[cycle, other] * time[other]
+            allowed = min(allowed, rest / members[cycle, call])
     return allowed

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.plan.call_order import OrderRule, levels, with_trailing
+from planner.plan.call_order import OrderRule, levels, node_order, with_trailing
 from planner.plan.graph import DataflowGraph
 from planner.plan.node_insertion import dealing
 from planner.plan.steady_state import waits
@@ -71,8 +71,8 @@ OPTION_ROW = np.dtype(
 )
 """An option.
 
-seconds, save_s  seconds of the call, and of the save that follows a train_step, or the call of a role that follows
-                 another; both include dispatch
+seconds, save_s  seconds of the call (of all its parts together), and of the save that follows a train_step, or the
+                 call of a role that follows another; both include dispatch
 evaluate_s       seconds per iteration of the evaluation that follows a train_step, dispatch included; 0 without one
 copy_s           seconds of the copy of its parameters from host memory
 first .. pp      mesh and strategy
@@ -172,6 +172,7 @@ class Arrays(NamedTuple):
     sync_share  of all iterations, those in which a role that follows another is blended
     role        [calls] int64: number of the call's role
     trainer     [calls] int64: the call that trains its role, -1 if none does
+    chunks      [calls] int64: parts into which the call is cut
     weights     [calls] int64: number of its role's initial weights; calls with equal numbers share what is frozen
     start       [calls + 1] int64: row of each call's first option
     offloaded   [calls] int64: row of its first option with offloaded parameters; the next call's start if there is
@@ -192,6 +193,7 @@ class Arrays(NamedTuple):
     links: Links
     role: Ints
     trainer: Ints
+    chunks: Ints
     weights: Ints
     start: Ints
     offloaded: Ints
@@ -230,6 +232,7 @@ def make_arrays(
         links=links(model.classes),
         role=np.array(roles),
         trainer=np.array(trained_by),
+        chunks=np.array([call.chunks for call in graph.calls]),
         weights=np.array([weights[problem.frozen_weights(call.role)] for call in graph.calls]),
         start=start,
         offloaded=start[:-1] + np.array(resident),
@@ -298,7 +301,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
                 stages += zip(*by_stage, strict=True)
             saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
             where, place = sides[option.first + last, distance, s.dp, blocks], places[option.first, degrees]
-            seconds = option.seconds + dispatch_s
+            seconds = option.seconds + call.chunks * dispatch_s
             rows.append(
                 (seconds, saved_s, evaluated_s, copy_s, *mesh, *degrees, where, place, strategy, *figures)
             )
@@ -346,7 +349,8 @@ def _skeletons(
     slots = np.zeros((len(different), n_slots), SLOT_ROW).view(np.recarray)
     after, across = (np.full((len(different), n_slots, most), -1) for _ in range(2))
     order = np.zeros((len(different), len(orders), n_slots), np.int64)
-    rule, row_of = OrderRule(levels(graph), orders), _SlotRows(problem)
+    rule = OrderRule(levels(graph), [node_order(graph, order) for order in orders])
+    row_of = _SlotRows(problem)
     for i, made in enumerate(different):
         started_by = [made.slots[name] for name in onloads[i]]
         rows = [row_of[slot] for slot in made.slots.values()]
@@ -380,7 +384,9 @@ class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
         if slot.kind in ("transfer", "reallocate", "sync"):
             mask |= 1 << source
         if slot.kind == "transfer":
-            sample_bytes = sum(key_bytes(key, self._workload) for key in slot.keys)
+            # A part's samples are dealt as those of every other part: so its messages are those of all samples, each
+            # with a part of the bytes.
+            sample_bytes = sum(key_bytes(key, self._workload) for key in slot.keys) / slot.part.of
             moved = self.group_bytes[sample_bytes * self._graph.group_size]
         self[slot] = _KINDS[slot.kind], call, source, mask, moved
         return self[slot]

@@ -79,7 +79,7 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
         if not chains[i]:
             out[i] = 0.0
         elif slot.kind == CALL:
-            out[i] = options[here].seconds
+            out[i] = options[here].seconds / arrays.chunks[slot.call]
         elif slot.kind == SAVE:
             out[i] = options[here].save_s
         elif slot.kind == EVALUATE:

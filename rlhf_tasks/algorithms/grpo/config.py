@@ -15,7 +15,7 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     type: Literal["grpo"] = "grpo"
     groups: ClassVar[Groups] = {
         "Score": ("overlong_buffer", "overlong_penalty"),
-        "Advantages": ("scale_rewards", "filter_groups"),
+        "Advantages": ("scale_rewards", "filter_groups", "max_rounds"),
         "Loss": ("loss_type", "importance_sampling_level", "delta"),
     }
 
@@ -33,6 +33,12 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     filter_groups: bool = Field(
         default=False,
         description="Groups of equal scores (before overlong_penalty) leave the batch: loss and denominators.",
+    )
+    max_rounds: int = Field(
+        default=1,
+        gt=0,
+        le=16,
+        description="Most rounds of batch_size samples until enough groups differ to fill the batch (filter_groups).",
     )
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = Field(
         default="grpo",
@@ -56,6 +62,20 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
     overlong_penalty: float = Field(
         default=1.0, gt=0, description="What the longest response loses of its score (with overlong_buffer)."
     )
+
+    @model_validator(mode="after")
+    def _rounds_have_a_reason(self) -> Self:
+        if self.max_rounds > 1 and not self.filter_groups:
+            raise ValueError(
+                f"max_rounds={self.max_rounds} samples further groups for those that filter_groups drops. "
+                "Set filter_groups: true, or max_rounds: 1."
+            )
+        if self.max_rounds > 1 and self.chunks > 1:
+            raise ValueError(
+                f"max_rounds={self.max_rounds} cuts generation into rounds, and chunks={self.chunks} into parts. "
+                "Leave one of them at 1."
+            )
+        return self
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:

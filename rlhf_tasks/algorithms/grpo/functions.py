@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.grpo.config import GRPOConfig
+from rlhf_tasks.algorithms.grpo.rounds import choose, generate_if_needed, generated, on_generated
+from rlhf_tasks.algorithms.shared import generation, ref_call, reward_call
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.critic_free import learn
-from rlhf_tasks.algorithms.shared.generation import actor_generate
-from rlhf_tasks.algorithms.shared.groups import all_equal, group_stds, less_mean, per_group
+from rlhf_tasks.algorithms.shared.groups import group_stds, less_mean, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_math import (
     cispo_loss,
@@ -20,8 +21,6 @@ from rlhf_tasks.algorithms.shared.policy_math import (
     token_ratio,
 )
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_most_tokens, per_response, per_token
-from rlhf_tasks.algorithms.shared.ref_call import ref_inference
-from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.statistics import moments
 from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import SampleBatch
@@ -37,20 +36,37 @@ WEIGHTINGS = {"grpo": per_response, "dapo": per_token, "dr_grpo": per_most_token
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Optimizer steps on each response, weighted by its score relative to its group. Metrics: see `learn`."""
-    config, batch = context.config, without_skipped(batch)
-    assert isinstance(config, GRPOConfig)
+    """Optimizer steps on each response, weighted by its score relative to its group.
+
+    Metrics: see `learn`; with filter_groups also groups/kept (groups that stay in the batch) and groups/rounds
+    (rounds of samples that were generated).
+    """
+    config, batch = _grpo(context), without_skipped(generated(batch))
     clipped = partial(clipped_loss, low=config.epsilon, high=config.high, dual_clip=config.delta)
     surrogate = partial(cispo_loss, high=config.high) if config.loss_type == "cispo" else clipped
     objective = Objective(RATIOS[config.importance_sampling_level], surrogate, config.beta)
     scores = shaped_scores(batch, config)
     advantages = on_tokens(relative_scores(engine, scores, batch.ids, config), batch["input_ids"].lengths)
-    compares = None
-    if config.filter_groups:
-        # Before the penalty of long responses: their length alone is not what a group is to be compared by.
-        compares = ~per_group(all_equal, batch["scores"].values, batch.ids, config.num_generations)
     weighting = WEIGHTINGS[config.loss_type]
-    return learn(engine, batch, context, advantages, objective, weighting, compares=compares)
+    if not config.filter_groups:
+        return learn(engine, batch, context, advantages, objective, weighting)
+    # Before the penalty of long responses: their length alone is not what a group is to be compared by.
+    chosen = choose(engine, batch, context, config)
+    learned = learn(engine, batch, context, advantages, objective, weighting, ids=chosen.ids)
+    told = {"groups/kept": float(chosen.groups), "groups/rounds": float(chosen.rounds)}
+    return CallOutput(metrics={**learned.metrics, **told})
+
+
+def _grpo(context: CallContext) -> GRPOConfig:
+    assert isinstance(context.config, GRPOConfig), f"{context.config.type} runs have no such call"
+    return context.config
+
+
+actor_generate = generate_if_needed(generation.actor_generate, _grpo)
+"""As `generation.actor_generate`; a round that is not needed generates nothing."""
+
+reward_inference = on_generated(reward_call.reward_inference)
+ref_inference = on_generated(ref_call.ref_inference)
 
 
 def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:

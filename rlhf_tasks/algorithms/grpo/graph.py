@@ -1,12 +1,40 @@
 """The dataflow graph of GRPO."""
 
-from rlhf_tasks.algorithms.shared.rollout_calls import PolicySizes, policy_calls
+from collections.abc import Sequence
+from typing import Protocol
+
+from rlhf_tasks.algorithms.shared.rollout_calls import STAYS, PolicySizes, policy_calls
 from rlhf_tasks.spec import ModelFunctionCall
 
 
-def graph(config: PolicySizes) -> list[ModelFunctionCall]:
+class GRPOSizes(PolicySizes, Protocol):
+    """The fields of a GRPO configuration that the graph depends on."""
+
+    @property
+    def max_rounds(self) -> int: ...
+
+
+def graph(config: GRPOSizes) -> list[ModelFunctionCall]:
     """actor generate; reward inference, and ref inference where beta > 0; actor train_step.
 
     A sequence's advantage is its score relative to its group (arXiv:2402.03300, section 4.1), so there is no critic.
+    Samples may come in rounds.
     """
-    return policy_calls(config)
+    return in_rounds(policy_calls(config), config.max_rounds)
+
+
+def in_rounds(calls: Sequence[ModelFunctionCall], rounds: int) -> list[ModelFunctionCall]:
+    """The calls of an iteration that samples in rounds: each round is a part of generation and scoring.
+
+    Generation reads the scores of the rounds before, since a round may not be needed. The train_step, the last call,
+    gets the samples of all rounds.
+    """
+    if rounds == 1:
+        return list(calls)
+    *sampling, train = calls
+    generate, *scoring = (
+        call.model_copy(update={"n_seqs": rounds * call.n_seqs, "chunks": rounds}) for call in sampling
+    )
+    made = [key for call in scoring for key in call.outputs]
+    first = generate.model_copy(update={"earlier": tuple(key for key in ("scores", STAYS) if key in made)})
+    return [first, *scoring, train.model_copy(update={"rounds": rounds})]

@@ -9,4 +9,5 @@ ALGORITHM = GRPO.preset(
     epsilon_high=0.28,
     overlong_buffer=0.2,
     filter_groups=True,
+    max_rounds=2,
 )

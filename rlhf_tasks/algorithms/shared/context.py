@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.spec import WHOLE, Part
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.tokenizer import Tokenizer
@@ -19,13 +20,18 @@ class CallContext:
     """One execution of one call.
 
     iteration      counted from 0
-    first_sample   global id of the iteration's first sample; its ids are the `n_seqs` integers from there
-    n_seqs         sequences of the iteration
+    first_sample   global id of the first sample of the iteration, or of this part of it; the ids are the `n_seqs`
+                   integers from there
+    n_seqs         sequences of the iteration, or of this part of it
     micro_batches  micro-batches into which this dp rank's share of one (mini-)batch is cut
     rewards        this rank's helper process for Python rewards
     run_folder     on a disk that all hosts share; samples are written there
     where          global id of a sample -> `file:line` of its row
     columns        gives the names of all columns of the data, whichever this rank's rows have
+    part           which part of the call this is
+    earlier        on the data-parallel head: the samples that it has of all earlier parts, with the keys of which the
+                   call asks (`ModelFunctionCall.earlier`); None elsewhere, and where there are none
+    tally          what earlier parts of the call have left in this iteration, for `all_parts`
     """
 
     config: RunConfig
@@ -38,6 +44,22 @@ class CallContext:
     run_folder: Path
     where: Callable[[int], str]
     columns: Callable[[], Sequence[str]]
+    part: Part = WHOLE
+    earlier: SampleBatch | None = None
+    tally: list[Any] = field(default_factory=list)
+
+    def all_parts(self, figures: Any) -> list[Any] | None:
+        """In the call's last part, the figures of all its parts, in their order; None in the others.
+
+        A metric is one of the whole call: its last part makes it from the figures of all. A call that is not cut is
+        its last part.
+        """
+        self.tally.append(figures)
+        if self.part.number < self.part.of - 1:
+            return None
+        found = list(self.tally)
+        self.tally.clear()
+        return found
 
 
 @dataclass(frozen=True, slots=True)

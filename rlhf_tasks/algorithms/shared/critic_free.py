@@ -12,7 +12,6 @@ from rlhf_tasks.algorithms.shared.policy_config import CriticFreeConfig
 from rlhf_tasks.algorithms.shared.policy_math import kl_divergence
 from rlhf_tasks.algorithms.shared.policy_steps import Counts, Objective, Weights, policy_steps
 from rlhf_tasks.algorithms.shared.schedule import counts_per_block
-from rlhf_tasks.algorithms.shared.staying import staying
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.rewards.forms import RewardError
@@ -30,13 +29,14 @@ def learn(
     objective: Objective,
     weighting: Weighting,
     kl_estimator: str = "k3",
-    compares: Tensor | None = None,
+    ids: Sequence[int] | None = None,
 ) -> CallOutput:
     """Optimizer steps on the responses, without those truncated where the configuration masks them.
 
     advantages    [T]
     kl_estimator  of the metric kl
-    compares      [n] bool: the responses that are learned from and in the denominators; None: all
+    ids           of the responses, of all replicas, that stay in the batch, in whole groups; mini-batches are cut
+                  from these. None: all stay
     Metrics, besides those of `policy_steps`: kl (with a reference: mean KL per sequence of the policy that sampled,
     in nats), frac_reward_zero_std (with groups: share of the samples whose group's scores are all equal).
     Raises RewardError when the batch is empty on all replicas.
@@ -48,14 +48,15 @@ def learn(
     whole = torch.stack([kl.double(), equal.double(), scores.new_tensor(len(batch), dtype=torch.float64)])
     of_tokens = {"advantages": Packed(advantages, batch["input_ids"].lengths)}
     batch = SampleBatch(batch.ids, {**batch.data, **of_tokens})
-    if compares is not None:
-        batch = staying(batch, compares)
+    if ids is not None:
+        learned_from = set(ids)
+        batch = batch.take([place for place, sample in enumerate(batch.ids) if sample in learned_from])
 
     lengths, learned = batch["input_ids"].lengths, batch["response_mask"].values
     if config.mask_truncated_completions:
         learned = learned & ~on_tokens(batch["truncated"].values, lengths)
     marks = SampleBatch(batch.ids, {"learned": Packed(learned, lengths), "tokens": batch["response_mask"]})
-    counted = torch.cat([counts_per_block(marks, context, key) for key in (None, "learned", "tokens")])
+    counted = torch.cat([counts_per_block(marks, context, key, ids) for key in (None, "learned", "tokens")])
     own = torch.cat([counted.to(engine.device), whole])
     *totals, total_kl, total_equal, n_samples = engine.sum_over_dp(own).tolist()
     if not n_samples:
@@ -81,6 +82,7 @@ def learn(
         weights,
         counts.tokens,
         epochs=config.num_iterations,
+        ids=ids,
     )
     return CallOutput(metrics=metrics | steps)
 

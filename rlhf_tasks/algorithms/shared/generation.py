@@ -1,9 +1,11 @@
 """The generate call of every algorithm that samples from its policy."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.config.base import Samples
@@ -22,8 +24,8 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     configuration `records_kept`, also `kept_counts` and `kept_tokens`.
 
     A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout.
-    Metrics: completions/mean_length in tokens, completions/clipped_ratio (fraction of truncated responses),
-    throughput/tokens_per_s (response tokens of all dp ranks per second).
+    Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
+    truncated responses), throughput/tokens_per_s (response tokens of all dp ranks per second).
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"
@@ -42,19 +44,29 @@ def respond(
     started = time.perf_counter()
     answered = draw(engine, batch, sampling, seed, context.iteration, record_kept=record_kept)
     elapsed_s = time.perf_counter() - started
-    mine = torch.zeros(4, dtype=torch.float64)
+    mine = torch.zeros(5, dtype=torch.float64)
     if answered is not None:
-        mine[0] = answered["response_mask"].values.sum()
-        mine[1] = answered["truncated"].values.sum()
-        mine[2] = elapsed_s
-        mine[3] = 1
-    tokens, clipped, seconds, heads = engine.sum_over_dp(mine).tolist()
-    metrics = {
-        "completions/mean_length": tokens / context.n_seqs,
-        "completions/clipped_ratio": clipped / context.n_seqs,
-        "throughput/tokens_per_s": tokens * heads / seconds,
+        mine[0] = len(answered)
+        mine[1] = answered["response_mask"].values.sum()
+        mine[2] = answered["truncated"].values.sum()
+        mine[3] = elapsed_s
+        mine[4] = 1
+    return CallOutput(answered, generation_metrics(context.all_parts(engine.sum_over_dp(mine))))
+
+
+def generation_metrics(parts: Sequence[Tensor] | None) -> dict[str, float]:
+    """The metrics of generation, from sums over the dp ranks of each part: [5] float64 responses, their tokens, those
+    truncated, seconds, dp ranks. None where further parts follow: there are none yet."""
+    if parts is None:
+        return {}
+    figures = torch.stack(list(parts))
+    responses, tokens, clipped = figures.sum(0).tolist()[:3]
+    seconds = (figures[:, 3] / figures[:, 4].clamp(min=1)).sum().item()
+    return {
+        "completions/mean_length": tokens / responses,
+        "completions/clipped_ratio": clipped / responses,
+        "throughput/tokens_per_s": tokens / seconds,
     }
-    return CallOutput(answered, metrics)
 
 
 def sampling_params(settings: SamplingConfig, tokenizer: "Tokenizer") -> SamplingParams:

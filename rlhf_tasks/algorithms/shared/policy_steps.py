@@ -108,6 +108,7 @@ def policy_steps(
     epochs: int = 1,
     first_iteration: int = 0,
     early_stop_ratio: float | None = None,
+    ids: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """The optimizer steps of one train call.
 
@@ -116,6 +117,7 @@ def policy_steps(
     first_iteration  the role's first training iteration
     early_stop_ratio once a step's mean ratio over its global mini-batch exceeds it, the iteration's remaining steps
                      are skipped on all ranks
+    ids              of all replicas' samples that mini-batches are cut from; None: all of the iteration
     Returns the metrics
         loss/policy: mean of the mini-batches' losses, by their denominators
         entropy (nats), clip_ratio, policy/ratio, policy/approx_kl (nats; estimator k3, from the sampling policy):
@@ -138,7 +140,7 @@ def policy_steps(
         engine, loss, weights.denominators, context.micro_batches, SUMS, tokens, counted="response_mask"
     )
     mismatch = 0.0
-    for step in optimizer_steps(samples, context, config.optimizer, epochs, first_iteration):
+    for step in optimizer_steps(samples, context, config.optimizer, epochs, first_iteration, ids):
         if not weights.denominators[step.block]:
             continue  # only the optimizer's momentum would change the weights
         unchanged = steps.applied == 0

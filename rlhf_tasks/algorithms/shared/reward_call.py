@@ -19,8 +19,9 @@ EXAMPLES = 8
 
 
 def reward_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Compute `scores`, and write a few samples of the first dp rank. Metrics: see `reward_metrics`."""
-    return score_and_write(engine, batch, context, EXAMPLES if engine.coordinate.dp == 0 else 0)
+    """Compute `scores`, and write a few samples of the first dp rank and part. Metrics: see `reward_metrics`."""
+    shown = engine.coordinate.dp == 0 and context.part.number == 0
+    return score_and_write(engine, batch, context, EXAMPLES if shown else 0)
 
 
 def score_and_write(
@@ -33,13 +34,15 @@ def score_and_write(
     """
     scored = score(engine, batch, context)
     if scored is not None:
-        write_skipped(engine, scored.faults, context, kind)
+        of_part = f"part{context.part.number}-" if context.part.of > 1 else ""
+        write_skipped(engine, scored.faults, context, kind + of_part)
     metrics = reward_metrics(engine, scored, context)
     if scored is None:
         return CallOutput(None, metrics)
     if written:
-        part = f"{context.iteration:08d}-{engine.coordinate.dp:04d}.jsonl"
-        write_samples(context.run_folder / SAMPLES / part, batch, scored, written)
+        of_part = f"-{context.part.number:04d}" if context.part.number else ""
+        name = f"{context.iteration:08d}-{engine.coordinate.dp:04d}{of_part}.jsonl"
+        write_samples(context.run_folder / SAMPLES / name, batch, scored, written)
     return CallOutput(scores_batch(batch, scored, engine), metrics)
 
 

@@ -4,7 +4,7 @@ All are pure functions of configuration, iteration and ids, so that every rank t
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,22 +52,31 @@ def iteration_ids(context: CallContext) -> range:
     return range(context.first_sample, context.first_sample + context.n_seqs)
 
 
-def block_of_samples(batch: SampleBatch, context: CallContext, mini_batches: int) -> list[int]:
-    """The number of the mini-batch, from 0, of each sample of a batch."""
-    blocks = mini_batch_blocks(iteration_ids(context), mini_batches, context.config.group_size)
+def block_of_samples(
+    batch: SampleBatch, context: CallContext, mini_batches: int, ids: Sequence[int] | None = None
+) -> list[int]:
+    """The number of the mini-batch, from 0, of each sample of a batch.
+
+    ids  of all replicas' samples from which the iteration learns, in whole groups; None: all of the iteration
+    """
+    learned = iteration_ids(context) if ids is None else ids
+    blocks = mini_batch_blocks(learned, mini_batches, context.config.group_size)
     block_of = {sample: number for number, block in enumerate(blocks) for sample in block}
     return [block_of[sample] for sample in batch.ids]
 
 
-def counts_per_block(batch: SampleBatch, context: CallContext, mask: str | None = None) -> Tensor:
+def counts_per_block(
+    batch: SampleBatch, context: CallContext, mask: str | None = None, ids: Sequence[int] | None = None
+) -> Tensor:
     """This replica's samples in each of the iteration's mini-batches: [num_mini_batches] float64.
 
     mask  key of a bool tensor with one value per token; counts the tokens where it is True instead of samples
+    ids   as in `block_of_samples`
     """
     config = context.config
     assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
     counts = [1] * len(batch) if mask is None else [int(part.sum()) for part in batch[mask].split()]
-    blocks = torch.tensor(block_of_samples(batch, context, config.num_mini_batches), dtype=torch.int64)
+    blocks = torch.tensor(block_of_samples(batch, context, config.num_mini_batches, ids), dtype=torch.int64)
     totals = torch.zeros(config.num_mini_batches, dtype=torch.float64)
     return totals.index_add_(0, blocks, torch.tensor(counts, dtype=torch.float64))
 
@@ -78,15 +87,17 @@ def optimizer_steps(
     settings: OptimizerConfig,
     epochs: int = 1,
     first_iteration: int = 0,
+    ids: Sequence[int] | None = None,
 ) -> Iterator[Step]:
     """The steps of one train call. Every epoch takes the same mini-batches, in a new random order.
 
     first_iteration  the role's first training iteration, at which its learning-rate schedule begins
+    ids              as in `block_of_samples`
     """
     config = context.config
     assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
     mini_batches = config.num_mini_batches
-    blocks = block_of_samples(batch, context, mini_batches)
+    blocks = block_of_samples(batch, context, mini_batches, ids)
     places = [[place for place, b in enumerate(blocks) if b == block] for block in range(mini_batches)]
     per_iteration = epochs * mini_batches
     total_steps = (config.total_iterations - first_iteration) * per_iteration

@@ -16,7 +16,7 @@ from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.rewards.forms import Answers, RewardError, Values, shortened, total
-from rlhf_tasks.rewards.process import Fault
+from rlhf_tasks.rewards.process import Fault, Judged
 from rlhf_tasks.rewards.samples_folder import SKIPPED_SAMPLES
 from rlhf_tasks.system.failpoints import Point, reach
 
@@ -54,7 +54,7 @@ def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBa
 
     Numbers are float64 if the model is float64, else float32.
     """
-    dtype = torch.float64 if engine.stage.dtype == torch.float64 else torch.float32
+    dtype = engine.dtype_of_rows
     scores = scored.scores.to(engine.device, dtype)
     one = (1,) * len(batch)
     stays = scored.stays.to(engine.device)
@@ -62,7 +62,8 @@ def scores_batch(batch: SampleBatch, scored: Scored, engine: Engine) -> SampleBa
     if scored.of_tokens is not None:
         mask = batch["response_mask"]
         rewards = torch.zeros(len(mask.values), dtype=dtype, device=engine.device)
-        rewards[mask.values] = torch.cat(list(scored.of_tokens)).to(engine.device, dtype)
+        if len(batch):
+            rewards[mask.values] = torch.cat(list(scored.of_tokens)).to(engine.device, dtype)
         data[TOKEN_REWARDS] = Packed(rewards, mask.lengths)
     return SampleBatch(batch.ids, data)
 
@@ -72,7 +73,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
 
     all_judged  False: samples that no reward judges are no error, as where nothing is learned from them
 
-    The Python rewards run in the head's helper process while the reward model computes.
+    The Python rewards run in the head's helper process while the reward model computes; not where there is no sample.
     Raises RewardError, naming the sample, when a Python reward fails or times out, or when there is no reward model
     and the Python rewards judge no sample. With `on_reward_error: skip` there are faults of such samples instead,
     where it is known which they are.
@@ -80,17 +81,21 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
     answers = read_answers(batch, context) if engine.is_head else None
-    pending = None if answers is None else context.rewards.submit(answers, context.iteration)
+    pending = (
+        context.rewards.submit(answers, context.iteration) if answers is not None and len(batch) else None
+    )
     raw = None
     if config.scoring_role == "reward":
         rows = engine.inference(batch, last_value, context.micro_batches)
         raw = None if rows is None else rows.values.double().cpu()
-    if answers is None or pending is None:
+    if answers is None:
         return None
     try:
-        judged = pending.result()
+        judged = (
+            Judged({each.name: [] for each in config.rewards}, {}) if pending is None else pending.result()
+        )
         rewards, faults = judged.values, dict(judged.faults)
-        if raw is None and all_judged:
+        if raw is None and all_judged and len(batch):
             if config.on_reward_error == "skip":
                 faults = _unjudged(rewards, len(batch)) | faults
             else:
@@ -109,7 +114,7 @@ def score(engine: Engine, batch: SampleBatch, context: CallContext, all_judged: 
     if config.scores_tokens:
         counts = [0 if place in faults else len(ids) for place, ids in enumerate(answers.completion_ids)]
         of_tokens = rewards_of_tokens(counts, penalties, weighted, model_part)
-        scores = torch.stack([part.sum() for part in of_tokens])
+        scores = torch.stack([part.sum() for part in of_tokens]) if of_tokens else penalties
         of_tokens = [
             part if len(part) else part.new_zeros(len(ids))
             for part, ids in zip(of_tokens, answers.completion_ids, strict=True)
@@ -218,7 +223,8 @@ def read_answers(batch: SampleBatch, context: CallContext) -> Answers:
 
 
 def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) -> dict[str, float]:
-    """The metrics reward and reward_std over the iteration's samples, and rewards/<name>/mean for each reward.
+    """The metrics reward and reward_std over the iteration's samples, and rewards/<name>/mean for each reward; none
+    before the call's last part.
 
     rewards/reward_model/mean is the mean of the raw scores. With `on_reward_error: skip`, skipped_samples is the
     number of samples that a reward failed on; those that leave the batch are in no mean. Collective over the mesh.
@@ -227,7 +233,7 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
     config = context.config
     assert isinstance(config, Scores), f"{config.type} runs do not score"
     names = [function.name for function in config.rewards]
-    sums = torch.zeros(4 + 2 * len(names), dtype=torch.float64)
+    sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64)
     scores = torch.zeros(0) if scored is None else scored.scores[scored.stays]
     if scored is not None:
         sums[0] = len(scores)
@@ -235,15 +241,25 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
         if scored.reward_model is not None:
             sums[2] = scored.reward_model[scored.stays].sum()
         sums[3] = len(scored.faults)
+        sums[4] = len(scored.scores)
         for place, name in enumerate(names):
             values = [value for value in scored.rewards[name] if value is not None]
-            sums[4 + 2 * place], sums[5 + 2 * place] = sum(values), len(values)
-    n, total, raw, skipped, *by_name = engine.sum_over_dp(sums).tolist()
-    if scored is not None:
-        refuse_all_skipped(scored.faults, int(skipped), context)
-    mean = total / max(n, 1)
+            sums[5 + 2 * place], sums[6 + 2 * place] = sum(values), len(values)
+    of_part = engine.sum_over_dp(sums)
+    mean = (of_part[1] / of_part[0].clamp(min=1)).item()
     deviations = float((scores - mean).square().sum())
-    squares = engine.sum_over_dp(torch.tensor([deviations], dtype=torch.float64)).item()
+    squares = engine.sum_over_dp(torch.tensor([deviations], dtype=torch.float64))
+    parts = context.all_parts(torch.cat([of_part, squares]))
+    if parts is None:
+        return {}
+    figures = torch.stack(parts)
+    n, total, raw, skipped, judged, *by_name, within = figures.sum(0).tolist()
+    if scored is not None:
+        refuse_all_skipped(scored.faults, int(skipped), int(judged), context)
+    mean = total / max(n, 1)
+    # The squares about a part's mean, and those of this mean about the whole one.
+    means = figures[:, 1] / figures[:, 0].clamp(min=1)
+    squares = within + (figures[:, 0] * (means - mean).square()).sum().item()
     metrics = {"reward": mean, "reward_std": (squares / max(n - 1, 1)) ** 0.5}
     if config.on_reward_error == "skip":
         metrics["skipped_samples"] = skipped
@@ -255,13 +271,14 @@ def reward_metrics(engine: Engine, scored: Scored | None, context: CallContext) 
     return metrics
 
 
-def refuse_all_skipped(faults: Mapping[int, Fault], skipped: int, context: CallContext) -> None:
+def refuse_all_skipped(faults: Mapping[int, Fault], skipped: int, judged: int, context: CallContext) -> None:
     """Raises RewardError on a head when a reward failed on all samples of the iteration.
 
     faults   of this head's samples
     skipped  samples of all heads on which a reward failed
+    judged   samples of all heads
     """
-    if skipped == context.n_seqs and faults:
+    if skipped == judged and faults:
         first = faults[min(faults)]
         raise RewardError(
             f"a reward failed on every sample of iteration {context.iteration}, so none is left. Of sample "

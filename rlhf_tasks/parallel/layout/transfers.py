@@ -222,7 +222,8 @@ def partition(
     """Distribute an iteration's samples over dp ranks, mini-batch by mini-batch. Returns the ids of each dp rank.
 
     balance     "count": group number i of a mini-batch goes to dp rank i mod dp. "tokens": the remaining group with
-                the most tokens goes to the dp rank with the fewest so far (ties: the smaller ids, the lower rank)
+                the most tokens goes to the dp rank with the fewest so far (ties: the smaller ids; the rank with fewer
+                groups, then the lower one, so that each rank gets a group even where some have no tokens)
     lengths     sample id -> tokens; only "tokens" needs it
     group_size  consecutive samples that stay together
     In the list of a dp rank, the mini-batches follow each other, each with ascending ids.
@@ -242,11 +243,11 @@ def partition(
 
 def _deal_tokens(groups: Sequence[list[int]], dp: int, lengths: Mapping[int, int]) -> list[list[list[int]]]:
     dealt: list[list[list[int]]] = [[] for _ in range(dp)]
-    queue = [(0, rank) for rank in range(dp)]
+    queue = [(0, 0, rank) for rank in range(dp)]
     for tokens, group in sorted((-sum(lengths[sample] for sample in group), group) for group in groups):
-        load, rank = queue[0]
+        load, count, rank = queue[0]
         dealt[rank].append(group)
-        heapq.heapreplace(queue, (load - tokens, rank))
+        heapq.heapreplace(queue, (load - tokens, count + 1, rank))
     return dealt
 
 

@@ -106,6 +106,11 @@ class Engine:
         return self.is_last_stage and self.coordinate.tp == 0
 
     @property
+    def dtype_of_rows(self) -> torch.dtype:
+        """The type of numbers per token or sample: float64 if the model is float64, else float32."""
+        return torch.promote_types(self.stage.dtype, torch.float32)
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pipeline.is_last
 
@@ -128,7 +133,11 @@ class Engine:
         with products(self.device, self.stage.dtype):
             rows = self.pipeline.forward(micros, run)
         self.count(self._flops_of(forward_flops, batch, counted))
-        return _in_order(batch, micros, rows, self.device) if self.is_last_stage else None
+        if not self.is_last_stage:
+            return None
+        if not micros:
+            return Packed(torch.zeros(0, dtype=self.dtype_of_rows, device=self.device), ())
+        return _in_order(batch, micros, rows)
 
     def train_step(
         self,
@@ -245,12 +254,8 @@ class Engine:
         return total
 
 
-def _in_order(
-    batch: SampleBatch, micros: list[MicroBatch], rows: list[Tensor], device: torch.device
-) -> Packed:
+def _in_order(batch: SampleBatch, micros: list[MicroBatch], rows: list[Tensor]) -> Packed:
     """The rows of all micro-batches in the order of the batch."""
-    if not micros:
-        return Packed(torch.zeros(0, device=device), ())
     by_id: dict[int, deque[Tensor]] = defaultdict(deque)  # several where sequences share a sample's id
     for micro, part in zip(micros, rows, strict=True):
         if part.shape[0] == micro.tokens:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planner.plan.call_order import node_order
+from planner.plan.graph import DataflowGraph
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.algorithms.examples import prepared_rows
 from rlhf_tasks.algorithms.fetch import fetch
@@ -26,7 +28,7 @@ from rlhf_tasks.parallel.model.weights import initialise, load, load_config
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.rewards.process import RewardProcess
-from rlhf_tasks.spec import ModelFunctionCall
+from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
 
 CPU = torch.device("cpu")
 PLACEMENT = Placement((0,), ParallelStrategy())
@@ -69,32 +71,45 @@ class OneRank:
         dtype = getattr(torch, config.dtype)
         self.engines = {name: engine_of(role, config.seed, dtype) for name, role in config.roles().items()}
         self.rewards = RewardProcess(config)
+        self.tallies: dict[str, list[Any]] = {}
         self.algorithm = algorithm(config.type)
         self.calls = self.algorithm.calls(config)
         self.functions = load_functions(self.algorithm, [call.name for call in self.calls])
 
     def iterate(self, iteration: int) -> tuple[dict[str, float], SampleStore]:
         """All calls of one iteration in the graph's order; their metrics, and the samples they left."""
-        n = self.config.batch_size
-        ids = range(iteration * n, (iteration + 1) * n)
-        store, metrics = SampleStore(), {}
+        graph = DataflowGraph(self.calls, self.algorithm.dataset_keys)
+        ids = range(iteration * graph.n_seqs, (iteration + 1) * graph.n_seqs)
+        store, metrics, self.tallies = SampleStore(), {}, {}
         store.put(fetch(self.rows, self.config, ids))
-        for call in self.calls:
-            metrics |= self.call(call, iteration, store, ids)
+        for name in node_order(graph, [call.name for call in self.calls]):
+            call = next(call for call in self.calls if name in call.nodes)
+            metrics |= self.call(call, iteration, store, ids, Part(call.nodes.index(name), call.chunks))
         return metrics, store
 
     def call(
-        self, call: ModelFunctionCall, iteration: int, store: SampleStore, ids: range
+        self, call: ModelFunctionCall, iteration: int, store: SampleStore, every: range, part: Part = WHOLE
     ) -> dict[str, float]:
+        own = part.ids(every)
+        ids = range(own[0], own[-1] + 1)
         batch = _renamed(store.get(list(ids), call.inputs), call.remap)
-        output = self.output(call, self.engines[call.role], batch, iteration, ids)
+        before = list(range(every.start, ids.start))
+        earlier = store.get(before, call.earlier) if call.earlier and before else None
+        output = self.output(call, self.engines[call.role], batch, iteration, ids, part, earlier)
         if output.batch is not None:
             renamed = _renamed(output.batch, {ours: theirs for theirs, ours in call.remap.items()})
             store.put(SampleBatch(renamed.ids, {key: renamed[key] for key in call.outputs}))
         return dict(output.metrics)
 
     def output(
-        self, call: ModelFunctionCall, engine: Engine, batch: SampleBatch, iteration: int, ids: range
+        self,
+        call: ModelFunctionCall,
+        engine: Engine,
+        batch: SampleBatch,
+        iteration: int,
+        ids: range,
+        part: Part = WHOLE,
+        earlier: SampleBatch | None = None,
     ) -> CallOutput:
         """What a call's function makes of a batch, whichever engine it is given."""
         context = CallContext(
@@ -108,6 +123,9 @@ class OneRank:
             run_folder=self.run_folder,
             where=str,
             columns=lambda: self.rows.columns,
+            part=part,
+            earlier=earlier,
+            tally=self.tallies.setdefault(call.name, []),
         )
         return self.functions[call.name](engine, batch, context)
 

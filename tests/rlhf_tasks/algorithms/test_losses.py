@@ -2,7 +2,9 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,13 +121,6 @@ def grpo_scores(config: Any, samples: list[Sample]) -> list[float]:
     return scores
 
 
-def in_the_batch(config: Any, samples: list[Sample], block: range) -> list[int]:
-    if not getattr(config, "filter_groups", False):
-        return list(block)
-    scores, size = [sample.score for sample in samples], config.num_generations
-    return [i for i in block if len({scores[i // size * size + k] for k in range(size)}) > 1]
-
-
 def grpo_advantages(config: Any, samples: list[Sample]) -> list[list[float]]:
     scores = grpo_scores(config, samples)
     size = config.num_generations
@@ -198,13 +193,12 @@ def token_losses(config: Any, sample: Sample, advantages: list[float]) -> list[T
     return losses
 
 
-def expected_loss(config: Any, samples: list[Sample], block: range) -> Tensor:
+def expected_loss(config: Any, samples: list[Sample], block: Sequence[int]) -> Tensor:
     """The loss of one mini-batch, whose samples are `block` of all samples."""
     if config.type == "expert_iteration":
         return expert_loss(config, samples, block)
     advantages = ADVANTAGES.get(config.type, grpo_advantages)(config, samples)
-    present = in_the_batch(config, samples, block)
-    learned = [i for i in present if not (config.mask_truncated_completions and samples[i].truncated)]
+    learned = [i for i in block if not (config.mask_truncated_completions and samples[i].truncated)]
     of_samples = [torch.stack(token_losses(config, samples[i], advantages[i])) for i in learned]
     nothing = torch.zeros((), dtype=torch.float64)
     sums = sum((losses.sum() for losses in of_samples), nothing)
@@ -213,13 +207,13 @@ def expected_loss(config: Any, samples: list[Sample], block: range) -> Tensor:
         whole = config.importance_sampling_level == "sequence"
         return sum((x.mean() if whole else x.sum() for x in of_samples), nothing) / len(block)
     if kind == "grpo":
-        return sum((losses.mean() for losses in of_samples), nothing) / max(len(present), 1)
+        return sum((losses.mean() for losses in of_samples), nothing) / max(len(block), 1)
     if kind == "dr_grpo":
-        return sums / max(len(present) * MOST, 1)
+        return sums / max(len(block) * MOST, 1)
     return sums / max(sum(map(len, of_samples)), 1)
 
 
-def expert_loss(config: Any, samples: list[Sample], block: range) -> Tensor:
+def expert_loss(config: Any, samples: list[Sample], block: Sequence[int]) -> Tensor:
     size, chosen = config.num_generations, []
     for i in block:
         group = [samples[j].score for j in range(i // size * size, (i // size + 1) * size)]
@@ -295,6 +289,16 @@ def batch_of(samples: list[Sample]) -> SampleBatch:
     return SampleBatch(tuple(range(len(samples))), {key: Packed.of(values) for key, values in parts.items()})
 
 
+def mini_batches(config: RunConfig, samples: list[Sample]) -> list[list[int]]:
+    """The numbers of each mini-batch's samples: of all groups, or where groups are filtered of those that differ."""
+    size = getattr(config, "num_generations", 1)
+    groups = [list(range(first, first + size)) for first in range(0, len(samples), size)]
+    if getattr(config, "filter_groups", False):
+        groups = [group for group in groups if len({samples[i].score for i in group}) > 1]
+    cuts = [number * len(groups) // BLOCKS for number in range(BLOCKS + 1)]
+    return [[i for group in groups[a:b] for i in group] for a, b in pairwise(cuts)]
+
+
 def trained(
     config: RunConfig, samples: list[Sample], micro_batches: int
 ) -> tuple[Recording, dict[str, float]]:
@@ -323,9 +327,10 @@ def test_losses_and_gradients_are_those_of_the_formulas(variant, groups, size, m
 
     engine, _ = trained(config, samples, micro_batches)
 
-    steps = {min(ids) * BLOCKS // n_seqs: (loss, gradients) for ids, loss, gradients in engine.taken}
-    for number in range(BLOCKS):
-        block = range(number * n_seqs // BLOCKS, (number + 1) * n_seqs // BLOCKS)
+    blocks = mini_batches(config, samples)
+    number_of = {i: number for number, block in enumerate(blocks) for i in block}
+    steps = {number_of[min(ids)]: (loss, gradients) for ids, loss, gradients in engine.taken}
+    for number, block in enumerate(blocks):
         expected = expected_loss(config, samples, block)
         if number not in steps:  # nothing to learn: no step
             assert not expected.requires_grad

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flows.demo.data import MODEL, write_model_folder
-from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.algorithms.configurations import ConfigError, make_config
 from rlhf_tasks.algorithms.ppo import functions
 from rlhf_tasks.algorithms.ppo.learning import Targets, learning_targets
 from rlhf_tasks.algorithms.shared.packed import last_response_tokens
@@ -344,8 +344,10 @@ def test_reward_modelling_learns_which_answer_is_chosen(start: Any):
     assert metrics[-1]["reward/margin"] > 1.0
 
 
-def test_rollouts_write_each_sample_once_in_file_order(start: Any, tmp_path: Path):
-    run = start("rollout", num_generations=2, sampling={"max_completion_length": 8, "temperature": 0.9})
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rollouts_write_each_sample_once_in_file_order(start: Any, tmp_path: Path, chunks: int):
+    sampling = {"max_completion_length": 8, "temperature": 0.9}
+    run = start("rollout", num_generations=2, sampling=sampling, chunks=chunks)
     for iteration in (0, 1, 0):  # an iteration that is repeated leaves the same files
         run.iterate(iteration)
     samples = list(read_samples(tmp_path, 14))
@@ -394,6 +396,26 @@ def test_algorithms_without_a_critic_train_the_actor_alone(start: Any, kind: str
     assert {"entropy", "clip_ratio", "loss/policy"} <= metrics.keys()
     assert ("kl" in metrics) == with_ref
     assert ("frac_reward_zero_std" in metrics) == (size > 1)
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("ppo", 4), ("grpo", 2), ("remax", 2)])
+def test_a_batch_in_parts_has_the_same_tokens_and_metrics(start: Any, kind: str, chunks: int):
+    found = []
+    for parts in (1, chunks):
+        metrics, store = start(kind, chunks=parts, dtype="float64", **CRITIC_FREE.get(kind, {})).iterate(0)
+        found.append((metrics, whole(store, "input_ids", "scores", "truncated")))
+    (metrics, batch), (of_parts, in_parts) = found
+    for key, packed in batch.data.items():
+        assert torch.equal(packed.values, in_parts[key].values), key
+    assert of_parts.keys() == metrics.keys(), "a metric is of the whole call"
+    for name, value in metrics.items():
+        if "per_s" not in name:
+            assert of_parts[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def test_a_number_of_parts_that_does_not_divide_the_groups_is_refused(start: Any):
+    with pytest.raises(ConfigError, match=r"chunks=3 does not divide batch_size / num_generations = 2"):
+        start("grpo", num_generations=4, chunks=3)
 
 
 def test_remax_compares_with_the_likeliest_response(start: Any):

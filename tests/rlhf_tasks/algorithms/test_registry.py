@@ -25,6 +25,7 @@ SIZES = SimpleNamespace(
     truncated_responses="keep",
     beta=0.1,
     mask_truncated_completions=False,
+    max_rounds=1,
 )
 LEARNT_FROM_ROWS = ("sft", "reward_model", "dpo", "kto")
 
@@ -49,7 +50,7 @@ def test_a_preset_is_the_algorithm_with_other_defaults():
     }
     plain, config = make_config({"type": "grpo", **document}), make_config({"type": "dapo", **document})
     changed = {"type": "dapo", "loss_type": "dapo", "epsilon_high": 0.28}
-    changed |= {"overlong_buffer": 0.2, "filter_groups": True}
+    changed |= {"overlong_buffer": 0.2, "filter_groups": True, "max_rounds": 2}
     assert config.model_dump() == {**plain.model_dump(), **changed}
     assert isinstance(config, grpo.config)
     assert make_config(config.model_dump(mode="json")) == config

@@ -48,7 +48,7 @@ def test_root_bound_is_the_smallest_period(options, n_devices):
     """Against all choices, on PPO's cycles."""
     members = np.array(
         [[1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 1, 0], [0, 0, 0, 1, 0, 1], [1, 1, 0, 0, 0, 1]],
-        dtype=bool,
+        dtype=float,
     )
     delays = np.array([1.0, 1.0, 1.0, 1.0, 2.0])
     best = np.inf

@@ -21,7 +21,7 @@ from planner.pricing.problem import Problem
 from planner.search.compiled.arrays import KnownPrices
 from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
-from rlhf_tasks.algorithms.registry import algorithm
+from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
@@ -63,11 +63,13 @@ def make_tables(
     host_copy_bytes_per_s: float = 25e9,
     evaluation: Evaluation | None = None,
     lora: Lora | None = None,
+    chunks: int = 1,
     sync_every: int | None = None,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
 
     lora        of the roles that train; then actor and ref, critic and reward begin from the same weights
+    chunks      parts into which calls are cut
     sync_every  iterations from one blend of the reference with the actor to the next
     """
     sizes = {
@@ -82,7 +84,7 @@ def make_tables(
     }
     registered = algorithm(name)
     graph = DataflowGraph(
-        registered.graph(SimpleNamespace(**sizes)),
+        in_parts(registered.graph(SimpleNamespace(**sizes)), chunks),
         registered.dataset_keys,
         name=name,
         evaluated=("actor",) if evaluation else (),
@@ -150,6 +152,12 @@ def tables_of(name: str) -> Tables:
         "2x2, adapters, little memory": lambda: make_tables(
             Cluster(2, 2), lora=LORA, memory_bytes=45 * 10**6
         ),
+        "2x2, parts": lambda: make_tables(Cluster(2, 2), chunks=2),
+        "2x4, parts of which dp does not divide one": lambda: make_tables(Cluster(2, 4), n_seqs=24, chunks=2),
+        "2x2, parts, little memory": lambda: make_tables(
+            Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8, chunks=4
+        ),
+        "2x2, parts, reference follows": lambda: make_tables(Cluster(2, 2), chunks=2, sync_every=3),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
         "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
         "3x2, two classes, reference follows": lambda: make_tables(
@@ -168,6 +176,8 @@ NAMES = [
     *("1x8", "2x2", "2x4, 12 sequences", "2x2, little memory", "2x2, slow host links"),
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
     *("2x2, adapters", "2x2, adapters, little memory", "2x2, adapters, evaluated"),
+    *("2x2, parts", "2x4, parts of which dp does not divide one", "2x2, parts, little memory"),
+    "2x2, parts, reference follows",
     *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
 ]
 

@@ -1,0 +1,94 @@
+"""Calls that are cut into parts, and rounds of samples, under plans that differ in everything: the same losses."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.algorithms.configurations import make_config
+from rlhf_tasks.config.base import RunConfig
+from tests.rlhf_tasks.test_layout_invariance import ALONE, PLANS, differences, trajectory
+from tests.tiny_runs import ppo_config, write_model, write_prompts
+
+pytestmark = pytest.mark.dist
+
+REWARD = """
+from zlib import crc32
+def judge(prompts, completions, answer, **columns):
+    return [1.0 if int(a) < 1 else crc32(c.encode()) / 2**32 for c, a in zip(completions, answer)]
+"""
+"""One of seven prompts has a group of equal scores."""
+
+SIDE_BY_SIDE = {
+    "actor_generate": {"devices": [0, 1], "tp": 2},
+    "reward_inference": {"devices": [2]},
+    "ref_inference": {"devices": [2, 3], "dp": 2, "balance": "tokens"},
+    "actor_train": {"devices": [0, 1, 2, 3], "dp": 2, "tp": 2, "balance": "tokens", "micro_batches": 2},
+}
+ROUND_PLANS = {
+    "scored on other devices": (4, SIDE_BY_SIDE),
+    "dealt by tokens": (2, {c: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for c in SIDE_BY_SIDE}),
+    "in a pipeline": (2, {c: {"devices": [0, 1], "pp": 2, "micro_batches": 2} for c in SIDE_BY_SIDE}),
+}
+
+
+def of_calls(found: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics by call, whichever of its parts told them."""
+    return [{re.sub(r"_\d+/", "/", name, count=1): v for name, v in seen.items()} for seen in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("one rank", 4),
+        ("calls on meshes and strategies of their own", 2),
+        pytest.param("overlapping meshes, balanced by tokens", 4, marks=pytest.mark.slow),
+        pytest.param(
+            "one mesh, dealt by prompts to generate and by whole sequences to learn",
+            2,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_parts_of_a_call_change_no_metric_under_any_plan(ranks, tmp_path, name, chunks):
+    whole = trajectory(ranks, tmp_path, *PLANS["one rank"])
+    cut = of_calls(trajectory(ranks, tmp_path, *PLANS[name], partial(ppo_config, chunks=chunks)))
+    assert cut[2].keys() >= whole[2].keys()
+    assert not differences(whole, cut)
+
+
+def dapo_config(folder: Path, **changes: Any) -> RunConfig:
+    """DAPO with a reference, in up to two rounds of four groups."""
+    if not (folder / "actor").exists():
+        write_model(folder / "actor")
+        write_prompts(folder / "prompts.jsonl")
+        (folder / "rewards.py").write_text(REWARD)
+    document = {
+        "type": "dapo",
+        "models": {"actor": str(folder / "actor")},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "output_dir": str(folder / "runs"),
+        "sampling": {"max_completion_length": 12},
+        "rewards": [{"function": f"{folder}/rewards.py:judge"}],
+        "batch_size": 16,
+        "num_generations": 4,
+        "num_mini_batches": 2,
+        "beta": 0.1,
+        "total_iterations": 3,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return make_config({**document, **changes})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scored on other devices", *(pytest.param(n, marks=pytest.mark.slow) for n in list(ROUND_PLANS)[1:])],
+)
+def test_rounds_are_decided_and_learned_alike_under_any_plan(ranks, tmp_path, name):
+    alone = trajectory(ranks, tmp_path, 1, dict.fromkeys(SIDE_BY_SIDE, ALONE), dapo_config)
+    rounds = [seen["actor_train/groups/rounds"] for seen in alone]
+    assert set(rounds) == {1.0, 2.0}
+    assert max(seen["actor_train/groups/kept"] for seen in alone) == 4
+    assert not differences(alone, trajectory(ranks, tmp_path, *ROUND_PLANS[name], dapo_config))
