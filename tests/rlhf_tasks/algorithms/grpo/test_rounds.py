@@ -75,7 +75,7 @@ def test_the_first_groups_that_differ_are_learned(scores, kept, rounds):
 
 
 def test_a_group_is_compared_by_the_samples_that_are_left_of_it():
-    """A sample on which a reward failed has left the batch: what was one of its group alone has nothing to compare."""
+    """A sample that a reward failed on has left the batch: if it was one of two, the other compares with nothing."""
     left = scored([0, 1, 1, 0, 1, 0], first=10).take([0, 2, 3, 4, 5])
     found = choose(ENGINE, left, context_of(8, first=10), make_config(DOCUMENT))
     assert found == ([12, 13, 14, 15], 2, 2)
