@@ -97,7 +97,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     what ranks wait for each other is no part of it. An iteration's are the median from one end to the next. The
     first iteration of a call counts only where it is the one, and no time between two generations does. Of an
     evaluation only the iterations count that have one; without any it is left out. `iteration` is one without an
-    evaluation, where there is such.
+    evaluation, where there is such. Rounds after the first are left out.
     """
     spans: dict[tuple[str, int], float] = {}
     ends: dict[int, float] = defaultdict(float)
@@ -111,7 +111,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         for rank, size_bytes in row.get("peak_bytes", {}).items():
             peaks[rank] = max(peaks[rank], size_bytes)
             held[row["node"]] = max(held[row["node"]], size_bytes)
-    price, first = expected.price, min(ends)
+    price, first, spare = expected.price, min(ends), _spare_rounds(plan)
     kept = [t for t in sorted(ends) if t > first] or [first]
     starts = min(row["started_s"] for row in lineage)
     pairs = [(t, after) for t, after in pairwise(sorted(ends)) if generations[t] == generations[after]]
@@ -121,7 +121,9 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     calls = {
         node.name: (price.longest_s[node.name], median(spans[node.name, t] for t in at))
         for node in plan.nodes
-        if isinstance(node, CallNode | EvaluateNode) and (at := _worked(node, kept, lineage))
+        if isinstance(node, CallNode | EvaluateNode)
+        and node.name not in spare
+        and (at := _worked(node, kept, lineage))
     }
     memory = {
         rank: (price.peaks[int(rank)].total_bytes + expected.process_bytes, peak)
@@ -130,7 +132,7 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
     call_memory = {
         name: (size_bytes + expected.process_bytes, held[name])
         for name, size_bytes in price.call_bytes.items()
-        if name in held
+        if name in held and name not in spare
     }
     iteration = (_iteration_s(plan, price, evaluated=not plain), median((plain or gaps).values()))
     judged = {**calls, "iteration": iteration} | {
@@ -145,6 +147,15 @@ def planned_and_measured(plan: ExecutionPlan, expected: Planned, lineage: Sequen
         "call_memory_bytes": {name: _pair(*pair) for name, pair in call_memory.items()},
         "peak_memory_bytes": {rank: _pair(*pair) for rank, pair in memory.items()},
     }
+
+
+def _spare_rounds(plan: ExecutionPlan) -> set[str]:
+    """The nodes of rounds after the first, which compute only where those before did not suffice. They are priced
+    as the first round is."""
+    calls = [node for node in plan.nodes if isinstance(node, CallNode)]
+    if all(node.call.rounds == 1 for node in calls):
+        return set()
+    return {node.name for node in calls if node.part.number > 0}
 
 
 def _evaluations(plan: ExecutionPlan) -> list[EvaluateNode]:
@@ -179,9 +190,10 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
     evaluations = {name for node in _evaluations(plan) for name in (node.name, _memory_in(node.name))}
     if found["iterations"] < ENOUGH or evaluations.issuperset(found["drifted"]):
         return False
+    spare = _spare_rounds(plan)
+    calls = {call: [node for node in nodes if node.name not in spare] for call, nodes in plan.calls.items()}
     measured = {
-        call: fmean(found["calls"][node.name]["measured"] for node in nodes)
-        for call, nodes in plan.calls.items()
+        call: fmean(found["calls"][node.name]["measured"] for node in nodes) for call, nodes in calls.items()
     }
     ran = [
         RanCall(
@@ -190,7 +202,7 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
             seconds=measured[call],
             active_bytes=_most_active_bytes([node.name for node in nodes], expected, found),
         )
-        for call, nodes in plan.calls.items()
+        for call, nodes in calls.items()
         if LEAST_S <= measured[call] <= MOST_S
     ]
     try:
@@ -201,18 +213,17 @@ def keep_drift(plan: ExecutionPlan, expected: Planned, found: Mapping[str, Any])
     return True
 
 
-def _active_bytes(call: str, expected: Planned, found: Mapping[str, Any]) -> float | None:
-    """What a call took beyond parameters; these are known, so all that is off is its own. None where nothing is."""
-    if _memory_in(call) not in found["drifted"]:
-        return None
-    memory = found["call_memory_bytes"][call]
-    return max(expected.active_bytes[call] + memory["measured"] - memory["planned"], 0.0)
-
-
 def _most_active_bytes(nodes: Sequence[str], expected: Planned, found: Mapping[str, Any]) -> float | None:
-    """What the parts of a call took beyond parameters, at most. None where nothing is off."""
-    known = [_active_bytes(node, expected, found) for node in nodes]
-    return max((size_bytes for size_bytes in known if size_bytes is not None), default=None)
+    """What the parts of a call took beyond parameters, at most. These are known, so all that is off is the call's
+    own. None where nothing is off."""
+    if not any(_memory_in(node) in found["drifted"] for node in nodes):
+        return None
+    memory = found["call_memory_bytes"]
+    return max(
+        max(expected.active_bytes[node] + memory[node]["measured"] - memory[node]["planned"], 0.0)
+        for node in nodes
+        if node in memory
+    )
 
 
 def _memory_in(call: str) -> str:

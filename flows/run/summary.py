@@ -22,7 +22,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of_step(metrics: Sequence[Row], step: int) -> Row:
-    """The row of the iteration that a step follows; an empty one for step 0, and where a damaged journal lost it."""
+    """The row of the iteration that a step follows; an empty one for step 0, unless it was evaluated,
+    and where a damaged journal lost it."""
     return next((row for row in metrics if row["iteration"] == step - 1), {})
 
 

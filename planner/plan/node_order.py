@@ -53,18 +53,25 @@ class OrderProblem:
         return tuple(name for name, seconds in self.taken_s.items() if seconds > total / 100)
 
 
+MOST_TRIED = 2000
+"""Orders that are tried at most: where calls are cut into parts, neighbours are many and each takes long."""
+
+
 def total_order(problem: OrderProblem) -> list[str]:
     """A topological order of the nodes with a short steady-state iteration. Deterministic."""
     scenarios = _scenarios(problem)
     least_s = _least_s(problem, scenarios)  # no order can be faster
     order = _list_schedule(problem)
     best = _objective(problem, scenarios, order)
-    improved = True
+    improved, tried = True, 0
     while improved:
         improved = False
         for candidate in _moves(problem, order):
             if (least_s, -_lateness(problem, candidate)) >= best:
                 continue  # even at the least time no better: saves most of the work where all nodes share devices
+            tried += 1
+            if tried > MOST_TRIED:
+                break
             value = _objective(problem, scenarios, candidate)
             if value < best:
                 order, best, improved = candidate, value, True

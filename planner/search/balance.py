@@ -5,11 +5,13 @@ search and its bounds know nothing of it: they hold for the best of both. A call
 fullest dp rank gets less; it costs the transfers between it and calls that deal otherwise.
 """
 
+import math
 from collections.abc import Mapping
 
 from planner.plan.steady_state import steady_state
 from planner.plan.workload import Lengths
 from planner.pricing.imbalance import Imbalance, imbalance
+from planner.pricing.plans import shortfall
 from planner.pricing.problem import Problem
 from planner.search.baselines import Priced, priced_plan
 from planner.search.choices import assignments_of
@@ -37,12 +39,16 @@ def balanced(priced: Priced, problem: Problem) -> Priced:
         return priced
 
     plans = {frozenset[str](): priced}
+    fits = not shortfall(priced.price, problem.model)
 
     def seconds_of(names: frozenset[str]) -> float:
-        """Of the plan in which these calls deal by tokens."""
+        """Of the plan in which these calls deal by tokens; endless where its transfers exceed memory, and only
+        they do."""
         if names not in plans:
             changes = {name: given[name].model_copy(update={"balance": "tokens"}) for name in names}
             plans[names] = priced_plan(problem.graph, problem.model, given | changes)
+        if fits and shortfall(plans[names].price, problem.model):
+            return math.inf
         return expected_s(plans[names], uneven, problem)
 
     def is_faster(names: frozenset[str], others: frozenset[str]) -> bool:

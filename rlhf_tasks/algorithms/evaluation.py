@@ -52,12 +52,16 @@ class Evaluation:
         self._rows = {name: TokenFile.open(run_folder / name) for name in held_out_sets(config)}
         self._answers = answers and Answers(answers, self._rows[HELD_OUT], rewards, tokenizer, run_folder)
 
-    def metrics(self, engine: Engine, iteration: int) -> dict[str, float]:
+    def metrics(self, engine: Engine, iteration: int, at_start: bool = False) -> dict[str, float]:
         """Those of `Answers.metrics`, where rewards score answers, and eval/loss, where it is asked for. Equal on all
-        ranks of the engine's placement, over which it is collective."""
+        ranks of the engine's placement, over which it is collective.
+
+        at_start  before the first iteration, which is then the one that is named
+        """
         found: dict[str, float] = {}
         if self._answers is not None:
-            found |= self._answers.metrics(engine, iteration)
+            kind = "evaluation-at-start-" if at_start else "evaluation-"
+            found |= self._answers.metrics(engine, iteration, kind)
         if self._completions is not None:
             rows = self._rows[COMPLETIONS]
             found["eval/loss"] = completion_loss(engine, rows, self._completions, self._batch_size)
@@ -83,9 +87,10 @@ class Answers:
         self._config, self._rows, self._rewards, self._tokenizer = config, rows, rewards, tokenizer
         self._run_folder = run_folder
 
-    def metrics(self, engine: Engine, iteration: int) -> dict[str, float]:
+    def metrics(self, engine: Engine, iteration: int, kind: str) -> dict[str, float]:
         """Answer all held-out rows and score the answers. Collective over the engine's placement.
 
+        kind  begins the name of the file that lists skipped answers
         Returns, equal on every rank, over all answers: eval/reward, the mean score; eval/<name>/mean of each reward
         that has judged one;
         eval/mean_length in tokens; eval/clipped_ratio, the fraction without an end token; with `on_reward_error:
@@ -123,7 +128,7 @@ class Answers:
         sums = torch.cat([sums, sums.new_tensor([len(faults)])])
         n, tokens, clipped, total, *by_name, skipped = engine.sum_over_dp(sums.to(engine.device)).tolist()
         if engine.is_head:
-            write_skipped(engine, faults, context, "evaluation-")
+            write_skipped(engine, faults, context, kind)
             refuse_all_skipped(faults, int(skipped), context.n_seqs, context)
         means = {
             f"eval/{name}/mean": by_name[2 * place] / by_name[2 * place + 1]

@@ -416,7 +416,7 @@ class Scores(Samples):
     chunks: int = Field(
         default=1,
         gt=0,
-        le=256,
+        le=32,
         description="Parts of the batch: one is scored while the next is generated, on other devices.",
     )
     reward_model: RewardModelScore = Field(

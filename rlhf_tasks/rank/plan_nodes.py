@@ -278,7 +278,8 @@ class RankRun:
         held, expected = engine.version, request.versions[node.role]
         require(held == expected, f"{node.name}: {node.role} has version {held}, the plan says {expected}")
         flops_before = engine.flops
-        metrics, flops = self._evaluated().metrics(engine, iteration), engine.flops - flops_before
+        metrics = self._evaluated().metrics(engine, iteration, node.at_start)
+        flops = engine.flops - flops_before
         return (
             Outcome(flops=flops, details={BEFORE: metrics})
             if node.at_start

@@ -90,6 +90,7 @@ class _Call:
     places     indices of the answers that it judges
     returned   what it returned, or will be awaited
     error      what it raised; _Late where it has not ended in time
+    began_s    time.monotonic() at which an async one had its turn; None before
     is_search  it judges one of the answers of a call that has failed
     """
 
@@ -97,6 +98,7 @@ class _Call:
     places: Sequence[int]
     returned: Any = None
     error: BaseException | None = None
+    began_s: float | None = None
     is_search: bool = False
 
     @property
@@ -106,15 +108,18 @@ class _Call:
 
     @property
     def can_be_skipped(self) -> bool:
-        """Whether all its answers are skipped where it fails: those of a request, and an answer judged alone."""
+        """Whether its answer, which it judges alone, is skipped where it fails."""
         if self.reward.answers_per_call is not None:
-            return isinstance(self.error, RequestError | _Late)
+            return isinstance(self.error, RequestError) and len(self.places) == 1
+        if isinstance(self.error, _Late) and not self.error.had_time:
+            return False
         return self.place is not None and not self.is_hopeless
 
     @property
     def is_hopeless(self) -> bool:
         """Whether it would fail again: a reward of ours does so without a place where its settings are at fault."""
-        return isinstance(self.error, RewardError) and self.error.place is None
+        error = self.error
+        return isinstance(error, RewardError) and not isinstance(error, RequestError) and error.place is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +256,8 @@ class Helper:
         timeout_s: float,
         most: Mapping[str, int],
     ) -> list[_Call]:
-        """The calls that take the place of one that failed on several answers: one for each answer that it fails on
-        alone, and one for all others together.
+        """The calls that take the place of one (of a service: a request) that failed on several answers: one for each
+        answer that it fails on alone, and one for all others together.
 
         Raises RewardError where it fails on no answer alone, or on all others together.
         """
@@ -411,7 +416,14 @@ class Helper:
 
 
 class _Late(Exception):
-    """An async reward has not ended in time; the traceback says where it waits."""
+    """An async reward has not ended in time; the traceback says where it waits.
+
+    had_time  whether it ran for more than half of the time: else the others of the batch have made it late
+    """
+
+    def __init__(self, had_time: bool) -> None:
+        super().__init__()
+        self.had_time = had_time
 
 
 def _calls(
@@ -444,6 +456,7 @@ async def _await(
 
     async def in_turn(call: _Call) -> Any:
         async with free.get(call.reward.name, contextlib.nullcontext()):
+            call.began_s = time.monotonic()
             return await call.returned
 
     tasks = {asyncio.ensure_future(in_turn(call)): call for call in calls}
@@ -461,11 +474,14 @@ async def _await(
         task.cancel()
     await asyncio.wait(late, timeout=MARGIN_S / 2)
     for task in late:
-        tasks[task].error = _Late()
+        call = tasks[task]
+        if call.began_s is None and hasattr(call.returned, "close"):
+            call.returned.close()  # a coroutine that nobody will await
+        call.error = _Late(call.began_s is not None and until_s - call.began_s > left_s / 2)
         try:
             task.result()
         except BaseException as error:  # noqa: BLE001  the cancellation, raised where the task waited
-            tasks[task].error = _Late().with_traceback(error.__traceback__)
+            call.error = call.error.with_traceback(error.__traceback__)
 
 
 def _logs(told: dict[str, Any]) -> dict[str, Any]:
@@ -507,7 +523,7 @@ def _fault(call: _Call, error: BaseException, timeout_s: float) -> RewardError:
         return _raised(f"reward {call.reward.name!r}", error, call.reward.file, call.place)
     frames = users_frames(traceback.extract_tb(error.__traceback__))
     message = late_message(f"reward {call.reward.name!r}", timeout_s, at_line(frames, call.reward.file))
-    return RewardError(message, traced(frames), call.place)
+    return RewardError(message, traced(frames), call.place if error.had_time else None)
 
 
 def late_message(who: str, timeout_s: float, where: str) -> str:

@@ -228,11 +228,12 @@ class _Part:
             if not helper.started:
                 helper.start({**self._start, "rewards": [_entry(r) for r in config.rewards]}, until_s)
             look = functools.partial(helper.refuse_large, config.reward_memory_bytes)
+            helper.asked_s = time.monotonic()
             helper.lines.send(json.dumps(request), until_s, look)
             while (reply := helper.lines.read(until_s, look)) is not None:
                 match reply:
                     case {"at": [name, place]}:
-                        helper.reward, helper.place = name, place
+                        helper.reward, helper.place, helper.since_s = name, place, time.monotonic()
                     case {"fault": message, "traceback": trace, "place": place, "searching": searching}:
                         raise RewardError(message, trace, helper.read_place() if searching else place)
                     case {"values": _}:
@@ -303,11 +304,13 @@ class _Helper:
     started  whether it has been sent its rewards
     reward   the name of the reward that it is calling; "" for none
     place    the index of the answer where it judges one alone
+    asked_s  time.monotonic() of the request, and since_s of the call that it is in
     """
 
     def __init__(self) -> None:
         self.started = False
         self.reward, self.place = "", None
+        self.asked_s = self.since_s = 0.0
         self._stacks = os.memfd_create("stacks")
         self._keeper = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path), str(self._stacks)],
@@ -422,7 +425,10 @@ def _naming(helper: _Helper, config: Scores) -> Iterator[None]:
         where, frames = helper.stack()
         who = helper.at or f"the process of the rewards {_names(config)}"
         message = late_message(who, config.reward_timeout_s, where)
-        raise helper.lost(message, frames) from None
+        now_s = time.monotonic()
+        if now_s - helper.since_s > (now_s - helper.asked_s) / 2:
+            raise helper.lost(message, frames) from None
+        raise RewardError(message, frames, helper.place) from None  # the batch as a whole is late
     except _TooLarge as error:
         where, frames = helper.stack()
         raise helper.lost(

@@ -26,6 +26,7 @@ from rlhf_tasks.rewards.forms import TRL, Parameters, Reward, RewardError, short
 
 MOST_BYTES = 16 << 20  # of an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # between tries; twice as long after each
+NOT_FOR_US = (401, 403, 404, 405)  # whatever is asked: the address or the login is at fault
 BUSY = 429
 _HEADER = re.compile(r"[\x20-\x7e\xa0-\xff]*")  # what the value of a header may have
 _NOT_PUBLIC = [
@@ -182,9 +183,8 @@ class Service:
             )
         if status != http.client.OK:
             said = shortened(" ".join(answer[:400].decode(errors="replace").split()), 200)
-            raise RequestError(
-                f"{who} refuses the request with status {status}: {said or 'no reason given'}."
-            )
+            refusal = f"{who} refuses the request with status {status}: {said or 'no reason given'}."
+            raise RewardError(refusal) if status in NOT_FOR_US else RequestError(refusal)
         if len(answer) > MOST_BYTES:
             raise RequestError(f"{who} answers with more than {MOST_BYTES:,} bytes.")
         try:

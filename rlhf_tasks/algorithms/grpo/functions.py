@@ -41,7 +41,8 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     Metrics: see `learn`; with filter_groups also groups/kept (groups that stay in the batch) and groups/rounds
     (rounds of samples that were generated).
     """
-    config, batch = _grpo(context), without_skipped(generated(batch))
+    config, made = _grpo(context), generated(batch)
+    batch = without_skipped(made)
     clipped = partial(clipped_loss, low=config.epsilon, high=config.high, dual_clip=config.delta)
     surrogate = partial(cispo_loss, high=config.high) if config.loss_type == "cispo" else clipped
     objective = Objective(RATIOS[config.importance_sampling_level], surrogate, config.beta)
@@ -51,7 +52,7 @@ def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> Cal
     if not config.filter_groups:
         return learn(engine, batch, context, advantages, objective, weighting)
     # Before the penalty of long responses: their length alone is not what a group is to be compared by.
-    chosen = choose(engine, batch, context, config)
+    chosen = choose(engine, batch, made.ids, context, config)
     learned = learn(engine, batch, context, advantages, objective, weighting, ids=chosen.ids)
     told = {"groups/kept": float(chosen.groups), "groups/rounds": float(chosen.rounds)}
     return CallOutput(metrics={**learned.metrics, **told})

@@ -4,7 +4,7 @@ A round is a part of the iteration's calls. A sample that was not generated has 
 generation and scoring make. What is generated, and what is learned, are pure functions of the scores of all replicas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,19 +85,24 @@ class Chosen(NamedTuple):
     rounds: int
 
 
-def choose(engine: Engine, batch: SampleBatch, context: CallContext, config: GRPOConfig) -> Chosen:
+def choose(
+    engine: Engine, batch: SampleBatch, made: Sequence[int], context: CallContext, config: GRPOConfig
+) -> Chosen:
     """The groups whose scores are not all equal, in the order of the samples. Collective over the mesh.
 
     batch  this replica's generated samples, with `scores`, without those that have left the batch
+    made   ids of all its generated samples
     """
     size, first = config.num_generations, context.first_sample
     marks = torch.zeros(2, context.n_seqs // size, dtype=torch.float64)
-    for row, groups in enumerate((groups_that_differ(batch, size), {sample // size for sample in batch.ids})):
+    for row, groups in enumerate((groups_that_differ(batch, size), {sample // size for sample in made})):
         marks[row, [group - first // size for group in groups]] = 1.0
-    differing, made = engine.sum_over_dp(marks.to(engine.device)).bool().tolist()
+    differing, generated_groups = engine.sum_over_dp(marks.to(engine.device)).bool().tolist()
     taken = [group for group, differs in enumerate(differing) if differs][: config.batch_size // size]
     ids = [first + group * size + number for group in taken for number in range(size)]
     a_round = config.batch_size // size
     return Chosen(
-        ids, len(taken), max((group // a_round + 1 for group, m in enumerate(made) if m), default=1)
+        ids,
+        len(taken),
+        max((group // a_round + 1 for group, was in enumerate(generated_groups) if was), default=1),
     )

@@ -13,7 +13,7 @@ from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.algorithms.shared.policy_math import bounded, kl_divergence
 from rlhf_tasks.algorithms.shared.rollout_calls import KEPT
-from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
+from rlhf_tasks.algorithms.shared.schedule import optimizer_steps, planned_share
 from rlhf_tasks.algorithms.shared.steps import Steps
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
@@ -137,7 +137,14 @@ def policy_steps(
     samples = SampleBatch(batch.ids, {key: batch[key] for key in read} | own)
     loss = partial(_terms, engine, config.sampling.temperature, objective)
     steps = Steps(
-        engine, loss, weights.denominators, context.micro_batches, SUMS, tokens, counted="response_mask"
+        engine,
+        loss,
+        weights.denominators,
+        context.micro_batches,
+        SUMS,
+        tokens,
+        counted="response_mask",
+        share=None if ids is None else planned_share(context, engine.placement.strategy.dp),
     )
     mismatch = 0.0
     for step in optimizer_steps(samples, context, config.optimizer, epochs, first_iteration, ids):

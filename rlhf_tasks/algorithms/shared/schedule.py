@@ -65,6 +65,17 @@ def block_of_samples(
     return [block_of[sample] for sample in batch.ids]
 
 
+def planned_share(context: CallContext, dp: int) -> int:
+    """The most samples of a mini-batch that a replica has by the plan.
+
+    It may have more where mini-batches are cut from the samples that stay in the batch: these lie where they were.
+    """
+    config = context.config
+    assert isinstance(config, TrainingConfig), f"{config.type} runs do not train"
+    groups = -(-config.batch_size // config.group_size // config.num_mini_batches)
+    return -(-groups // dp) * config.group_size
+
+
 def counts_per_block(
     batch: SampleBatch, context: CallContext, mask: str | None = None, ids: Sequence[int] | None = None
 ) -> Tensor:

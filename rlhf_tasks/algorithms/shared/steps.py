@@ -22,6 +22,7 @@ class Steps:
 
     denominators      of each mini-batch, over all replicas: e.g. tokens, or pairs
     micro_batches     micro-batches into which this replica's share of a mini-batch is cut
+    share             the most samples of such a share by the plan: a larger one is cut into more. None: there is none
     metrics           names of the sums that the loss gives besides itself
     counts            of each mini-batch, over all replicas: what metrics are means over; default: the denominators
     counted           key of the mask of the tokens that the loss looks at (see `Engine.train_step`)
@@ -37,13 +38,14 @@ class Steps:
         metrics: Sequence[str] = (),
         counts: list[float] | None = None,
         counted: str | None = None,
+        share: int | None = None,
     ) -> None:
         self.applied = 0
         self.skipped = 0
         self._engine, self._loss = engine, loss
         self._denominators, self._micro_batches, self._metrics = denominators, micro_batches, metrics
         self._counts = denominators if counts is None else counts
-        self._counted = counted
+        self._counted, self._share = counted, share
         self._learning_rate = 0.0
         self._norms = 0.0
         self._sums: dict[str, float] = {}
@@ -52,11 +54,14 @@ class Steps:
     def take(self, step: Step) -> dict[str, float]:
         """Take a step. Returns the means of the loss and of its metrics over the mini-batch."""
         weight, count = self._denominators[step.block], self._counts[step.block]
+        micro_batches = self._micro_batches
+        if self._share is not None:
+            micro_batches = max(micro_batches, -(-len(step.batch) * micro_batches // self._share))
         report = self._engine.train_step(
             step.batch,
             self._loss,
             weight,
-            self._micro_batches,
+            micro_batches,
             step.learning_rate,
             self._metrics,
             self._counted,

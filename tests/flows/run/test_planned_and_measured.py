@@ -9,7 +9,7 @@ from flows.view.artifacts import _planned_row
 from planner.plan.steady_state import SteadyState, steady_state
 from planner.pricing.devices import preset
 from planner.pricing.run_history import RanCall, keep_figures, read_figures
-from rlhf_tasks.spec import EvaluateNode
+from rlhf_tasks.spec import EvaluateNode, Part
 from tests.rlhf_tasks.plans import call, on, plan_of, small_plan
 from tests.tiny_runs import ppo_config
 
@@ -109,6 +109,43 @@ def test_memory_is_kept_where_it_drifted_as_what_the_call_took_beyond_parameters
     assert keep_drift(plan, expected, found)
     ran = {one.call: one.active_bytes for one in read_figures(expected.figures)}
     assert ran == {"generate": 4 + 20, "actor_train": None, "critic_train": None}
+
+
+def in_rounds(plan):
+    """The plan with two rounds of generation."""
+    whole = plan.node("generate")
+    of_two = whole.call.model_copy(update={"chunks": 2})
+    parts = [
+        whole.model_copy(update={"name": f"generate_{n}", "call": of_two, "part": Part(n, 2)}) for n in (0, 1)
+    ]
+    train = plan.node("actor_train")
+    train = train.model_copy(update={"call": train.call.model_copy(update={"rounds": 2})})
+    others = [train if node.name == train.name else node for node in plan.nodes if node != whole]
+    return plan.model_copy(update={"nodes": (*parts, *others)})
+
+
+def test_a_round_that_was_not_needed_says_nothing_of_its_call(expected):
+    """The first round drifts in time; the second takes neither time nor memory."""
+    plan = in_rounds(small_plan())
+    price = expected.price
+    parts = {"generate_0": 1.0, "generate_1": 1.0}
+    price = replace(price, duration_s=price.duration_s | parts, call_bytes=dict.fromkeys(parts, 10.0))
+    active = expected.active_bytes | dict.fromkeys(parts, 4.0)
+    expected = replace(expected, price=price, active_bytes=active)
+    lineage = []
+    for t in map(float, range(4)):
+        lineage += [
+            row("generate_0", int(t), {"0": (4 * t, 4 * t + 2)}, rank0=15),
+            row("generate_1", int(t), {"0": (4 * t + 2, 4 * t + 2)}, rank0=1),
+            row("actor_train", int(t), {"0": (4 * t + 2, 4 * t + 3)}, rank0=1),
+            row("critic_train", int(t), {"1": (4 * t + 2, 4 * t + 3)}, rank1=1),
+        ]
+    found = planned_and_measured(plan, expected, lineage)
+    assert set(found["calls"]) == {"generate_0", "actor_train", "critic_train"}
+    assert [name for name in found["drifted"] if name != "iteration"] == ["generate_0"]
+    assert keep_drift(plan, expected, found)
+    ran = {one.call: one for one in read_figures(expected.figures)}
+    assert (ran["generate"].seconds, ran["generate"].active_bytes) == (2.0, None)
 
 
 def test_what_came_as_planned_is_not_kept(expected):

@@ -274,7 +274,7 @@ def test_a_model_that_cannot_be_trained_is_refused(call, document, tmp_path, con
             {"targets": ["q_proj", "c_attn"]},
             ("lora.targets", "'c_attn'", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
         ),
-        ({"rank": 17}, ("lora.rank=17", "q_proj, [16, 16]", "at most 16")),
+        ({"rank": 17}, ("lora.rank=17", "down_proj, [16, 24]", "at most 16")),
         ({"rank": 17, "targets": ["lm_head"]}, ("'lm_head'",)),
     ],
 )

@@ -189,7 +189,7 @@ def test_adapters_in_the_place_of_a_model_that_trains_are_refused(run, resume):
         status, said, begun = resume(*more)
         assert (status, begun) == (2, [])
         assert (
-            "the saved 'actor' has no adapters, the configuration has adapters of rank 4, alpha 8 on q_"
+            "the saved 'actor' has no adapters, the configuration has adapters of rank 4, alpha 8 on down_"
             in said
         )
 

@@ -49,6 +49,15 @@ async def async_hangs(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(600 if solution_str == "bad" else 0)
     return 1.0
 
+def slow(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.4)
+    return 1.0
+
+async def async_slow(data_source, solution_str, ground_truth, extra_info=None):
+    import asyncio
+    await asyncio.sleep(0.4)
+    return 1.0
+
 def hangs_in_a_batch(completions, **columns):
     assert "bad" not in completions or len(completions) == 1
     if completions == ["bad"]:
@@ -138,6 +147,13 @@ def test_an_answer_on_which_a_reward_hangs_is_skipped(start: Any, name: str):
     judged = judge(start(name, reward_timeout_s=4.0), of_texts("a", "bad", "ccc"))
     assert dict(judged.values) == {name: [1.0, None, 1.0]}
     assert "gave no answer in 4 s at " in judged.faults[1].reason
+
+
+@pytest.mark.parametrize("name", ["slow", "async_slow"])
+def test_a_batch_that_is_late_as_a_whole_stops_the_run(start: Any, name: str, tmp_path: Path):
+    one_by_one = [{"function": f"{tmp_path / 'mine.py'}:{name}", "concurrency": 1}]
+    with pytest.raises(RewardError, match=f"'{name}' gave no answer in 4 s"):
+        judge(start(name, reward_timeout_s=4.0, rewards=one_by_one), of_texts(*"abcdefghijklmnop"))
 
 
 def test_a_reward_that_loses_its_process_again_and_again_stops_the_run(start: Any):

@@ -70,15 +70,23 @@ NAN = float("nan")
 )
 def test_the_first_groups_that_differ_are_learned(scores, kept, rounds):
     context = context_of(len(scores), first=10)
-    found = choose(ENGINE, generated(scored(scores, first=10)), context, context.config)
+    made = generated(scored(scores, first=10))
+    found = choose(ENGINE, made, made.ids, context, context.config)
     assert found == (kept, len(kept) // SIZE, rounds)
 
 
 def test_a_group_is_compared_by_the_samples_that_are_left_of_it():
     """A sample that a reward failed on has left the batch: if it was one of two, the other compares with nothing."""
-    left = scored([0, 1, 1, 0, 1, 0], first=10).take([0, 2, 3, 4, 5])
-    found = choose(ENGINE, left, context_of(8, first=10), make_config(DOCUMENT))
+    made = scored([0, 1, 1, 0, 1, 0], first=10)
+    left = made.take([0, 2, 3, 4, 5])
+    found = choose(ENGINE, left, made.ids, context_of(8, first=10), make_config(DOCUMENT))
     assert found == ([12, 13, 14, 15], 2, 2)
+
+
+def test_a_round_whose_samples_have_all_left_was_generated():
+    made = scored([0, 1, 1, 0, 1, 0, 0, 1], first=10)
+    found = choose(ENGINE, made.take([0, 1, 2, 3]), made.ids, context_of(8, first=10), make_config(DOCUMENT))
+    assert found == ([10, 11, 12, 13], 2, 2)
 
 
 def test_where_samples_may_leave_a_round_hears_of_it():
