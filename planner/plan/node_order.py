@@ -53,7 +53,7 @@ class OrderProblem:
         return tuple(name for name, seconds in self.taken_s.items() if seconds > total / 100)
 
 
-MOST_TRIED = 2000
+MOST_TRIED = 300
 """Orders that are tried at most: where calls are cut into parts, neighbours are many and each takes long."""
 
 

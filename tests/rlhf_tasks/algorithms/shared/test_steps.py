@@ -42,6 +42,22 @@ def test_means_are_weighted_by_the_denominators():
     assert metrics == {"grad_norm/actor": 1.0, "learning_rate/actor": 0.2, "skipped_steps/actor": 0.0}
 
 
+@pytest.mark.parametrize(("samples", "micro_batches"), [(3, 2), (4, 2), (5, 3), (8, 4), (12, 6)])
+def test_a_share_that_is_larger_than_planned_is_cut_into_more_micro_batches(samples, micro_batches):
+    """Planned are two micro-batches of two samples each: no later one may be larger."""
+    asked: list[int] = []
+
+    class Asked(Reporting):
+        def train_step(self, *arguments: Any) -> dict[str, float]:
+            asked.append(arguments[3])
+            return GOOD | {}
+
+    nothing: Any = SimpleNamespace()
+    steps = Steps(Asked(), nothing, [10.0], micro_batches=2, share=4)
+    steps.take(Step(0, range(samples), learning_rate=0.1))  # pyright: ignore[reportArgumentType]  of a length
+    assert asked == [micro_batches]
+
+
 def test_a_skipped_step_counts_in_nothing_but_their_number():
     engine = Reporting()
     steps, metrics = train_call(engine, BAD, BETTER)
