@@ -287,8 +287,8 @@ FUNCTION_REWARD, SERVICE_REWARD = "function-reward", "service-reward"  # tags
 
 
 def _kind_of_reward(value: Any) -> str:
-    named = value if isinstance(value, Mapping) else type(value).model_fields
-    return SERVICE_REWARD if "url" in named else FUNCTION_REWARD
+    is_service = "url" in value if isinstance(value, Mapping) else isinstance(value, RewardService)
+    return SERVICE_REWARD if is_service else FUNCTION_REWARD
 
 
 Reward = Annotated[

@@ -21,6 +21,7 @@ from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 
 MOST = 6  # tokens of a response
 BLOCKS = 2
@@ -234,6 +235,7 @@ class Recording:
     """
 
     is_head, device = True, torch.device("cpu")
+    placement = Placement((0,), ParallelStrategy())
 
     def __init__(self, samples: list[Sample]) -> None:
         self._samples = samples

@@ -123,6 +123,11 @@ def test_sizes_that_no_run_has_are_refused(case: str):
     assert sentence in said(make_config, ppo(**changes))
 
 
+@pytest.mark.parametrize("entry", [None, 3, "rewards.py:judge", ["url"]])
+def test_a_reward_that_is_no_entry_is_refused(entry: Any):
+    assert "rewards" in said(make_config, {**ppo(), "rewards": [entry]})
+
+
 def test_a_home_folder_of_nobody_is_refused(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("type: sft\nmodels: {actor: ~nobody-at-all/x}\ndata: {train: d}\ntotal_iterations: 1\n")
