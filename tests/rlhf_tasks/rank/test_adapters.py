@@ -1,5 +1,6 @@
 """Roles with adapters on a rank: what they share, what is saved, and the folders that are exported."""
 
+import re
 from pathlib import Path
 
 import peft
@@ -188,6 +189,37 @@ def test_an_exported_folder_gives_what_the_rank_computes(committed, tmp_path, ro
     ours, other = outputs(stages[role], sequences), theirs(model.eval(), sequences, head)
     tolerance = 1e-5 if config.dtype == "float32" else 0.06
     assert (ours - other).abs().max() < tolerance * other.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize(("role", "head"), [("actor", "lm"), ("critic", "scalar")])
+def test_gradients_are_those_of_peft(committed, tmp_path, role, head):
+    """Of the mean square of all outputs. Split over ranks they are those of one rank (tests of the engine)."""
+    config, commit, stages = committed
+    export_commit(commit, config, role, tmp_path / "out")
+    base = CLASSES[head].from_pretrained(config.roles()[role].folder, dtype=config.dtype, num_labels=1)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "out", is_trainable=True)
+    sequences = tokens(5, 9, vocab=200)
+    with torch.enable_grad():
+        inner = model.base_model.model
+        if head == "lm":
+            other = torch.cat([inner(s[None]).logits[0] for s in sequences])
+        else:
+            other = torch.cat([inner.score(inner.model(s[None]).last_hidden_state)[0] for s in sequences])
+        other.float().square().mean().backward()
+        micro, trained = packed(sequences), stages[role].trained_slices()
+        own = {name: p for name, p in stages[role].named_parameters() if name in trained}
+        loss = stages[role](micro.input_ids, micro).float().square().mean()
+        ours = dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True))
+    found = {
+        re.sub(r"^base_model\.model\.|\.modules_to_save|\.default", "", name): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    assert ours.keys() == found.keys()
+    tolerance = 1e-4 if config.dtype == "float32" else 0.1
+    for name, gradient in ours.items():
+        assert (gradient - found[name]).abs().max() <= tolerance * found[name].abs().max(), name
 
 
 def test_the_configuration_says_what_is_exported(committed, tmp_path):
