@@ -7,14 +7,12 @@ of their snapshot is durable. Commits are written in order, one at a time.
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rlhf_tasks.protocol.instructions import SETUP, WriteCommit
+from rlhf_tasks.protocol.messages import SnapshotEvery
 from rlhf_tasks.spec import NodeResult
 from rlhf_tasks.system.byte_count import ByteCount
-
-SnapshotEvery = int | Literal["auto"]
-"""Iterations from one snapshot to the next; auto: as often as they are worth their cost (cadence.py)."""
 
 
 @dataclass(frozen=True, slots=True)

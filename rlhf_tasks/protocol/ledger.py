@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_tasks.protocol.account import Account
 from rlhf_tasks.protocol.cadence import Cadence
-from rlhf_tasks.protocol.commit import SnapshotEvery, SnapshotSchedule
+from rlhf_tasks.protocol.commit import SnapshotSchedule
 from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.instructions import (
     SETUP,
@@ -27,6 +27,7 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     PlanChanged,
     PlanKept,
+    SnapshotEvery,
 )
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild

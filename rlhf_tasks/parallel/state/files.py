@@ -2,12 +2,17 @@
 
 A file holds the rank's `StateShard`s: ranges of its flattened slices of master weights and moments. Each element is
 written by one dp rank only. Nothing is pickled.
+
+Three things go on at once while a file is written: a piece is hashed and handed to the system, and the pieces before
+it are synced and read back. So a hash, and the check that the disk has what was written, cost little beside the
+writing itself.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +25,20 @@ from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.state.transfer import StateTransfer, assemble
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_CHUNK_BYTES = 1 << 22  # bytes hashed and written at a time
+_CHUNK_BYTES = 1 << 22  # hashed and written at a time
+_SYNC_BYTES = 1 << 26  # synced and read back at a time
+
+
+class NotAsWritten(Exception):
+    """The disk does not have what was written to it."""
 
 
 class Written(NamedTuple):
-    """A file that is durable on disk."""
+    """A file that is durable on disk, and was read back."""
 
     size_bytes: int
     sha256: str
@@ -38,11 +49,14 @@ def state_size_bytes(shards: Iterable[StateShard]) -> int:
     return sum(shard.tensor.nbytes for shard in shards)
 
 
-def write_shards(path: Path, device: int, shards: Sequence[StateShard]) -> Written:
-    """Write a rank's shards (tensors on the CPU), and hash and fsync the file.
+def write_shards(
+    path: Path, device: int, shards: Sequence[StateShard], moved: ByteCount | None = None
+) -> Written:
+    """Write a rank's shards (tensors on the CPU), hash and fsync the file, and check it.
 
     device  the rank's device id, by which a reader knows the slices
-    Raises OSError when the disk is full or cannot be written.
+    moved   counts the bytes that are durable and checked
+    Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes afterwards.
     """
     entries: dict[str, Any] = {}
     offset = 0
@@ -56,18 +70,76 @@ def write_shards(path: Path, device: int, shards: Sequence[StateShard]) -> Writt
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
     size_bytes, digest = 0, hashlib.sha256()
-    with path.open("wb") as file:
+    with (
+        path.open("wb") as file,
+        _ReadBack(path, moved or ByteCount()) as disk,
+        ThreadPoolExecutor(1) as hasher,
+    ):
         for data in _chunks(header, shards):
+            hashed = hasher.submit(digest.update, data)
             file.write(data)
-            digest.update(data)
+            hashed.result()
             if size_bytes == 0:
                 file.flush()
                 reach(Point.SHARD_BEGUN)
             size_bytes += len(data)
+            if size_bytes - disk.reached >= _SYNC_BYTES:
+                file.flush()
+                disk.follow(file.fileno(), size_bytes)
         file.flush()
         reach(Point.SHARD_WRITTEN)
+        disk.follow(file.fileno(), size_bytes)
+        found = disk.digest()
         os.fsync(file.fileno())
+    if found != digest.digest():
+        raise NotAsWritten(f"{path}: the disk does not have the bytes that were written to it.")
     return Written(size_bytes, digest.hexdigest())
+
+
+class _ReadBack:
+    """Follows the writing of a file in a thread of its own: syncs what is written, and reads it back from the disk.
+
+    reached  bytes, from the file's start, that it was told to follow
+    """
+
+    def __init__(self, path: Path, moved: ByteCount) -> None:
+        self.reached = 0
+        self._moved = moved
+        self._digest = hashlib.sha256()
+        self._file = path.open("rb", buffering=0)
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> "_ReadBack":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+    def follow(self, descriptor: int, stop: int) -> None:
+        """Follow up to byte `stop`. Waits until the last such piece is done, so that little is left to sync."""
+        self._wait()
+        self._last = self._thread.submit(self._sync_and_read, descriptor, self.reached, stop)
+        self.reached = stop
+
+    def digest(self) -> bytes:
+        """The SHA-256 of what the disk has, when all is read."""
+        self._wait()
+        return self._digest.digest()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def _sync_and_read(self, descriptor: int, start: int, stop: int) -> None:
+        os.fdatasync(descriptor)
+        # Else the bytes come from memory, not from the disk. A system may ignore it.
+        os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
+        while start < stop and (data := self._file.read(min(_CHUNK_BYTES, stop - start))):
+            self._digest.update(data)
+            self._moved.add(len(data))
+            start += len(data)
 
 
 def read_shards(
