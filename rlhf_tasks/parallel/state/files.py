@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -83,29 +84,30 @@ def write_shards(
                 file.flush()
                 reach(Point.SHARD_BEGUN)
             size_bytes += len(data)
-            if size_bytes - disk.reached >= _SYNC_BYTES:
+            disk.written(data)
+            if disk.waiting_bytes >= _SYNC_BYTES:
                 file.flush()
-                disk.follow(file.fileno(), size_bytes)
+                disk.follow(file.fileno())
         file.flush()
         reach(Point.SHARD_WRITTEN)
-        disk.follow(file.fileno(), size_bytes)
-        found = disk.digest()
+        disk.follow(file.fileno())
+        disk.finish()
         os.fsync(file.fileno())
-    if found != digest.digest():
-        raise NotAsWritten(f"{path}: the disk does not have the bytes that were written to it.")
     return Written(size_bytes, digest.hexdigest())
 
 
 class _ReadBack:
-    """Follows the writing of a file in a thread of its own: syncs what is written, and reads it back from the disk.
+    """Follows the writing of a file in a thread of its own: syncs what is written, reads it back, and compares it.
 
-    reached  bytes, from the file's start, that it was told to follow
+    waiting_bytes  written, but not followed yet
+    Comparing costs much less than a second hash. The bytes come through the system's cache: what a disk loses after
+    that is found when a run resumes, by the hash.
     """
 
     def __init__(self, path: Path, moved: ByteCount) -> None:
-        self.reached = 0
-        self._moved = moved
-        self._digest = hashlib.sha256()
+        self.waiting_bytes = 0
+        self._path, self._moved = path, moved
+        self._waiting: list[bytes | memoryview] = []
         self._file = path.open("rb", buffering=0)
         self._thread = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
@@ -117,29 +119,34 @@ class _ReadBack:
         self._thread.shutdown()
         self._file.close()
 
-    def follow(self, descriptor: int, stop: int) -> None:
-        """Follow up to byte `stop`. Waits until the last such piece is done, so that little is left to sync."""
-        self._wait()
-        self._last = self._thread.submit(self._sync_and_read, descriptor, self.reached, stop)
-        self.reached = stop
+    def written(self, data: bytes | memoryview) -> None:
+        """These bytes were written next. They must not change until they are followed."""
+        self._waiting.append(data)
+        self.waiting_bytes += len(data)
 
-    def digest(self) -> bytes:
-        """The SHA-256 of what the disk has, when all is read."""
-        self._wait()
-        return self._digest.digest()
+    def follow(self, descriptor: int) -> None:
+        """Follow what is written. Waits for the piece before, so that little is left to sync at the end."""
+        self.finish()
+        self._last = self._thread.submit(self._sync_and_compare, descriptor, self._waiting)
+        self._waiting, self.waiting_bytes = [], 0
 
-    def _wait(self) -> None:
+    def finish(self) -> None:
+        """Wait until all is synced and compared. Raises NotAsWritten, and the OSError of a sync."""
         if self._last is not None:
             self._last.result()
 
-    def _sync_and_read(self, descriptor: int, start: int, stop: int) -> None:
+    def _sync_and_compare(self, descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
         os.fdatasync(descriptor)
-        # Else the bytes come from memory, not from the disk. A system may ignore it.
-        os.posix_fadvise(self._file.fileno(), start, stop - start, os.POSIX_FADV_DONTNEED)
-        while start < stop and (data := self._file.read(min(_CHUNK_BYTES, stop - start))):
-            self._digest.update(data)
-            self._moved.add(len(data))
-            start += len(data)
+        for piece in pieces:
+            found = bytearray(len(piece))
+            n_bytes = self._file.readinto(found)
+            if n_bytes != len(piece) or not np.array_equal(_numbers(found), _numbers(piece)):
+                raise NotAsWritten(f"{self._path}: the disk does not have the bytes that were written to it.")
+            self._moved.add(n_bytes)
+
+
+def _numbers(data: bytes | bytearray | memoryview) -> "np.ndarray[Any, Any]":
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def read_shards(

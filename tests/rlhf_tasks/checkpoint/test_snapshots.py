@@ -362,7 +362,7 @@ def test_a_part_that_the_disk_does_not_have_as_written_is_never_reported_as_dura
     writer = SnapshotWriter(generation(tmp_path, 0), told.append, moved)
     writer.save("actor", small_role(), 3)
     writer.close()
-    assert next(syncs) > 6
+    assert next(syncs) > number, "a file of many pieces"
     assert told[0].error == f"NotAsWritten: {path}: the disk does not have the bytes that were written to it."
     assert not told[0].lasting
     assert told[0].details == {}
