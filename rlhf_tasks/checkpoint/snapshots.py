@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
@@ -51,6 +52,7 @@ class SnapshotWriter:
         self._spec = spec
         self._on_saved = on_saved
         self._moved = moved
+        self._given_up = Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def save(self, role: str, engine: ChangingRole, step: int) -> None:
@@ -79,7 +81,10 @@ class SnapshotWriter:
         self._thread.submit(self._report, writing, path, state_size_bytes(shards), role, step)
 
     def close(self, wait: bool = True) -> None:
-        """End the thread after all its parts; with wait=False (aborted generation) after its current part."""
+        """End the thread after all its parts. With wait=False (nobody needs them any more) do not wait for it, and
+        write no part to its end: a part may take minutes."""
+        if not wait:
+            self._given_up.set()
         self._thread.shutdown(wait=wait, cancel_futures=not wait)
 
     def _path(self, role: str, step: int) -> Path:
@@ -94,7 +99,7 @@ class SnapshotWriter:
         with at(spec.rank, step - 1, spec.generation, spec.attempt):
             path.parent.mkdir(parents=True, exist_ok=True)
             refuse_full(path, state_size_bytes(shards))
-            written = write_shards(path, spec.rank, shards, self._moved)
+            written = write_shards(path, spec.rank, shards, self._moved, self._given_up)
             reach(Point.SHARD_SYNCED)
             sync(path.parent)
             reach(Point.PART_DURABLE)

@@ -83,7 +83,8 @@ class Executor:
                 self._kept = run.keep()
         finally:
             if run is not None:
-                run.close(self._aborted)
+                # After a fault, parts of the generation can be in no commit any more. A reset must not wait for them.
+                run.close(finish_parts=keep_state and not self._aborted)
             leave_world()
         del run
         give_back()  # hooks make engines reference cycles, which must be collected before the next ones are built

@@ -159,15 +159,15 @@ class RankRun:
         """From another thread: make a blocked collective raise."""
         self._groups.abort()
 
-    def close(self, aborted: bool) -> None:
+    def close(self, finish_parts: bool) -> None:
         """End the reward process, the engines' copies and the background writer.
 
-        aborted  the writer does not write what is still queued
+        finish_parts  the writer first writes what is queued; else nobody waits for it
         """
         self._rewards.close()
         self._rewards_of_evaluation.close()
         self._engines.close()
-        self._writer.close(wait=not aborted)
+        self._writer.close(wait=finish_parts)
 
     @singledispatchmethod
     def _perform(self, node: Any, request: NodeRequest) -> Outcome:

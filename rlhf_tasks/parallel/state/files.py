@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,10 @@ _CHUNK_BYTES = 1 << 22  # hashed and written at a time
 _SYNC_BYTES = 1 << 26  # synced and read back at a time
 
 
+class GivenUp(Exception):
+    """The file is not needed any more, so it was not written to its end."""
+
+
 class NotAsWritten(Exception):
     """The disk does not have what was written to it."""
 
@@ -51,13 +56,18 @@ def state_size_bytes(shards: Iterable[StateShard]) -> int:
 
 
 def write_shards(
-    path: Path, device: int, shards: Sequence[StateShard], moved: ByteCount | None = None
+    path: Path,
+    device: int,
+    shards: Sequence[StateShard],
+    moved: ByteCount | None = None,
+    given_up: Event | None = None,
 ) -> Written:
     """Write a rank's shards (tensors on the CPU), hash and fsync the file, and check it.
 
-    device  the rank's device id, by which a reader knows the slices
-    moved   counts the bytes that are durable and checked
-    Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes afterwards.
+    device    the rank's device id, by which a reader knows the slices
+    moved     counts the bytes that are durable and checked
+    given_up  when it is set, the writing ends soon
+    Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes afterwards, GivenUp.
     """
     entries: dict[str, Any] = {}
     offset = 0
@@ -77,6 +87,8 @@ def write_shards(
         ThreadPoolExecutor(1) as hasher,
     ):
         for data in _chunks(header, shards):
+            if given_up is not None and given_up.is_set():
+                raise GivenUp(f"{path} is not needed any more.")
             hashed = hasher.submit(digest.update, data)
             file.write(data)
             hashed.result()

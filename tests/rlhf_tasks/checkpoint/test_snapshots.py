@@ -22,7 +22,7 @@ from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state import files
-from rlhf_tasks.parallel.state.files import write_shards
+from rlhf_tasks.parallel.state.files import state_size_bytes, write_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
@@ -366,6 +366,28 @@ def test_a_part_that_the_disk_does_not_have_as_written_is_never_reported_as_dura
     assert told[0].error == f"NotAsWritten: {path}: the disk does not have the bytes that were written to it."
     assert not told[0].lasting
     assert told[0].details == {}
+
+
+def test_a_part_that_nobody_needs_any_more_is_not_written_to_its_end(tmp_path, in_pieces, monkeypatch):
+    """A rank resets within seconds; a part may take minutes."""
+    sync, syncing, go_on = os.fdatasync, threading.Event(), threading.Event()
+
+    def waiting(descriptor: int) -> None:
+        syncing.set()
+        go_on.wait(60.0)
+        sync(descriptor)
+
+    monkeypatch.setattr("rlhf_tasks.parallel.state.files.os.fdatasync", waiting)
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append)
+    writer.save("actor", small_role(), 3)
+    assert syncing.wait(60.0)
+    writer.close(wait=False)
+    go_on.set()
+    writer.close()
+    (path,) = unfinished_folder(tmp_path, 3, 1).iterdir()
+    assert path.stat().st_size < state_size_bytes(small_role().master.state)  # type: ignore[attr-defined]
+    assert told == []
 
 
 def test_an_aborted_generation_leaves_what_it_has_not_begun(tmp_path):
