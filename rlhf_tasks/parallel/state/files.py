@@ -67,7 +67,7 @@ def write_shards(
     device    the rank's device id, by which a reader knows the slices
     moved     counts the bytes that are durable and checked
     given_up  when it is set, the writing ends soon
-    Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes afterwards, GivenUp.
+    Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes, GivenUp.
     """
     entries: dict[str, Any] = {}
     offset = 0
