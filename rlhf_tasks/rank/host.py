@@ -37,6 +37,7 @@ from rlhf_tasks.protocol.messages import (
     SavedPart,
     Told,
 )
+from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
 from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.failpoints import Point, at, reach
@@ -44,7 +45,6 @@ from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
-INTERRUPT_GRACE_S = 5.0  # if an aborted job still runs after this, the process exits
 
 
 class Executor(Protocol):
