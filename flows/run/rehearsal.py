@@ -37,9 +37,7 @@ class Rehearsable:
     warnings: tuple[str, ...]
 
 
-def rehearsable(
-    config: RunConfig, cluster: Path | None = None, profile: Path | None = None
-) -> Rehearsable:
+def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | None = None) -> Rehearsable:
     """Plan a configuration as a run of it would be, and price the plan.
 
     cluster, profile  as `prefect-rlhf plan` takes them
@@ -47,8 +45,8 @@ def rehearsable(
     """
     if not isinstance(config, TrainingConfig):
         raise ConfigError(
-            f"a run of type {config.type!r} makes no commits: there is nothing to rehearse. Name a configuration that "
-            "trains."
+            f"a run of type {config.type!r} makes no commits: there is nothing to rehearse. Name a configuration "
+            "that trains."
         )
     hardware = hardware_of(config, cluster)
     problem = problem_of(config, hardware, profile)

@@ -72,10 +72,8 @@ class _Slice(NamedTuple):
     tp: int
 
 
-def _on_devices(
-    placement: Placement, per_stage: Sequence[float]
-) -> Iterator[tuple[int, Coordinate, float]]:
-    """(device, its coordinate, bytes) triples from bytes per stage. The order of devices is pp-major, then dp, then tp."""
+def _on_devices(placement: Placement, per_stage: Sequence[float]) -> Iterator[tuple[int, Coordinate, float]]:
+    """(device, its coordinate, bytes) triples from bytes per stage. Devices are in the order pp, dp, tp."""
     s = placement.strategy
     for number, device in enumerate(placement.devices):
         at = Coordinate(dp=number // s.tp % s.dp, tp=number % s.tp, pp=number // (s.tp * s.dp))

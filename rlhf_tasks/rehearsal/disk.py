@@ -93,8 +93,8 @@ class CommitsOnDisk:
 class SimulatedSnapshots:
     """What finds and writes commits (`rlhf_tasks.protocol.commit.Snapshots`), at the cost of the real one.
 
-    Reading a commit hashes all its bytes on one thread of the controller (`checkpoint/commits.py`): the newest one when
-    an attempt begins, and before older ones are removed.
+    Reading a commit hashes all its bytes on one thread of the controller (`checkpoint/commits.py`): the newest one
+    when an attempt begins, and before older ones are removed.
 
     commits       what is on the disk, whatever attempt wrote it
     disk          of the controller's host
@@ -115,6 +115,7 @@ class SimulatedSnapshots:
         self._loop, self._commits, self._disk = loop, commits, disk
         self._commit_bytes, self._n_files, self._keep_last = commit_bytes, n_files, keep_last
         self._alive, self._on_written = True, on_written
+        self.writing_since_s: float | None = None
 
     def died(self) -> None:
         """The controller's process is gone: what it was writing is never renamed."""
@@ -133,7 +134,7 @@ class SimulatedSnapshots:
         self._loop.takes(self._commit(order))
 
     async def _commit(self, order: WriteCommit) -> None:
-        began_s = self._loop.time()
+        began_s = self.writing_since_s = self._loop.time()
         await asyncio.sleep(COMMIT_S + PER_FILE_S * self._n_files)
         if self._alive:
             self._commits.cursors[order.step] = order.cursor
@@ -141,3 +142,4 @@ class SimulatedSnapshots:
                 await self._disk.move(self._commit_bytes)
                 self._commits.prune(self._keep_last)
             self._on_written(self._loop.time() - began_s)
+        self.writing_since_s = None

@@ -1,4 +1,4 @@
-"""Simulated ranks: a real inbox in each process, an engine thread whose jobs take virtual time, and a writing thread."""
+"""Simulated ranks: a real inbox in each process, an engine thread in virtual time, a writing thread."""
 
 import asyncio
 from collections import deque
@@ -80,9 +80,7 @@ class Process:
                 self._link = link
         else:
             spec = message.spec
-            instructions = self.inbox.restore(
-                spec.run, spec.attempt, spec.generation, spec.restore_step, now
-            )
+            instructions = self.inbox.restore(spec.run, spec.attempt, spec.generation, spec.restore_step, now)
         self.carry_out(instructions)
 
     def client_lost(self, client: str) -> None:
@@ -307,4 +305,3 @@ class Link:
             if self._cluster.now >= until_s:
                 raise RankMissing(f"rank {self.rank} was not there within {deadline_s:g} s")
             await asyncio.sleep(LOOK_EVERY_S)
-

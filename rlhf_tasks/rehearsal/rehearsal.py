@@ -1,4 +1,4 @@
-"""A rehearsal: attempts of a run on a simulated cluster, from its first second to its last iteration or its last hour."""
+"""A rehearsal: attempts of a run on a simulated cluster, from its first second to its end."""
 
 import asyncio
 from collections import Counter
@@ -142,8 +142,10 @@ class Rehearsal:
         self._set_timer()
         self._cluster.start(self._begin(self._asked.spec))
         ended, finished = await self._over
-        story = self._story
+        story, snapshots = self._story, self._snapshots
         story.at(self._loop.time())
+        if snapshots is not None and snapshots.writing_since_s is not None:
+            self._commit_took(self._loop.time() - snapshots.writing_since_s)
         kept = self._cluster.most_kept_bytes
         return Rehearsed(story, self._watch, self._now_s, ended, finished, self._rehearsed, kept)
 
@@ -166,9 +168,12 @@ class Rehearsal:
             costs.commit_bytes,
             costs.n_files,
             asked.keep_last,
-            lambda seconds: self._watch.used("commit", seconds, self._cluster.timeouts.commit_s),
+            self._commit_took,
         )
         return self._snapshots
+
+    def _commit_took(self, seconds: float) -> None:
+        self._watch.used("commit", seconds, self._cluster.timeouts.commit_s)
 
     def _hear(self, attempt: Attempt, event: Any) -> None:
         """An event for the flow."""

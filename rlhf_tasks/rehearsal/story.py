@@ -1,7 +1,6 @@
 """What happened in a rehearsal, and where its time went."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +41,8 @@ class FaultSeen:
 class Story:
     """Follows a rehearsal. Every second belongs to one state, so the seconds of all states add up to the time so far.
 
-    seconds     state -> seconds: STARTING, RUNNING (some node runs), WAITING (none does, though the ranks are there), and
-                `noticing`, `repeating` and `rebuilding` by cause
+    seconds     state -> seconds: STARTING, RUNNING (some node runs), WAITING (none does, though the ranks are
+                there), and `noticing`, `repeating` and `rebuilding` by cause
     committed   iterations that are committed
     leapt_s, leapt_iterations  of quiet times that were counted and not rehearsed. `now_s` of all methods leaves them
                 out, and so does the number of an iteration
@@ -143,7 +142,9 @@ class Story:
         for state, spent_s in window.spent.items():
             self.seconds[state] += times * spent_s
         self._ran = [
-            Kept(kept.iteration, {s: kept.seconds[s] + times * window.spent.get(s, 0.0) for s in kept.seconds})
+            Kept(
+                kept.iteration, {s: kept.seconds[s] + times * window.spent.get(s, 0.0) for s in kept.seconds}
+            )
             for kept in self._ran
         ]
         self.commits += [

@@ -15,8 +15,8 @@ class NothingLeft(RuntimeError):
 class VirtualTime(asyncio.SelectorEventLoop):
     """A loop whose seconds pass only by jumps. Code that takes its time from the loop needs no change to run on it.
 
-    No thread is ever started. What code hands to an executor runs at once, on the loop; how long that takes in virtual
-    time it says by `takes`. An executor does one thing at a time, as one with a single thread does.
+    No thread is ever started. What code hands to an executor runs at once, on the loop; how long that takes in
+    virtual time it says by `takes`. An executor does one thing at a time, as one with a single thread does.
     """
 
     def __init__(self) -> None:
