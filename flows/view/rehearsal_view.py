@@ -180,8 +180,8 @@ def _show_commits(console: Console, rehearsed: Rehearsed, costs: Costs) -> None:
     _say(
         console,
         f"\n[bold]Commits[/]: {figures['commits']:.0f} of {figures['commit_bytes'] / 1e9:.3g} GB; from one to the "
-        f"next {told(figures['apart_median_s'])} (median), {told(figures['apart_longest_s'])} (longest); behind their "
-        f"iterations {told(figures['lag_median_s'])} (median), {told(figures['lag_longest_s'])} (longest)",
+        f"next {told(figures['apart_median_s'])} (median), {told(figures['apart_longest_s'])} (longest); behind "
+        f"their iterations {told(figures['lag_median_s'])} (median), {told(figures['lag_longest_s'])} (longest)",
     )
 
 

@@ -51,7 +51,7 @@ class Process:
         self._waiting: deque[Waiting] = deque()
         self._written = asyncio.Event()
         self._written.set()
-        self._asked_s = 0.0
+        self._asked_s: float | None = None  # when the controller has asked for a reset or a restore
         self._act: dict[type, Callable[[Any], None]] = {
             do.Clear: self._clear,
             do.Load: self._load,
@@ -86,6 +86,7 @@ class Process:
     def client_lost(self, client: str) -> None:
         """The controller's connection is closed."""
         if self.alive and not self.stopped:
+            self._asked_s = None
             self.carry_out(self.inbox.client_lost(client, self.cluster.now))
 
     def carry_out(self, instructions: list[Any]) -> None:
@@ -110,8 +111,7 @@ class Process:
             if not self.aborted:
                 await self._written.wait()
             await asyncio.sleep(self.cluster.machines.reset_s)
-            limit_s = self.cluster.timeouts.reset_s
-            self.cluster.watch.used("reset of a rank", self.cluster.now - self._asked_s, limit_s)
+            self._answers("reset of a rank", self.cluster.timeouts.reset_s)
             self.end(instruction.key, lambda now: self.inbox.cleared(instruction.key, now))
 
         self.cluster.start(work())
@@ -130,9 +130,13 @@ class Process:
         if instruction.step is None:
             for node in cluster.saves(self.rank):
                 self._save(instruction.key._replace(node=node.name), node)
-        limit_s = cluster.timeouts.restore_s
-        cluster.watch.used("restore", cluster.now - self._asked_s, limit_s)
+        self._answers("restore", cluster.timeouts.restore_s)
         self.end(instruction.key, lambda now: self.inbox.loaded(instruction.key, now))
+
+    def _answers(self, what: str, limit_s: float) -> None:
+        """What the controller has asked for is done."""
+        if self._asked_s is not None:
+            self.cluster.watch.used(what, self.cluster.now - self._asked_s, limit_s)
 
     def _run(self, instruction: do.Run) -> None:
         self.job = instruction.request.key

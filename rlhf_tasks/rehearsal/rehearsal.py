@@ -1,15 +1,19 @@
 """A rehearsal: attempts of a run on a simulated cluster, from its first second to its end."""
 
 import asyncio
+import gc
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_tasks.controller import attempt as controller
 from rlhf_tasks.controller.attempt import Attempt, Surroundings
 from rlhf_tasks.protocol.messages import (
     Aborted,
+    Cause,
     Committed,
     Enterable,
     Faulted,
@@ -27,9 +31,9 @@ from rlhf_tasks.rehearsal.story import OWN, Story, Window
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.rehearsal.watch import Watch
 
-REHEARSED = 200_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
+REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
 FEWEST, MOST = 4, 40  # iterations of a window
-FEWEST_COMMITS = 3  # of a window
+MOST_RANKS = 4  # that a fault's sentence names
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Rehearsed:
 
 def rehearse(asked: Asked) -> Rehearsed:
     """Rehearse a run. Takes seconds to minutes, whatever the hours."""
-    with _virtual_time() as loop:
+    with _virtual_time() as loop, _rare_collection(), _without_news():
         return loop.run_until_complete(Rehearsal(loop, asked).run())
 
 
@@ -94,6 +98,32 @@ def _virtual_time() -> Iterator[VirtualTime]:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()
+
+
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Lets the garbage collector come rarely: otherwise it takes most of the time with a thousand ranks."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(500_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def _without_news() -> Iterator[None]:
+    """Keeps the controller's log of rehearsed faults off the terminal; errors of its own come through."""
+    log = logging.getLogger(controller.__name__)
+    log.addFilter(_is_own_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_own_error)
+
+
+def _is_own_error(record: logging.LogRecord) -> bool:
+    return record.exc_info is not None
 
 
 class Nowhere:
@@ -197,7 +227,7 @@ class Rehearsal:
             case Faulted(cause=cause):
                 self._rebuilds += 1
                 self._quiet.disturbed()
-                story.faulted(str(cause), now)
+                story.faulted(_sentence(cause, story.leapt_iterations), now)
             case Aborted(iteration=iteration):
                 story.aborted(iteration)
             case Finished():
@@ -291,6 +321,15 @@ def window_of(asked: Asked) -> int:
     return min(MOST, max(FEWEST, REHEARSED // nodes))
 
 
+def _sentence(cause: Cause, leapt_iterations: int) -> str:
+    """What the ledger says of a fault, with the number that the iteration has in the run, and few ranks."""
+    ranks = cause.ranks[:MOST_RANKS]
+    iteration = None if cause.iteration is None else cause.iteration + leapt_iterations
+    more = len(cause.ranks) - len(ranks)
+    error = f"{cause.error} (and {more} more ranks)" if more else cause.error
+    return str(replace(cause, ranks=ranks, iteration=iteration, error=error))
+
+
 class QuietTimes:
     """Finds times in which a run repeats itself: two windows, one after the other, that are alike.
 
@@ -330,7 +369,7 @@ class QuietTimes:
         return next(
             (
                 number
-                for number in range(end - FEWEST_COMMITS, -1, -1)
+                for number in range(end - 1, -1, -1)
                 if step - self._marks[number][0] >= self._iterations
                 and (step - self._marks[number][0]) % self._cycle == 0
             ),
