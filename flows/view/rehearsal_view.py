@@ -1,5 +1,6 @@
 """Shows a rehearsal in the terminal, and as a document."""
 
+import re
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from rlhf_tasks.rehearsal.story import OWN, RUNNING, CommitMade
 from rlhf_tasks.rehearsal.watch import NEAR
 
 MOST_FAULTS = 10  # sentences of generations that ended
+MOST_RANKS = 4  # that a sentence names
 
 
 class Spent(NamedTuple):
@@ -163,7 +165,7 @@ def _show_head(
         console, f"[bold]Rehearsal[/] on {model.classes}, {costs.iteration_s:.4g} s per iteration by the plan"
     )
     how = "Ended" if rehearsed.finished else "[red]Failed[/]"
-    _say(console, f"[bold]{how}[/] after {told(rehearsed.elapsed_s)}: {escape(rehearsed.ended)}")
+    _say(console, f"[bold]{how}[/] after {told(rehearsed.elapsed_s)}: {escape(shortened(rehearsed.ended))}")
     counted = story.leapt_iterations
     by = f", {counted} of them counted from rehearsed ones like them" if counted else ""
     share = effective_share(rehearsed, costs)
@@ -204,7 +206,7 @@ def _show_faults(console: Console, rehearsed: Rehearsed) -> None:
     _say(console, f"\n[bold]Faults[/]: {struck}; generations that ended: {len(story.faults)}")
     own = [fault for fault in story.faults if fault.cause == OWN]
     for fault in (own or story.faults)[:MOST_FAULTS]:
-        _say(console, f"  at {told(fault.at_s)}, {fault.cause}: {escape(fault.sentence)}")
+        _say(console, f"  at {told(fault.at_s)}, {fault.cause}: {escape(shortened(fault.sentence))}")
     if own:
         _say(console, f"  [bold red]{len(own)} of them without a fault[/]: a limit of the run is too tight")
 
@@ -220,6 +222,16 @@ def _show_deadlines(console: Console, rehearsed: Rehearsed) -> None:
             console,
             f"  {what}: {wait.used_s:.4g} of {wait.limit_s:.4g} s at most; {wait.near} times so near",
         )
+
+
+def shortened(sentence: str) -> str:
+    """A sentence that names a few ranks of many."""
+
+    def few(match: re.Match[str]) -> str:
+        ranks = match[1].split(", ")
+        return f"ranks {', '.join(ranks[:MOST_RANKS])} and {len(ranks) - MOST_RANKS} more"
+
+    return re.sub(rf"ranks (\d+(?:, \d+){{{MOST_RANKS},}})", few, sentence)
 
 
 def told(seconds: float) -> str:

@@ -58,17 +58,21 @@ class SlowFault(Settings):
     factor: float = Field(gt=1, le=1e6)
 
 
+TAGS = ("of a rank", "of a host", "of the controller", "of speed")
+
+
 def _form(value: object) -> str:
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    known = {"host": "host", "controller": "controller", "slow": "slow", "slow_disk": "slow"}
-    return known.get(kind, "rank") if isinstance(kind, str) else "rank"
+    rank, host, controller, speed = TAGS
+    known = {"host": host, "controller": controller, "slow": speed, "slow_disk": speed}
+    return known.get(kind, rank) if isinstance(kind, str) else rank
 
 
 Fault = Annotated[
-    Annotated[RankFault, Tag("rank")]
-    | Annotated[HostFault, Tag("host")]
-    | Annotated[ControllerFault, Tag("controller")]
-    | Annotated[SlowFault, Tag("slow")],
+    Annotated[RankFault, Tag(TAGS[0])]
+    | Annotated[HostFault, Tag(TAGS[1])]
+    | Annotated[ControllerFault, Tag(TAGS[2])]
+    | Annotated[SlowFault, Tag(TAGS[3])],
     Discriminator(_form),
 ]
 
@@ -104,7 +108,7 @@ def read_faults(path: Path) -> FaultFile:
     try:
         return FaultFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_fault(error, FaultFile)}") from None
+        raise ConfigError(f"{path}: {first_fault(error, FaultFile, *TAGS)}") from None
 
 
 def scheduled(

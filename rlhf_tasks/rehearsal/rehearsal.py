@@ -33,7 +33,6 @@ from rlhf_tasks.rehearsal.watch import Watch
 
 REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
 FEWEST, MOST = 4, 40  # iterations of a window
-MOST_RANKS = 4  # that a fault's sentence names
 
 
 @dataclass(frozen=True)
@@ -307,7 +306,7 @@ class Rehearsal:
         if self._faults:
             until_s = min(until_s, self._faults[0].at_s)
         left = attempt.ledger.last_iteration + 1 - attempt.ledger.committed_step
-        times = int(min((until_s - self._now_s) / window.seconds - 1, left / window.iterations - 1))
+        times = int(min((until_s - self._now_s) / window.seconds, (left - FEWEST) / window.iterations))
         if times < 1:
             return
         self._story.leap(window, times)
@@ -322,12 +321,9 @@ def window_of(asked: Asked) -> int:
 
 
 def _sentence(cause: Cause, leapt_iterations: int) -> str:
-    """What the ledger says of a fault, with the number that the iteration has in the run, and few ranks."""
-    ranks = cause.ranks[:MOST_RANKS]
+    """What the ledger says of a fault, with the number that the iteration has in the run."""
     iteration = None if cause.iteration is None else cause.iteration + leapt_iterations
-    more = len(cause.ranks) - len(ranks)
-    error = f"{cause.error} (and {more} more ranks)" if more else cause.error
-    return str(replace(cause, ranks=ranks, iteration=iteration, error=error))
+    return str(replace(cause, iteration=iteration))
 
 
 class QuietTimes:
@@ -340,7 +336,6 @@ class QuietTimes:
     def __init__(self, story: Story, iterations: int, cycle: int) -> None:
         self._story, self._iterations, self._cycle = story, iterations, cycle
         self._marks: list[tuple[int, float, Counter[str], int]] = []
-        self._known: Window | None = None
 
     def disturbed(self) -> None:
         """Something has happened, or ceased to: what was before does not count."""
@@ -356,10 +351,7 @@ class QuietTimes:
             return None
         first = self._start(self._start(len(self._marks) - 1))
         earlier = self._between(first, self._start(len(self._marks) - 1))
-        if earlier is not None and later.is_like(earlier):
-            self._known = self._between(first, len(self._marks) - 1)
-            return self._known
-        return None
+        return later if earlier is not None and later.is_like(earlier) else None
 
     def _start(self, end: int | None) -> int | None:
         """The number of the newest mark from which there is a window to the mark `end`."""
