@@ -13,7 +13,7 @@ from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
 from planner.pricing.stored import loaded_bytes, offloaded_bytes, saved_bytes
 from rlhf_tasks.algorithms.configurations import ConfigError
-from rlhf_tasks.config.base import MovesReference, RunConfig, TrainingConfig
+from rlhf_tasks.config.base import RunConfig, TrainingConfig
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.faults import Fault
@@ -28,7 +28,7 @@ class Rehearsable:
     offloaded_bytes  host -> bytes of offloaded parameters
     """
 
-    config: RunConfig
+    config: TrainingConfig
     problem: Problem
     plan: ExecutionPlan
     price: PlanPrice
@@ -59,7 +59,7 @@ def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | 
 
 
 def priced(
-    config: RunConfig, hardware: Hardware, problem: Problem, plan: ExecutionPlan, price: PlanPrice
+    config: TrainingConfig, hardware: Hardware, problem: Problem, plan: ExecutionPlan, price: PlanPrice
 ) -> Rehearsable:
     """What a rehearsal of a plan must know, from its price."""
     model = problem.model
@@ -71,14 +71,10 @@ def priced(
         read_bytes=loaded_bytes(plan, model),
         iteration_s=price.iteration_time_s,
         evaluate_every=evaluation.every if isinstance(evaluation, Evaluation) else 1,
-        sync_every=config.ref_model_sync_steps if _follows(config) else 1,
+        sync_every=model.workload.sync_every if config.follows else 1,
     )
     warnings = (*hardware.warnings, *problem.warnings)
     return Rehearsable(config, problem, plan, price, costs, offloaded_bytes(plan, model), warnings)
-
-
-def _follows(config: RunConfig) -> bool:
-    return isinstance(config, MovesReference) and config.sync_ref_model
 
 
 def rehearsed(

@@ -29,10 +29,10 @@ class Spent(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Devices, or hosts, that hold the same: the first of them, how many there are, and part -> bytes."""
+    """Devices, or hosts, that hold the same: the first of them, their number, and part -> bytes."""
 
     first: int
-    count: int
+    number: int
     parts: dict[str, float]
 
 
@@ -193,7 +193,7 @@ def _show_memory(console: Console, of: str, holders: list[Holder]) -> None:
     for holder in sorted(holders, key=lambda h: -sum(h.parts.values())):
         parts = sorted(holder.parts.items(), key=lambda item: -item[1])
         listed = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in parts if size >= 1e7)
-        like = f" and {holder.count - 1} like it" if holder.count > 1 else ""
+        like = f" and {holder.number - 1} like it" if holder.number > 1 else ""
         _say(
             console,
             f"  {of} {holder.first}{like}: {sum(holder.parts.values()) / 1e9:.3g} ({listed or 'nothing'})",

@@ -70,7 +70,7 @@ class SimulatedCluster:
         self._slowness = [1.0 for _ in hosts]
         self._restored = costs.restored_bytes(plan)
         self._meetings: dict[NodeKey, Meeting] = {}
-        self._joining: dict[int, tuple[Process, Callable[[], None]]] = {}
+        self._joining: dict[int, tuple[Process, Callable[[], object]]] = {}
         self._copies_end_s: dict[str, float] = {}  # onload -> when its last copy ends
         self._mail: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._links: list[Link] = []
@@ -112,9 +112,18 @@ class SimulatedCluster:
             if process is not None and not process.stopped:
                 process.carry_out(process.inbox.tick(self.now))
 
-    def link(self, *given: Any) -> Link:
+    def link(
+        self,
+        rank: int,
+        name: str,
+        client: str,
+        executor: str,
+        on_news: Callable[[Any], None],
+        on_lost: Callable[[int, str], None],
+        on_started: Callable[[int], None],
+    ) -> Link:
         """A controller's way to a rank (`rlhf_tasks.controller.attempt.LinkFactory`)."""
-        link = Link(self, *given)
+        link = Link(self, rank, name, client, executor, on_news, on_lost, on_started)
         self._links.append(link)
         return link
 
@@ -155,7 +164,7 @@ class SimulatedCluster:
         """Parts of a snapshot do not lie in host memory any more."""
         self.kept_bytes[self.host(process.rank)] -= sum(round(part.size_bytes) for part in parts)
 
-    def join(self, process: Process, joined: Callable[[], None]) -> None:
+    def join(self, process: Process, joined: Callable[[], object]) -> None:
         """A process joins the groups of its generation; when every rank has, they are made."""
         self._joining[process.rank] = (process, joined)
         process.meeting = None

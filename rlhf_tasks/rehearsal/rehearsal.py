@@ -220,7 +220,7 @@ class Rehearsal:
                 self._rebuilds = 0
                 story.has_committed(iteration)
                 step = attempt.ledger.committed_step
-                if step == iteration + 1:
+                if step is not None and step == iteration + 1:
                     story.commit_written(step, now)
                     self._cluster.post(self._look_for_quiet)
             case Faulted(cause=cause):
@@ -335,7 +335,7 @@ class QuietTimes:
 
     def __init__(self, story: Story, iterations: int, cycle: int) -> None:
         self._story, self._iterations, self._cycle = story, iterations, cycle
-        self._marks: list[tuple[int, float, Counter[str], int]] = []
+        self._marks: list[tuple[int, float, dict[str, float], int]] = []
 
     def disturbed(self) -> None:
         """Something has happened, or ceased to: what was before does not count."""
@@ -345,7 +345,7 @@ class QuietTimes:
         """At a commit: a window that what follows is like; None where that is not known."""
         story = self._story
         story.at(now_s)
-        self._marks.append((step, now_s, story.seconds.copy(), len(story.commits)))
+        self._marks.append((step, now_s, dict(story.seconds), len(story.commits)))
         later = self._between(self._start(len(self._marks) - 1), len(self._marks) - 1)
         if later is None:
             return None
@@ -372,5 +372,5 @@ class QuietTimes:
         if first is None or last is None:
             return None
         (step, at_s, spent, n), (end, until_s, total, m) = self._marks[first], self._marks[last]
-        states = {state: total[state] - spent[state] for state in total if total[state] != spent[state]}
+        states = {state: seconds - spent.get(state, 0.0) for state, seconds in total.items()}
         return Window(end - step, until_s - at_s, states, tuple(self._story.commits[n:m]))

@@ -1,6 +1,6 @@
 """What happened in a rehearsal, and where its time went."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Story:
     """
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds = defaultdict[str, float](float)
         self.committed = 0
         self.leapt_s, self.leapt_iterations = 0.0, 0
         self.commits: list[CommitMade] = []

@@ -30,7 +30,17 @@ def test_a_day_is_told_and_its_figures_are_written(rehearse, tmp_path):
     figures, faults = tmp_path / "figures.json", tmp_path / "faults.yaml"
     faults.write_text("faults: [{kind: kill, at_s: 1800, rank: 3}]")
     status, out, err = rehearse(
-        *("--hours", 2, "--faults", faults, "--json", figures, "--disk-bytes-per-s", 1e10, "snapshot_every=10")
+        *(
+            "--hours",
+            2,
+            "--faults",
+            faults,
+            "--json",
+            figures,
+            "--disk-bytes-per-s",
+            1e10,
+            "snapshot_every=10",
+        )
     )
     assert status == 0, err
     for words in (
@@ -57,7 +67,7 @@ def test_a_day_is_told_and_its_figures_are_written(rehearse, tmp_path):
     assert found["iterations_committed"] == 10 * found["commits"]["commits"] > 100
     assert found["commits"]["commit_bytes"] == pytest.approx(160e9, rel=0.01)
     assert [fault["cause"] for fault in found["generations_ended"]] == ["kill"]
-    assert sum(holder["count"] for holder in found["device_memory"]) == 8
+    assert sum(holder["number"] for holder in found["device_memory"]) == 8
     assert found["host_memory"][0]["parts"]["copies waiting to be written"] == pytest.approx(160e9, rel=0.01)
     assert set(found["waits"]) >= {"commit", "restore", "reset of a rank", "call actor_train"}
 

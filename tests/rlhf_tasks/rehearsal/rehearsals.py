@@ -31,7 +31,7 @@ def costs_of(plan, seconds, part_bytes=0.0, read_bytes=0.0, iteration_s=ITERATIO
             for node in plan.nodes
             if isinstance(node, SaveNode)
         },
-        read_bytes={rank: read_bytes for rank in range(plan.n_devices)},
+        read_bytes=dict.fromkeys(range(plan.n_devices), read_bytes),
         iteration_s=iteration_s,
     )
 

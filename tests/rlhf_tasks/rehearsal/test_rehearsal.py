@@ -150,7 +150,8 @@ def test_fewer_snapshots_repeat_more_work_after_a_fault():
 def test_quiet_times_are_counted_as_they_would_have_been_rehearsed():
     faults = [RankFault(kind="kill", at_s=at_s, rank=2) for at_s in (4_000, 9_000)]
     every, leaping = (
-        rehearsed(iterations=2000, hours=4.0, noise=0.1, faults=faults, leaps=leaps) for leaps in (False, True)
+        rehearsed(iterations=2000, hours=4.0, noise=0.1, faults=faults, leaps=leaps)
+        for leaps in (False, True)
     )
     assert leaping.rehearsed < every.rehearsed / 2
     assert leaping.story.committed == pytest.approx(every.story.committed, rel=0.02)
