@@ -369,7 +369,7 @@ class Attempt:
             reason = str(error) if full else f"{type(error).__name__}: {error}"
             self._feed(self.ledger.commit_failed, order.step, reason, full)
         else:
-            self._disk.submit(self._snapshots.prune)  # also where the attempt is closed meanwhile
+            loop.run_in_executor(self._disk, self._snapshots.prune)  # nobody waits for it but the next commit
             self._feed(self.ledger.commit_done, order.step)
 
     async def _log_plan(self, planned: ScheduledPlan) -> None:
