@@ -147,9 +147,10 @@ class Ledger:
         reason = self._entry_refusal(iteration, generation)
         if reason is not None:
             return [NotEntered(iteration=iteration, generation=generation, reason=reason)]
-        if self._paused or (
-            self._rebuilds and self.account.cadence is not None
-        ):  # after a fault, keep what is done
+        after_fault = (
+            self._rebuilds > 0 and self.account.cadence is not None
+        )  # what is done again is kept at once
+        if self._paused or after_fault:
             self.account.commits.want_snapshot(iteration)
         return self.account.deliver(iteration, now)
 
