@@ -125,7 +125,7 @@ class RankRun:
             for role, engine in engines.items():
                 self._save_as(0, role, engine)
             return
-        commit = KeptCommit(kept, self._spec, self._groups)
+        commit = KeptCommit(kept, self._spec, self._groups, self._moved)
         if commit.is_whole:
             for role, layout in self._engines.changing_layouts():
                 commit.take_over(role, layout, engines.get(role))
