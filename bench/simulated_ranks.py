@@ -5,6 +5,7 @@ the state machines. `controller` is the work of one process for all ranks (seque
 of each rank for itself. Run it with `python -m bench.overhead --simulated-ranks N`.
 """
 
+import math
 import time
 import tracemalloc
 from collections import deque
@@ -19,6 +20,7 @@ from planner.plan.mesh import Cluster
 from rlhf_tasks.algorithms.ppo.graph import DATASET_KEYS, graph
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import Committed, Done, Finished, Told
@@ -92,6 +94,8 @@ class Drive:
             n_ranks=self.plan.n_devices,
             total_iterations=self.iterations,
             snapshot_every=1,
+            snapshot_max_s=math.inf,
+            pace=Pace(floor_s=math.inf, least_bytes_per_s=1.0),
             max_rebuilds=0,
             deadlines=DEADLINES,
             committed_step=0,

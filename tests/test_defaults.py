@@ -17,8 +17,12 @@ from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
 @pytest.mark.parametrize(
     ("taker", "names"),
     [
-        (RunSpec, ["snapshot_every", "max_rebuilds", "deadline_factor", "deadline_floor_s"]),
-        (Ledger, ["snapshot_every", "max_rebuilds", "deadlines"]),
+        (
+            RunSpec,
+            ["snapshot_every", "snapshot_max_s", "max_rebuilds", "deadline_factor", "deadline_floor_s"],
+        ),
+        (RunSpec, ["io_floor_s", "io_least_bytes_per_s"]),
+        (Ledger, ["snapshot_every", "snapshot_max_s", "max_rebuilds", "deadlines", "pace"]),
         (Sequencer, ["deadlines"]),
         (Deadlines, ["factor", "floor_s"]),
         (local_cluster, ["deadline_s"]),

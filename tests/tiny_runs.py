@@ -91,6 +91,7 @@ def learning_config(folder: Path, kind: str, **changes: Any) -> RunConfig:
         "batch_size": 16,
         "num_mini_batches": 2,
         "total_iterations": 3,
+        "snapshot_every": 1,
         "optimizer": {"learning_rate": 1e-3},
         **({"sampling": {"max_completion_length": 12}} if generates else {}),
     }
@@ -114,6 +115,7 @@ def ppo_config(folder: Path, **changes: Any) -> PPOConfig:
         "num_mini_batches": 2,
         "num_ppo_epochs": 2,
         "total_iterations": 3,
+        "snapshot_every": 1,
         "normalize_values": True,
         "optimizer": {"learning_rate": 1e-3},
     }

@@ -39,7 +39,17 @@ from rlhf_tasks.system.durable import replace_file, sync, write_file
 from rlhf_tasks.system.reading import MOST_JSON_BYTES, read_bytes, reading
 
 DATA, HELD_OUT_DATA, MODELS = "data.sha256", "held-out.sha256", "models.json"
-FREE = ("cluster", "keep_last", "name", "output_dir", "report_to", "resume", "runtime")
+FREE = (
+    "cluster",
+    "keep_last",
+    "name",
+    "output_dir",
+    "report_to",
+    "resume",
+    "runtime",
+    "snapshot_every",
+    "snapshot_max_s",
+)
 """Keys of a configuration on which no result depends."""
 
 _DIGESTS = TypeAdapter(dict[str, dict[str, str]])

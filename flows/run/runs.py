@@ -272,6 +272,10 @@ class Attempts:
                     for p in view.replanning.plans[1:]
                 ],
                 snapshot_every=config.snapshot_every,
+                snapshot_max_s=config.snapshot_max_s,
+                evaluated_every=config.evaluated_every,
+                io_floor_s=config.runtime.io_floor_s,
+                io_least_bytes_per_s=config.runtime.io_least_bytes_per_s,
                 deadline_factor=config.runtime.deadline_factor,
                 deadline_floor_s=config.runtime.deadline_floor_s,
                 max_rebuilds=config.runtime.max_restarts,

@@ -42,6 +42,7 @@ from rlhf_tasks.checkpoint.manifest import (
 from rlhf_tasks.checkpoint.plan_log import plan_digest
 from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.durable import explained, refuse_full, sync, write_file
 from rlhf_tasks.system.failpoints import Point, at, reach
 
@@ -134,19 +135,25 @@ def commit_to_export(run_folder: Path, config: RunConfig) -> tuple[Commit | None
     return found, refused + of_newest
 
 
-def prune(run_folder: Path, keep_last: int, best: Collection[int] = ()) -> None:
-    """Verify the newest commit, then remove all but the newest `keep_last` and those of the steps `best`.
+def prune(run_folder: Path, keep_last: int, best: Collection[int], moved: ByteCount) -> None:
+    """Remove all commits but the newest `keep_last` and those of the steps `best`.
 
-    Raises CheckpointError, and removes nothing, when the newest does not verify.
+    Nothing is read: each rank has checked its files of a commit before the commit was made.
+    moved  counts the bytes that are removed
+    Raises OSError.
     """
     steps = sorted(steps_of(run_folder))
-    old = [step for step in steps[:-keep_last] if step not in best]
-    if old:
-        verify(step_folder(run_folder, steps[-1]))
-    for step in old:
+    for step in steps[:-keep_last]:
+        if step in best:
+            continue
         folder = step_folder(run_folder, step)
         pruned = folder.rename(folder.with_name(f"{folder.name}.pruned"))
         reach(Point.PRUNE)
+        for path in pruned.iterdir():
+            if path.is_file():
+                n_bytes = path.stat().st_size
+                path.unlink()
+                moved.add(n_bytes)
         shutil.rmtree(pruned)
 
 
@@ -227,9 +234,11 @@ def run_snapshots(spec: RunIdentity) -> "RunSnapshots":
 
 
 class RunSnapshots:
-    """Finds the commit to resume from, and writes new commits and the run's journals. Both methods may block."""
+    """Finds the commit to resume from, writes new commits and the run's journals, and removes old commits (see
+    `Snapshots`)."""
 
     def __init__(self, spec: RunIdentity) -> None:
+        self.moved = ByteCount()
         self._spec = spec
         self._folder = Path(spec.run_folder)
         self._journals = self._open_journals({})
@@ -267,13 +276,27 @@ class RunSnapshots:
         return None if found is None else (found.step, found.manifest.cursor)
 
     def commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
-        """Commit a step: journals, manifest, rename. Then remove commits that are no longer kept.
+        """Commit a step: journals, manifest, rename. Its cost does not depend on the size of the state.
 
         results  iteration -> node -> rank -> result, for `order.iterations`
         Raises CheckpointError when the parts do not match, OSError with path and sizes on a full disk.
         """
         with at(iteration=order.step - 1, attempt=self._spec.attempt):
             self._commit(order, results)
+
+    def prune(self) -> None:
+        """Remove the commits that are no longer kept; a failure is logged."""
+        step = newest_step(self._folder)
+        with at(iteration=None if step is None else step - 1, attempt=self._spec.attempt):
+            try:
+                there = set(
+                    steps_of(self._folder)
+                )  # what an earlier configuration has removed cannot be kept
+                self._scores = {step: score for step, score in self._scores.items() if step in there}
+                best = best_steps(self._scores, keep_best(self._spec.config))
+                prune(self._folder, self._spec.config["keep_last"], best, self.moved)
+            except OSError as error:
+                logger.error("older commits are kept: %s", error)
 
     def _commit(self, order: WriteCommit, results: Mapping[int, IterationResults]) -> None:
         parts = [Part.model_validate(part) for ranks in order.parts.values() for part in ranks.values()]
@@ -309,13 +332,7 @@ class RunSnapshots:
             journal.keep()
         self._mark_attempt(order.step)
         self._score(order.iterations, results)
-        try:
-            there = set(steps_of(self._folder))  # what an earlier configuration has removed cannot be kept
-            self._scores = {step: score for step, score in self._scores.items() if step in there}
-            best = best_steps(self._scores, keep_best(self._spec.config))
-            prune(self._folder, self._spec.config["keep_last"], best)
-        except (CheckpointError, OSError) as error:
-            logger.error("older commits are kept: %s", error)
+        self.moved.add(size_bytes + sum(mark.size_bytes for mark in marks.values()))
 
     def _marks(self, found: Commit) -> Mapping[str, JournalMark]:
         """The committed part of each journal, by the changes accepted at this commit, else by its manifest."""

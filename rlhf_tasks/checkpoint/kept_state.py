@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rlhf_tasks.checkpoint.commits import step_folder
 from rlhf_tasks.checkpoint.manifest import read_manifest
-from rlhf_tasks.checkpoint.snapshots import ChangingRole, stored_role, take_state
+from rlhf_tasks.checkpoint.snapshots import ChangingRole, counted, stored_role, take_state
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state.exchange import exchange_state
@@ -21,6 +21,7 @@ from rlhf_tasks.parallel.state.transfer import StateTransfer
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import StateLayout
 from rlhf_tasks.protocol.messages import GenerationSpec
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.invariants import require
 
 
@@ -49,10 +50,18 @@ class KeptCommit:
 
     kept    this rank's state; None when it has none
     groups  of the generation; must have a group of all ranks
+    moved   counts the bytes that arrive
     Building it and `take_over` are collective over all ranks.
     """
 
-    def __init__(self, kept: KeptState | None, spec: GenerationSpec, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        kept: KeptState | None,
+        spec: GenerationSpec,
+        groups: ProcessGroups,
+        moved: ByteCount | None = None,
+    ) -> None:
+        self._moved = moved or ByteCount()
         assert spec.restore_step is not None, "there is no commit yet"
         self._folder = step_folder(Path(spec.run_folder), spec.restore_step)
         self._manifest = read_manifest(self._folder)
@@ -81,7 +90,7 @@ class KeptCommit:
         wanted = [] if engine is None or engine.master is None else list(engine.master.shard_state())
         transfer = StateTransfer(StateLayout(record.layout), StateLayout(layout))
         kept = self._shards.get(role, [])
-        shards = exchange_state(transfer, kept, wanted, self._groups, self._ranks)
+        shards = counted(exchange_state(transfer, kept, wanted, self._groups, self._ranks), self._moved)
         if engine is not None:
             take_state(engine, shards, record)
         else:

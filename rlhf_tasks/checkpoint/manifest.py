@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SCHEMA = 2
 MANIFEST = "manifest.json"
 CHECKSUM = "manifest.json.sha256"  # in the format of `sha256sum -c`
 _CHUNK_BYTES = 1 << 22
+_READERS = 8  # files that are hashed at once; a thread hashes 1 to 2 GB/s
 
 
 class CheckpointError(ValueError):
@@ -124,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """Check the manifest of a commit, and the size and hash of every file in it.
+    """Check the manifest of a commit, and the size and hash of every file in it, several files at once.
 
     Raises CheckpointError naming the first file that is missing or has changed. Other files are not opened.
     """
@@ -136,8 +138,13 @@ def verify(folder: Path) -> Manifest:
         size_bytes = path.stat().st_size
         if size_bytes != stored.size_bytes:
             raise CheckpointError(f"{path}: {size_bytes} bytes instead of {stored.size_bytes}.")
-        if _hash_file(path) != stored.sha256:
-            raise CheckpointError(f"{path}: its content has changed since it was written.")
+    with ThreadPoolExecutor(_READERS) as readers:
+        digests = readers.map(_hash_file, [folder / stored.file for stored in manifest.files])
+        for stored, digest in zip(manifest.files, digests, strict=True):
+            if digest != stored.sha256:
+                raise CheckpointError(
+                    f"{folder / stored.file}: its content has changed since it was written."
+                )
     return manifest
 
 

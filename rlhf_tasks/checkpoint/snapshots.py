@@ -1,8 +1,9 @@
 """A rank's part in checkpoints: copies a role's state to host memory, writes it in the background, restores it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
@@ -19,6 +20,7 @@ from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.state.files import read_shards, state_size_bytes, write_shards
 from rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.durable import NotWritable, explained, refuse_full, sync
 from rlhf_tasks.system.failpoints import Point, at, reach
 
@@ -38,11 +40,19 @@ class SnapshotWriter:
 
     on_saved  called from the writing thread, once per `save`, when the part is durable or has failed; perhaps not for
               the last part of an aborted generation
+    moved     counts the bytes that are durable and checked
     """
 
-    def __init__(self, spec: GenerationSpec, on_saved: Callable[[SavedPart], None]) -> None:
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        on_saved: Callable[[SavedPart], None],
+        moved: ByteCount | None = None,
+    ) -> None:
         self._spec = spec
         self._on_saved = on_saved
+        self._moved = moved
+        self._given_up = Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def save(self, role: str, engine: ChangingRole, step: int) -> None:
@@ -71,7 +81,10 @@ class SnapshotWriter:
         self._thread.submit(self._report, writing, path, state_size_bytes(shards), role, step)
 
     def close(self, wait: bool = True) -> None:
-        """End the thread after all its parts; with wait=False (aborted generation) after its current part."""
+        """End the thread after all its parts. With wait=False (nobody needs them any more) do not wait for it, and
+        write no part to its end: a part may take minutes."""
+        if not wait:
+            self._given_up.set()
         self._thread.shutdown(wait=wait, cancel_futures=not wait)
 
     def _path(self, role: str, step: int) -> Path:
@@ -86,7 +99,7 @@ class SnapshotWriter:
         with at(spec.rank, step - 1, spec.generation, spec.attempt):
             path.parent.mkdir(parents=True, exist_ok=True)
             refuse_full(path, state_size_bytes(shards))
-            written = write_shards(path, spec.rank, shards)
+            written = write_shards(path, spec.rank, shards, self._moved, self._given_up)
             reach(Point.SHARD_SYNCED)
             sync(path.parent)
             reach(Point.PART_DURABLE)
@@ -116,8 +129,12 @@ class SnapshotWriter:
         self._on_saved(part)
 
 
-def restore(role: str, engine: ChangingRole, run_folder: Path, step: int) -> None:
+def restore(
+    role: str, engine: ChangingRole, run_folder: Path, step: int, moved: ByteCount | None = None
+) -> None:
     """Restore a role from a commit: weights, moments, version and state, saved in any layout.
+
+    moved  counts the bytes that are read
 
     The commit must have been verified (`latest_commit`). Collective over each dp group of the engine's placement.
     Raises CheckpointError when the commit lacks the role or has another model, ValueError when it lacks elements.
@@ -129,7 +146,15 @@ def restore(role: str, engine: ChangingRole, run_folder: Path, step: int) -> Non
     files = [folder / stored.file for stored in manifest.files if stored.role == role]
     reach(Point.RESTORE)
     wanted = engine.master.shard_state()
-    take_state(engine, read_shards(files, record.layout, layout, engine.groups.rank, wanted), record)
+    shards = read_shards(files, record.layout, layout, engine.groups.rank, wanted)
+    take_state(engine, counted(shards, moved or ByteCount()), record)
+
+
+def counted(shards: Iterable[StateShard], moved: ByteCount) -> Iterator[StateShard]:
+    """The same shards; counts the bytes of each."""
+    for shard in shards:
+        moved.add(shard.tensor.nbytes)
+        yield shard
 
 
 def stored_role(role: str, layout: Layout, manifest: Manifest, folder: Path) -> RoleRecord:

@@ -5,6 +5,7 @@ generates, `SamplesGroups` several times for each prompt, `Scores` generates and
 each row. Code outside `algorithms/` checks for these bases, never for an algorithm.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -32,6 +33,7 @@ from rlhf_tasks.config.sections import (
     Settings,
 )
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from rlhf_tasks.system.reading import shown
 
 if TYPE_CHECKING:
     from rlhf_tasks.data.rows import DatasetValue
@@ -54,7 +56,17 @@ class RunConfig(Settings):
     groups: ClassVar[Groups] = {
         "": ("models", "data"),
         "Batch": ("batch_size",),
-        "Run": ("name", "output_dir", "seed", "dtype", "resume", "snapshot_every", "keep_last", "report_to"),
+        "Run": (
+            "name",
+            "output_dir",
+            "seed",
+            "dtype",
+            "resume",
+            "snapshot_every",
+            "snapshot_max_s",
+            "keep_last",
+            "report_to",
+        ),
         "Execution": ("cluster", "plan", "replan", "planning", "runtime"),
         "Fixed": ("type",),
     }
@@ -79,8 +91,17 @@ class RunConfig(Settings):
         default=64, gt=0, le=MOST_SEQS, description="Sequences, or preference pairs, per iteration."
     )
     resume: str = Field(default="never", description="never, auto (where the run exists) or a run folder.")
-    snapshot_every: int = Field(
-        default=1, gt=0, le=MOST_ITERATIONS, description="Completed iterations per committed snapshot."
+    snapshot_every: int | Literal["auto"] = Field(
+        default="auto",
+        description="Iterations from one committed snapshot to the next, or auto: as often as writing them stays "
+        "below 5% of the time.",
+    )
+    snapshot_max_s: float = Field(
+        default=1800.0,
+        gt=0,
+        le=MOST_SECONDS,
+        description="Most seconds of work that may be lost where snapshot_every is auto: before that a snapshot is "
+        "written whatever it costs.",
     )
     keep_last: int = Field(
         default=2,
@@ -103,7 +124,7 @@ class RunConfig(Settings):
     planning: PlanningConfig = Field(
         default=PlanningConfig(), description="Settings that only the planner reads."
     )
-    runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines and restarts.")
+    runtime: RuntimeConfig = Field(default=RuntimeConfig(), description="Deadlines, waits, restarts.")
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -157,6 +178,19 @@ class RunConfig(Settings):
     def passes(self) -> int:
         """How often a train call passes over an iteration's batch."""
         return 1
+
+    @property
+    def evaluated_every(self) -> int | None:
+        """Iterations from one snapshot that may be kept for its evaluation to the next; None where none is."""
+        return None
+
+    @field_validator("snapshot_every", mode="before")
+    @classmethod
+    def _auto_or_a_number(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | str) and re.fullmatch("[0-9]{1,10}", str(value)) is not None
+        if value == "auto" or (is_number and 0 < int(value) <= MOST_ITERATIONS):
+            return value if value == "auto" else int(value)
+        raise ValueError(f"give auto, or iterations from 1 to {MOST_ITERATIONS}, found {shown(value)}")
 
     @field_validator("report_to")
     @classmethod
@@ -238,6 +272,11 @@ class TrainingConfig(RunConfig):
         return self.total_iterations
 
     @property
+    def evaluated_every(self) -> int | None:
+        asked = self.evaluation
+        return asked.every if asked is not None and asked.keep_best else None
+
+    @property
     def rewards_of_evaluation(self) -> tuple[Reward, ...]:
         """The Python rewards that score the answers to held-out rows."""
         own = self.rewards if isinstance(self, Scores) else ()
@@ -282,7 +321,7 @@ class TrainingConfig(RunConfig):
                 f"evaluation: a run of type {self.type!r} has no sampling.max_completion_length. Give "
                 "evaluation.max_completion_length."
             )
-        if asked.keep_best and asked.every % self.snapshot_every:
+        if asked.keep_best and self.snapshot_every != "auto" and asked.every % self.snapshot_every:
             raise ValueError(
                 f"evaluation.keep_best keeps evaluated snapshots, but every={asked.every} is no multiple of "
                 f"snapshot_every={self.snapshot_every}. Make it one."

@@ -446,7 +446,7 @@ class ClusterConfig(Settings):
 
 
 class RuntimeConfig(Settings):
-    """Deadlines and restarts."""
+    """Deadlines, waits for the disk, and restarts."""
 
     deadline_floor_s: float = Field(
         default=120.0,
@@ -456,6 +456,18 @@ class RuntimeConfig(Settings):
     )
     deadline_factor: float = Field(
         default=20.0, ge=1, le=MOST_SECONDS, description="A call's deadline divided by its predicted time."
+    )
+    io_floor_s: float = Field(
+        default=300.0,
+        ge=1,
+        le=MOST_SECONDS,
+        description="Seconds in which writing or reading a snapshot must make progress; in all it may take any time.",
+    )
+    io_least_bytes_per_s: float = Field(
+        default=1e6,
+        gt=0,
+        le=1e15,
+        description="Bytes per second that count as progress, over io_floor_s seconds.",
     )
     startup_timeout_s: float = Field(
         default=180.0, gt=0, le=MOST_SECONDS, description="Seconds within which the workers must start."

@@ -20,6 +20,7 @@ from rlhf_tasks.checkpoint.journals import MetricsLines
 from rlhf_tasks.checkpoint.plan_log import log_change
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.ledger import OVERLAPPING, Ledger
 from rlhf_tasks.protocol.messages import (
     HOST,
@@ -31,6 +32,7 @@ from rlhf_tasks.protocol.messages import (
     GaveUp,
     GenerationSpec,
     IterationRan,
+    Moved,
     NodeBegun,
     NodeEnded,
     Reset,
@@ -48,7 +50,9 @@ from rlhf_tasks.system.failpoints import Point, at, reach
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.2
-GROUP_TIMEOUT_FLOOR_S = 60.0  # ranks load at different speeds
+# Ranks wait in collectives for one that still loads a large commit. The ledger ends a wait without progress, long
+# before the groups' own timeout.
+GROUP_TIMEOUT_FLOOR_S = 24 * 3600.0
 CONNECT_DEADLINE_S = 300.0  # a rank first imports torch and transformers, and other ranks share its cores
 ALIVE_S = (
     2.0  # a running process answers within this; killing one that does not frees the peers that it blocks
@@ -191,6 +195,9 @@ class Attempt:
             committed_step=step,
             cursor=cursor,
             snapshot_every=spec.snapshot_every,
+            snapshot_max_s=spec.snapshot_max_s,
+            evaluated_every=spec.evaluated_every,
+            pace=Pace(spec.io_floor_s, spec.io_least_bytes_per_s),
             max_rebuilds=spec.max_rebuilds,
             rebuilds=spec.rebuilds,
             deadlines=Deadlines(spec.deadline_factor, spec.deadline_floor_s, users_s=spec.users_s),
@@ -245,7 +252,7 @@ class Attempt:
 
     # --- news of the ranks ------------------------------------------------------------------------------
 
-    def _receive(self, news: Told | Done | Failed | SavedPart) -> None:
+    def _receive(self, news: Told | Done | Failed | SavedPart | Moved) -> None:
         """Handle news from a rank."""
         if self._ledger is None:
             return
@@ -255,6 +262,9 @@ class Attempt:
             self._feed(self._ledger.rank_failed, news.failure)
         elif isinstance(news, SavedPart):
             self._saved(news)
+        elif isinstance(news, Moved):
+            if (news.run, news.attempt) == (self.spec.run, self.spec.attempt):
+                self._feed(self._ledger.rank_moved, news.rank, news.generation, news.total_bytes)
         elif (news.key.run, news.key.attempt) == (self.spec.run, self.spec.attempt):
             self._told(news)
 
@@ -412,6 +422,7 @@ class Attempt:
             reason = str(error) if full else f"{type(error).__name__}: {error}"
             self._feed(self.ledger.commit_failed, order.step, reason, full)
         else:
+            loop.run_in_executor(self._disk, self._snapshots.prune)  # nobody waits for it but the next commit
             self._feed(self.ledger.commit_done, order.step)
 
     async def _log_plan(self, planned: ScheduledPlan) -> None:
@@ -428,6 +439,8 @@ class Attempt:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            if self._snapshots is not None:
+                self._feed(self.ledger.disk_moved, self._snapshots.moved.total_bytes)
             self._feed(self.ledger.tick)
 
     def _background(self, work: Any) -> None:

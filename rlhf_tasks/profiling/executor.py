@@ -22,6 +22,7 @@ from rlhf_tasks.profiling.spec import Piece, ProfileSpec
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.role_engines import DTYPES
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.memory import give_back, process_bytes
 
 
@@ -34,6 +35,7 @@ class ProfileExecutor:
     """Measures on one rank. clock: see `Bench`."""
 
     def __init__(self, rank: int, clock: Clock = time.perf_counter) -> None:
+        self.moved = ByteCount()
         self._rank, self._clock = rank, clock
         self._groups: ProcessGroups | None = None
         self._spec: ProfileSpec | None = None

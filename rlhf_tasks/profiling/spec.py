@@ -6,6 +6,7 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.profiling.measurements import Grid
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.spec import CallAssignment, CallNode, ExecutionPlan, Frozen, ModelFunctionCall, RolePlacements
+from rlhf_tasks.system.byte_count import ByteCount
 
 IDLE_NODES = (
     8  # nodes without work at the plan's end: the gaps between them are the cost of dispatching a node
@@ -74,10 +75,13 @@ class NoSnapshots:
     """A profile run commits nothing."""
 
     def __init__(self, spec: RunSpec) -> None:
-        pass
+        self.moved = ByteCount()
 
     def latest(self) -> None:
         """None: there is never a commit to resume from."""
 
     def commit(self, order: object, results: object) -> None:
         """Write nothing: the figures are in the results of the nodes."""
+
+    def prune(self) -> None:
+        """Remove nothing."""

@@ -6,7 +6,9 @@ It is the book-keeping half of the ledger and does not know phases or faults. Wa
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_tasks.protocol.cadence import Cadence
 from rlhf_tasks.protocol.commit import CommitOrder, SnapshotSchedule
+from rlhf_tasks.protocol.headway import Headway, Pace
 from rlhf_tasks.protocol.instructions import (
     SETUP,
     IterationDone,
@@ -16,11 +18,19 @@ from rlhf_tasks.protocol.instructions import (
 )
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, NodeEnded
 from rlhf_tasks.protocol.phases import State, Timeouts
-from rlhf_tasks.protocol.progress import IterationProgress, NodeProgress, NodeSummary, Occupancy
+from rlhf_tasks.protocol.progress import (
+    IterationProgress,
+    NodeProgress,
+    NodeSummary,
+    Occupancy,
+    PartsInWriting,
+)
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 from rlhf_tasks.protocol.sequencer import Sequencer
 from rlhf_tasks.spec import NodeKey, NodeResult
 
+DISK = -1
+"""The controller's disk, as a source of bytes; others are ranks."""
 REMEMBERED = 8
 """Number of committed iterations whose summaries are kept for watchers that ask late."""
 
@@ -30,6 +40,7 @@ class Account:
 
     sequencer         makes the requests of the current generation
     plans             which plan each iteration follows
+    cadence           decides which iterations end in a snapshot; None where the configuration does
     next_iteration    the iteration to deliver next
     newest_delivered  the newest iteration that was delivered under any generation
     """
@@ -41,15 +52,21 @@ class Account:
         schedule: SnapshotSchedule,
         committed: int | None,
         timeouts: Timeouts,
+        pace: Pace,
+        cadence: Cadence | None = None,
     ) -> None:
         self.sequencer = sequencer
         self.plans = tuple(plans)
         self.commits = CommitOrder(schedule, committed)
+        self.cadence = cadence
         self.occupancy = Occupancy(timeouts.entry_s)
+        self.parts = PartsInWriting(pace)
         self.next_iteration = committed or 0
         self.newest_delivered = self.next_iteration - 1
-        self._timeouts = timeouts
+        self._timeouts, self._pace = timeouts, pace
+        self._commit_headway: Headway | None = None
         self._iterations: dict[int, IterationProgress] = {}
+        self._incomplete: dict[int, IterationProgress] = {}  # those of them that no commit can cover yet
         self._aborted: dict[tuple[int, int], Cause] = {}
 
     # --- for watchers -----------------------------------------------------------------------------------
@@ -112,19 +129,33 @@ class Account:
     def crowded(self, iteration: int, limit: int) -> str | None:
         """Why an iteration may not enter while `limit` iterations are in flight; None when it may.
 
-        They are counted from the first iteration that is not committed, or, where not every iteration ends in a
-        snapshot, from the first that is not complete.
+        Where every iteration ends in a snapshot, those that are not committed are in flight. Elsewhere those that
+        still run are, so that training does not wait for a long commit; and as many snapshots may be unfinished, for
+        each holds its parts in host memory. After a fault, with a limit of 1, snapshots must be complete, too.
         """
-        each = self.commits.schedule.every == 1
-        oldest = self.commits.first_uncommitted if each else self.commits.first_incomplete
+        if self.commits.schedule.every == 1:
+            oldest, end = self.commits.first_uncommitted, "is committed"
+        elif limit == 1:
+            oldest, end = self.commits.first_incomplete, "is complete"
+        else:
+            running = (i for i, progress in self._incomplete.items() if not progress.nodes_done)
+            oldest, end = min(running, default=iteration), "has ended"
+            unfinished = sum(bool(progress.saves) for progress in self._incomplete.values())
+            if unfinished >= limit and self.commits.is_snapshot(iteration):
+                return f"the snapshots of {limit} iterations are being written; {iteration + 1} may enter after one."
         if iteration - oldest < limit:
             return None
-        end = "is committed" if each else "is complete"
         flying = f"iterations {oldest + 1} to {iteration} are in flight"
         return f"{flying}; {iteration + 1} may enter when {oldest + 1} {end}."
 
     def deliver(self, iteration: int, now: float) -> list[LedgerInstruction]:
-        """Open an iteration and send every rank its requests."""
+        """Open an iteration and send every rank its requests. Whether it ends in a snapshot is decided here."""
+        if self.cadence is not None:
+            if iteration == self.sequencer.first_iteration:
+                self.cadence.begin(iteration, now)
+            if self.cadence.wants(iteration):
+                self.commits.want_snapshot(iteration)
+            self.cadence.delivered(iteration, self.commits.is_snapshot(iteration))
         in_snapshot = self.commits.is_snapshot(iteration)
         requests = self.sequencer.requests(iteration, in_snapshot=in_snapshot)
         nodes = {
@@ -132,20 +163,23 @@ class Account:
             for name, ranks in self.sequencer.devices.items()
         }
         saves: Mapping[str, tuple[int, ...]] = self.sequencer.saves if in_snapshot else {}
-        self._iterations[iteration] = IterationProgress(iteration, self.sequencer.generation, nodes, saves)
+        progress = IterationProgress(iteration, self.sequencer.generation, nodes, saves)
+        self._iterations[iteration] = self._incomplete[iteration] = progress
         for rank, mine in requests.items():
             self.occupancy.delivered(rank, mine, now)
         self.next_iteration = iteration + 1
         self.newest_delivered = max(self.newest_delivered, iteration)
         return [Send(rank, mine) for rank, mine in requests.items()]
 
-    def expect_setup_parts(self, until: float) -> None:
-        """The roles are being initialised: the parts of step 0 must be durable by `until`."""
+    def expect_setup_parts(self) -> None:
+        """The roles are being initialised: each rank saves its parts of step 0 before it has restored."""
         setup = IterationProgress(SETUP, self.sequencer.generation, {}, self.sequencer.saves)
-        for node, ranks in self.sequencer.saves.items():
-            for rank in ranks:
-                setup.expect_part(rank, node, until)
-        self._iterations[SETUP] = setup
+        self._iterations[SETUP] = self._incomplete[SETUP] = setup
+
+    def initialised(self, rank: int, now: float) -> None:
+        """A rank has initialised its roles, and has copied its parts of step 0."""
+        for node in self.sequencer.saves:
+            self._expect_part(rank, SETUP, node, now)
 
     def entered(self, rank: int, key: NodeKey, now: float) -> None:
         """A rank has entered a node."""
@@ -153,6 +187,8 @@ class Account:
         if progress is not None:
             progress.nodes[key.node].enter(rank, now)
             self.occupancy.entered(rank, key.iteration, key.node, now)
+            if self.cadence is not None and progress.awaits_part(rank, key.node):
+                self.cadence.writing((rank, key.iteration, key.node), now)
 
     def done(self, result: NodeResult, now: float) -> list[LedgerInstruction]:
         """A rank has answered. Repeats change nothing."""
@@ -162,7 +198,7 @@ class Account:
             return []
         node_done = progress.done(rank, key.node, result, now)
         self.occupancy.left(rank, key.iteration, key.node, now)
-        progress.expect_part(rank, key.node, now + self._timeouts.durable_s)
+        self._expect_part(rank, key.iteration, key.node, now)
         if not node_done:
             return []
         summary = progress.nodes[key.node].summary
@@ -174,35 +210,53 @@ class Account:
             started_s=summary.started_s,
             ended_s=summary.ended_s,
         )
-        return [done, IterationDone(key.iteration)] if progress.nodes_done else [done]
+        if not progress.nodes_done:
+            return [done]
+        if self.cadence is not None:
+            self.cadence.ran(key.iteration, now)
+        return [done, IterationDone(key.iteration)]
 
-    def durable(self, rank: int, key: NodeKey, parts: Any) -> None:
+    def _expect_part(self, rank: int, iteration: int, node: str, now: float) -> None:
+        progress = self._iterations.get(iteration)
+        if progress is not None and progress.awaits_part(rank, node):
+            self.parts.expect(rank, iteration, node, now)
+            if self.cadence is not None:
+                self.cadence.writing((rank, iteration, node), now)
+
+    def durable(self, rank: int, key: NodeKey, parts: Any, now: float) -> None:
         """A rank's part of a snapshot is on the disk."""
         progress = self._iterations.get(key.iteration)
         if progress is not None:
             progress.durable(rank, key.node, parts)
+            self.parts.durable(rank, key.iteration, key.node, now)
+            if self.cadence is not None:
+                self.cadence.wrote((rank, key.iteration, key.node), now)
 
     def overdue(self, now: float) -> Cause | None:
-        """The first node or part of this generation that is past its deadline."""
-        for progress in self._iterations.values():
+        """The first node of this generation that is past its deadline, or rank that does not go on writing."""
+        for progress in self._incomplete.values():
             late = progress.overdue(now) if progress.generation == self.sequencer.generation else None
             if late is not None:
                 return late
-        return None
+        return self.parts.overdue(now)
 
     # --- commits and generations ------------------------------------------------------------------------
 
-    def next_commit(self, *, initialised: bool) -> WriteCommit | None:
+    def next_commit(self, now: float, *, initialised: bool) -> WriteCommit | None:
         """The commit to write now, if any.
 
         initialised  every rank has initialised its roles; step 0 is committed only then
         """
-        for iteration, progress in self._iterations.items():
-            if not progress.committed and progress.complete and (initialised or iteration != SETUP):
+        for iteration, progress in list(self._incomplete.items()):
+            if progress.complete and (initialised or iteration != SETUP):
+                del self._incomplete[iteration]
                 self.commits.complete(iteration)
         step = self.commits.start_next()
         if step is None:
             return None
+        self._commit_headway = Headway(self._pace, now)
+        if self.cadence is not None:
+            self.cadence.writing(DISK, now)
         return WriteCommit(
             step,
             tuple(i for i in self.commits.covered(step) if i != SETUP),
@@ -212,7 +266,28 @@ class Account:
             plan_at(self.plans, max(step - 1, 0)).plan,
         )
 
-    def committed(self, step: int) -> list[LedgerInstruction]:
+    def disk_moved(self, total_bytes: int, now: float) -> None:
+        """The controller has written and removed so many bytes."""
+        if self._commit_headway is not None:
+            self._commit_headway.moved(DISK, total_bytes, now)
+
+    def commit_overdue(self, now: float) -> str | None:
+        """Why the commit that is being written is given up; None where it goes on or there is none."""
+        if self._commit_headway is None or not self._commit_headway.overdue(now):
+            return None
+        return f"step {self.commits.writing} is not committed: the controller has written {self._pace}"
+
+    def commit_failed(self, now: float) -> None:
+        """The commit could not be written: the iterations that it covers must be run again."""
+        self._end_commit(now)
+        self.commits.failed()
+
+    def _end_commit(self, now: float) -> None:
+        self._commit_headway = None
+        if self.cadence is not None:
+            self.cadence.wrote(DISK, now)
+
+    def committed(self, step: int, now: float) -> list[LedgerInstruction]:
         """A commit is written. Drops the results of iterations that were committed before it.
 
         Also drops iterations that are more than REMEMBERED older than the ones it covers.
@@ -220,6 +295,9 @@ class Account:
         for progress in self._iterations.values():
             if progress.committed:
                 progress.forget_results()
+        self._end_commit(now)
+        if self.cadence is not None:
+            self.cadence.committed(step - 1)
         covered = self.commits.written(step)
         told: list[LedgerInstruction] = []
         for iteration in covered:
@@ -237,6 +315,7 @@ class Account:
         instructions: list[LedgerInstruction] = []
         for iteration in self.commits.lost(i for i, p in self._iterations.items() if not p.committed):
             generation = self._iterations.pop(iteration).generation
+            self._incomplete.pop(iteration, None)
             self._aborted[iteration, generation] = cause
             if iteration != SETUP:
                 instructions.append(Aborted(iteration=iteration, generation=generation, cause=cause))
@@ -248,3 +327,6 @@ class Account:
         planned = plan_at(self.plans, self.next_iteration)
         self.sequencer = self.sequencer.starting_at(generation, self.next_iteration, planned)
         self.occupancy = Occupancy(self._timeouts.entry_s)
+        self.parts = PartsInWriting(self._pace)
+        if self.cadence is not None:
+            self.cadence.stop_writing()

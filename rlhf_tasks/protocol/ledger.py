@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_tasks.protocol.account import Account
+from rlhf_tasks.protocol.cadence import Cadence
 from rlhf_tasks.protocol.commit import SnapshotSchedule
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.instructions import (
     SETUP,
     LedgerInstruction,
@@ -25,6 +27,7 @@ from rlhf_tasks.protocol.messages import (
     NotEntered,
     PlanChanged,
     PlanKept,
+    SnapshotEvery,
 )
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
 from rlhf_tasks.protocol.rebuild import Rebuild
@@ -47,6 +50,10 @@ class Ledger:
     total_iterations    of the whole run, including those before this attempt
     committed_step      the commit to start from; None: initialise the roles and commit step 0 first
     cursor              global id of the first sample not fetched by that commit
+    snapshot_every      iterations from one snapshot to the next, or auto: commits are as frequent as they are worth
+    snapshot_max_s      with auto: most seconds of work that may be lost
+    evaluated_every     iterations after which there is a snapshot besides; None: none
+    pace                the slowest progress of a wait for the disk
     max_rebuilds        after this many rebuilds without a commit in between, a fault ends the attempt
     rebuilds            rebuilds and earlier attempts since the last commit, which count among them
 
@@ -62,9 +69,12 @@ class Ledger:
         attempt: int,
         n_ranks: int,
         total_iterations: int,
-        snapshot_every: int,
+        snapshot_every: SnapshotEvery,
+        snapshot_max_s: float,
         max_rebuilds: int,
         deadlines: Deadlines,
+        pace: Pace,
+        evaluated_every: int | None = None,
         committed_step: int | None = None,
         cursor: int = 0,
         rebuilds: int = 0,
@@ -76,6 +86,7 @@ class Ledger:
         self.last_iteration = total_iterations - 1
         self.max_rebuilds = max_rebuilds
         self.timeouts = timeouts or Timeouts()
+        self.pace = pace
         self.phase = Phase.NEW
         self.fault: Cause | None = None
         self.account = Account(
@@ -88,17 +99,18 @@ class Ledger:
                 first_sample=cursor,
             ).whole_groups(),
             plans,
-            SnapshotSchedule(snapshot_every, total_iterations),
+            SnapshotSchedule(snapshot_every, total_iterations, evaluated_every),
             committed_step,
             self.timeouts,
+            pace,
+            Cadence(snapshot_max_s) if snapshot_every == "auto" else None,
         )
         for planned in plans:  # a change follows a snapshot, which this attempt's schedule alone may not have
             self.account.commits.want_snapshot(planned.iteration - 1)
         self._unlogged: ScheduledPlan | None = None
         self._paused = False
         self._held: int | None = None  # the step that Held told
-        self._commit_until = 0.0
-        self._rebuild = Rebuild(0, n_ranks, (), 0.0, self.timeouts)
+        self._rebuild = Rebuild(0, n_ranks, (), 0.0, self.timeouts, pace)
         self._rebuilds = rebuilds
         self._suspect: Cause | None = None
         self._suspect_until = 0.0
@@ -135,7 +147,10 @@ class Ledger:
         reason = self._entry_refusal(iteration, generation)
         if reason is not None:
             return [NotEntered(iteration=iteration, generation=generation, reason=reason)]
-        if self._paused:
+        after_fault = (
+            self._rebuilds > 0 and self.account.cadence is not None
+        )  # what is done again is kept at once
+        if self._paused or after_fault:
             self.account.commits.want_snapshot(iteration)
         return self.account.deliver(iteration, now)
 
@@ -180,7 +195,10 @@ class Ledger:
             return []
         self._check_devices(plan)
         account = self.account
-        first = account.commits.next_snapshot(account.newest_delivered) + 1
+        last = account.newest_delivered
+        if account.cadence is not None and not account.commits.is_snapshot(last):
+            last += 1  # which no configuration has decided on
+        first = account.commits.next_snapshot(last) + 1 if account.cadence is None else last + 1
         latest = self._unlogged or account.plans[-1]
         if latest.iteration > account.newest_delivered:
             return [
@@ -190,6 +208,7 @@ class Ledger:
             ]
         if first > self.last_iteration:
             return [PlanKept(reason=f"the run ends with iteration {self.last_iteration + 1}.")]
+        account.commits.want_snapshot(first - 1)
         self._unlogged = ScheduledPlan(iteration=first, plan=plan, predicted_s=predicted_s)
         return [LogPlan(self._unlogged)]
 
@@ -228,7 +247,7 @@ class Ledger:
         """
         if not self._is_current(key):
             return []
-        self.account.durable(rank, key, parts)
+        self.account.durable(rank, key, parts, now)
         return self._advance(now)
 
     def rank_failed(self, failure: NodeFailure, now: float) -> list[LedgerInstruction]:
@@ -260,8 +279,16 @@ class Ledger:
         """A rank has joined the groups and loaded the step."""
         if self.phase is not Phase.RESTORING or generation != self.generation:
             return []
-        self._rebuild.restored(rank)
+        if self._rebuild.restored(rank, now) and self.committed_step is None:
+            self.account.initialised(rank, now)
         return self._advance(now)
+
+    def rank_moved(self, rank: int, generation: int, total_bytes: int, now: float) -> list[LedgerInstruction]:
+        """A rank's process has read, written and checked so many bytes since it began."""
+        if generation == self.generation:
+            self._rebuild.moved(rank, total_bytes, now)
+            self.account.parts.moved(rank, total_bytes, now)
+        return []
 
     def rank_lost(self, rank: int, reason: str, now: float) -> list[LedgerInstruction]:
         """A rank's process is gone."""
@@ -286,25 +313,30 @@ class Ledger:
         if self.phase is Phase.STOPPED or step != self.account.commits.writing:
             return []
         self._rebuilds = 0
-        return self.account.committed(step) + self._advance(now)
+        return self.account.committed(step, now) + self._advance(now)
 
     def commit_failed(self, step: int, error: str, lasting: bool, now: float) -> list[LedgerInstruction]:
         """A commit could not be written. Its iterations are run again, unless that would fail again (`lasting`)."""
         if self.phase is Phase.STOPPED or step != self.account.commits.writing:
             return []
-        self.account.commits.failed()
+        self.account.commit_failed(now)
         cause = Cause(f"step {step} could not be committed: {error}", lasting=lasting)
         if self._is_over:
             return self._give_up(f"{self.fault}; {cause}")
         return self._end_by(cause, now) if lasting else self._declare(cause, now)
 
+    def disk_moved(self, total_bytes: int, now: float) -> list[LedgerInstruction]:
+        """The controller has written and removed so many bytes of commits since it began."""
+        self.account.disk_moved(total_bytes, now)
+        return []
+
     def tick(self, now: float) -> list[LedgerInstruction]:
         """Time has passed: a wait that is past its deadline ends here. Call it about twice a second."""
         if self.phase in (Phase.NEW, Phase.STOPPED):
             return []
-        writing = self.account.commits.writing
-        if writing is not None and now > self._commit_until:
-            return self._give_up(f"step {writing} was not committed within {self.timeouts.commit_s:g} s")
+        late = self.account.commit_overdue(now)
+        if late is not None:
+            return self._give_up(late)
         if self._is_over:
             return []
         if self._suspect is not None and now > self._suspect_until:
@@ -359,9 +391,8 @@ class Ledger:
         if self.phase in (Phase.NEW, Phase.STOPPED):
             return []
         instructions: list[LedgerInstruction] = []
-        commit = self.account.next_commit(initialised=self._rebuild.all_restored)
+        commit = self.account.next_commit(now, initialised=self._rebuild.all_restored)
         if commit is not None:
-            self._commit_until = now + self.timeouts.commit_s
             instructions.append(commit)
         if self._is_finished:
             instructions += self._finish()
@@ -405,7 +436,7 @@ class Ledger:
         self._move(Phase.RESTORING)
         self.account.begin_generation(self.generation)
         if self.committed_step is None:
-            self.account.expect_setup_parts(now + self.timeouts.restore_s + self.timeouts.durable_s)
+            self.account.expect_setup_parts()
         return self._rebuild.restore(self.committed_step, now)
 
     def _finish(self) -> list[LedgerInstruction]:
@@ -464,7 +495,7 @@ class Ledger:
         """Reset every rank to a generation."""
         self._move(Phase.RESETTING)
         self.account.begin_generation(generation)
-        self._rebuild = Rebuild(generation, self.n_ranks, down, now, self.timeouts, keep_state)
+        self._rebuild = Rebuild(generation, self.n_ranks, down, now, self.timeouts, self.pace, keep_state)
         return self._rebuild.begin()
 
 

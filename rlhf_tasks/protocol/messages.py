@@ -18,6 +18,8 @@ from pydantic import Field, TypeAdapter
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import ExecutionPlan, Frozen, NodeFailure, NodeKey, NodeRequest, NodeResult
 
+SnapshotEvery = Annotated[int, Field(gt=0)] | Literal["auto"]
+"""Iterations from one snapshot to the next; auto: as often as they are worth their cost (cadence.py)."""
 HOST = "host"
 """Node name in the key of a failure that belongs to no node."""
 
@@ -57,9 +59,13 @@ class RunSpec(Frozen):
     run_folder      a folder that all hosts share
     config          the run's configuration, JSON-able; the executor and the snapshots parse it
     iterations      of the whole run, including those before this attempt
+    snapshot_every  iterations from one snapshot to the next, or auto: as often as they are worth their cost
+    snapshot_max_s  with auto: most seconds of work that may be lost
+    evaluated_every   iterations after which there is a snapshot besides; None: none
     executor        "module:function" that makes a rank's executor
     snapshots       "module:function" that makes the controller's `Snapshots` of this spec
     deadline_factor, deadline_floor_s   a node may take max(floor, factor * predicted) + users seconds
+    io_floor_s, io_least_bytes_per_s    a wait for the disk must move so many bytes in so many seconds (`Pace`)
     predicted_s     node name -> seconds that the plan predicts
     users_s         node name -> seconds that the user's own code may take in it, under whichever plan
     peak_flops_per_s  FLOP/s of all devices together, on which the metric `mfu` is based; None where it is unknown
@@ -75,11 +81,15 @@ class RunSpec(Frozen):
     config: dict[str, Any]
     run_folder: str
     iterations: int = Field(gt=0)
-    snapshot_every: int = Field(gt=0)
+    snapshot_every: SnapshotEvery
+    snapshot_max_s: float = Field(gt=0)
+    evaluated_every: int | None = Field(default=None, gt=0)
     executor: str = "rlhf_tasks.rank.executor:make_executor"
     snapshots: str = "rlhf_tasks.checkpoint.commits:run_snapshots"
     deadline_factor: float
     deadline_floor_s: float
+    io_floor_s: float = Field(gt=0)
+    io_least_bytes_per_s: float = Field(gt=0)
     predicted_s: dict[str, float] = Field(default_factory=dict)
     users_s: dict[str, float] = Field(default_factory=dict)
     peak_flops_per_s: float | None = Field(default=None, gt=0)
@@ -203,6 +213,20 @@ class SavedPart(Frozen):
     details: dict[str, Any] = Field(default_factory=dict)
     error: str = ""
     lasting: bool = False
+
+
+class Moved(Frozen):
+    """What one rank has moved to and from the disk: told about twice a second while that grows.
+
+    total_bytes  of models and commits that its process has read, written and checked since it began
+    """
+
+    kind: Literal["moved"] = "moved"
+    run: str
+    attempt: int
+    generation: int
+    rank: int
+    total_bytes: int
 
 
 # --- flow <-> controller --------------------------------------------------------------------------------
@@ -374,7 +398,7 @@ class GaveUp(Frozen):
 
 
 RankMessage = Annotated[Reset | Restore | Deliver, Field(discriminator="kind")]
-News = Annotated[Told | Done | Failed | SavedPart, Field(discriminator="kind")]
+News = Annotated[Told | Done | Failed | SavedPart | Moved, Field(discriminator="kind")]
 FlowMessage = Annotated[Enter | Pause | Resume | StopAfter | ChangePlan, Field(discriminator="kind")]
 Event = Annotated[
     Enterable

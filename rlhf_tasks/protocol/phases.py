@@ -44,21 +44,16 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds after which a wait is a fault. Node deadlines come with the requests (`Deadlines`).
+    """Seconds after which a wait is a fault. Node deadlines come with the requests (`Deadlines`), waits for the disk
+    are judged by their progress (`Pace`).
 
     blame_s    after an error, to wait for the loss of a rank that explains it
     entry_s    for a rank that has work but is inside no node to enter its next one
     reset_s    for a rank to reset; after that it is stuck, and is restarted
     restart_s  after the time to reset, for every rank to be up and clean
-    restore_s  to join the groups and load the commit; also to reset, where ranks keep their state
-    durable_s  from the answer of a save node until its part is on the disk
-    commit_s   to write the manifest and rename the folder
     """
 
     blame_s: float = 1.0
     entry_s: float = 60.0
     reset_s: float = 2 * INTERRUPT_GRACE_S  # a rank with a stuck job has exited by itself by then
     restart_s: float = 300.0
-    restore_s: float = 300.0
-    durable_s: float = 600.0
-    commit_s: float = 300.0

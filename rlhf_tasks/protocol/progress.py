@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_tasks.protocol.headway import Headway, Pace
 from rlhf_tasks.protocol.messages import Cause
 from rlhf_tasks.spec import NodeRequest, NodeResult
 
@@ -93,7 +94,6 @@ class IterationProgress:
         self.nodes = nodes
         self.saves = {name: frozenset(ranks) for name, ranks in saves.items()}
         self.parts: dict[str, dict[int, Any]] = {name: {} for name in saves}
-        self.part_deadlines: dict[tuple[str, int], float] = {}
         self.committed = False
         self._nodes_left = sum(not node.done for node in nodes.values())
         self._parts_left = sum(len(ranks) for ranks in self.saves.values())
@@ -118,12 +118,10 @@ class IterationProgress:
         if rank not in self.parts[node]:
             self.parts[node][rank] = parts
             self._parts_left -= 1
-        self.part_deadlines.pop((node, rank), None)
 
-    def expect_part(self, rank: int, node: str, deadline: float) -> None:
-        """A part was copied; it must be durable by `deadline`, in seconds on the clock of `now`."""
-        if node in self.saves and rank not in self.parts[node]:
-            self.part_deadlines[node, rank] = deadline
+    def awaits_part(self, rank: int, node: str) -> bool:
+        """Whether a rank's part of the snapshot, which this node saves, is not durable yet."""
+        return rank in self.saves.get(node, ()) and rank not in self.parts[node]
 
     @property
     def nodes_done(self) -> bool:
@@ -141,7 +139,7 @@ class IterationProgress:
             node.results = {}
 
     def overdue(self, now: float) -> Cause | None:
-        """The first node or part, in plan order, that is past its deadline."""
+        """The first node, in plan order, that is past its deadline."""
         for name, node in self.nodes.items():
             if node.deadline is not None and not node.done and now > node.deadline:
                 error = (
@@ -149,9 +147,43 @@ class IterationProgress:
                     "runtime.deadline_floor_s"
                 )
                 return Cause(error, tuple(sorted(node.unfinished)), name, self.iteration)
-        for (name, rank), deadline in self.part_deadlines.items():
-            if now > deadline:
-                return Cause("the saved part did not become durable in time", (rank,), name, self.iteration)
+        return None
+
+
+class PartsInWriting:
+    """Which parts of snapshots each rank has to write, and whether it goes on with them.
+
+    A rank writes one part after the other and waits for nobody. So each is judged by its own bytes.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._parts: dict[int, dict[tuple[int, str], None]] = {}  # rank -> (iteration, node), in order
+        self._headway: dict[int, Headway] = {}
+
+    def expect(self, rank: int, iteration: int, node: str, now: float) -> None:
+        """A rank has copied a part, which must become durable. Repeats change nothing."""
+        parts = self._parts.setdefault(rank, {})
+        if not parts:
+            self._headway.setdefault(rank, Headway(self._pace, now)).advance(now)
+        parts[iteration, node] = None
+
+    def moved(self, rank: int, total_bytes: int, now: float) -> None:
+        """A rank has written and checked so many bytes."""
+        self._headway.setdefault(rank, Headway(self._pace, now)).moved(rank, total_bytes, now)
+
+    def durable(self, rank: int, iteration: int, node: str, now: float) -> None:
+        """A part is durable."""
+        if self._parts.get(rank, {}).pop((iteration, node), "unknown") is None:
+            self._headway[rank].advance(now)
+
+    def overdue(self, now: float) -> Cause | None:
+        """The first rank that has parts to write and does not go on."""
+        for rank, parts in self._parts.items():
+            if parts and self._headway[rank].overdue(now):
+                iteration, node = next(iter(parts))
+                error = f"the saved part does not become durable: the rank has written {self._pace}"
+                return Cause(error, (rank,), node, iteration)
         return None
 
 

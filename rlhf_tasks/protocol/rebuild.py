@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection
 from enum import Enum
 
+from rlhf_tasks.protocol.headway import Headway, Pace
 from rlhf_tasks.protocol.instructions import LedgerInstruction, ResetRank, RestartRank, RestoreRank
 from rlhf_tasks.protocol.messages import Cause
 from rlhf_tasks.protocol.phases import Timeouts
@@ -24,7 +25,8 @@ class Rebuild:
 
     Groups are joined only when every rank is clean, so no rank waits in a collective for a process that is not there.
     A rank that has not reset within `timeouts.reset_s` is stuck and is restarted. With `keep_state` it may keep the
-    state of its trained roles, and has `timeouts.restore_s` to reset.
+    state of its trained roles, and has `pace.floor_s` to reset. While ranks restore, they wait for each other, so the
+    progress of all of them together is judged.
     """
 
     def __init__(
@@ -34,18 +36,20 @@ class Rebuild:
         down: Collection[int],
         now: float,
         timeouts: Timeouts,
+        pace: Pace,
         keep_state: bool = False,
     ) -> None:
         self.generation = generation
         self.keep_state = keep_state
         self.timeouts = timeouts
+        self.pace = pace
         self.states = {r: RankState.DOWN if r in down else RankState.RESETTING for r in range(n_ranks)}
         self._count = Counter(self.states.values())
-        # State that is kept is first copied to host memory, which may take as long as loading it.
-        reset_s = timeouts.restore_s if keep_state else timeouts.reset_s
+        # State that is kept is first copied to host memory.
+        reset_s = pace.floor_s if keep_state else timeouts.reset_s
         self._restarts_until = now + reset_s + timeouts.restart_s
         self._reset_until = dict.fromkeys(self.states, now + reset_s)
-        self._restore_until: float | None = None
+        self._restoring: Headway | None = None
 
     def begin(self) -> list[LedgerInstruction]:
         """Reset every rank that has a process; start the others."""
@@ -99,13 +103,21 @@ class Rebuild:
         assert self.all_clean, f"restore before every rank is clean: {self.states}"
         for rank in self.states:
             self._set(rank, RankState.RESTORING)
-        self._restore_until = now + self.timeouts.restore_s
+        self._restoring = Headway(self.pace, now)
         return [RestoreRank(rank, self.generation, step) for rank in self.states]
 
-    def restored(self, rank: int) -> None:
-        """A rank has loaded the step."""
-        if self.states[rank] is RankState.RESTORING:
-            self._set(rank, RankState.RESTORED)
+    def moved(self, rank: int, total_bytes: int, now: float) -> None:
+        """A rank has read so many bytes."""
+        if self._restoring is not None:
+            self._restoring.moved(rank, total_bytes, now)
+
+    def restored(self, rank: int, now: float) -> bool:
+        """A rank has loaded the step. Returns False for repeats."""
+        if self._restoring is None or self.states[rank] is not RankState.RESTORING:
+            return False
+        self._set(rank, RankState.RESTORED)
+        self._restoring.advance(now)
+        return True
 
     def tick(self, now: float) -> list[LedgerInstruction]:
         """Restart the ranks that have not reset in time."""
@@ -114,14 +126,14 @@ class Rebuild:
 
     def overdue(self, now: float) -> Cause | None:
         """The ranks that have not come back, or not restored, in time; None where there are none."""
-        if self._restore_until is None:
+        if self._restoring is None:
             late = tuple(r for r, s in self.states.items() if s is not RankState.CLEAN)
             if late and now > self._restarts_until:
                 return Cause("did not come back after the reset", late)
             return None
         late = tuple(r for r, s in self.states.items() if s is not RankState.RESTORED)
-        if late and now > self._restore_until:
-            return Cause(f"did not restore within {self.timeouts.restore_s:g} s", late)
+        if late and self._restoring.overdue(now):
+            return Cause(f"do not go on with restoring: all ranks have read {self.pace}", late)
         return None
 
     def _set(self, rank: int, state: RankState) -> None:

@@ -11,6 +11,7 @@ from rlhf_tasks.parallel.comm.groups import join_world, leave_world
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.rank.plan_nodes import RankRun
 from rlhf_tasks.spec import NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.memory import give_back, peak_bytes, reset_peak, told_when_out
 
@@ -24,6 +25,7 @@ class Executor:
     """Runs plan nodes on one rank; holds at most one generation at a time."""
 
     def __init__(self, rank: int, on_saved: Callable[[SavedPart], None]) -> None:
+        self.moved = ByteCount()
         self._rank = rank
         self._on_saved = on_saved
         self._run: RankRun | None = None
@@ -39,7 +41,7 @@ class Executor:
         store = dist.PrefixStore(spec.store_prefix, server)
         reach(Point.JOIN)
         join_world(store, spec.rank, spec.n_ranks, spec.timeout_s, device)
-        self._run = RankRun(spec, device, self._on_saved)
+        self._run = RankRun(spec, device, self._on_saved, self.moved)
         with told_when_out("loading the models", device):
             self._run.start(kept)
 
@@ -81,7 +83,8 @@ class Executor:
                 self._kept = run.keep()
         finally:
             if run is not None:
-                run.close(self._aborted)
+                # After a fault, parts of the generation can be in no commit any more. A reset must not wait for them.
+                run.close(finish_parts=keep_state and not self._aborted)
             leave_world()
         del run
         give_back()  # hooks make engines reference cycles, which must be collected before the next ones are built

@@ -32,6 +32,7 @@ from rlhf_tasks.protocol.messages import (
     Done,
     Failed,
     GenerationSpec,
+    Moved,
     Reset,
     Restore,
     SavedPart,
@@ -40,6 +41,7 @@ from rlhf_tasks.protocol.messages import (
 from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
 from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, at, reach
 from rlhf_tasks.system.writer import Writer
 
@@ -48,7 +50,12 @@ TICK_S = 0.5
 
 
 class Executor(Protocol):
-    """Does the work of one rank. All methods except `abort` are called on the engine thread, one call at a time."""
+    """Does the work of one rank. All methods except `abort` are called on the engine thread, one call at a time.
+
+    moved  bytes of models and commits that this rank has read, written and checked
+    """
+
+    moved: ByteCount
 
     def load(self, spec: GenerationSpec) -> None:
         """Join the groups of a generation, build the engines, and restore or initialise."""
@@ -122,6 +129,7 @@ class EngineHost:
         self._wanted: tuple[int, ExecutorFactory] | None = None  # of the last accepted reset
         self._spec: GenerationSpec | None = None
         self._nodes: dict[str, PlanNode] = {}
+        self._told_bytes = 0  # of what the executor has moved, the controller knows
         self._job: tuple[str, float] = ("", 0.0)  # what the engine thread does, and since when (time.time())
         self._ticking = asyncio.create_task(self._tick())
         self._act: dict[type, Callable[[Any], None]] = {
@@ -316,6 +324,25 @@ class EngineHost:
             await asyncio.sleep(TICK_S)
             with self._reporting():
                 self._apply(self._inbox.tick(time.monotonic()))
+                self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        """Tell the controller how many bytes have been moved, if there are more than it knows of."""
+        lease, executor = self._inbox.lease, self._executor
+        if lease is None or executor is None or self._holder is None:
+            return
+        total_bytes = executor.moved.total_bytes
+        if total_bytes != self._told_bytes:
+            self._told_bytes = total_bytes
+            self._tell(
+                Moved(
+                    run=lease.run,
+                    attempt=lease.attempt,
+                    generation=self._inbox.generation,
+                    rank=self._inbox.rank,
+                    total_bytes=total_bytes,
+                )
+            )
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ from rlhf_tasks.spec import (
     SyncNode,
     TransferNode,
 )
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import require
 
@@ -62,11 +63,19 @@ class Outcome:
 
 
 class RankRun:
-    """Groups, engines, samples and data of one generation on one rank, whose tensors live on `device`."""
+    """Groups, engines, samples and data of one generation on one rank, whose tensors live on `device`.
+
+    moved  counts the bytes of models and commits that are read and written
+    """
 
     def __init__(
-        self, spec: GenerationSpec, device: torch.device, on_saved: Callable[[SavedPart], None]
+        self,
+        spec: GenerationSpec,
+        device: torch.device,
+        on_saved: Callable[[SavedPart], None],
+        moved: ByteCount,
     ) -> None:
+        self._moved = moved
         self._spec, self._plan, self.device = spec, spec.plan, device
         self._config = make_config(spec.config)
         self._algorithm = algorithm(self._config.type)
@@ -82,8 +91,8 @@ class RankRun:
         self._samples = SampleStore()
         # call -> what its parts of this iteration have left for their metrics
         self._tallies: dict[str, list[Any]] = {}
-        self._engines = RoleEngines(spec.plan, self._config, self._groups)
-        self._writer = SnapshotWriter(spec, on_saved)
+        self._engines = RoleEngines(spec.plan, self._config, self._groups, moved)
+        self._writer = SnapshotWriter(spec, on_saved, moved)
         self._at_step: dict[str, int] = {}  # role -> the step it was saved as; removed when it changes again
         own = spec.plan.on(spec.rank)
         self._last_node = own[-1].name if own else ""
@@ -116,13 +125,13 @@ class RankRun:
             for role, engine in engines.items():
                 self._save_as(0, role, engine)
             return
-        commit = KeptCommit(kept, self._spec, self._groups)
+        commit = KeptCommit(kept, self._spec, self._groups, self._moved)
         if commit.is_whole:
             for role, layout in self._engines.changing_layouts():
                 commit.take_over(role, layout, engines.get(role))
         else:
             for role, engine in engines.items():
-                restore(role, engine, Path(self._spec.run_folder), step)
+                restore(role, engine, Path(self._spec.run_folder), step, self._moved)
 
     def keep(self) -> KeptState | None:
         """The state of this rank's roles that change, if this generation saved it as a step; else None.
@@ -150,15 +159,15 @@ class RankRun:
         """From another thread: make a blocked collective raise."""
         self._groups.abort()
 
-    def close(self, aborted: bool) -> None:
+    def close(self, finish_parts: bool) -> None:
         """End the reward process, the engines' copies and the background writer.
 
-        aborted  the writer does not write what is still queued
+        finish_parts  the writer first writes what is queued; else nobody waits for it
         """
         self._rewards.close()
         self._rewards_of_evaluation.close()
         self._engines.close()
-        self._writer.close(wait=not aborted)
+        self._writer.close(wait=finish_parts)
 
     @singledispatchmethod
     def _perform(self, node: Any, request: NodeRequest) -> Outcome:

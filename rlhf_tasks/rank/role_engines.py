@@ -19,6 +19,7 @@ from rlhf_tasks.parallel.state.reallocation import Reallocated, reallocate
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.parallel.train.optimizer import OptimizerSettings
 from rlhf_tasks.spec import ExecutionPlan, ReallocateNode, SyncNode
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 from rlhf_tasks.system.invariants import require
 
@@ -36,9 +37,18 @@ class RoleEngines:
     With adapters, the frozen weights below them are resident wherever the role is used, and only the adapters are
     copied and released. Roles that begin from one folder share such weights where they are on one placement, so a
     reference is the actor without its adapters.
+
+    moved  counts the bytes of the weights that are read or drawn
     """
 
-    def __init__(self, plan: ExecutionPlan, config: RunConfig, groups: ProcessGroups) -> None:
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        config: RunConfig,
+        groups: ProcessGroups,
+        moved: ByteCount | None = None,
+    ) -> None:
+        self._bytes_filled = moved
         self._plan, self._groups = plan, groups
         self._roles = config.roles()
         self._dtype = DTYPES[config.dtype]
@@ -191,7 +201,7 @@ class RoleEngines:
         trained = layout.specs if changes else {}
         shared = {} if away else {name: given for name, given in frozen.items() if name not in trained}
         stage = self._stage(parts, layout, shared)
-        _fill(stage, parts, self._seed, shared)
+        _fill(stage, parts, self._seed, shared, self._bytes_filled)
         if not away:
             frozen |= {name: mine for name, mine in stage.named_slices().items() if name not in trained}
         return stage
@@ -220,15 +230,15 @@ def optimizer_settings(config: OptimizerConfig) -> OptimizerSettings:
     )
 
 
-def _fill(stage: Stage, parts: Role, seed: int, shared: Collection[str]) -> None:
+def _fill(stage: Stage, parts: Role, seed: int, shared: Collection[str], moved: ByteCount | None) -> None:
     """Give a resident its weights, except for those that are shared and there.
 
     Raises ValueError when a frozen role's head would be random.
     """
     if parts.random_init:
-        initialise(stage, seed)
+        initialise(stage, seed, moved)
         return
-    missing = load(stage, parts.folder, seed, shared)
+    missing = load(stage, parts.folder, seed, shared, moved)
     if missing and parts.optimizer is None:
         raise ValueError(
             f"Model folder {parts.folder!r} has no {missing[0]}: it holds a language model, whose scores would "

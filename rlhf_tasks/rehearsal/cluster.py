@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.phases import Timeouts
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.disk import Disk
@@ -14,7 +15,7 @@ from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.rehearsal.watch import Watch
 from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeRequest, OnloadNode, PlanNode, SaveNode
 
-TICK_S = 5.0  # an inbox looks at its clock only for messages that were lost, and here none is
+TICK_S = 5.0  # coarser than on a real rank: no message is lost here, and disks move evenly
 
 
 class Meeting:
@@ -50,9 +51,10 @@ class SimulatedCluster:
         machines: Machines,
         noise: Noise,
         watch: Watch,
+        pace: Pace,
         on_idle: Callable[[bool], None],
     ) -> None:
-        self.plan, self.costs, self.machines, self.watch = plan, costs, machines, watch
+        self.plan, self.costs, self.machines, self.watch, self.pace = plan, costs, machines, watch, pace
         self.timeouts = Timeouts()
         self.running = 0
         self.kept_bytes: Counter[int] = Counter()
@@ -111,6 +113,10 @@ class SimulatedCluster:
         for process in self.processes:
             if process is not None and not process.stopped:
                 process.carry_out(process.inbox.tick(self.now))
+        for disk in self.disks:
+            for owner, moved_bytes in disk.in_progress():
+                if isinstance(owner, Process):
+                    owner.tell_progress(moved_bytes)
 
     def link(
         self,

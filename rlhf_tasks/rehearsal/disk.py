@@ -4,12 +4,15 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.spec import NodeResult
+from rlhf_tasks.system.byte_count import ByteCount
 
 COMMIT_S = 0.05  # of a commit besides its bytes: manifest, journals, rename, and their syncs
+READERS = 8  # files of a commit that are hashed at once (checkpoint/manifest.py)
 PER_FILE_S = 2e-4  # to look at one file of a commit, on a disk that hosts share
 
 
@@ -26,7 +29,7 @@ class Disk:
         self._slowness = 1.0
         self._each = 0.0  # bytes that a thread would have moved that has been there all the time
         self._since_s = loop.time()
-        self._moving: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._moving: list[_Moving] = []
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -42,15 +45,32 @@ class Disk:
         self._slowness = factor
         self._plan()
 
-    async def move(self, size_bytes: float) -> None:
-        """Read or write so many bytes."""
+    async def move(self, size_bytes: float, owner: object = None) -> None:
+        """Read or write so many bytes. Cancelling it ends it.
+
+        owner  by whom `in_progress` tells it
+        """
         if size_bytes <= 0:
             return
         self._catch_up()
         done: asyncio.Future[None] = self._loop.create_future()
-        heapq.heappush(self._moving, (self._each + size_bytes, next(self._numbers), done))
+        mine = _Moving(self._each + size_bytes, next(self._numbers), size_bytes, owner, done)
+        heapq.heappush(self._moving, mine)
         self._plan()
-        await done
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._catch_up()
+            if mine in self._moving:
+                self._moving.remove(mine)
+                heapq.heapify(self._moving)
+            self._plan()
+            raise
+
+    def in_progress(self) -> list[tuple[object, float]]:
+        """(owner, bytes moved so far) of what is being moved."""
+        self._catch_up()
+        return [(one.owner, one.size_bytes - (one.until - self._each)) for one in self._moving]
 
     def _catch_up(self) -> None:
         now = self._loop.time()
@@ -63,17 +83,27 @@ class Disk:
             self._timer.cancel()
             self._timer = None
         if self._moving:
-            wait_s = max(0.0, (self._moving[0][0] - self._each) / self.rate)
+            wait_s = max(0.0, (self._moving[0].until - self._each) / self.rate)
             self._timer = self._loop.call_later(wait_s, self._moved)
 
     def _moved(self) -> None:
         self._catch_up()
         reached = self._each * (1 + 1e-12)  # all that end together, whatever was rounded
-        while self._moving and self._moving[0][0] <= reached:
-            _, _, done = heapq.heappop(self._moving)
+        while self._moving and self._moving[0].until <= reached:
+            done = heapq.heappop(self._moving).done
             if not done.done():
                 done.set_result(None)
         self._plan()
+
+
+class _Moving(NamedTuple):
+    """Something that is moved: when it ends, in bytes of a thread that has been there all the time."""
+
+    until: float
+    number: int
+    size_bytes: float
+    owner: object
+    done: "asyncio.Future[None]"
 
 
 class CommitsOnDisk:
@@ -93,8 +123,10 @@ class CommitsOnDisk:
 class SimulatedSnapshots:
     """What finds and writes commits (`rlhf_tasks.protocol.commit.Snapshots`), at the cost of the real one.
 
-    Reading a commit hashes all its bytes on one thread of the controller (`checkpoint/commits.py`): the newest one
-    when an attempt begins, and before older ones are removed.
+    When an attempt begins, all bytes of the newest commit are hashed, READERS files at once (`checkpoint/`). A commit
+    itself reads nothing, and neither does the removal of older ones.
+
+    moved         bytes written and removed
 
     commits       what is on the disk, whatever attempt wrote it
     disk          of the controller's host
@@ -114,6 +146,7 @@ class SimulatedSnapshots:
     ) -> None:
         self._loop, self._commits, self._disk = loop, commits, disk
         self._commit_bytes, self._n_files, self._keep_last = commit_bytes, n_files, keep_last
+        self.moved = ByteCount()
         self._alive, self._on_written = True, on_written
         self.writing_since_s: float | None = None
 
@@ -125,7 +158,7 @@ class SimulatedSnapshots:
         step = max(self._commits.cursors, default=None)
         if step is None:
             return None
-        self._loop.takes(self._disk.move(self._commit_bytes))
+        self._loop.takes(self._verify())
         return step, self._commits.cursors[step]
 
     def commit(
@@ -133,13 +166,18 @@ class SimulatedSnapshots:
     ) -> None:
         self._loop.takes(self._commit(order))
 
+    def prune(self) -> None:
+        for _ in self._commits.prune(self._keep_last):
+            self.moved.add(round(self._commit_bytes))
+
+    async def _verify(self) -> None:
+        parts = [self._disk.move(self._commit_bytes / READERS) for _ in range(READERS)]
+        await asyncio.gather(*parts)
+
     async def _commit(self, order: WriteCommit) -> None:
         began_s = self.writing_since_s = self._loop.time()
         await asyncio.sleep(COMMIT_S + PER_FILE_S * self._n_files)
         if self._alive:
             self._commits.cursors[order.step] = order.cursor
-            if len(self._commits.cursors) > self._keep_last:
-                await self._disk.move(self._commit_bytes)
-                self._commits.prune(self._keep_last)
             self._on_written(self._loop.time() - began_s)
         self.writing_since_s = None

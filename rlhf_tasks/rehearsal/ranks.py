@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
-from rlhf_tasks.protocol.messages import Deliver, Done, Failed, Reset, Restore, SavedPart, Told
+from rlhf_tasks.protocol.messages import Deliver, Done, Failed, Moved, Reset, Restore, SavedPart, Told
 from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, SaveNode
 
@@ -49,6 +49,8 @@ class Process:
         self.meeting: Meeting | None = None
         self._link: Link | None = None  # of the controller that holds the lease
         self._waiting: deque[Waiting] = deque()
+        self._writing: asyncio.Task[None] | None = None
+        self._moved_bytes, self._told_bytes = 0.0, 0
         self._written = asyncio.Event()
         self._written.set()
         self._asked_s: float | None = None  # when the controller has asked for a reset or a restore
@@ -102,13 +104,12 @@ class Process:
 
     def _clear(self, instruction: do.Clear) -> None:
         self.job = instruction.key
-        if self.aborted:
-            self.cluster.dropped(self, list(self._waiting)[1:])  # the first one is being written
-            while len(self._waiting) > 1:
-                self._waiting.pop()
+        finishes = instruction.keep_state and not self.aborted
+        if not finishes:
+            self.lose_copies()
 
         async def work() -> None:
-            if not self.aborted:
+            if finishes:
                 await self._written.wait()
             await asyncio.sleep(self.cluster.machines.reset_s)
             self._answers("reset of a rank", self.cluster.timeouts.reset_s)
@@ -124,19 +125,37 @@ class Process:
         """Read models and commit; without a commit, save step 0."""
         cluster = self.cluster
         self.aborted = False
-        await cluster.disk_of(self.rank).move(cluster.load_bytes(self.rank, instruction.step))
+        size_bytes = cluster.load_bytes(self.rank, instruction.step)
+        await cluster.disk_of(self.rank).move(size_bytes, self)
+        self._moved_bytes += size_bytes
         if self.job != instruction.key or not self.alive:
             return
         if instruction.step is None:
             for node in cluster.saves(self.rank):
                 self._save(instruction.key._replace(node=node.name), node)
-        self._answers("restore", cluster.timeouts.restore_s)
+        pace = cluster.pace  # all ranks together must move `least_bytes` in `floor_s`
+        self._answers("restore", pace.floor_s, _share(pace.least_bytes, size_bytes * cluster.plan.n_devices))
         self.end(instruction.key, lambda now: self.inbox.loaded(instruction.key, now))
 
-    def _answers(self, what: str, limit_s: float) -> None:
-        """What the controller has asked for is done."""
+    def _answers(self, what: str, limit_s: float, share: float = 1.0) -> None:
+        """What the controller has asked for is done. share: of the seconds that it took, those that are judged."""
         if self._asked_s is not None:
-            self.cluster.watch.used(what, self.cluster.now - self._asked_s, limit_s)
+            self.cluster.watch.used(what, share * (self.cluster.now - self._asked_s), limit_s)
+
+    def tell_progress(self, in_progress: float) -> None:
+        """Tell the controller how many bytes have been moved, those of what is being moved among them."""
+        lease, total_bytes = self.inbox.lease, round(self._moved_bytes + in_progress)
+        if lease is not None and not self.stopped and total_bytes != self._told_bytes:
+            self._told_bytes = total_bytes
+            self._tell(
+                Moved(
+                    run=lease.run,
+                    attempt=lease.attempt,
+                    generation=self.inbox.generation,
+                    rank=self.rank,
+                    total_bytes=total_bytes,
+                )
+            )
 
     def _run(self, instruction: do.Run) -> None:
         self.job = instruction.request.key
@@ -189,18 +208,18 @@ class Process:
         self._waiting.append(part)
         if self._written.is_set():
             self._written.clear()
-            self.cluster.start(self._write())
+            self._writing = self.cluster.start(self._write())
 
     async def _write(self) -> None:
         while self._waiting and self.alive:
             part = self._waiting[0]
-            await self.cluster.disk_of(self.rank).move(part.size_bytes)
-            if not self.alive:
-                return
+            began_s, pace = self.cluster.now, self.cluster.pace
+            await self.cluster.disk_of(self.rank).move(part.size_bytes, self)
+            self._moved_bytes += part.size_bytes
             self._waiting.popleft()
             self.cluster.dropped(self, [part])
-            limit_s = self.cluster.timeouts.durable_s
-            self.cluster.watch.used("part of a snapshot written", self.cluster.now - part.since_s, limit_s)
+            judged_s = (self.cluster.now - began_s) * _share(pace.least_bytes, part.size_bytes)
+            self.cluster.watch.used("progress of a part of a snapshot", judged_s, pace.floor_s)
             key = part.key
             self._tell(
                 SavedPart(
@@ -215,9 +234,17 @@ class Process:
         self._written.set()
 
     def lose_copies(self) -> None:
-        """The process has ended: what it had still to write is gone."""
+        """What it had still to write is gone: the process has ended, or nobody needs it any more."""
+        if self._writing is not None:
+            self._writing.cancel()
         self.cluster.dropped(self, self._waiting)
         self._waiting.clear()
+        self._written.set()
+
+
+def _share(least_bytes: float, size_bytes: float) -> float:
+    """The share of a wait in which it moves the bytes that count as progress, if it moves evenly."""
+    return min(1.0, least_bytes / size_bytes) if size_bytes else 1.0
 
 
 class Link:

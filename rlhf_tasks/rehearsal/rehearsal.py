@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_tasks.controller import attempt as controller
 from rlhf_tasks.controller.attempt import Attempt, Surroundings
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.messages import (
     Aborted,
     Cause,
@@ -148,6 +149,7 @@ class Rehearsal:
             asked.machines,
             asked.noise,
             self._watch,
+            Pace(asked.spec.io_floor_s, asked.spec.io_least_bytes_per_s),
             lambda idle: self._story.idle(idle, loop.time()),
         )
         self._commits = CommitsOnDisk()
@@ -202,7 +204,7 @@ class Rehearsal:
         return self._snapshots
 
     def _commit_took(self, seconds: float) -> None:
-        self._watch.used("commit", seconds, self._cluster.timeouts.commit_s)
+        self._watch.used("commit", seconds, self._asked.spec.io_floor_s)
 
     def _hear(self, attempt: Attempt, event: Any) -> None:
         """An event for the flow."""

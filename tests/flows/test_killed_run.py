@@ -45,7 +45,8 @@ def begin_grpo(base: Path, name: str) -> tuple[list[str], Path]:
     """The same for GRPO with adapters, on two ranks: generation has a copy of them, the reference none."""
     ppo = ppo_config(base).model_dump(mode="json")
     shared = {
-        key: ppo[key] for key in ("data", "sampling", "rewards", "output_dir", "batch_size", "optimizer")
+        key: ppo[key]
+        for key in ("data", "sampling", "rewards", "output_dir", "batch_size", "optimizer", "snapshot_every")
     }
     both = {"devices": [0, 1], "dp": 2}
     document = {
@@ -80,7 +81,7 @@ def judge(completions, answer, **columns):
 def begin_dapo(base: Path, name: str) -> tuple[list[str], Path]:
     """The same for DAPO in up to two rounds, generated on one rank and scored on the other."""
     ppo = ppo_config(base).model_dump(mode="json")
-    shared = {key: ppo[key] for key in ("data", "sampling", "output_dir", "optimizer")}
+    shared = {key: ppo[key] for key in ("data", "sampling", "output_dir", "optimizer", "snapshot_every")}
     (base / "rounds.py").write_text(ROUNDS_REWARD)
     document = {
         "type": "dapo",

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rlhf_tasks.protocol.messages import SavedPart
 from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import CallNode, NodeResult, SaveNode
+from rlhf_tasks.system.byte_count import ByteCount
 
 
 def wait_for(path):
@@ -37,6 +38,7 @@ class FakeExecutor:
     def __init__(self, rank, on_saved):
         self.rank, self.on_saved = rank, on_saved
         self.groups = {}
+        self.moved = ByteCount()
 
     def load(self, spec):
         self.spec = spec
@@ -142,6 +144,7 @@ def make_executor(rank, on_saved):
 class FakeSnapshots:
     def __init__(self, spec):
         self.folder = Path(spec.run_folder)
+        self.moved = ByteCount()
 
     def latest(self):
         steps = [int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.json")]
@@ -160,6 +163,9 @@ class FakeSnapshots:
         temporary = self.folder / f"step-{order.step}.tmp"
         temporary.write_text(json.dumps(saved))
         temporary.rename(self.folder / f"step-{order.step}.json")
+
+    def prune(self):
+        """Every step stays."""
 
 
 def make_snapshots(spec):

@@ -58,7 +58,7 @@ class FaultyExecutor:
         self._rank, self._on_saved = rank, on_saved
         self._fault: Fault | None = None
         self._real = make_real_executor(rank, self._saved)
-        self.abort, self.close = self._real.abort, self._real.close
+        self.abort, self.close, self.moved = self._real.abort, self._real.close, self._real.moved
 
     def load(self, spec: GenerationSpec) -> None:
         self._folder = Path(spec.run_folder)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from rlhf_tasks.parallel.layout.slices import ParameterSpec
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.counter_random import stream_key
 
 
@@ -28,10 +29,17 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def load(stage: Stage, folder: str | Path, seed: int, there: Collection[str] = ()) -> tuple[str, ...]:
+def load(
+    stage: Stage,
+    folder: str | Path,
+    seed: int,
+    there: Collection[str] = (),
+    moved: ByteCount | None = None,
+) -> tuple[str, ...]:
     """Fill a stage's parameters from a Hugging Face folder (safetensors, one file or many with an index).
 
     there  names of parameters that have their values already
+    moved  counts the bytes of the parameters that are filled
     Only this rank's slices are read. A scalar head that the folder lacks is initialised at random from `seed`, and so
     are adapters.
     Returns the names of the model's parameters that were not in the folder.
@@ -48,21 +56,23 @@ def load(stage: Stage, folder: str | Path, seed: int, there: Collection[str] = (
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for spec in stored:
                 tensor, rows = tensors.get_slice(spec.name), slice(*held[spec.name])
-                _fill(parameters[spec.name], tensor[rows] if spec.dim == 0 else tensor[:, rows])
+                _fill(parameters[spec.name], tensor[rows] if spec.dim == 0 else tensor[:, rows], moved)
     missing = [name for name in parameters if name not in files]
-    _randomise(stage, missing, seed)
+    _randomise(stage, missing, seed, moved)
     initialise_adapters(stage, seed)
     return tuple(missing)
 
 
-def initialise(stage: Stage, seed: int) -> None:
+def initialise(stage: Stage, seed: int, moved: ByteCount | None = None) -> None:
     """Fill a stage's parameters at random, as transformers does for a new model.
+
+    moved  counts their bytes
 
     Each whole parameter is drawn from a generator seeded with (seed, its name) and then cut, so the whole model is
     the same in every layout. Weights are normal with the config's `initializer_range` as standard deviation, biases
     are 0, and norms do not scale.
     """
-    _randomise(stage, stage.named_slices(), seed)
+    _randomise(stage, stage.named_slices(), seed, moved)
     initialise_adapters(stage, seed)
 
 
@@ -80,16 +90,16 @@ def initialise_adapters(stage: Stage, seed: int) -> None:
         _fill(adapters[name], whole)
 
 
-def _randomise(stage: Stage, names: Iterable[str], seed: int) -> None:
+def _randomise(stage: Stage, names: Iterable[str], seed: int, moved: ByteCount | None) -> None:
     parameters, held = stage.named_slices(), stage.layout.held(stage.holder)
     for name in names:
         spec, rows = stage.layout.specs[name], held[name]
         if len(spec.shape) == 1:
             constant = 0.0 if name.endswith(".bias") else stage.neutral_norm
-            _fill(parameters[name], torch.tensor(constant))
+            _fill(parameters[name], torch.tensor(constant), moved)
         else:
             whole = _drawn(spec, seed, stage.config)
-            _fill(parameters[name], whole.narrow(spec.dim, rows.start, rows.size))
+            _fill(parameters[name], whole.narrow(spec.dim, rows.start, rows.size), moved)
 
 
 def _drawn(spec: ParameterSpec, seed: int, config: PreTrainedConfig) -> Tensor:
@@ -106,6 +116,8 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stream_key(seed, f"initial {name}", 0))
 
 
-def _fill(parameter: Tensor, values: Tensor) -> None:
+def _fill(parameter: Tensor, values: Tensor, moved: ByteCount | None = None) -> None:
     with torch.no_grad():
         parameter.copy_(values)
+    if moved is not None:
+        moved.add(parameter.nbytes)

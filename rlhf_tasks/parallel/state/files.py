@@ -2,16 +2,23 @@
 
 A file holds the rank's `StateShard`s: ranges of its flattened slices of master weights and moments. Each element is
 written by one dp rank only. Nothing is pickled.
+
+Three things go on at once while a file is written: a piece is hashed and handed to the system, and the pieces before
+it are synced and read back. So a hash, and the check that the disk has what was written, cost little beside the
+writing itself.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -20,14 +27,24 @@ from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.state.transfer import StateTransfer, assemble
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.parallel.train.state_layout import Rectangle, StateLayout
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.failpoints import Point, reach
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_CHUNK_BYTES = 1 << 22  # bytes hashed and written at a time
+_CHUNK_BYTES = 1 << 22  # hashed and written at a time
+_SYNC_BYTES = 1 << 26  # synced and read back at a time
+
+
+class GivenUp(Exception):
+    """The file is not needed any more, so it was not written to its end."""
+
+
+class NotAsWritten(Exception):
+    """The disk does not have what was written to it."""
 
 
 class Written(NamedTuple):
-    """A file that is durable on disk."""
+    """A file that is durable on disk, and was read back."""
 
     size_bytes: int
     sha256: str
@@ -38,11 +55,19 @@ def state_size_bytes(shards: Iterable[StateShard]) -> int:
     return sum(shard.tensor.nbytes for shard in shards)
 
 
-def write_shards(path: Path, device: int, shards: Sequence[StateShard]) -> Written:
-    """Write a rank's shards (tensors on the CPU), and hash and fsync the file.
+def write_shards(
+    path: Path,
+    device: int,
+    shards: Sequence[StateShard],
+    moved: ByteCount | None = None,
+    given_up: Event | None = None,
+) -> Written:
+    """Write a rank's shards (tensors on the CPU), hash and fsync the file, and check it.
 
-    device  the rank's device id, by which a reader knows the slices
-    Raises OSError when the disk is full or cannot be written.
+    device    the rank's device id, by which a reader knows the slices
+    moved     counts the bytes that are durable and checked
+    given_up  when it is set, the writing ends soon
+    Raises OSError when the disk is full or cannot be written, NotAsWritten when it has other bytes, GivenUp.
     """
     entries: dict[str, Any] = {}
     offset = 0
@@ -56,18 +81,84 @@ def write_shards(path: Path, device: int, shards: Sequence[StateShard]) -> Writt
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
     size_bytes, digest = 0, hashlib.sha256()
-    with path.open("wb") as file:
+    with (
+        path.open("wb") as file,
+        _ReadBack(path, moved or ByteCount()) as disk,
+        ThreadPoolExecutor(1) as hasher,
+    ):
         for data in _chunks(header, shards):
+            if given_up is not None and given_up.is_set():
+                raise GivenUp(f"{path} is not needed any more.")
+            hashed = hasher.submit(digest.update, data)
             file.write(data)
-            digest.update(data)
+            hashed.result()
             if size_bytes == 0:
                 file.flush()
                 reach(Point.SHARD_BEGUN)
             size_bytes += len(data)
+            disk.written(data)
+            if disk.waiting_bytes >= _SYNC_BYTES:
+                file.flush()
+                disk.follow(file.fileno())
         file.flush()
         reach(Point.SHARD_WRITTEN)
+        disk.follow(file.fileno())
+        disk.finish()
         os.fsync(file.fileno())
     return Written(size_bytes, digest.hexdigest())
+
+
+class _ReadBack:
+    """Follows the writing of a file in a thread of its own: syncs what is written, reads it back, and compares it.
+
+    waiting_bytes  written, but not followed yet
+    Comparing costs much less than a second hash. The bytes come through the system's cache: what a disk loses after
+    that is found when a run resumes, by the hash.
+    """
+
+    def __init__(self, path: Path, moved: ByteCount) -> None:
+        self.waiting_bytes = 0
+        self._path, self._moved = path, moved
+        self._waiting: list[bytes | memoryview] = []
+        self._file = path.open("rb", buffering=0)
+        self._thread = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> "_ReadBack":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+    def written(self, data: bytes | memoryview) -> None:
+        """These bytes were written next. They must not change until they are followed."""
+        self._waiting.append(data)
+        self.waiting_bytes += len(data)
+
+    def follow(self, descriptor: int) -> None:
+        """Follow what is written. Waits for the piece before, so that little is left to sync at the end."""
+        self.finish()
+        self._last = self._thread.submit(self._sync_and_compare, descriptor, self._waiting)
+        self._waiting, self.waiting_bytes = [], 0
+
+    def finish(self) -> None:
+        """Wait until all is synced and compared. Raises NotAsWritten, and the OSError of a sync."""
+        if self._last is not None:
+            self._last.result()
+
+    def _sync_and_compare(self, descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
+        os.fdatasync(descriptor)
+        for piece in pieces:
+            found = bytearray(len(piece))
+            n_bytes = self._file.readinto(found)
+            if n_bytes != len(piece) or not np.array_equal(_numbers(found), _numbers(piece)):
+                raise NotAsWritten(f"{self._path}: the disk does not have the bytes that were written to it.")
+            self._moved.add(n_bytes)
+
+
+def _numbers(data: bytes | bytearray | memoryview) -> "np.ndarray[Any, Any]":
+    return np.frombuffer(data, dtype=np.uint8)
 
 
 def read_shards(

@@ -365,6 +365,53 @@ def test_a_single_snapshot_is_refused_there_would_be_none_to_go_back_to():
         make_config(ppo(keep_last=1))
 
 
+def test_commits_come_as_often_as_they_are_worth_unless_a_number_is_given():
+    assert make_config(ppo()).snapshot_every == "auto"
+    assert [make_config(ppo(snapshot_every=every)).snapshot_every for every in ("auto", 1, "5")] == [
+        "auto",
+        1,
+        5,
+    ]
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, 10**10, "often", "", True, [1], "1" * 5000])
+def test_another_cadence_is_refused_in_one_sentence(every):
+    with pytest.raises(ConfigError) as refused:
+        make_config(ppo(snapshot_every=every))
+    told = str(refused.value)
+    assert told.startswith("snapshot_every: give auto, or iterations from 1 to 1000000000, found ")
+    assert len(told) < 300
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"snapshot_max_s": 0}, "snapshot_max_s: input should be greater than 0, found 0."),
+        (
+            {"runtime": {"io_floor_s": 0}},
+            "runtime.io_floor_s: input should be greater than or equal to 1, found 0.",
+        ),
+        (
+            {"runtime": {"io_least_bytes_per_s": 0}},
+            "runtime.io_least_bytes_per_s: input should be greater than 0, found 0.",
+        ),
+    ],
+)
+def test_a_wait_without_progress_and_a_rate_of_zero_are_refused(changes, told):
+    with pytest.raises(ConfigError) as refused:
+        make_config(ppo(**changes))
+    assert str(refused.value) == told
+
+
+def test_a_snapshot_that_may_be_the_best_is_made_whatever_it_costs():
+    def every(**evaluation):
+        return make_config(ppo(evaluation={"data": "held.jsonl", "every": 2, **evaluation})).evaluated_every
+
+    assert (every(), every(keep_best=1)) == (None, 2)
+    assert make_config(ppo()).evaluated_every is None
+
+
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "rloo", "remax", "reinforce_pp"])
 def test_a_reference_that_nothing_reads_is_refused(kind: str):
     document = {**NEEDED, "type": kind, "models": {"actor": "a", "ref": "r"}}

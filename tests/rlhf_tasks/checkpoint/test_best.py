@@ -39,6 +39,7 @@ def committed(folder, scores, keep, begin=1, snapshots=None, attempt=1):
             for rank, result in found["actor_train"].items()
         }
         snapshots.commit(order(spec, step), {step - 1: found})
+        snapshots.prune()
     return spec
 
 

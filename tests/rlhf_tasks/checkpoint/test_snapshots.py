@@ -7,6 +7,7 @@ import subprocess
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from rlhf_tasks.checkpoint.manifest import CheckpointError, Part
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.state.files import write_shards
+from rlhf_tasks.parallel.state import files
+from rlhf_tasks.parallel.state.files import state_size_bytes, write_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.protocol.instructions import WriteCommit
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.spec import ExecutionPlan, RolePlacements
 from rlhf_tasks.system import failpoints
+from rlhf_tasks.system.byte_count import ByteCount
 from rlhf_tasks.system.durable import NotWritable
 from tests.rlhf_tasks.roles_in_layouts import (
     ADAPTERS,
@@ -306,6 +309,85 @@ def test_a_manifest_that_does_not_fit_leaves_the_last_commit(tmp_path):
         failpoints.arm("")
         filler.unlink()
         assert RunSnapshots(Spec(str(disk), 3)).latest() == (3, 24)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Files of a few kilobytes are written, synced and read back in many pieces."""
+    monkeypatch.setattr(files, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(files, "_SYNC_BYTES", 350)
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_what_is_written_in_pieces_is_what_is_hashed_and_every_byte_is_read_back(tmp_path, in_pieces):
+    role, told, moved = small_role(), list[SavedPart](), ByteCount()
+    for shard in role.master.state:  # type: ignore[attr-defined]
+        shard.tensor.normal_()
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append, moved)
+    writer.save("actor", role, 3)
+    writer.close()
+    stored = Part.model_validate(told[0].details).stored
+    data = (unfinished_folder(tmp_path, 3, 1) / stored.file).read_bytes()
+    assert (stored.size_bytes, stored.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert len(data) > 10 * 350
+    assert moved.total_bytes == len(data)
+    commit_part(tmp_path, Part.model_validate(told[0].details))
+    moved = ByteCount()
+    restore("actor", role, tmp_path, 3, moved)
+    assert moved.total_bytes == sum(shard.tensor.nbytes for shard in role.master.state)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_part_that_the_disk_does_not_have_as_written_is_never_reported_as_durable(
+    tmp_path, in_pieces, monkeypatch, number
+):
+    """Else a commit of it would be made, and older ones removed for it."""
+    path = unfinished_folder(tmp_path, 3, 1) / "actor.rank-00000.gen-0.safetensors"
+    sync, moved, syncs = os.fdatasync, ByteCount(), count(1)
+
+    def damaging(descriptor: int) -> None:
+        sync(descriptor)
+        if next(syncs) == number:
+            flip(path, moved.total_bytes + 5)
+
+    monkeypatch.setattr("rlhf_tasks.parallel.state.files.os.fdatasync", damaging)
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append, moved)
+    writer.save("actor", small_role(), 3)
+    writer.close()
+    assert next(syncs) > number, "a file of many pieces"
+    assert told[0].error == f"NotAsWritten: {path}: the disk does not have the bytes that were written to it."
+    assert not told[0].lasting
+    assert told[0].details == {}
+
+
+def test_a_part_that_nobody_needs_any_more_is_not_written_to_its_end(tmp_path, in_pieces, monkeypatch):
+    """A rank resets within seconds; a part may take minutes."""
+    sync, syncing, go_on = os.fdatasync, threading.Event(), threading.Event()
+
+    def waiting(descriptor: int) -> None:
+        syncing.set()
+        go_on.wait(60.0)
+        sync(descriptor)
+
+    monkeypatch.setattr("rlhf_tasks.parallel.state.files.os.fdatasync", waiting)
+    told: list[SavedPart] = []
+    writer = SnapshotWriter(generation(tmp_path, 0), told.append)
+    writer.save("actor", small_role(), 3)
+    assert syncing.wait(60.0)
+    writer.close(wait=False)
+    go_on.set()
+    writer.close()
+    (path,) = unfinished_folder(tmp_path, 3, 1).iterdir()
+    assert path.stat().st_size < state_size_bytes(small_role().master.state)  # type: ignore[attr-defined]
+    assert told == []
 
 
 def test_an_aborted_generation_leaves_what_it_has_not_begun(tmp_path):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.ledger import Ledger
 from rlhf_tasks.protocol.messages import (
@@ -42,7 +43,8 @@ from rlhf_tasks.spec import (
 if TYPE_CHECKING:
     from tests.rlhf_tasks.protocol.simulation import World
 
-TIMEOUTS = Timeouts(blame_s=4, entry_s=20, reset_s=5, restart_s=30, restore_s=20, durable_s=20, commit_s=20)
+TIMEOUTS = Timeouts(blame_s=4, entry_s=20, reset_s=5, restart_s=30)
+PACE = Pace(floor_s=20, least_bytes_per_s=10)
 DEADLINES = Deadlines(factor=10, floor_s=10)
 NOTICED_S = 3.0
 RESEND_S = 1.0
@@ -262,6 +264,8 @@ class Controller(Process):
             committed_step=last,
             cursor=0 if last is None else world.disk.commits[last].cursor,
             snapshot_every=world.snapshot_every,
+            snapshot_max_s=world.snapshot_max_s,
+            pace=PACE,
             max_rebuilds=3,
             deadlines=DEADLINES,
             timeouts=TIMEOUTS,

@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.ledger import Ledger
@@ -48,7 +48,8 @@ class World:
         seed: int = 0,
         n_ranks: int | None = None,
         network: Network | None = None,
-        snapshot_every: int = 1,
+        snapshot_every: int | Literal["auto"] = 1,
+        snapshot_max_s: float = 1e9,
         next_plan: ExecutionPlan | None = None,
         change_after: int = 0,
         pause_after: int | None = None,
@@ -56,7 +57,8 @@ class World:
             None
         ),
     ) -> None:
-        self.iterations, self.snapshot_every = iterations, snapshot_every
+        self.iterations = iterations
+        self.snapshot_every, self.snapshot_max_s = snapshot_every, snapshot_max_s
         self.next_plan, self.change_after = next_plan, change_after
         self.pause_after, self.is_paused, self.held_at = pause_after, False, list[int]()
         self.n_ranks = plan.n_devices if n_ranks is None else n_ranks

@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.instructions import SETUP
 from rlhf_tasks.protocol.messages import Cause, Committed, Finished, NodeEnded, NotEntered
 from rlhf_tasks.protocol.phases import TRANSITIONS, Phase, State, Timeouts
@@ -19,6 +20,9 @@ from tests.rlhf_tasks.protocol.ledgers import (
 )
 
 # --- the happy path -------------------------------------------------------------------------------------
+
+
+PACE = Pace(floor_s=100, least_bytes_per_s=10)
 
 
 def test_from_the_start_to_ready():
@@ -149,6 +153,17 @@ def test_fewer_snapshots_count_complete_iterations_and_commit_several_at_once():
     assert books.commit_done(3, 0) == [committed(t) for t in (0, 1, 2)]
 
 
+def test_iterations_go_on_while_a_snapshot_is_written_but_only_two_snapshots_are_unfinished():
+    books = running(snapshot_every=2)
+    for iteration in range(5):
+        assert books.enter(iteration, 0, 0) != []
+        do_nodes(books, iteration)
+    (refused,) = books.enter(5, 0, 0)
+    assert refused.reason == "the snapshots of 2 iterations are being written; 6 may enter after one."
+    do_parts(books, 1)
+    assert books.enterable == 5
+
+
 def test_the_results_of_all_that_a_commit_makes_final_are_there_when_it_is_written():
     books = running(snapshot_every=20, total_iterations=20)
     for iteration in range(20):
@@ -237,18 +252,59 @@ def test_a_rank_without_work_is_never_overdue():
     assert books.tick(1e6) == []
 
 
-def test_a_part_that_does_not_become_durable_is_overdue():
-    books = running(timeouts=Timeouts(durable_s=100))
+def test_a_part_of_which_nothing_is_written_is_overdue():
+    books = running(pace=PACE)
     books.enter(0, 0, 0)
     do_nodes(books, 0, now=10)
     books.part_durable(0, key("save"), "a", 11)
     assert books.tick(110) == []
-    assert str(books.tick(110.1)[0].cause).startswith("rank 1, call save, iteration 1: the saved part")
+    cause = books.tick(110.1)[0].cause
+    assert str(cause).startswith("rank 1, call save, iteration 1: the saved part does not become durable")
+    assert "raise runtime.io_floor_s or lower runtime.io_least_bytes_per_s" in str(cause)
 
 
-@pytest.mark.parametrize(("stage", "limit"), [("reset", 140), ("restore", 300)])
-def test_a_rebuild_that_does_not_end_is_a_fault(stage, limit):
-    books = ledger(timeouts=Timeouts(reset_s=20, restart_s=120, restore_s=300))
+def test_a_part_may_take_for_ever_while_its_bytes_are_written_at_the_least_rate():
+    """10 bytes a second are asked for, by a hundred seconds: each rank by its own bytes."""
+    books = running(pace=PACE)
+    books.enter(0, 0, 0)
+    do_nodes(books, 0, now=0)
+    for now in range(0, 5000, 50):
+        books.rank_moved(0, 0, 20 * now, now)
+        books.rank_moved(1, 0, 20 * now, now)
+        assert books.tick(now) == []
+    for now in range(5000, 5200, 50):
+        books.rank_moved(0, 0, 20 * now, now)
+        books.rank_moved(1, 0, 20 * 5000 + 5 * (now - 5000), now)
+        told = books.tick(now)
+    assert told[0].cause.ranks == (1,)
+
+
+def test_restoring_may_take_for_ever_while_any_rank_reads():
+    """The others may wait for it in a collective."""
+    books = ledger(pace=PACE)
+    books.start(0)
+    for rank in (0, 1):
+        books.rank_reset(rank, 0, 0)
+    for now in range(0, 5000, 50):
+        books.rank_moved(1, 0, 20 * now, now)
+        assert books.tick(now) == []
+    books.rank_restored(1, 0, 5000)
+    assert books.tick(5100) == []
+    assert books.tick(5101)[0].cause.ranks == (0,)
+
+
+def test_what_a_rank_has_moved_in_an_older_generation_is_no_progress():
+    books = running(pace=PACE)
+    books.enter(0, 0, 0)
+    do_nodes(books, 0, now=0)
+    books.rank_moved(0, 7, 10**6, 90)
+    books.rank_moved(1, 7, 10**6, 90)
+    assert books.tick(101)[0].cause.ranks == (0,)
+
+
+@pytest.mark.parametrize(("stage", "limit"), [("reset", 140), ("restore", 100)])
+def test_a_rebuild_that_does_not_go_on_is_a_fault(stage, limit):
+    books = ledger(timeouts=Timeouts(reset_s=20, restart_s=120), pace=PACE)
     books.start(0)
     for rank in (0, 1) if stage == "restore" else (0,):
         books.rank_reset(rank, 0, 0)

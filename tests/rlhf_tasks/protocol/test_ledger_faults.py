@@ -3,6 +3,7 @@
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.instructions import RESET, RESTORE, SETUP
 from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, Faulted, GaveUp
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
@@ -216,7 +217,7 @@ def test_a_commit_in_between_allows_further_rebuilds_also_when_it_ends_during_on
 
 
 def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt():
-    books = running(timeouts=Timeouts(commit_s=30))
+    books = running(pace=Pace(floor_s=30, least_bytes_per_s=10))
     books.enter(0, 0, 0)
     do_nodes(books, 0)
     do_parts(books, 0, now=5)
@@ -227,8 +228,15 @@ def test_a_commit_that_fails_is_done_again_and_one_that_hangs_ends_the_attempt()
     books.enter(0, 1, 8)
     do_nodes(books, 0, 8)
     do_parts(books, 0, now=9)
-    assert books.tick(39) == []
-    assert books.tick(39.1) == [GaveUp(reason="step 1 was not committed within 30 s", committed_step=0)]
+    for now in range(9, 900, 10):
+        books.disk_moved(20 * now, now)
+        assert books.tick(now) == []
+    assert books.tick(899 + 30) == []
+    (end,) = books.tick(899 + 30.1)
+    assert end.reason.startswith(
+        "step 1 is not committed: the controller has written fewer than 300 bytes in 30"
+    )
+    assert end.committed_step == 0
 
 
 # --- the user's code ----------------------------------------------------------------------------------------
@@ -313,7 +321,10 @@ def test_a_fault_of_the_users_code_ends_the_attempt_also_where_that_commit_fails
     assert ending().commit_failed(1, "disk full", True, 0) == [
         GaveUp(reason=f"{cause}; step 1 could not be committed: disk full", committed_step=0)
     ]
-    assert ending().tick(301) == [GaveUp(reason="step 1 was not committed within 300 s", committed_step=0)]
+    (end,) = ending().tick(301)
+    assert end.reason.startswith(
+        "step 1 is not committed: the controller has written fewer than 3000 bytes in 300 s"
+    )
 
 
 def test_a_fault_of_the_users_code_needs_no_lost_rank_to_explain_it():

@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from rlhf_tasks.protocol import instructions as do
+from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.messages import Committed, Faulted, Finished, PlanChanged
 from rlhf_tasks.protocol.phases import Phase, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
@@ -91,8 +92,8 @@ def test_delivered_iterations_are_committed_under_their_own_plan_and_then_all_ra
     assert (commit.step, commit.plan, commit.parts) == (3, single_plan(), {"save": {1: "b"}})
 
 
-def test_ranks_that_keep_their_state_have_as_long_as_loading_may_take_and_new_processes_keep_nothing():
-    books = changing(timeouts=Timeouts(reset_s=5, restore_s=50, restart_s=30))
+def test_ranks_that_keep_their_state_have_time_to_copy_it_and_new_processes_keep_nothing():
+    books = changing(timeouts=Timeouts(reset_s=5, restart_s=30), pace=Pace(floor_s=50, least_bytes_per_s=1))
     for iteration in range(2):
         finish(books, iteration)
     assert books.phase is Phase.RESETTING

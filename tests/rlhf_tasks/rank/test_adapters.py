@@ -134,6 +134,9 @@ def committed(request, tmp_path_factory):
 
 def test_a_commit_holds_the_adapters_alone(committed):
     _, commit, stages = committed
+    assert {path.name.partition(".")[0] for path in commit.glob("*.safetensors")} == {"actor", "critic"}, (
+        "no frozen role"
+    )
     for role, more in (("actor", 0), ("critic", 1)):
         (path,) = commit.glob(f"{role}.*.safetensors")
         stored = load_file(path)

@@ -44,6 +44,26 @@ def test_a_short_one_that_comes_later_makes_a_long_one_later():
     assert ends([(0, 100), (5, 20)]) == [pytest.approx(12.0), pytest.approx(9.0)]
 
 
+def test_what_is_cancelled_leaves_its_share_to_the_others():
+    loop = VirtualTime()
+    disk = Disk(loop, 10.0, 10.0)
+
+    async def run():
+        given_up = loop.create_task(disk.move(100, "one"))
+        loop.call_later(4.0, given_up.cancel)
+        loop.call_later(2.0, lambda: seen.append(disk.in_progress()))
+        await disk.move(50, "other")
+        return loop.time()
+
+    seen = []
+    try:
+        # 5 bytes a second for 4 s, then 10 for 3.
+        assert loop.run_until_complete(run()) == pytest.approx(7.0)
+    finally:
+        loop.close()
+    assert dict(seen[0]) == {"one": pytest.approx(10.0), "other": pytest.approx(10.0)}
+
+
 def test_a_slow_time_stretches_what_is_moved_in_it():
     """5 s at 10, 10 s at 2.5, the rest at 10 again."""
     assert ends([(0, 100)], slow=[(5, 4.0), (15, 1.0)]) == [pytest.approx(17.5)]

@@ -140,6 +140,20 @@ def test_commits_that_take_longer_than_iterations_hold_the_run_up():
     assert found.most_kept_bytes[0] == pytest.approx(2 * 75e9, rel=0.01), "two iterations are in flight"
 
 
+def test_a_disk_that_moves_less_than_counts_as_progress_is_a_fault_of_the_run_itself():
+    """Parts of 1 GB at 1 MB/s take 20 minutes: no fault at half a megabyte in a second, but one at ten."""
+    slow = Machines(disk_bytes_per_s=3e6)
+    settled = rehearsed(part_bytes=1e9, machines=slow, iterations=2, io_floor_s=60, io_least_bytes_per_s=5e5)
+    refused = rehearsed(part_bytes=1e9, machines=slow, iterations=2, io_floor_s=60, io_least_bytes_per_s=1e7)
+    assert settled.finished
+    assert settled.false_faults == []
+    near = settled.watch.near["progress of a part of a snapshot"]
+    assert near.limit_s == 60
+    assert 28 < near.used_s < 32, "the half megabytes of a minute, at the pace of the disk"
+    assert not refused.finished
+    assert "the rank has written fewer than 600000000 bytes in 60 s" in refused.false_faults[0]
+
+
 def test_fewer_snapshots_repeat_more_work_after_a_fault():
     late = [RankFault(kind="kill", at_s=250, rank=1)]
     each, tenth = (rehearsed(snapshot_every=every, faults=late) for every in (1, 10))
