@@ -96,7 +96,13 @@ def test_a_small_example_fits_under_the_heuristic(name):
     assert times == sorted(times), "the longer the answers, the longer an iteration"
 
 
-@pytest.mark.parametrize("name", SMALL)
+QUICK = ["plan-ppo-7b-7b", "plan-ppo-34b-7b", "plan-grpo-7b"]
+"""Whose rehearsals take a few seconds together."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
 def test_an_example_of_7b_to_72b_rehearses_a_day_without_a_false_fault(name):
     """Its commits, restores and loads come nowhere near a limit, and cost little."""
     run = rehearsable(load_config(EXAMPLES / f"{name}.yaml"))
