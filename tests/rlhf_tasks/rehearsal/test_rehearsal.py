@@ -80,6 +80,7 @@ def test_a_run_goes_on_after_a_fault_and_what_it_cost_is_told_by_its_kind(fault,
         assert seconds[f"noticing: {kind}"] == pytest.approx(noticed_s, abs=0.5)
     assert seconds[f"rebuilding: {kind}"] > 5.0
     assert 0.0 < seconds[f"repeating: {kind}"] < 2 * ITERATION_S
+    assert sum(seconds.values()) == pytest.approx(found.elapsed_s)
     lost_s = sum(spent_s for cause, spent_s in seconds.items() if cause.endswith(kind))
     # The window of two iterations fills anew after the rebuild.
     assert found.elapsed_s - quiet.elapsed_s == pytest.approx(lost_s, abs=ITERATION_S)
