@@ -100,6 +100,22 @@ def test_an_iteration_that_ran_is_told_before_the_commit_that_covers_it(cluster,
     assert told[1:] == pytest.approx([after - before for before, after in pairwise(clocks)])
 
 
+def test_a_run_that_chooses_its_commits_ends_as_one_that_commits_every_iteration(cluster, tmp_path):
+    """Iterations take milliseconds, and a part is durable after 20: not every commit is worth it."""
+    ends = []
+    for every in ("auto", 1):
+        folder = tmp_path / str(every)
+        folder.mkdir()
+        spec = run_spec(cluster, small_plan(), folder, config={}, snapshot_every=every, iterations=12)
+        events = [event for _, event in asyncio.run(follow(cluster, spec))]
+        assert [event.iteration for event in events if isinstance(event, Committed)] == list(range(12))
+        steps = {int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json")}
+        ends.append((folder / "step-12.json").read_text())
+        assert {0, 1, 12} <= steps
+        assert len(steps) == 13 if every == 1 else len(steps) < 13
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "node", "deadline_s", "words"),
     [
