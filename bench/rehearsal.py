@@ -2,8 +2,8 @@
 
     python -m bench.rehearsal [--ranks 2] [--iterations 12] [--rounds 1] [--json FILE]
 
-Measures a profile (`prefect-rlhf profile`), then runs PPO (`prefect-rlhf run ppo`) and rehearses the same
-configuration with this profile and without noise. Every answer has the maximum length, so that planned and real work
+Measures a profile (`prefect-rlhf profile`), rehearses PPO with it and without noise, then runs the same configuration
+(`prefect-rlhf run ppo`). Every answer has the maximum length, so that planned and real work
 are the same. The first WARM_UP iterations are left out. A round is a profile, a run and a rehearsal; the machine
 should be idle.
 """
@@ -51,9 +51,10 @@ def one_round(folder: Path, ranks: int, iterations: int) -> dict[str, float | st
     file = folder / "ppo.yaml"
     file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True) | {"type": "ppo"}))
     command("profile", "--config", str(file))
-    command("run", "ppo", "--config", str(file))
+    # Before the run: what a run finds of its calls corrects the prices of those after it.
     run = rehearsable(load_config(file))
     found = rehearsed(run, hours=24.0, machines=Machines(), noise=0.0, seed=0, leaps=False)
+    command("run", "ppo", "--config", str(file))
     at_s = [commit.at_s for commit in found.story.commits]
     return {
         "planned_s": run.costs.iteration_s,
