@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "training",
     "demo": "training",
     "plan": "plans",
+    "rehearse": "rehearsals",
     "profile": "profiles",
     "pause": "orders",
     "resume": "orders",

@@ -119,15 +119,15 @@ def read_document(
             raise error(f"{path}: {predicate}: {first_fault(fault)} {remedy}".rstrip()) from None
 
 
-def first_fault(error: ValidationError, model: type[BaseModel] | None = None, kind: str = "") -> str:
+def first_fault(error: ValidationError, model: type[BaseModel] | None = None, *kinds: str) -> str:
     """One sentence for the first of pydantic's errors.
 
     model  what was validated; its keys are suggested for an unknown one
-    kind   the model's tag, where it is a member of a discriminated union
+    kinds  the model's tag, where it is a member of a discriminated union, and those of such members of it
     """
     fault = error.errors(include_url=False)[0]
     *above, last = ("", *fault["loc"])
-    tags = (kind, "inline", "path", FUNCTION_REWARD, SERVICE_REWARD)
+    tags = (*kinds, "inline", "path", FUNCTION_REWARD, SERVICE_REWARD)
     keyed = fault["type"] in (
         "extra_forbidden",
         "missing",

@@ -6,21 +6,18 @@ clock report, and tells the flow.
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
-from distributed import Worker
-from torch.distributed import TCPStore
+from pydantic import BaseModel
 
 from rlhf_tasks.checkpoint.journals import MetricsLines
 from rlhf_tasks.checkpoint.plan_log import log_change
-from rlhf_tasks.controller.rank_link import RankLink
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.headway import Pace
@@ -62,22 +59,78 @@ ALIVE_S = (
 )
 
 
+class Link(Protocol):
+    """The way to one rank. `RankLink` has the meaning of its methods.
+
+    process  the rank's present process, whatever stands for it; None before `open`
+    """
+
+    @property
+    def process(self) -> Any: ...
+    async def open(self, deadline_s: float) -> None: ...
+    def send(self, message: BaseModel) -> None: ...
+    async def answers(self, within_s: float) -> bool: ...
+    def restart(self, lost: bool, deadline_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+
+class MeetingPlace(Protocol):
+    """Where the ranks of a generation find each other: the address of a store."""
+
+    host: str
+    port: int
+
+    def close(self) -> None: ...
+
+
+class LinkFactory(Protocol):
+    """Makes the way to a rank; the arguments are as in `RankLink`."""
+
+    def __call__(
+        self,
+        rank: int,
+        name: str,
+        client: str,
+        executor: str,
+        on_news: Callable[[Any], None],
+        on_lost: Callable[[int, str], None],
+        on_started: Callable[[int], None],
+    ) -> Link: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an attempt works with outside its own process. A rehearsal gives simulated ones.
+
+    link        makes the way to each rank
+    rendezvous  where the ranks meet
+    snapshots   makes what finds and writes commits
+    """
+
+    link: LinkFactory
+    rendezvous: MeetingPlace
+    snapshots: Callable[[RunSpec], Snapshots]
+
+
 class Attempt:
     """One attempt, from its lease to its end.
 
-    spec  the flow's description of the attempt
-    tell  called with each `Event` for the flow
+    around  ranks and disk
+    spec    the flow's description of the attempt
+    tell    called with each `Event` for the flow
+
+    Its clock is that of the event loop, which is `time.monotonic` unless the loop has another.
     """
 
-    def __init__(self, worker: Worker, spec: RunSpec, tell: Callable[[Any], None]) -> None:
+    def __init__(self, around: Surroundings, spec: RunSpec, tell: Callable[[Any], None]) -> None:
         self.spec = spec
-        self._worker = worker
+        self._around = around
         self._tell = tell
         self._client = uuid4().hex
-        self._rendezvous = Rendezvous(worker.ip)
+        self._rendezvous = around.rendezvous
         self._snapshots: Snapshots | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
-        self._links: list[RankLink] = []
+        self._links: list[Link] = []
         self._lost_early: dict[int, str] = {}
         self._ordered_early: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self._ledger: Ledger | None = None
@@ -124,12 +177,12 @@ class Attempt:
         """
         spec = self.spec
         self._reach(Point.LEASE)
-        self._snapshots = snapshots = resolve_name(spec.snapshots)(spec)
+        self._snapshots = snapshots = self._around.snapshots(spec)
         latest = await asyncio.get_running_loop().run_in_executor(self._disk, snapshots.latest)
         step, cursor = latest if latest is not None else (None, 0)
         news = (self._receive, self._lost, self._started)
         self._links = [
-            RankLink(self._worker, rank, name, self._client, spec.executor, *news)
+            self._around.link(rank, name, self._client, spec.executor, *news)
             for rank, name in enumerate(spec.ranks)
         ]
         await asyncio.gather(*(link.open(CONNECT_DEADLINE_S) for link in self._links))
@@ -261,7 +314,7 @@ class Attempt:
     def _feed(self, stimulus: Callable[..., list[Any]], *facts: Any) -> None:
         """Give the ledger a stimulus and carry out its instructions. An internal error ends the attempt."""
         try:
-            self._apply(stimulus(*facts, time.monotonic()))
+            self._apply(stimulus(*facts, asyncio.get_running_loop().time()))
         except Exception as error:
             logger.exception("run %s: the ledger or one of its instructions has failed", self.spec.run)
             reason = f"internal error: {type(error).__name__}: {error}"
@@ -403,26 +456,3 @@ def group_timeout_s(plan: ExecutionPlan, deadlines: Deadlines) -> float:
     that is at most the sum of the deadlines of the iterations in flight.
     """
     return GROUP_TIMEOUT_FLOOR_S + OVERLAPPING * sum(deadlines.of(node.name) for node in plan.nodes)
-
-
-class Rendezvous:
-    """The controller's TCPStore, through which the ranks of each generation find each other.
-
-    It listens on one interface, whereas a plain TCPStore listens on all. Each generation uses its own PrefixStore.
-
-    host, port  the address that ranks connect to
-    """
-
-    def __init__(self, host: str) -> None:
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listener.bind((host, 0))
-        listener.listen()
-        self.host = host
-        self.port: int = listener.getsockname()[1]
-        self._store: TCPStore | None = TCPStore(
-            host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-
-    def close(self) -> None:
-        """Close the store. Ranks that still wait on it get an error."""
-        self._store = None

@@ -7,6 +7,8 @@ in whatever way.
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 from distributed import Worker
@@ -14,8 +16,10 @@ from distributed.comm import Comm, CommClosedError
 from distributed.core import Status
 
 from rlhf_tasks.checkpoint.manifest import CheckpointError
-from rlhf_tasks.controller.attempt import Attempt
-from rlhf_tasks.controller.rank_link import RankMissing
+from rlhf_tasks.controller.attempt import Attempt, Surroundings
+from rlhf_tasks.controller.rank_link import RankLink, RankMissing
+from rlhf_tasks.controller.rendezvous import Rendezvous
+from rlhf_tasks.protocol.commit import Snapshots
 from rlhf_tasks.protocol.messages import (
     FLOW_MESSAGE,
     ChangePlan,
@@ -59,7 +63,8 @@ class Controller:
             await comm.write(refusal.model_dump_json().encode())
             return Status.dont_reply
         writer = Writer(comm)
-        attempt = self._attempt = Attempt(self.worker, wanted, writer.put)
+        around = Surroundings(partial(RankLink, self.worker), Rendezvous(self.worker.ip), _snapshots)
+        attempt = self._attempt = Attempt(around, wanted, writer.put)
         self._free.clear()
         starting = asyncio.create_task(_start(attempt, writer))
         try:
@@ -91,6 +96,10 @@ class Controller:
         """Called when the worker ends."""
         if self._attempt is not None:
             await self._attempt.close()
+
+
+def _snapshots(spec: RunSpec) -> Snapshots:
+    return resolve_name(spec.snapshots)(spec)
 
 
 async def _start(attempt: Attempt, writer: Writer) -> None:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+INTERRUPT_GRACE_S = 5.0
+"""If a rank's aborted job still runs after this, its process exits."""
+
 
 class Phase(Enum):
     """What a ledger is doing. The value explains it in messages."""
@@ -52,5 +55,5 @@ class Timeouts:
 
     blame_s: float = 1.0
     entry_s: float = 60.0
-    reset_s: float = 10.0  # longer than a rank with a stuck job needs to exit by itself
+    reset_s: float = 2 * INTERRUPT_GRACE_S  # a rank with a stuck job has exited by itself by then
     restart_s: float = 300.0

@@ -38,6 +38,7 @@ from rlhf_tasks.protocol.messages import (
     SavedPart,
     Told,
 )
+from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
 from rlhf_tasks.rewards.user_code import UserCodeError
 from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, PlanNode
 from rlhf_tasks.system.byte_count import ByteCount
@@ -46,7 +47,6 @@ from rlhf_tasks.system.writer import Writer
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
-INTERRUPT_GRACE_S = 5.0  # if an aborted job still runs after this, the process exits
 
 
 class Executor(Protocol):

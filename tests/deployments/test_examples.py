@@ -6,6 +6,8 @@ import pytest
 
 import deployments
 from flows.run.planning import hardware_of, problem_of
+from flows.run.rehearsal import rehearsable, rehearsed
+from flows.view.rehearsal_view import effective_share
 from planner.pricing.cluster_file import read_cluster
 from planner.pricing.plans import shortfall
 from planner.search.baselines import heuristic_plan
@@ -13,6 +15,7 @@ from rlhf_tasks.algorithms.configurations import load_config
 from rlhf_tasks.algorithms.pipelines import load_pipeline, stages_of
 from rlhf_tasks.algorithms.registry import algorithm, algorithm_names
 from rlhf_tasks.config.base import Scores, TrainingConfig
+from rlhf_tasks.rehearsal.costs import Machines
 
 EXAMPLES = Path(deployments.__file__).with_name("examples")
 LONGEST = ["sampling.max_completion_length=896", "batch_size=128"]
@@ -91,6 +94,23 @@ def test_a_small_example_fits_under_the_heuristic(name):
         assert shortfall(found.price, problem.model) is None
         times.append(found.price.iteration_time_s)
     assert times == sorted(times), "the longer the answers, the longer an iteration"
+
+
+QUICK = ["plan-ppo-7b-7b", "plan-ppo-34b-7b", "plan-grpo-7b"]
+"""Whose rehearsals take a few seconds together."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
+def test_an_example_of_7b_to_72b_rehearses_a_day_without_a_false_fault(name):
+    """Its commits, restores and loads come nowhere near a limit, and cost little."""
+    run = rehearsable(load_config(EXAMPLES / f"{name}.yaml"))
+    found = rehearsed(run, hours=24.0, machines=Machines(), noise=0.05, seed=0)
+    assert found.finished, found.ended
+    assert (found.story.faults, found.false_faults) == ([], [])
+    assert list(found.watch.near) == []
+    assert effective_share(found, run.costs) > 0.95
 
 
 def test_the_cluster_of_two_classes_is_read_and_planned_for():

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_tasks.controller import attempt
-from rlhf_tasks.controller.attempt import group_timeout_s
+from rlhf_tasks.controller.attempt import Attempt, Surroundings, group_timeout_s
 from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol import ledger
 from rlhf_tasks.protocol.messages import (
@@ -32,7 +31,7 @@ from rlhf_tasks.protocol.phases import Timeouts
 from rlhf_tasks.protocol.sequencer import Deadlines
 from rlhf_tasks.spec import NodeResult
 from tests.rlhf_tasks.fake_flow import follow, open_lease, run_spec
-from tests.rlhf_tasks.fake_rank import FakeSnapshots
+from tests.rlhf_tasks.fake_rank import FakeSnapshots, make_snapshots
 from tests.rlhf_tasks.plans import small_plan
 from tests.rlhf_tasks.settings import SETTINGS
 
@@ -205,7 +204,7 @@ def test_no_wait_for_peers_that_keep_their_deadlines_reaches_the_groups_timeout(
 class Link:
     """Rank 0 connects and is gone before rank 1 has connected."""
 
-    def __init__(self, worker, rank, name, client, executor, on_news, on_lost, on_started):
+    def __init__(self, rank, name, client, executor, on_news, on_lost, on_started):
         self.rank, self.on_lost, self.restarts, self.process = rank, on_lost, [], None
 
     async def answers(self, within_s):
@@ -227,9 +226,8 @@ class Link:
         pass
 
 
-def linkless(tmp_path, monkeypatch):
-    """An attempt whose links are `Link`s; inside an event loop."""
-    monkeypatch.setattr(attempt, "RankLink", Link)
+def linkless(tmp_path, link=Link, snapshots=make_snapshots):
+    """An attempt with links of this kind; inside an event loop."""
     spec = RunSpec(
         run="fake",
         attempt=1,
@@ -238,15 +236,15 @@ def linkless(tmp_path, monkeypatch):
         config={},
         run_folder=str(tmp_path),
         iterations=1,
-        snapshots="tests.rlhf_tasks.fake_rank:make_snapshots",
         **SETTINGS,
     )
-    return attempt.Attempt(SimpleNamespace(ip="127.0.0.1"), spec, lambda event: None)
+    nowhere = SimpleNamespace(host="127.0.0.1", port=0, close=lambda: None)
+    return Attempt(Surroundings(link, nowhere, snapshots), spec, lambda event: None)
 
 
-def test_a_rank_lost_while_the_others_connect_is_started_anew(tmp_path, monkeypatch):
+def test_a_rank_lost_while_the_others_connect_is_started_anew(tmp_path):
     async def run():
-        started = linkless(tmp_path, monkeypatch)
+        started = linkless(tmp_path)
         await started.start()
         await started.close()
         return [link.restarts for link in started._links]
@@ -263,8 +261,7 @@ class StayingLink(Link):
 
 async def running(tmp_path, monkeypatch, link):
     """An attempt with such links whose ranks hold the commit of step 0."""
-    begun = linkless(tmp_path, monkeypatch)
-    monkeypatch.setattr(attempt, "RankLink", link)
+    begun = linkless(tmp_path, link)
     monkeypatch.setattr(FakeSnapshots, "latest", lambda _: (0, 0))
     await begun.start()
     for stimulus in (begun.ledger.rank_reset, begun.ledger.rank_restored):
@@ -338,14 +335,9 @@ class SlowDisk:
         self.ended = True
 
 
-def slow_disk(spec):
-    return SlowDisk()
-
-
-def test_an_attempt_that_ends_leaves_no_commit_half_written(tmp_path, monkeypatch):
+def test_an_attempt_that_ends_leaves_no_commit_half_written(tmp_path):
     async def run():
-        closing = linkless(tmp_path, monkeypatch)
-        monkeypatch.setattr(attempt, "resolve_name", lambda name: slow_disk)
+        closing = linkless(tmp_path, snapshots=lambda spec: SlowDisk())
         await closing.start()
         disk = closing._snapshots
         closing._apply(

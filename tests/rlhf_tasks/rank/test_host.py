@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from distributed.core import connect, rpc
 
-from rlhf_tasks.controller.attempt import Rendezvous
+from rlhf_tasks.controller.rendezvous import Rendezvous
 from rlhf_tasks.protocol.messages import NEWS, Deliver, Done, Failed, GenerationSpec, Reset, Restore, Told
 from rlhf_tasks.protocol.sequencer import Sequencer
 from tests.rlhf_tasks.plans import call, on, plan_of

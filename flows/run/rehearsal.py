@@ -1,0 +1,117 @@
+"""From a run's configuration to its rehearsal. Loads no torch, and needs neither cluster, weights nor rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.run.planning import hardware_of, problem_of
+from flows.run.prepare import make_plan
+from flows.run.users_seconds import users_seconds
+from planner.plan.workload import Evaluation
+from planner.pricing.cluster_file import Hardware
+from planner.pricing.plans import PlanPrice, price_plan
+from planner.pricing.problem import Problem
+from planner.pricing.stored import loaded_bytes, offloaded_bytes, saved_bytes
+from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.config.base import RunConfig, TrainingConfig
+from rlhf_tasks.protocol.messages import RunSpec
+from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
+from rlhf_tasks.rehearsal.faults import Fault
+from rlhf_tasks.rehearsal.rehearsal import Asked, Rehearsed, rehearse
+from rlhf_tasks.spec import ExecutionPlan
+
+
+@dataclass(frozen=True)
+class Rehearsable:
+    """A configuration with its plan and what the planner prices of it.
+
+    offloaded_bytes  host -> bytes of offloaded parameters
+    """
+
+    config: TrainingConfig
+    problem: Problem
+    plan: ExecutionPlan
+    price: PlanPrice
+    costs: Costs
+    offloaded_bytes: dict[int, float]
+    warnings: tuple[str, ...]
+
+
+def rehearsable(config: RunConfig, cluster: Path | None = None, profile: Path | None = None) -> Rehearsable:
+    """Plan a configuration as a run of it would be, and price the plan.
+
+    cluster, profile  as `prefect-rlhf plan` takes them
+    Raises ConfigError.
+    """
+    if not isinstance(config, TrainingConfig):
+        raise ConfigError(
+            f"a run of type {config.type!r} makes no commits: there is nothing to rehearse. Name a configuration "
+            "that trains."
+        )
+    hardware = hardware_of(config, cluster)
+    problem = problem_of(config, hardware, profile)
+    try:
+        plan = make_plan(config, problem)
+        price = price_plan(plan, problem.model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return priced(config, hardware, problem, plan, price)
+
+
+def priced(
+    config: TrainingConfig, hardware: Hardware, problem: Problem, plan: ExecutionPlan, price: PlanPrice
+) -> Rehearsable:
+    """What a rehearsal of a plan must know, from its price."""
+    model = problem.model
+    evaluation = model.workload.evaluation
+    costs = Costs(
+        node_s=price.longest_s,
+        copy_s=price.copy_s,
+        saved_bytes=saved_bytes(plan, model),
+        read_bytes=loaded_bytes(plan, model),
+        iteration_s=price.iteration_time_s,
+        evaluate_every=evaluation.every if isinstance(evaluation, Evaluation) else 1,
+        sync_every=model.workload.sync_every if config.follows else 1,
+    )
+    warnings = (*hardware.warnings, *problem.warnings)
+    return Rehearsable(config, problem, plan, price, costs, offloaded_bytes(plan, model), warnings)
+
+
+def rehearsed(
+    run: Rehearsable,
+    *,
+    hours: float,
+    machines: Machines,
+    noise: float,
+    seed: int,
+    faults: Sequence[Fault] = (),
+    leaps: bool = True,
+) -> Rehearsed:
+    """Rehearse a run from its first second.
+
+    noise  standard deviation of the logarithm of what nodes take, against their price
+    leaps  whether quiet times are counted and not rehearsed
+    """
+    config, plan = run.config, run.plan
+    evaluation = run.problem.model.workload.evaluation
+    spec = RunSpec(
+        run="rehearsal",
+        attempt=1,
+        ranks=tuple(f"rank-{rank}" for rank in range(plan.n_devices)),
+        plan=plan,
+        config=config.model_dump(mode="json"),
+        run_folder="",
+        iterations=config.total_iterations,
+        snapshot_every=config.snapshot_every,
+        snapshot_max_s=config.snapshot_max_s,
+        evaluated_every=config.evaluated_every,
+        io_floor_s=config.runtime.io_floor_s,
+        io_least_bytes_per_s=config.runtime.io_least_bytes_per_s,
+        deadline_factor=config.runtime.deadline_factor,
+        deadline_floor_s=config.runtime.deadline_floor_s,
+        predicted_s=run.price.longest_s,
+        users_s=users_seconds(config, plan, 0 if evaluation is None else evaluation.rows),
+        max_rebuilds=config.runtime.max_restarts,
+    )
+    asked = Asked(spec, run.costs, machines, Noise(seed, noise), config.keep_last, hours, faults, leaps)
+    return rehearse(asked)

@@ -1,0 +1,80 @@
+"""What a plan's ranks read from disk, write to it, and hold in host memory, in bytes."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
+from rlhf_tasks.parallel.layout.topology import Coordinate, Placement
+from rlhf_tasks.spec import ExecutionPlan, SaveNode
+
+
+def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, float]]:
+    """Save node -> device -> bytes of its part of a snapshot: master weights and moments, cut over dp."""
+    saved: dict[str, dict[int, float]] = {}
+    for node in plan.nodes:
+        if isinstance(node, SaveNode):
+            state = OPTIMIZER_BYTES if plan.roles[node.role].trained else MASTER_BYTES
+            per_byte = state / model.workload.itemsize / node.placement.strategy.dp
+            saved[node.name] = {
+                device: per_byte * size_bytes
+                for device, _, size_bytes in _on_devices(
+                    node.placement, model.parameter_bytes(node.role, node.placement)
+                )
+            }
+    return saved
+
+
+def loaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
+    """Device -> bytes of the models' files that it reads before its first call.
+
+    What several devices of a host read alike, such as replicas of one model, is read from the disk once: each has an
+    equal share of it.
+    """
+    readers: dict[tuple[int, _Slice], list[int]] = defaultdict(list)
+    sizes: dict[_Slice, float] = {}
+    for role, where in plan.roles.items():
+        for number, placement in enumerate(where.placements):
+            if where.trained and number and model.models[role].lora is None:
+                continue  # a copy, which comes from the trained role
+            frozen = model.frozen_bytes(role, placement)
+            whole = [a + b for a, b in zip(model.parameter_bytes(role, placement), frozen, strict=True)]
+            weights = str(model.frozen_weights(role, where.changes))
+            pp, tp = placement.strategy.pp, placement.strategy.tp
+            for device, at, size_bytes in _on_devices(placement, whole):
+                part = _Slice(weights, at.pp, pp, at.tp, tp)
+                sizes[part] = size_bytes
+                readers[model.cluster.host(device), part].append(device)
+    read: dict[int, float] = defaultdict(float)
+    for (_, part), devices in readers.items():
+        for device in devices:
+            read[device] += sizes[part] / len(devices)
+    return dict(read)
+
+
+def offloaded_bytes(plan: ExecutionPlan, model: CostModel) -> dict[int, float]:
+    """Host -> bytes of offloaded parameters in its memory."""
+    held: dict[int, float] = defaultdict(float)
+    for role, where in plan.roles.items():
+        for placement in where.offloaded:
+            for device, _, size_bytes in _on_devices(placement, model.parameter_bytes(role, placement)):
+                held[model.cluster.host(device)] += size_bytes
+    return dict(held)
+
+
+class _Slice(NamedTuple):
+    """A part of a model's files that devices read."""
+
+    weights: str
+    stage: int
+    pp: int
+    tp_rank: int
+    tp: int
+
+
+def _on_devices(placement: Placement, per_stage: Sequence[float]) -> Iterator[tuple[int, Coordinate, float]]:
+    """(device, its coordinate, bytes) triples from bytes per stage. Devices are in the order pp, dp, tp."""
+    s = placement.strategy
+    for number, device in enumerate(placement.devices):
+        at = Coordinate(dp=number // s.tp % s.dp, tp=number % s.tp, pp=number // (s.tp * s.dp))
+        yield device, at, per_stage[at.pp]

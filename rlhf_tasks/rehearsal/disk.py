@@ -1,0 +1,183 @@
+"""The simulated disk: how long reads and writes take that share a host's rate, and which commits are on it."""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from rlhf_tasks.protocol.instructions import WriteCommit
+from rlhf_tasks.rehearsal.virtual_time import VirtualTime
+from rlhf_tasks.spec import NodeResult
+from rlhf_tasks.system.byte_count import ByteCount
+
+COMMIT_S = 0.05  # of a commit besides its bytes: manifest, journals, rename, and their syncs
+READERS = 8  # files of a commit that are hashed at once (checkpoint/manifest.py)
+PER_FILE_S = 2e-4  # to look at one file of a commit, on a disk that hosts share
+
+
+class Disk:
+    """One host's way to the disk. Everything that reads or writes at the same time gets an equal share of its rate.
+
+    bytes_per_s         of all that the host reads and writes
+    thread_bytes_per_s  the most of one thread, which hashes what it writes
+    """
+
+    def __init__(self, loop: VirtualTime, bytes_per_s: float, thread_bytes_per_s: float) -> None:
+        self._loop = loop
+        self._bytes_per_s, self._thread_bytes_per_s = bytes_per_s, thread_bytes_per_s
+        self._slowness = 1.0
+        self._each = 0.0  # bytes that a thread would have moved that has been there all the time
+        self._since_s = loop.time()
+        self._moving: list[_Moving] = []
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that each thread moves now."""
+        shared = self._bytes_per_s / max(1, len(self._moving))
+        return min(self._thread_bytes_per_s, shared) / self._slowness
+
+    def slow_down(self, factor: float) -> None:
+        """From now on everything takes `factor` times as long as it should; 1: as long as it should."""
+        self._catch_up()
+        self._slowness = factor
+        self._plan()
+
+    async def move(self, size_bytes: float, owner: object = None) -> None:
+        """Read or write so many bytes. Cancelling it ends it.
+
+        owner  by whom `in_progress` tells it
+        """
+        if size_bytes <= 0:
+            return
+        self._catch_up()
+        done: asyncio.Future[None] = self._loop.create_future()
+        mine = _Moving(self._each + size_bytes, next(self._numbers), size_bytes, owner, done)
+        heapq.heappush(self._moving, mine)
+        self._plan()
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._catch_up()
+            if mine in self._moving:
+                self._moving.remove(mine)
+                heapq.heapify(self._moving)
+            self._plan()
+            raise
+
+    def in_progress(self) -> list[tuple[object, float]]:
+        """(owner, bytes moved so far) of what is being moved."""
+        self._catch_up()
+        return [(one.owner, one.size_bytes - (one.until - self._each)) for one in self._moving]
+
+    def _catch_up(self) -> None:
+        now = self._loop.time()
+        self._each += self.rate * (now - self._since_s)
+        self._since_s = now
+
+    def _plan(self) -> None:
+        """Set the timer to when the next thread has moved all its bytes."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._moving:
+            wait_s = max(0.0, (self._moving[0].until - self._each) / self.rate)
+            self._timer = self._loop.call_later(wait_s, self._moved)
+
+    def _moved(self) -> None:
+        self._catch_up()
+        reached = self._each * (1 + 1e-12)  # all that end together, whatever was rounded
+        while self._moving and self._moving[0].until <= reached:
+            done = heapq.heappop(self._moving).done
+            if not done.done():
+                done.set_result(None)
+        self._plan()
+
+
+class _Moving(NamedTuple):
+    """Something that is moved: when it ends, in bytes of a thread that has been there all the time."""
+
+    until: float
+    number: int
+    size_bytes: float
+    owner: object
+    done: "asyncio.Future[None]"
+
+
+class CommitsOnDisk:
+    """The commits of a run, as the real ones lie in its folder: step -> cursor."""
+
+    def __init__(self) -> None:
+        self.cursors: dict[int, int] = {}
+
+    def prune(self, keep_last: int) -> list[int]:
+        """Remove all but the newest commits; gives the removed steps."""
+        old = sorted(self.cursors)[:-keep_last]
+        for step in old:
+            del self.cursors[step]
+        return old
+
+
+class SimulatedSnapshots:
+    """What finds and writes commits (`rlhf_tasks.protocol.commit.Snapshots`), at the cost of the real one.
+
+    When an attempt begins, all bytes of the newest commit are hashed, READERS files at once (`checkpoint/`). A commit
+    itself reads nothing, and neither does the removal of older ones.
+
+    moved         bytes written and removed
+
+    commits       what is on the disk, whatever attempt wrote it
+    disk          of the controller's host
+    commit_bytes  of one commit; n_files: its files
+    on_written    called with the seconds that a commit took
+    """
+
+    def __init__(
+        self,
+        loop: VirtualTime,
+        commits: CommitsOnDisk,
+        disk: Disk,
+        commit_bytes: float,
+        n_files: int,
+        keep_last: int,
+        on_written: Callable[[float], None],
+    ) -> None:
+        self._loop, self._commits, self._disk = loop, commits, disk
+        self._commit_bytes, self._n_files, self._keep_last = commit_bytes, n_files, keep_last
+        self.moved = ByteCount()
+        self._alive, self._on_written = True, on_written
+        self.writing_since_s: float | None = None
+
+    def died(self) -> None:
+        """The controller's process is gone: what it was writing is never renamed."""
+        self._alive = False
+
+    def latest(self) -> tuple[int, int] | None:
+        step = max(self._commits.cursors, default=None)
+        if step is None:
+            return None
+        self._loop.takes(self._verify())
+        return step, self._commits.cursors[step]
+
+    def commit(
+        self, order: WriteCommit, results: Mapping[int, Mapping[str, Mapping[int, NodeResult]]]
+    ) -> None:
+        self._loop.takes(self._commit(order))
+
+    def prune(self) -> None:
+        for _ in self._commits.prune(self._keep_last):
+            self.moved.add(round(self._commit_bytes))
+
+    async def _verify(self) -> None:
+        parts = [self._disk.move(self._commit_bytes / READERS) for _ in range(READERS)]
+        await asyncio.gather(*parts)
+
+    async def _commit(self, order: WriteCommit) -> None:
+        began_s = self.writing_since_s = self._loop.time()
+        await asyncio.sleep(COMMIT_S + PER_FILE_S * self._n_files)
+        if self._alive:
+            self._commits.cursors[order.step] = order.cursor
+            self._on_written(self._loop.time() - began_s)
+        self.writing_since_s = None

@@ -1,0 +1,378 @@
+"""A rehearsal: attempts of a run on a simulated cluster, from its first second to its end."""
+
+import asyncio
+import gc
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_tasks.controller import attempt as controller
+from rlhf_tasks.controller.attempt import Attempt, Surroundings
+from rlhf_tasks.protocol.headway import Pace
+from rlhf_tasks.protocol.messages import (
+    Aborted,
+    Cause,
+    Committed,
+    Enterable,
+    Faulted,
+    Finished,
+    GaveUp,
+    IterationRan,
+    RunSpec,
+)
+from rlhf_tasks.rehearsal.cluster import SimulatedCluster
+from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
+from rlhf_tasks.rehearsal.disk import CommitsOnDisk, SimulatedSnapshots
+from rlhf_tasks.rehearsal.faults import ControllerFault, Fault, SlowFault
+from rlhf_tasks.rehearsal.ranks import RankMissing
+from rlhf_tasks.rehearsal.story import OWN, Story, Window
+from rlhf_tasks.rehearsal.virtual_time import VirtualTime
+from rlhf_tasks.rehearsal.watch import Watch
+
+REHEARSED = 100_000  # nodes of single ranks in a window: what two windows take is seconds to a minute
+FEWEST, MOST = 4, 40  # iterations of a window
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is rehearsed.
+
+    spec    the run's first attempt, as its flow would describe it
+    hours   the most that it may go on
+    faults  in the order in which they strike
+    leaps   whether quiet times are counted and not rehearsed
+    """
+
+    spec: RunSpec
+    costs: Costs
+    machines: Machines
+    noise: Noise
+    keep_last: int
+    hours: float
+    faults: Sequence[Fault] = ()
+    leaps: bool = True
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What came of a rehearsal.
+
+    ended            how the run ended, in a sentence
+    finished         its last iteration is committed, or its hours are over
+    rehearsed        iterations that ran node by node; the others are counted from windows like them
+    most_kept_bytes  host -> the most bytes of copies that waited to be written
+    """
+
+    story: Story
+    watch: Watch
+    elapsed_s: float
+    ended: str
+    finished: bool
+    rehearsed: int
+    most_kept_bytes: Counter[int]
+
+    @property
+    def false_faults(self) -> list[str]:
+        """The ledger's sentences of faults that nothing had caused but the run's own limits."""
+        return [fault.sentence for fault in self.story.faults if fault.cause == OWN]
+
+
+def rehearse(asked: Asked) -> Rehearsed:
+    """Rehearse a run. Takes seconds to minutes, whatever the hours."""
+    with _virtual_time() as loop, _rare_collection(), _without_news():
+        return loop.run_until_complete(Rehearsal(loop, asked).run())
+
+
+@contextmanager
+def _virtual_time() -> Iterator[VirtualTime]:
+    """A loop in virtual time, on which nothing is left over."""
+    loop = VirtualTime()
+    try:
+        yield loop
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.close()
+
+
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Lets the garbage collector come rarely: otherwise it takes most of the time with a thousand ranks."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(500_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def _without_news() -> Iterator[None]:
+    """Keeps the controller's log of rehearsed faults off the terminal; errors of its own come through."""
+    log = logging.getLogger(controller.__name__)
+    log.addFilter(_is_own_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_own_error)
+
+
+def _is_own_error(record: logging.LogRecord) -> bool:
+    return record.exc_info is not None
+
+
+class Nowhere:
+    """Where simulated ranks meet: they need no store."""
+
+    host, port = "simulated", 0
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Rehearsal:
+    """One rehearsal: the flow of the run, and the faults."""
+
+    def __init__(self, loop: VirtualTime, asked: Asked) -> None:
+        self._loop, self._asked = loop, asked
+        self._story, self._watch = Story(), Watch()
+        plan = asked.spec.plan
+        self._cluster = SimulatedCluster(
+            loop,
+            plan,
+            asked.costs,
+            asked.machines,
+            asked.noise,
+            self._watch,
+            Pace(asked.spec.io_floor_s, asked.spec.io_least_bytes_per_s),
+            lambda idle: self._story.idle(idle, loop.time()),
+        )
+        self._commits = CommitsOnDisk()
+        self._attempt: Attempt | None = None
+        self._snapshots: SimulatedSnapshots | None = None
+        self._rebuilds = asked.spec.rebuilds
+        self._over: asyncio.Future[tuple[str, bool]] = loop.create_future()
+        self._faults = list(asked.faults)
+        self._timer: asyncio.TimerHandle | None = None
+        self._slow = 0  # slow hosts and disks at present
+        self._rehearsed = 0
+        self._quiet = QuietTimes(self._story, window_of(asked), asked.costs.cycle)
+
+    @property
+    def _now_s(self) -> float:
+        """Seconds of the run, those of quiet times that were not rehearsed among them."""
+        return self._loop.time() + self._story.leapt_s
+
+    async def run(self) -> Rehearsed:
+        """From the run's beginning to its end."""
+        self._set_timer()
+        self._cluster.start(self._begin(self._asked.spec))
+        ended, finished = await self._over
+        story, snapshots = self._story, self._snapshots
+        story.at(self._loop.time())
+        if snapshots is not None and snapshots.writing_since_s is not None:
+            self._commit_took(self._loop.time() - snapshots.writing_since_s)
+        kept = self._cluster.most_kept_bytes
+        return Rehearsed(story, self._watch, self._now_s, ended, finished, self._rehearsed, kept)
+
+    # --- the flow -----------------------------------------------------------------------------------------
+
+    async def _begin(self, spec: RunSpec) -> None:
+        around = Surroundings(self._cluster.link, Nowhere(), self._make_snapshots)
+        attempt = self._attempt = Attempt(around, spec, lambda event: self._hear(attempt, event))
+        try:
+            await attempt.start()
+        except RankMissing as error:
+            self._end(f"the run gave up: {error}", False)
+
+    def _make_snapshots(self, spec: RunSpec) -> SimulatedSnapshots:
+        asked, costs = self._asked, self._asked.costs
+        self._snapshots = SimulatedSnapshots(
+            self._loop,
+            self._commits,
+            self._cluster.disks[0],
+            costs.commit_bytes,
+            costs.n_files,
+            asked.keep_last,
+            self._commit_took,
+        )
+        return self._snapshots
+
+    def _commit_took(self, seconds: float) -> None:
+        self._watch.used("commit", seconds, self._asked.spec.io_floor_s)
+
+    def _hear(self, attempt: Attempt, event: Any) -> None:
+        """An event for the flow."""
+        if attempt is not self._attempt:
+            return
+        now, story = self._loop.time(), self._story
+        match event:
+            case Enterable():
+                story.ready(now)
+                self._cluster.post(attempt.enter, event.iteration, event.generation)
+            case IterationRan(iteration=iteration):
+                self._rehearsed += 1
+                story.iteration_ran(iteration, now)
+            case Committed(iteration=iteration):
+                self._rebuilds = 0
+                story.has_committed(iteration)
+                step = attempt.ledger.committed_step
+                if step is not None and step == iteration + 1:
+                    story.commit_written(step, now)
+                    self._cluster.post(self._look_for_quiet)
+            case Faulted(cause=cause):
+                self._rebuilds += 1
+                self._quiet.disturbed()
+                story.faulted(_sentence(cause, story.leapt_iterations), now)
+            case Aborted(iteration=iteration):
+                story.aborted(iteration)
+            case Finished():
+                self._end(f"finished: iteration {story.committed} is committed", True)
+            case GaveUp(reason=reason):
+                self._end(f"the run gave up: {reason}", False)
+
+    def _end(self, how: str, finished: bool) -> None:
+        if not self._over.done():
+            self._over.set_result((how, finished))
+
+    # --- faults and hours ---------------------------------------------------------------------------------
+
+    def _set_timer(self) -> None:
+        """Wait for the next fault, or for the end of the hours."""
+        if self._timer is not None:
+            self._timer.cancel()
+        end_s = 3600 * self._asked.hours
+        at_s = min(self._faults[0].at_s, end_s) if self._faults else end_s
+        self._timer = self._loop.call_later(max(0.0, at_s - self._now_s), self._strike)
+
+    def _strike(self) -> None:
+        if not self._faults or self._faults[0].at_s >= 3600 * self._asked.hours:
+            self._end(f"{self._asked.hours:g} hours are over", True)
+            return
+        fault = self._faults.pop(0)
+        self._quiet.disturbed()
+        now = self._loop.time()
+        if isinstance(fault, ControllerFault):
+            self._story.strikes(fault.kind, now)
+            self._story.faulted("the controller's process is gone", now)
+            self._cluster.start(self._next_attempt())
+        else:
+            lasting = isinstance(fault, SlowFault)
+            self._story.strikes(fault.kind, now, noticed=not lasting)
+            self._cluster.strike(fault)
+            if lasting:
+                self._slow += 1
+                self._loop.call_later(fault.for_s, self._calm, fault.kind)
+        self._set_timer()
+
+    def _calm(self, kind: str) -> None:
+        self._slow -= 1
+        self._story.calm(kind)
+        self._quiet.disturbed()
+
+    async def _next_attempt(self) -> None:
+        """The controller is lost: the flow begins another attempt at the last commit (flows/run/runs.py)."""
+        old, self._attempt = self._attempt, None
+        if self._snapshots is not None:
+            self._snapshots.died()
+        if old is None:
+            return
+        first = max(self._commits.cursors, default=0)
+        self._story.aborted(first)
+        self._cluster.forget_links()
+        await old.close()
+        self._rebuilds += 1
+        if self._rebuilds > self._asked.spec.max_rebuilds:
+            self._end(f"the run gave up: its controller was lost, after {self._rebuilds - 1} restarts", False)
+            return
+        await asyncio.sleep(self._asked.machines.attempt_s)
+        spec = old.spec.model_copy(update={"attempt": old.spec.attempt + 1, "rebuilds": self._rebuilds})
+        await self._begin(spec)
+
+    # --- quiet times --------------------------------------------------------------------------------------
+
+    def _look_for_quiet(self) -> None:
+        """At a commit: count what follows instead of rehearsing it, where all is as it was for a while."""
+        attempt = self._attempt
+        if not self._asked.leaps or attempt is None or attempt.ledger.committed_step is None:
+            return
+        window = self._quiet.window(attempt.ledger.committed_step, self._loop.time())
+        if window is None or self._slow:
+            return
+        until_s = 3600 * self._asked.hours
+        if self._faults:
+            until_s = min(until_s, self._faults[0].at_s)
+        left = attempt.ledger.last_iteration + 1 - attempt.ledger.committed_step
+        times = int(min((until_s - self._now_s) / window.seconds, (left - FEWEST) / window.iterations))
+        if times < 1:
+            return
+        self._story.leap(window, times)
+        attempt.stop_after(attempt.ledger.last_iteration - times * window.iterations)
+        self._set_timer()
+
+
+def window_of(asked: Asked) -> int:
+    """Iterations of a window: as many as are rehearsed in seconds."""
+    nodes = sum(len(node.devices) for node in asked.spec.plan.nodes)
+    return min(MOST, max(FEWEST, REHEARSED // nodes))
+
+
+def _sentence(cause: Cause, leapt_iterations: int) -> str:
+    """What the ledger says of a fault, with the number that the iteration has in the run."""
+    iteration = None if cause.iteration is None else cause.iteration + leapt_iterations
+    return str(replace(cause, iteration=iteration))
+
+
+class QuietTimes:
+    """Finds times in which a run repeats itself: two windows, one after the other, that are alike.
+
+    iterations  of a window, at least
+    cycle       a window has whole cycles of so many iterations, after which what not every one has comes again
+    """
+
+    def __init__(self, story: Story, iterations: int, cycle: int) -> None:
+        self._story, self._iterations, self._cycle = story, iterations, cycle
+        self._marks: list[tuple[int, float, dict[str, float], int]] = []
+
+    def disturbed(self) -> None:
+        """Something has happened, or ceased to: what was before does not count."""
+        self._marks = []
+
+    def window(self, step: int, now_s: float) -> Window | None:
+        """At a commit: a window that what follows is like; None where that is not known."""
+        story = self._story
+        story.at(now_s)
+        self._marks.append((step, now_s, dict(story.seconds), len(story.commits)))
+        later = self._between(self._start(len(self._marks) - 1), len(self._marks) - 1)
+        if later is None:
+            return None
+        first = self._start(self._start(len(self._marks) - 1))
+        earlier = self._between(first, self._start(len(self._marks) - 1))
+        return later if earlier is not None and later.is_like(earlier) else None
+
+    def _start(self, end: int | None) -> int | None:
+        """The number of the newest mark from which there is a window to the mark `end`."""
+        if end is None:
+            return None
+        step = self._marks[end][0]
+        return next(
+            (
+                number
+                for number in range(end - 1, -1, -1)
+                if step - self._marks[number][0] >= self._iterations
+                and (step - self._marks[number][0]) % self._cycle == 0
+            ),
+            None,
+        )
+
+    def _between(self, first: int | None, last: int | None) -> Window | None:
+        if first is None or last is None:
+            return None
+        (step, at_s, spent, n), (end, until_s, total, m) = self._marks[first], self._marks[last]
+        states = {state: seconds - spent.get(state, 0.0) for state, seconds in total.items()}
+        return Window(end - step, until_s - at_s, states, tuple(self._story.commits[n:m]))

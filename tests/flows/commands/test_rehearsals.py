@@ -1,0 +1,137 @@
+"""`prefect-rlhf rehearse`: what it tells and writes, and one sentence with status 2 for every mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import deployments
+from flows.cli import run_command
+
+EXAMPLE = Path(deployments.__file__).with_name("examples") / "plan-ppo-7b-7b.yaml"
+
+
+@pytest.fixture
+def rehearse(capsys):
+    """Runs the command; gives its status, output and errors."""
+
+    def run(*arguments, config=EXAMPLE):
+        try:
+            status = run_command(["rehearse", "--config", str(config), *map(str, arguments)])
+        except SystemExit as ended:
+            status = ended.code
+        printed = capsys.readouterr()
+        return status, printed.out, " ".join(printed.err.split())
+
+    return run
+
+
+def test_a_day_is_told_and_its_figures_are_written(rehearse, tmp_path):
+    figures, faults = tmp_path / "figures.json", tmp_path / "faults.yaml"
+    faults.write_text("faults: [{kind: kill, at_s: 1800, rank: 3}]")
+    status, out, err = rehearse(
+        *(
+            "--hours",
+            2,
+            "--faults",
+            faults,
+            "--json",
+            figures,
+            "--disk-bytes-per-s",
+            1e10,
+            "snapshot_every=10",
+        )
+    )
+    assert status == 0, err
+    for words in (
+        "1x8 a100-80g-sxm",
+        "2 hours are over",
+        "effective training time",
+        "behind their iterations",
+        "rebuilding: kill",
+        "actor: parameters, gradients, optimizer",
+        "copies waiting to be written",
+        "Faults: 1 kill; generations that ended: 1",
+        "rank 3",
+        "Deadlines that came within a factor of 2 of firing",
+    ):
+        assert words in out, words
+    found = json.loads(figures.read_text())
+    assert found["finished"]
+    assert found["elapsed_s"] == 7200
+    assert sum(row["seconds"] for row in found["spent"]) == pytest.approx(7200)
+    assert sum(row["share"] for row in found["spent"]) == pytest.approx(1)
+    planned_s = found["iterations_committed"] * found["planned_iteration_s"]
+    assert found["effective_training_time"] == pytest.approx(planned_s / 7200)
+    assert found["spent"][0]["seconds"] == pytest.approx(planned_s)
+    assert found["iterations_committed"] == 10 * found["commits"]["commits"] > 100
+    assert found["commits"]["commit_bytes"] == pytest.approx(160e9, rel=0.01)
+    assert [fault["cause"] for fault in found["generations_ended"]] == ["kill"]
+    assert sum(holder["number"] for holder in found["device_memory"]) == 8
+    assert found["host_memory"][0]["parts"]["copies waiting to be written"] == pytest.approx(160e9, rel=0.01)
+    assert set(found["waits"]) >= {
+        "commit",
+        "restore",
+        "progress of a part of a snapshot",
+        "reset of a rank",
+        "call actor_train",
+    }
+
+
+def test_a_faster_disk_gives_more_iterations_and_the_run_ends_with_its_last(rehearse, tmp_path):
+    found = {}
+    for name, disk in (("slow", 2e9), ("fast", 1e11)):
+        path = tmp_path / f"{name}.json"
+        status, _, err = rehearse(
+            "--disk-bytes-per-s", disk, "--json", path, "total_iterations=30", "snapshot_every=1"
+        )
+        assert status == 0, err
+        found[name] = json.loads(path.read_text())
+        assert found[name]["ended"] == "finished: iteration 30 is committed"
+    assert found["fast"]["elapsed_s"] < found["slow"]["elapsed_s"]
+    assert found["fast"]["effective_training_time"] > found["slow"]["effective_training_time"]
+
+
+def test_a_run_that_gives_up_has_status_1(rehearse, tmp_path):
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("faults: [{kind: host, at_s: 900, host: 0, for_s: 90000}]")
+    status, out, _ = rehearse("--faults", faults, "snapshot_every=10")
+    assert status == 1
+    assert "Failed after" in out
+    assert "the run gave up: ranks 0, 1, 2, 3 and 4 more: did not come back after the reset" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--hours", "0"), "--hours 0: the hours are above 0"),
+        (("--hours", "nan"), "--hours nan"),
+        (("--hours", "1e9"), "--hours 1e+09"),
+        (("--noise", "-0.1"), "--noise -0.1: the noise is from 0 to 1"),
+        (("--noise", "2"), "--noise 2"),
+        (("--disk-bytes-per-s", "0"), "--disk-bytes-per-s 0: a disk moves 1e6 to 1e13 bytes per second"),
+        (("--seed", "1.5"), "--seed 1.5: a seed is a whole number"),
+        (("--faults", "nowhere.yaml"), "nowhere.yaml"),
+        (("--json", "nowhere/figures.json"), "nowhere/figures.json cannot be written"),
+        (("batch_size=0",), "batch_size"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(rehearse, arguments, words):
+    status, out, err = rehearse(*arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_fault_on_a_rank_that_is_not_there_names_file_entry_and_ranks(rehearse, tmp_path):
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("faults: [{kind: kill, at_s: 0, rank: 0}, {kind: kill, at_s: 5, rank: 8}]")
+    status, _, err = rehearse("--faults", faults)
+    assert status == 2
+    assert f"{faults}: faults.1: rank 8: the plan has the ranks 0 to 7" in err
+
+
+def test_a_plan_that_does_not_fit_is_refused_in_the_planner_s_words(rehearse):
+    status, _, err = rehearse("planning.device={like: a100-80g-sxm}", "cluster.devices_per_host=1")
+    assert status == 2
+    assert "Traceback" not in err

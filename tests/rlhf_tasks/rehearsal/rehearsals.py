@@ -1,0 +1,78 @@
+"""Rehearsals of small plans, for tests."""
+
+from rlhf_tasks.protocol.messages import RunSpec
+from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
+from rlhf_tasks.rehearsal.rehearsal import Asked, rehearse
+from rlhf_tasks.spec import SaveNode
+from tests.rlhf_tasks.protocol.plans import small_plan
+from tests.rlhf_tasks.settings import SETTINGS
+
+SECONDS = {
+    "to_generate": 1.0,
+    "generate": 8.0,
+    "release": 0.0,
+    "values": 2.0,
+    "actor_train": 6.0,
+    "save_actor": 1.0,
+    "critic_train": 4.0,
+    "save_critic": 1.0,
+}
+"""Node of the small plan -> seconds. The critic's device has 16 s of work, the actor's have 16, too."""
+ITERATION_S = 16.0
+
+
+def costs_of(plan, seconds, part_bytes=0.0, read_bytes=0.0, iteration_s=ITERATION_S):
+    """What a plan costs whose parts of snapshots are all as large."""
+    return Costs(
+        node_s=seconds,
+        copy_s={},
+        saved_bytes={
+            node.name: dict.fromkeys(node.devices, part_bytes)
+            for node in plan.nodes
+            if isinstance(node, SaveNode)
+        },
+        read_bytes=dict.fromkeys(range(plan.n_devices), read_bytes),
+        iteration_s=iteration_s,
+    )
+
+
+def rehearsed(
+    plan=None,
+    *,
+    seconds=SECONDS,
+    part_bytes=0.0,
+    read_bytes=0.0,
+    iterations=20,
+    hours=24.0,
+    faults=(),
+    noise=0.0,
+    seed=0,
+    keep_last=2,
+    leaps=False,
+    machines=None,
+    **spec,
+):
+    """Rehearse a plan; default: the small one."""
+    plan = plan or small_plan()
+    told = RunSpec(
+        run="r",
+        attempt=1,
+        ranks=tuple(f"rank-{rank}" for rank in range(plan.n_devices)),
+        plan=plan,
+        config={},
+        run_folder="",
+        iterations=iterations,
+        **{**SETTINGS, **spec},
+    )
+    return rehearse(
+        Asked(
+            told,
+            costs_of(plan, seconds, part_bytes, read_bytes),
+            machines or Machines(),
+            Noise(seed, noise),
+            keep_last,
+            hours,
+            faults,
+            leaps,
+        )
+    )

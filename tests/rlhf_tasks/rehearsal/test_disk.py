@@ -1,0 +1,69 @@
+"""The simulated disk: those who read and write at the same time share its rate."""
+
+import asyncio
+
+import pytest
+
+from rlhf_tasks.rehearsal.disk import Disk
+from rlhf_tasks.rehearsal.virtual_time import VirtualTime
+
+
+def ends(moves, *, rate=10.0, thread=10.0, slow=()):
+    """When each of some (start in s, bytes) ends. slow: (time in s, factor) pairs."""
+    loop = VirtualTime()
+    disk = Disk(loop, rate, thread)
+
+    async def one(start_s, size_bytes):
+        await asyncio.sleep(start_s)
+        await disk.move(size_bytes)
+        return loop.time()
+
+    async def all_of_them():
+        for at_s, factor in slow:
+            loop.call_later(at_s, disk.slow_down, factor)
+        return await asyncio.gather(*(one(*move) for move in moves))
+
+    try:
+        return loop.run_until_complete(all_of_them())
+    finally:
+        loop.close()
+
+
+def test_alone_it_takes_bytes_over_rate():
+    assert ends([(0, 100)]) == [pytest.approx(10.0)]
+
+
+def test_one_thread_cannot_use_a_faster_disk_alone_but_several_can():
+    assert ends([(0, 100)], rate=40.0) == [pytest.approx(10.0)]
+    assert ends([(0, 100)] * 4, rate=40.0) == [pytest.approx(10.0)] * 4
+    assert ends([(0, 100)] * 8, rate=40.0) == [pytest.approx(20.0)] * 8
+
+
+def test_a_short_one_that_comes_later_makes_a_long_one_later():
+    """By hand: 5 s alone (50 of 100), then 20 each until the short one's 20 are moved at 9 s, the last 30 alone."""
+    assert ends([(0, 100), (5, 20)]) == [pytest.approx(12.0), pytest.approx(9.0)]
+
+
+def test_what_is_cancelled_leaves_its_share_to_the_others():
+    loop = VirtualTime()
+    disk = Disk(loop, 10.0, 10.0)
+
+    async def run():
+        given_up = loop.create_task(disk.move(100, "one"))
+        loop.call_later(4.0, given_up.cancel)
+        loop.call_later(2.0, lambda: seen.append(disk.in_progress()))
+        await disk.move(50, "other")
+        return loop.time()
+
+    seen = []
+    try:
+        # 5 bytes a second for 4 s, then 10 for 3.
+        assert loop.run_until_complete(run()) == pytest.approx(7.0)
+    finally:
+        loop.close()
+    assert dict(seen[0]) == {"one": pytest.approx(10.0), "other": pytest.approx(10.0)}
+
+
+def test_a_slow_time_stretches_what_is_moved_in_it():
+    """5 s at 10, 10 s at 2.5, the rest at 10 again."""
+    assert ends([(0, 100)], slow=[(5, 4.0), (15, 1.0)]) == [pytest.approx(17.5)]

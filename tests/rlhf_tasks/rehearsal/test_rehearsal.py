@@ -1,0 +1,197 @@
+"""Rehearsals: the real state machines on simulated ranks, against what the planner and arithmetic say."""
+
+import logging
+import random
+import subprocess
+import sys
+
+import pytest
+
+from planner.plan.steady_state import steady_state
+from rlhf_tasks.rehearsal.costs import Machines
+from rlhf_tasks.rehearsal.faults import ControllerFault, HostFault, RankFault, SlowFault
+from rlhf_tasks.rehearsal.story import OWN, RUNNING, STARTING, WAITING
+from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
+from tests.rlhf_tasks.rehearsal.rehearsals import ITERATION_S, SECONDS, rehearsed
+
+KILLED = RankFault(kind="kill", at_s=100, rank=1)
+
+
+def test_a_rehearsal_loads_neither_torch_nor_dask_nor_prefect():
+    script = (
+        "import sys, rlhf_tasks.rehearsal.rehearsal\n"
+        "print([name for name in ('torch', 'distributed', 'dask', 'prefect') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_quiet_run_takes_the_steady_state_s_time_of_the_planner(seed):
+    """The planner's maximum cycle ratio and the run of the real state machines agree on random plans."""
+    draw = random.Random(seed)
+    plan = random_plan(draw, n_devices=5, n_nodes=14)
+    seconds = {node.name: float(draw.randint(0, 9)) for node in plan.nodes}
+    period_s = steady_state(plan, seconds).iteration_time_s
+    few, many = (
+        rehearsed(plan, seconds=seconds, iterations=n, snapshot_every=1000).elapsed_s for n in (20, 50)
+    )
+    assert (many - few) / 30 == pytest.approx(period_s, rel=0.02)
+
+
+def test_every_second_has_a_cause_and_every_iteration_is_committed():
+    found = rehearsed(iterations=20, noise=0.1)
+    assert found.finished
+    assert found.ended == "finished: iteration 20 is committed"
+    assert found.story.committed == found.rehearsed == 20
+    assert sum(found.story.seconds.values()) == pytest.approx(found.elapsed_s)
+    assert set(found.story.seconds) <= {STARTING, RUNNING, WAITING}
+    assert [commit.step for commit in found.story.commits] == list(range(1, 21))
+    assert found.false_faults == []
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_one_others():
+    one, same, other = (rehearsed(noise=0.2, seed=seed).elapsed_s for seed in (3, 3, 4))
+    assert one == same != other
+
+
+@pytest.mark.parametrize(
+    ("fault", "noticed_s"),
+    [
+        (KILLED, Machines().noticed_s),
+        (RankFault(kind="error", at_s=100, rank=1), 1.0),
+        (RankFault(kind="hang", at_s=100, rank=1), 80.0),
+        (RankFault(kind="stop", at_s=100, rank=1), 80.0),
+        (HostFault(kind="host", at_s=100, host=0, for_s=100), Machines().noticed_s),
+        (ControllerFault(kind="controller", at_s=100), 0.0),
+    ],
+)
+def test_a_run_goes_on_after_a_fault_and_what_it_cost_is_told_by_its_kind(fault, noticed_s):
+    """A call that hangs is found out at its deadline: ten times its seconds here."""
+    quiet, found = rehearsed(), rehearsed(faults=[fault])
+    kind, seconds = fault.kind, found.story.seconds
+    assert found.finished
+    assert found.story.committed == 20
+    assert found.story.struck == {kind: 1}
+    assert [seen.cause for seen in found.story.faults] == [kind]
+    assert found.false_faults == []
+    if kind in ("hang", "stop"):
+        assert 50.0 < seconds[f"noticing: {kind}"] < noticed_s + 1
+    else:
+        assert seconds[f"noticing: {kind}"] == pytest.approx(noticed_s, abs=0.5)
+    assert seconds[f"rebuilding: {kind}"] > 5.0
+    assert 0.0 < seconds[f"repeating: {kind}"] < 2 * ITERATION_S
+    assert sum(seconds.values()) == pytest.approx(found.elapsed_s)
+    lost_s = sum(spent_s for cause, spent_s in seconds.items() if cause.endswith(kind))
+    # The window of two iterations fills anew after the rebuild.
+    assert found.elapsed_s - quiet.elapsed_s == pytest.approx(lost_s, abs=ITERATION_S)
+
+
+def test_a_killed_process_is_replaced_and_the_rebuild_lasts_as_long_as_its_start_and_the_restore():
+    machines = Machines(start_s=40.0, join_s=7.0, noticed_s=2.0, reset_s=1.0, disk_bytes_per_s=1e9)
+    found = rehearsed(faults=[KILLED], machines=machines, part_bytes=1e9, read_bytes=5e9)
+    # Three ranks of one host read 5 GB each, and 1 GB for each part of theirs, at 1 GB/s.
+    expected_s = 40.0 - 2.0 + 1.0 + 7.0 + 18.0
+    assert found.story.seconds["rebuilding: kill"] == pytest.approx(expected_s, abs=3.0)
+
+
+def test_a_host_that_stays_away_makes_the_run_give_up():
+    gone = HostFault(kind="host", at_s=100, host=0, for_s=86_400)
+    found = rehearsed(faults=[gone])
+    assert not found.finished
+    assert "did not come back after the reset" in found.ended
+    assert "3 rebuilds" in found.ended
+
+
+def test_a_rank_that_dies_without_end_makes_the_run_give_up():
+    again = [RankFault(kind="kill", at_s=100 + 40 * n, rank=1) for n in range(20)]
+    found = rehearsed(faults=again)
+    assert not found.finished
+    assert "3 rebuilds without a commit in between" in found.ended
+
+
+def test_a_slow_host_stretches_the_run_and_ends_nothing():
+    slow = SlowFault(kind="slow", at_s=100, host=0, for_s=100, factor=2.0)
+    quiet, found = rehearsed(), rehearsed(faults=[slow])
+    assert found.story.faults == []
+    assert 40.0 < found.elapsed_s - quiet.elapsed_s < 70.0
+
+
+def test_a_call_that_takes_longer_than_its_deadline_is_a_fault_of_the_run_itself():
+    """Noise can do this, where a deadline is too tight."""
+    found = rehearsed(deadline_floor_s=5.0, deadline_factor=1.0)
+    assert not found.finished
+    assert {fault.cause for fault in found.story.faults} == {OWN}
+    assert "call generate, iteration 1: not finished 5 s after the last rank entered" in found.false_faults[0]
+
+
+def test_a_wait_that_comes_near_its_deadline_is_told():
+    near = rehearsed(deadline_floor_s=12.0, deadline_factor=1.0).watch.near
+    assert set(near) == {"call generate", "call actor_train"}
+    generate = near["call generate"]
+    assert (generate.used_s, generate.limit_s, generate.near) == (pytest.approx(8.0), 12.0, 20)
+    assert rehearsed(deadline_floor_s=17.0).watch.near == {}
+
+
+def test_commits_that_take_longer_than_iterations_hold_the_run_up():
+    """Three parts of 25 GB, on a disk of 1 GB/s: nothing is faster than a commit in 75 s."""
+    found = rehearsed(part_bytes=25e9, machines=Machines(disk_bytes_per_s=1e9), hours=3.0)
+    assert found.story.seconds[WAITING] > found.story.seconds[RUNNING]
+    apart = [b.at_s - a.at_s for a, b in zip(found.story.commits, found.story.commits[1:], strict=False)]
+    assert min(apart[2:]) == pytest.approx(75.0)
+    assert found.most_kept_bytes[0] == pytest.approx(2 * 75e9, rel=0.01), "two iterations are in flight"
+
+
+def test_a_disk_that_moves_less_than_counts_as_progress_is_a_fault_of_the_run_itself():
+    """Parts of 1 GB at 1 MB/s take 20 minutes: no fault at half a megabyte in a second, but one at ten."""
+    slow = Machines(disk_bytes_per_s=3e6)
+    settled = rehearsed(part_bytes=1e9, machines=slow, iterations=2, io_floor_s=60, io_least_bytes_per_s=5e5)
+    refused = rehearsed(part_bytes=1e9, machines=slow, iterations=2, io_floor_s=60, io_least_bytes_per_s=1e7)
+    assert settled.finished
+    assert settled.false_faults == []
+    near = settled.watch.near["progress of a part of a snapshot"]
+    assert near.limit_s == 60
+    assert 28 < near.used_s < 32, "the half megabytes of a minute, at the pace of the disk"
+    assert not refused.finished
+    assert "the rank has written fewer than 600000000 bytes in 60 s" in refused.false_faults[0]
+
+
+def test_fewer_snapshots_repeat_more_work_after_a_fault():
+    late = [RankFault(kind="kill", at_s=250, rank=1)]
+    each, tenth = (rehearsed(snapshot_every=every, faults=late) for every in (1, 10))
+    assert tenth.story.seconds["repeating: kill"] > 3 * each.story.seconds["repeating: kill"]
+    assert len(tenth.story.commits) == 2
+
+
+def test_quiet_times_are_counted_as_they_would_have_been_rehearsed():
+    faults = [RankFault(kind="kill", at_s=at_s, rank=2) for at_s in (4_000, 9_000)]
+    every, leaping = (
+        rehearsed(iterations=2000, hours=4.0, noise=0.1, faults=faults, leaps=leaps)
+        for leaps in (False, True)
+    )
+    assert leaping.rehearsed < every.rehearsed / 2
+    assert leaping.story.committed == pytest.approx(every.story.committed, rel=0.02)
+    assert len(leaping.story.commits) == pytest.approx(len(every.story.commits), rel=0.02)
+    assert leaping.elapsed_s == every.elapsed_s == 4 * 3600
+    assert sum(leaping.story.seconds.values()) == pytest.approx(leaping.elapsed_s)
+    for state in (RUNNING, "repeating: kill", "rebuilding: kill"):
+        spent = leaping.story.seconds[state], every.story.seconds[state]
+        assert spent[0] == pytest.approx(spent[1], rel=0.02, abs=2 * ITERATION_S), state
+    at = [[fault.at_s for fault in found.story.faults] for found in (leaping, every)]
+    assert at[0] == pytest.approx(at[1], abs=5)
+
+
+def test_a_run_whose_quiet_times_are_counted_ends_with_its_last_iteration():
+    found = rehearsed(iterations=400, leaps=True)
+    assert found.finished
+    assert found.story.committed == 400
+    assert found.rehearsed < 200
+
+
+def test_rehearsed_faults_are_not_logged_as_if_they_had_happened(caplog):
+    with caplog.at_level(logging.ERROR):
+        rehearsed(faults=[KILLED])
+    assert caplog.records == []
+
+
+def test_the_small_plan_s_seconds_are_those_that_the_tests_take_for_granted():
+    assert steady_state(small_plan(), SECONDS).iteration_time_s == ITERATION_S
