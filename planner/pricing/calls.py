@@ -172,6 +172,12 @@ class CostModel:
         trained, pp = self._trained_sizes(role, placement.strategy), placement.strategy.pp
         return tuple(count * self.workload.itemsize for count in trained.parameters_by_stage(pp))
 
+    def layer_bytes(self, role: str, tp: int) -> float:
+        """Bytes of a layer of what a role moves on a device, with a layer's part of embedding and head
+        (planner/pricing/moves.py, Held)."""
+        trained = self._trained_sizes(role, ParallelStrategy(tp=tp))
+        return trained.stage_parameters(1, 0) * self.workload.itemsize / trained.layers
+
     def frozen_bytes(self, role: str, placement: Placement) -> tuple[int, ...]:
         """[stages] bytes of the frozen weights below a role's adapters; 0 for a role without adapters."""
         s = placement.strategy

@@ -23,7 +23,7 @@ from planner.search.bounds.root_bound import data_order
 from planner.search.compiled.arrays import Arrays, Rows
 from planner.search.compiled.compile import compiled, inner
 from planner.search.compiled.memory_peaks import memory_of
-from planner.search.compiled.resharding_memo import least_move_s, least_reallocation, reallocation
+from planner.search.compiled.moves import least_reallocation_s, reallocation_s
 from planner.search.compiled.tables import Tables
 
 Floats = NDArray[np.float64]
@@ -236,32 +236,23 @@ def seconds_of(r: Relaxation, choice: Ints) -> Floats:
 
 
 @compiled
-def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> float:
-    """Seconds of a move between two rows with placements, all overheads included; 0 if they are equal.
-
-    exact  price its messages; else a lower bound, which is fast
-    """
+def move_s(r: Relaxation, move: int, trainer: int, reader: int) -> float:
+    """Seconds of a move between two rows with placements, all overheads included; 0 if they are equal."""
     place = r.arrays.options.place
     if place[trainer] == place[reader]:
         return 0.0
-    role = r.arrays.role[r.trainer[move]]
-    if not exact:
-        return r.arrays.models.overhead_s[role] + least_reallocation(r.arrays, role, trainer, reader)
-    return r.arrays.models.overhead_s[role] + reallocation(r.arrays, r.arrays.known, role, trainer, reader)
+    return reallocation_s(r.arrays, r.arrays.role[r.trainer[move]], trainer, reader)
 
 
 @compiled
-def moves_s(
-    r: Relaxation, move: int, trainer: int, reader: int, related: int, exact: bool, out: Floats
-) -> None:
+def moves_s(r: Relaxation, move: int, trainer: int, reader: int, related: int, out: Floats) -> None:
     """Writes the seconds of a move between two rows to out, [4] float64 (ALONE, TRAINER, READER, BOTH).
 
     related  of the two meshes: UNKNOWN, APART or MEET
-    exact    as in `move_s`, if both rows have placements
     """
     o = r.arrays.options
     if o[trainer].first != OPEN and o[reader].first != OPEN:
-        out[:] = move_s(r, move, trainer, reader, exact)
+        out[:] = move_s(r, move, trainer, reader)
         return
     a = _unplaced(r, trainer)
     b = _unplaced(r, reader)
@@ -315,7 +306,7 @@ def _kind(r: Relaxation, row: int, i: int) -> int:
 @inner
 def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> float:
     """A lower bound on the seconds of a move between options of two kinds, over all positions of their meshes."""
-    o, per_host = r.arrays.options, r.arrays.links.per_host
+    o, per_host = r.arrays.options, r.arrays.per_host
     if o[a].strategy == o[b].strategy and not apart:
         return 0.0
     # Upper bounds: devices in both meshes, and devices of the destination on hosts of the source.
@@ -324,8 +315,7 @@ def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> floa
     if apart and o[a].size + o[b].size > per_host:
         # The meshes do not fit on one host together, and larger meshes have whole hosts for themselves.
         near = 0
-    role = r.arrays.role[r.trainer[move]]
-    return r.arrays.models.overhead_s[role] + least_move_s(r.arrays, role, a, b, shared, near)
+    return least_reallocation_s(r.arrays, r.arrays.role[r.trainer[move]], a, b, shared, near)
 
 
 @inner
