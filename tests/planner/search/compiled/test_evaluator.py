@@ -1,10 +1,8 @@
 """The compiled price of a choice against the plan that is built from it and its replay."""
 
-import random
 from functools import cache
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +16,6 @@ from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import DeviceProfile, Link, preset
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
-from planner.search.compiled.arrays import KnownPrices
-from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
@@ -180,24 +176,6 @@ NAMES = [
     "2x2, parts, reference follows",
     *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
 ]
-
-
-def test_a_price_is_the_same_whatever_moves_are_known():
-    """Known to nobody, to a memory of two prices of which each displaces another, and to one that has them all."""
-    tables, rng = make_tables(Cluster(2, 2)), random.Random(0)
-    choices = [np.array([rng.randrange(len(own)) for own in tables.options]) for _ in range(100)]
-    small, large = KnownPrices.empty(2), tables.arrays.known
-    for memory in large:
-        assert (memory.key == -1).all(), "it is this table's own"
-    for _ in range(2):
-        for choice in choices:
-            prices = {
-                value(tables.arrays._replace(known=known), choice, np.inf)
-                for known in (KnownPrices.empty(), small, large)
-            }
-            assert len(prices) == 1
-    for memory in (*small, *large):
-        assert (memory.key != -1).any()
 
 
 def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
