@@ -53,6 +53,7 @@ not pack its weights (generation.py)."""
 ROUNDS = 5
 LEARNING_RATE = 1e-6
 SAMPLES = 32  # samples of a measured redistribution
+MANY_SAMPLES, KEYS = 256, ("a", "b", "c", "d")  # of a measured transfer: as many as plans send
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,14 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
     works = _works(models, bench.shape.vocab, grid)
     if tp == 1 and dist.get_world_size() > 1:
         works |= {("reallocate", name): partial(_reallocate, models[name]) for name in ("shallow", "deep")}
+        works["transfer",] = partial(_transfer, _held_samples(bench.groups), bench.groups)
     found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock)
     rows = [
         *_forward_and_backward(found, tp, grid),
         *_embedding(found, tp, grid),
         *_generation(found, tp, grid),
         *_optimizer(found, tp, models),
-        *_reallocations(found, models),
+        *_moves(found, models),
     ]
     return Measurements(operations=tuple(rows))
 
@@ -232,13 +234,15 @@ def _optimizer(found: Means, tp: int, models: Mapping[str, Engine]) -> Iterator[
 # The works that are timed
 
 
-def _reallocations(found: Means, models: Mapping[str, Engine]) -> Iterator[Timed]:
-    """Whole models from one rank to another; nothing on a rank without partner."""
+def _moves(found: Means, models: Mapping[str, Engine]) -> Iterator[Timed]:
+    """Whole models, and samples of many keys, from one rank to another; nothing on a rank without partner."""
+    if ("transfer",) not in found or _partners(dist.get_rank()) is None:
+        return
     for name in ("shallow", "deep"):
-        if ("reallocate", name) in found and _partners(models[name].groups.rank) is not None:
-            layout = models[name].layout
-            moved = sum(spec.size for spec in layout.parameters)
-            yield _timed("reallocation", 1, moved, layout.shape.layers, found["reallocate", name])
+        layout = models[name].layout
+        moved = sum(spec.size for spec in layout.parameters)
+        yield _timed("reallocation", 1, moved, layout.shape.layers, found["reallocate", name])
+    yield _timed("transfer", 1, MANY_SAMPLES * len(KEYS), 0, found["transfer",])
 
 
 def _reallocate(engine: Engine) -> None:
@@ -251,6 +255,22 @@ def _reallocate(engine: Engine) -> None:
     )
     slices = engine.stage.named_slices() if engine.groups.rank == partners[0] else None
     reallocate(source, destination, slices, engine.stage.dtype, engine.groups, dist.get_world_size())
+
+
+def _held_samples(groups: ProcessGroups) -> SampleStore:
+    """A store that has the samples of a measured transfer on the first rank of each pair."""
+    store, partners = SampleStore(), _partners(groups.rank)
+    if partners is not None and groups.rank == partners[0]:
+        values = _cut(torch.zeros(MANY_SAMPLES, device=groups.device), MANY_SAMPLES)
+        store.put(SampleBatch(tuple(range(MANY_SAMPLES)), dict.fromkeys(KEYS, values)))
+    return store
+
+
+def _transfer(store: SampleStore, groups: ProcessGroups) -> None:
+    """Send this rank's samples to its partner, or receive them."""
+    partners = _partners(groups.rank)
+    if partners is not None:
+        _redistribute(store, partners, range(MANY_SAMPLES), KEYS, groups)
 
 
 def _partners(rank: int) -> tuple[int, int] | None:
@@ -370,7 +390,11 @@ def _exchanges(
             store = SampleStore()
             if groups.rank == devices[0]:
                 store.put(SampleBatch(tuple(range(SAMPLES)), {"x": _cut(whole, SAMPLES)}))
-            yield "redistribute", size_bytes, lambda s=store: _redistribute(s, devices, groups)
+            yield (
+                "redistribute",
+                size_bytes,
+                lambda s=store: _redistribute(s, devices, range(SAMPLES), ["x"], groups),
+            )
 
 
 def _cut(values: Tensor, n: int) -> Packed:
@@ -379,9 +403,16 @@ def _cut(values: Tensor, n: int) -> Packed:
     return Packed.of(parts)
 
 
-def _redistribute(store: SampleStore, devices: tuple[int, ...], groups: ProcessGroups) -> None:
+def _redistribute(
+    store: SampleStore,
+    devices: tuple[int, ...],
+    ids: Sequence[int],
+    keys: Sequence[str],
+    groups: ProcessGroups,
+) -> None:
+    """Send samples from the first device to the second, which forgets them again."""
     source, destination = (DataSide(placement=Placement((device,), ParallelStrategy())) for device in devices)
-    redistribute(source, destination, range(SAMPLES), ["x"], store, groups, devices_per_host=max(devices) + 1)
+    redistribute(source, destination, ids, keys, store, groups, devices_per_host=max(devices) + 1)
     if groups.rank == devices[1]:
         store.clear()
 

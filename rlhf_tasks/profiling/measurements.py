@@ -24,6 +24,7 @@ Operation = Literal[
     "embedding/backward",
     "optimizer",
     "reallocation",
+    "transfer",
 ]
 """`lm` and `scalar` are the heads: everything that a call does besides its layers."""
 
@@ -40,7 +41,8 @@ class Timed(Frozen):
     """Seconds of an operation on one model under tensor parallelism of degree tp, including its all-reduces over tp.
 
     tokens   tokens of the micro-batch; for a decoding step sequences; for the optimizer parameters of the device;
-             for a reallocation parameters that one device sends to another
+             for a reallocation parameters that one device sends to another; for a transfer samples x keys, each of
+             4 bytes
     context  length of the sequences in tokens; while decoding, of their KV cache; for a reallocation the model's
              layers; 0 where it does not matter
     """

@@ -14,7 +14,7 @@ from planner.pricing.measured import MeasuredProfile, ProfileTables
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
 from rlhf_tasks.profiling.executor import ProfileExecutor
-from rlhf_tasks.profiling.measure import ROUNDS, _means_s, exchange_sets
+from rlhf_tasks.profiling.measure import KEYS, MANY_SAMPLES, ROUNDS, _means_s, exchange_sets
 from rlhf_tasks.profiling.measurements import Grid, Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import GenerationSpec
@@ -71,6 +71,9 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
     moved = [o for o in profile.operations if o.operation == "reallocation"]
     assert [(o.tp, o.context, o.seconds) for o in moved] == [(1, 1, 1.0), (1, 4, 1.0)]
     assert moved[1].tokens - moved[0].tokens == 3 * sizes(shape, "lm", 1).layer
+    (sent,) = [o for o in profile.operations if o.operation == "transfer"]
+    assert (sent.tp, sent.tokens, sent.seconds) == (1, MANY_SAMPLES * len(KEYS), 1.0)
+    assert profile.lacking() == ""
     for head in ("lm", "scalar"):
         for tp in (1, 2):
             tables = ProfileTables(profile, head, tp, crosses=False)
