@@ -96,15 +96,20 @@ def _passes(grid: Grid) -> Iterator[tuple[Pass, int, int]]:
         for tokens in _tokens(grid):
             yield "forward", tokens, context
             yield "backward", tokens, context
-        for tokens in sorted({*_tokens(grid), *(rows * context for rows in grid.rows)}):
+        for tokens in sorted({*_tokens(grid), *(rows * context for rows in _up_to(grid.rows[-1]))}):
             yield "prefill", tokens, context
-        for rows in grid.rows:
+        for rows in _up_to(grid.rows[-1]):
             yield "decode", rows, context
 
 
 def _tokens(grid: Grid) -> list[int]:
     """Powers of two from 1 (a single decoding sequence) to the largest micro-batch."""
-    return [2**power for power in range(grid.tokens[-1].bit_length())]
+    return _up_to(grid.tokens[-1])
+
+
+def _up_to(most: int) -> list[int]:
+    """Powers of two from 1 to `most`, which is one."""
+    return [2**power for power in range(most.bit_length())]
 
 
 def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -> Timed:

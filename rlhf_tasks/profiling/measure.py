@@ -6,9 +6,11 @@ it counts as part of the ends. All ranks call these functions together. The tens
 time, as they work at the same time in a run.
 
 All works of a model are timed in rounds, in each of which every work has one turn. A slow phase of the machine, of
-some seconds, then affects few works in one round, not one work in all rounds.
+some seconds, then affects few works in one round, not one work in all rounds. A work whose times agree has no further
+turn, and when a piece has used its time, its rounds end.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -38,7 +40,7 @@ from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.state.reallocation import reallocate
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
 from rlhf_tasks.parallel.train.optimizer import all_gather, reduce_scatter
-from rlhf_tasks.profiling.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
+from rlhf_tasks.profiling.measurements import LEAST_S, Exchange, Grid, Measurements, Timed, TimedExchange
 from rlhf_tasks.rank.role_engines import optimizer_settings
 from rlhf_tasks.spec import DataSide
 
@@ -50,7 +52,8 @@ SHALLOW, DEEP = 1, 4  # layers of the two models whose difference gives a layer'
 FEW_STEPS, MORE_STEPS = 12, 44
 """Decoding steps of the two generations whose difference gives a step's time. With fewer than 12, generation would
 not pack its weights (generation.py)."""
-ROUNDS = 5
+FEWEST_ROUNDS, ROUNDS = 2, 5
+SETTLED = 0.05  # relative; a work whose times differ by less on every rank has no further turn
 LEARNING_RATE = 1e-6
 SAMPLES = 32  # samples of a measured redistribution
 MANY_SAMPLES, KEYS = 256, ("a", "b", "c", "d")  # of a measured transfer: as many as plans send
@@ -62,6 +65,7 @@ class Bench:
 
     config, shape  of the whole model
     clock          returns seconds; process CPU time on a machine too busy for wall-clock time
+    budget_s       seconds of a piece's works after which no further round begins
     """
 
     config: PreTrainedConfig
@@ -69,6 +73,7 @@ class Bench:
     dtype: torch.dtype
     groups: ProcessGroups
     clock: Clock
+    budget_s: float
 
     def engine(self, layers: int, head: Head, tp: int) -> Engine:
         """A trainable model of this shape with `layers` layers, on this rank and its tp - 1 neighbours."""
@@ -92,27 +97,44 @@ class Bench:
 
 
 def _means_s(
-    works: Mapping[Name, Work], devices: Sequence[int], groups: ProcessGroups, clock: Clock
+    works: Mapping[Name, Work],
+    devices: Sequence[int],
+    groups: ProcessGroups,
+    clock: Clock,
+    budget_s: float = math.inf,
 ) -> dict[Name, float]:
     """Mean seconds of each work over rounds in which each has one turn, after a warm-up round.
 
-    The fastest and the slowest time of each work are left out. The mean of the others includes a share of slow
+    There are FEWEST_ROUNDS to ROUNDS rounds. A work whose times agree on every rank (SETTLED) has no further turn;
+    after budget_s seconds of all works no further round begins.
+    Of three times and more the fastest and the slowest are left out. The mean of the others includes a share of slow
     phases, which real runs have too; a median would not.
     All devices start each work together, so that waiting for a slower rank does not count in the next work's time.
     """
     together = groups[tuple(devices)] if len(devices) > 1 else None
     one = torch.zeros(1, device=groups.device)
+    seconds: dict[Name, list[float]] = {name: [] for name in works}
+    turns, began = list(works), clock()
     for work in works.values():
         work()
-    seconds: dict[Name, list[float]] = {name: [] for name in works}
-    for _ in range(ROUNDS):
-        for name, work in works.items():
+    spent_s = clock() - began
+    for number in range(1, ROUNDS + 1):
+        for name in turns:
             all_reduce(one, together)
             _finish(groups)
             started = clock()
-            work()
+            works[name]()
             _finish(groups)
             seconds[name].append(clock() - started)
+        spent_s += sum(seconds[name][-1] for name in turns)
+        if number >= FEWEST_ROUNDS:
+            differ = [max(seconds[name]) / max(min(seconds[name]), LEAST_S) - 1 for name in turns]
+            # What any rank has found counts on all of them, since they work together.
+            told = torch.tensor([spent_s, *differ], dtype=torch.float64, device=groups.device)
+            spent, *differ = all_reduce(told, together, dist.ReduceOp.MAX).tolist()
+            turns = [name for name, by in zip(turns, differ, strict=True) if by > SETTLED]
+            if spent >= budget_s or not turns:
+                break
     return {name: fmean(sorted(found)[1:-1] or found) for name, found in seconds.items()}
 
 
@@ -138,7 +160,7 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
     if tp == 1 and dist.get_world_size() > 1:
         works |= {("reallocate", name): partial(_reallocate, models[name]) for name in ("shallow", "deep")}
         works["transfer",] = partial(_transfer, _held_samples(bench.groups), bench.groups)
-    found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock)
+    found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock, bench.budget_s)
     rows = [
         *_forward_and_backward(found, tp, grid),
         *_embedding(found, tp, grid),

@@ -1,6 +1,7 @@
 """What ranks measure: every operation and exchange, on the engine's own modules, for any family and tp."""
 
 import json
+import math
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,7 +15,14 @@ from planner.pricing.measured import MeasuredProfile, ProfileTables
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
 from rlhf_tasks.profiling.executor import ProfileExecutor
-from rlhf_tasks.profiling.measure import KEYS, MANY_SAMPLES, ROUNDS, _means_s, exchange_sets
+from rlhf_tasks.profiling.measure import (
+    FEWEST_ROUNDS,
+    KEYS,
+    MANY_SAMPLES,
+    ROUNDS,
+    _means_s,
+    exchange_sets,
+)
 from rlhf_tasks.profiling.measurements import Grid, Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import GenerationSpec
@@ -48,7 +56,7 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
             timeout_s=240.0,
         )
     )
-    with patch.object(profiling, "ROUNDS", 1):
+    with patch.object(profiling, "ROUNDS", 1), patch.object(profiling, "FEWEST_ROUNDS", 1):
         found = [executor.measure(spec.pieces[node.name]).model_dump(mode="json") for node in plan.nodes]
     executor.close(keep_state=False)
     return found
@@ -102,6 +110,34 @@ def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once(
     found = _means_s(works, (0,), groups, lambda: clock.now)
     assert done == ["short", "long"] * (1 + ROUNDS)
     assert found == {"short": 1.0, "long": 5.0}
+
+
+def timed_turns(took: dict[str, list[float]], budget_s: float = math.inf) -> dict[str, int]:
+    """Turns that works have which take so many seconds, one turn after the other (the last one's from then on)."""
+    clock, turns = SimpleNamespace(now=0.0), dict.fromkeys(took, 0)
+
+    def work(name: str) -> None:
+        clock.now += took[name][min(turns[name], len(took[name]) - 1)]
+        turns[name] += 1
+
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    _means_s({name: partial(work, name) for name in took}, (0,), groups, lambda: clock.now, budget_s)
+    return turns
+
+
+def test_a_work_whose_times_agree_has_no_further_turn():
+    """After the warm-up, which does not count."""
+    unsteady = [9.0, 1.0, 1.2, 1.0, 1.0, 1.0]
+    assert timed_turns({"steady": [9.0, 1.0, 1.04], "unsteady": unsteady}) == {
+        "steady": 1 + FEWEST_ROUNDS,
+        "unsteady": 1 + ROUNDS,
+    }
+
+
+def test_no_round_begins_after_the_time_of_a_piece():
+    works = {"a": [1.0, 2.0] * 3, "b": [3.0, 1.0] * 3}
+    assert timed_turns(works, 1.0) == dict.fromkeys(works, 1 + FEWEST_ROUNDS), "these there are in any case"
+    assert timed_turns(works, 11.5) == dict.fromkeys(works, 1 + 3)
 
 
 def test_a_plan_of_pieces_has_tp_degrees_that_divide_the_hosts():
