@@ -14,7 +14,7 @@ from planner.pricing.devices import DeviceProfile, Link
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.rooflines import Roofline
 from rlhf_tasks.parallel.layout.flops import layer_flops
-from rlhf_tasks.profiling.measurements import Exchange, Pass, Timed, TimedExchange
+from rlhf_tasks.profiling.measurements import MOST_S, Exchange, Pass, Timed, TimedExchange
 
 LEAST_EFFICIENCY = 1e-4  # a smaller fitted efficiency would be a wrong unit
 MOST_FITS = 20  # limit of the fixed-point iteration in `_forward_fit`, which mostly takes three fits
@@ -160,7 +160,8 @@ def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, dev
     latency_s, per_byte_s = _line(timed)
     if per_byte_s <= 0:
         return device.link(crosses)
-    return Link(bytes_per_s=1 / (per_byte_s * device.link_efficiency), latency_s=latency_s)
+    bytes_per_s = 1 / (per_byte_s * device.link_efficiency)
+    return Link(bytes_per_s=min(max(bytes_per_s, 1.0), 1e30), latency_s=min(latency_s, MOST_S))
 
 
 def _optimizer_overhead_s(device: DeviceProfile, measured: MeasuredProfile) -> float:

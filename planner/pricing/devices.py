@@ -4,10 +4,19 @@ Peaks come from data sheets. Efficiencies and host overheads, which no data shee
 source, so that the cost model has no constants of its own.
 """
 
+from typing import Annotated
+
 from pydantic import ConfigDict, Field
 
+from rlhf_tasks.profiling.measurements import MOST_BYTES, MOST_S
 from rlhf_tasks.spec import Frozen
 from rlhf_tasks.system.reading import shown
+
+Rate = Annotated[float, Field(ge=1, le=1e30)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
+Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
+"""Figures outside these ranges are errors, under which times would overflow. The ranges of plausible figures are
+narrower: planner/pricing/cluster_file.py warns of others."""
 
 
 class Link(Frozen):
@@ -15,8 +24,8 @@ class Link(Frozen):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    bytes_per_s: float = Field(gt=0)
-    latency_s: float = Field(ge=0)
+    bytes_per_s: Rate
+    latency_s: Seconds
 
 
 class DeviceProfile(Frozen):
@@ -41,22 +50,22 @@ class DeviceProfile(Frozen):
     model_config = ConfigDict(allow_inf_nan=False)
 
     name: str
-    flops_per_s: float = Field(gt=0)
-    memory_bytes_per_s: float = Field(gt=0)
-    memory_bytes: int = Field(gt=0)
+    flops_per_s: Rate
+    memory_bytes_per_s: Rate
+    memory_bytes: int = Field(gt=0, le=MOST_BYTES)
     inside_host: Link
     between_hosts: Link
-    host_copy_bytes_per_s: float = Field(gt=0)
-    matmul_efficiency: float = Field(gt=0, le=1)
-    memory_efficiency: float = Field(gt=0, le=1)
-    link_efficiency: float = Field(gt=0, le=1)
-    layer_overhead_s: float = Field(ge=0)
-    decode_overhead_s: float = Field(ge=0)
-    optimizer_overhead_s: float = Field(ge=0)
-    reallocation_overhead_s: float = Field(default=0.0, ge=0)
-    transfer_overhead_s: float = Field(default=0.0, ge=0)
-    dispatch_s: float = Field(ge=0)
-    process_bytes: int = Field(default=0, ge=0)
+    host_copy_bytes_per_s: Rate
+    matmul_efficiency: Efficiency
+    memory_efficiency: Efficiency
+    link_efficiency: Efficiency
+    layer_overhead_s: Seconds
+    decode_overhead_s: Seconds
+    optimizer_overhead_s: Seconds
+    reallocation_overhead_s: Seconds = 0.0
+    transfer_overhead_s: Seconds = 0.0
+    dispatch_s: Seconds
+    process_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     sources: tuple[str, ...] = ()
 
     def compute_s(self, flops: float, traffic_bytes: float) -> float:

@@ -14,7 +14,7 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
 from planner.pricing.plans import PlanPrice, price_plan, shortfall
-from planner.pricing.problem import Problem
+from planner.pricing.problem import OptionsTakeTooLongError, Problem
 from planner.search.annealing import (
     PricedChoice,
     anneal,
@@ -42,6 +42,7 @@ from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero
 BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
 ANNEALING = 0.75  # share of the time limit at which annealing ends
+TABLES = 0.7  # share of the time limit after which no further options are priced
 FIRST = 80  # parts of annealing before any proof, for good plans in the first second
 
 
@@ -179,9 +180,9 @@ def find_plan(
 
     mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
                   symmetric (all calls alike), disjoint (every role on its own devices), manual
-    time_limit_s  seconds for search and mcmc, compilation excluded; when they have passed, the best plan so far is
-                  returned. Making the plans by rule and the tables, and pricing the final plan, may exceed the limit:
-                  on 16,384 devices they take about 20 s
+    time_limit_s  seconds, compilation excluded; when they have passed, the best plan so far is returned. If not all
+                  options could be priced by then, that is the best plan by rule, without a bound. Plans by rule may
+                  exceed the limit: on 16,384 devices they take a second
     seed          equal seeds give equal plans if the time limit does not end the search
     evaluate      the assignments that mode manual prices
     called_off    polled; the search ends as soon as it returns true
@@ -199,14 +200,21 @@ def find_plan(
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
     rules = _by_rule(problem, started) if mode == "search" else Rules()
-    tables = Tables(problem)
-    compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
+    late, compile_s, lower_bound_s = False, 0.0, 0.0
+    try:
+        tables = Tables(problem, Deadline(started + TABLES * time_limit_s, called_off))
+        compile_s = _compile(tables) if mode in SEARCHING else 0.0
+        lower_bound_s = bound_of(tables)
+    except OptionsTakeTooLongError:
+        rules = rules if rules.plans else _by_rule(problem, started)
+        if not rules.plans:
+            raise
+        tables, late = Tables(problem, among=[assignments_of(one.plan) for one in rules.plans]), True
     started += compile_s
-    lower_bound_s = bound_of(tables)
     request = Request(
         problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off
     )
-    found = MODES[mode](request)
+    found = _best_rule(request) if late and mode in SEARCHING else MODES[mode](request)
     priced = found.priced if mode == "manual" else balanced(found.priced, problem)
     time_s = priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
@@ -303,6 +311,11 @@ def _orders(graph: DataflowGraph) -> str:
     return f"one {which} of the graph{parts}"
 
 
+def _best_rule(request: Request) -> Found:
+    plans = request.rules.plans
+    return Found(min(plans, key=lambda one: one.price.iteration_time_s), 0.0, 1, request.rules.trace)
+
+
 def _heuristic(request: Request) -> Found:
     return Found(heuristic_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
 
@@ -381,6 +394,9 @@ def _by_rule(problem: Problem, started: float) -> Rules:
             trace.append(TracePoint(time.monotonic() - started, best, 0.0))
     return Rules(tuple(plans), tuple(trace))
 
+
+SEARCHING = ("search", "mcmc", "disjoint")
+"""Modes that look at many options. Their compiled code is loaded before the clock starts."""
 
 MODES: dict[str, Callable[[Request], Found]] = {
     "search": _search,
