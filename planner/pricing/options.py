@@ -151,7 +151,9 @@ def all_options(
     Raises ProblemError and OptionsTakeTooLongError as `call_options` does.
     """
     graph = problem.graph
-    found = [call_options(problem, call, deadline, among and among[call.name]) for call in graph.calls]
+    found = [
+        call_options(problem, call, deadline, among[call.name] if among else None) for call in graph.calls
+    ]
     smallest = min(profile.memory_bytes for profile in problem.model.classes.profiles)
     if sum(map(_most_needed, found)) <= smallest:
         return tuple(found)
