@@ -218,7 +218,7 @@ def timeline_page(spans: Sequence[Span]) -> Page | None:
 async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
     """Show some prompts with the policy's completions: first a table of the scores, then the texts."""
     if samples:
-        rows = [{"sample": number, **scores_of(sample)} for number, sample in enumerate(samples, 1)]
+        rows = score_rows(samples)
         texts = [
             f"### Sample {number}\n\n> {_shown(sample['prompt'])}\n\n{_shown(sample['completion'])}\n"
             for number, sample in enumerate(samples, 1)
@@ -230,7 +230,14 @@ async def show_completions(samples: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+def score_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each sample: its number and its scores. A column that is empty in all of them is left out."""
+    rows = [{"sample": number, **_scores_of(sample)} for number, sample in enumerate(samples, 1)]
+    filled = {name for row in rows for name, value in row.items() if value is not None}
+    return [{name: value for name, value in row.items() if name in filled} for row in rows]
+
+
+def _scores_of(sample: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a sample except its texts, as one flat row; each reward by its name."""
     row: dict[str, Any] = {}
     for name, value in sample.items():

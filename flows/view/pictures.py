@@ -102,7 +102,10 @@ def _draw_curve(axes: Axes, iterations: np.ndarray, values: np.ndarray) -> None:
     margin = 0.08 * (high - low)
     axes.set_ylim(low - margin, high + margin)
     for beyond, edge, arrow in ((values > high, high + margin, "^"), (values < low, low - margin, "v")):
-        axes.plot(iterations[beyond], np.full(beyond.sum(), edge), arrow, color="#D55E00", clip_on=False)
+        if (
+            beyond.any()
+        ):  # an empty line would have the picture's corner for its place, and the layout makes room for it
+            axes.plot(iterations[beyond], np.full(beyond.sum(), edge), arrow, color="#D55E00", clip_on=False)
     told = ", ".join(
         f"{value:.3g} at {iteration}" for iteration, value in _first(iterations, values, outside)
     )

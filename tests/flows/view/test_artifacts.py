@@ -8,7 +8,7 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 from flows.run.progress import run_tags
-from flows.view.artifacts import markdown_table, measured_against, progress_bar, scores_of, tag_flow_run
+from flows.view.artifacts import markdown_table, measured_against, progress_bar, score_rows, tag_flow_run
 from rlhf_tasks.algorithms.configurations import make_config
 from tests.tiny_runs import ppo_config
 
@@ -39,22 +39,20 @@ def test_tags_name_algorithm_model_and_plan(tmp_path):
     ]
 
 
-def test_scores_of_a_sample_are_flat():
+def test_scores_of_a_sample_are_flat_and_a_column_that_nobody_fills_is_left_out():
     sample = {
         "prompt": "p",
         "completion": "c",
         "score": 1.25,
-        "rewards": {"mine": 1.0, "length": 0.25},
+        "rewards": {"mine": 1.0, "length": None},
         "reward_model": None,
         "truncated": True,
     }
-    assert scores_of(sample) == {
-        "score": 1.25,
-        "mine": 1.0,
-        "length": 0.25,
-        "reward model": None,
-        "truncated": True,
-    }
+    judged_too = {**sample, "rewards": {"mine": 0.0, "length": 0.25}}
+    assert score_rows([sample, judged_too]) == [
+        {"sample": 1, "score": 1.25, "mine": 1.0, "length": None, "truncated": True},
+        {"sample": 2, "score": 1.25, "mine": 0.0, "length": 0.25, "truncated": True},
+    ]
 
 
 def test_a_table_has_numbers_that_can_be_read_and_text_that_is_only_text():

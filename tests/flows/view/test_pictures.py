@@ -1,10 +1,12 @@
 """Pictures are PNGs that show what they are given; what nobody measured is left out."""
 
+import io
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from flows.view.clocks import Span
 from flows.view.pictures import (
@@ -41,6 +43,13 @@ def demo_plan() -> ExecutionPlan:
 def size_of(png: bytes) -> tuple[int, int]:
     assert png.startswith(b"\x89PNG")
     return struct.unpack(">II", png[16:24])
+
+
+def widest_frame(png: bytes) -> float:
+    """The longest horizontal black line, as a share of the picture's width."""
+    dark = imread(io.BytesIO(png))[..., :3].max(axis=-1) < 0.2
+    ends = np.diff(np.pad(dark, ((0, 0), (1, 1))).astype(int).ravel()).nonzero()[0]
+    return float((ends[1::2] - ends[::2]).max() / dark.shape[1])
 
 
 def row(iteration: int, **metrics: float | None) -> dict[str, float | None]:
@@ -105,6 +114,24 @@ def test_a_value_far_outside_does_not_flatten_the_others():
     drawn, alone, flat = (curves(rows) for rows in (spoilt, usual, [row(0, kl=1e6), row(1, kl=0.3)]))
     assert size_of(drawn) == size_of(alone)
     assert len(drawn) > len(flat), "a flat line takes fewer bytes than a curve"
+
+
+def test_notes_on_outliers_take_no_width_from_the_curves():
+    """Two of eight panels have a note; their axes and all others keep nearly half of the picture's width."""
+    losses = {f"loss/{name}": 0.004 for name in ("policy", "value", "entropy", "kl", "z")}
+    rows = [
+        row(
+            i,
+            reward=0.2 + 0.01 * (i % 7),
+            kl=0.1 * (i % 5),
+            **{key: v + 1e-4 * (i % 6) for key, v in losses.items()},
+        )
+        for i in range(40)
+    ]
+    for name, places in (("loss/value", [0]), ("loss/policy", [0, 3, 7])):
+        for place in places:
+            rows[place][name] = 4.9e-2 + place
+    assert widest_frame(curves(rows)) > 0.38
 
 
 def test_a_timeline_grows_with_its_ranks_and_lines():
