@@ -200,21 +200,20 @@ def find_plan(
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
     rules = _by_rule(problem, started) if mode == "search" else Rules()
-    late, compile_s, lower_bound_s = False, 0.0, 0.0
     try:
-        tables = Tables(problem, Deadline(started + TABLES * time_limit_s, called_off))
+        tables, asked = Tables(problem, Deadline(started + TABLES * time_limit_s, called_off)), MODES[mode]
         compile_s = _compile(tables) if mode in SEARCHING else 0.0
         lower_bound_s = bound_of(tables)
     except OptionsTakeTooLongError:
         rules = rules if rules.plans else _by_rule(problem, started)
         if not rules.plans:
             raise
-        tables, late = Tables(problem, among=[assignments_of(one.plan) for one in rules.plans]), True
+        tables = Tables(problem, among=[assignments_of(one.plan) for one in rules.plans])
+        asked, compile_s, lower_bound_s = _best_rule if mode in SEARCHING else MODES[mode], 0.0, 0.0
     started += compile_s
-    request = Request(
-        problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off
+    found = asked(
+        Request(problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off)
     )
-    found = _best_rule(request) if late and mode in SEARCHING else MODES[mode](request)
     priced = found.priced if mode == "manual" else balanced(found.priced, problem)
     time_s = priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
