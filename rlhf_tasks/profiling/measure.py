@@ -52,7 +52,7 @@ SHALLOW, DEEP = 1, 4  # layers of the two models whose difference gives a layer'
 FEW_STEPS, MORE_STEPS = 12, 44
 """Decoding steps of the two generations whose difference gives a step's time. With fewer than 12, generation would
 not pack its weights (generation.py)."""
-FEWEST_ROUNDS, ROUNDS = 2, 5
+FEWEST_ROUNDS, ROUNDS = 3, 6
 SETTLED = 0.05  # relative; a work whose times differ by less on every rank has no further turn
 LEARNING_RATE = 1e-6
 SAMPLES = 32  # samples of a measured redistribution
@@ -103,21 +103,18 @@ def _means_s(
     clock: Clock,
     budget_s: float = math.inf,
 ) -> dict[Name, float]:
-    """Mean seconds of each work over rounds in which each has one turn, after a warm-up round.
+    """Mean seconds of each work over rounds in which each has one turn.
 
-    There are FEWEST_ROUNDS to ROUNDS rounds. A work whose times agree on every rank (SETTLED) has no further turn;
-    after budget_s seconds of all works no further round begins.
-    Of three times and more the fastest and the slowest are left out. The mean of the others includes a share of slow
-    phases, which real runs have too; a median would not.
+    A work whose two least times agree on every rank (SETTLED) has no further turn. There are at most ROUNDS rounds;
+    after budget_s seconds of all works there are no more than FEWEST_ROUNDS.
+    Of three times and more the fastest and the slowest, mostly the first, are left out. The mean of the others
+    includes a share of slow phases, which real runs have too; a median would not.
     All devices start each work together, so that waiting for a slower rank does not count in the next work's time.
     """
     together = groups[tuple(devices)] if len(devices) > 1 else None
     one = torch.zeros(1, device=groups.device)
     seconds: dict[Name, list[float]] = {name: [] for name in works}
-    turns, began = list(works), clock()
-    for work in works.values():
-        work()
-    spent_s = clock() - began
+    turns, spent_s = list(works), 0.0
     for number in range(1, ROUNDS + 1):
         for name in turns:
             all_reduce(one, together)
@@ -127,14 +124,16 @@ def _means_s(
             _finish(groups)
             seconds[name].append(clock() - started)
         spent_s += sum(seconds[name][-1] for name in turns)
-        if number >= FEWEST_ROUNDS:
-            differ = [max(seconds[name]) / max(min(seconds[name]), LEAST_S) - 1 for name in turns]
-            # What any rank has found counts on all of them, since they work together.
-            told = torch.tensor([spent_s, *differ], dtype=torch.float64, device=groups.device)
-            spent, *differ = all_reduce(told, together, dist.ReduceOp.MAX).tolist()
-            turns = [name for name, by in zip(turns, differ, strict=True) if by > SETTLED]
-            if spent >= budget_s or not turns:
-                break
+        if number == 1:
+            continue
+        least = [sorted(seconds[name])[:2] for name in turns]
+        differ = [second / max(first, LEAST_S) - 1 for first, second in least]
+        # What any rank has found counts on all of them, since they work together.
+        told = torch.tensor([spent_s, *differ], dtype=torch.float64, device=groups.device)
+        spent, *differ = all_reduce(told, together, dist.ReduceOp.MAX).tolist()
+        turns = [name for name, by in zip(turns, differ, strict=True) if by > SETTLED]
+        if not turns or (number >= FEWEST_ROUNDS and spent >= budget_s):
+            break
     return {name: fmean(sorted(found)[1:-1] or found) for name, found in seconds.items()}
 
 

@@ -47,7 +47,6 @@ class Relaxation(NamedTuple):
     above         [rows] the row one level up; OPEN for groups and for offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
     spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
-    load          [rows] least seconds x devices, with the save and the evaluation of a train_step
     least         [rows, 4] the smallest of resident, frozen, copy, active bytes over the stages
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
@@ -65,7 +64,6 @@ class Relaxation(NamedTuple):
     below: Ints
     spots: Ints
     spot: Ints
-    load: Floats
     least: Floats
     fastest: Floats
     data: Bools
@@ -96,8 +94,7 @@ def relaxation(tables: Tables) -> Relaxation:
         below=ladder.below,
         spots=(spots := _spots(ladder))[0],
         spot=spots[1],
-        load=ladder.least[:, 0].copy(),
-        least=ladder.least[:, 1:].copy(),
+        least=ladder.least,
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
@@ -115,7 +112,7 @@ def relaxation(tables: Tables) -> Relaxation:
 
 
 class _Ladder(NamedTuple):
-    """All rows and their hierarchy, as in Relaxation; least: [rows, 5] load, and resident .. active bytes."""
+    """All rows and their hierarchy, as in Relaxation."""
 
     options: Rows
     above: Ints
@@ -137,9 +134,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
     options, n = arrays.options, len(arrays.options)
     call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
     members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
-    trains = arrays.trainer[call] == call
-    load = (options.seconds + (options.save_s + options.evaluate_s) * trains) * options["size"]
-    least = np.concatenate([load[:, None], _least_stages(arrays)], axis=1)
+    least = _least_stages(arrays)
     above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
     for alike, opened in _RUNGS:
         keys = np.stack([call[members], *(options[name][members] for name in alike)])
@@ -339,7 +334,7 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
         row = choice[call]
         if placed(o, row):
             needed[call], static[call] = r.least[row, 3], r.least[row, 0]
-            if r.arrays.offloaded[call] < r.arrays.start[call + 1]:
+            if may_offload(r.arrays, call):
                 needed[call] += r.least[row, 2]
             elif not _stands_before(o, r.arrays.weights, choice, call):
                 static[call] += r.least[row, 1]

@@ -25,8 +25,6 @@ from planner.search.bounds.feasibility import (
     SLACK,
     can_be_arranged,
     covers,
-    groups_fit,
-    least_load,
     lies_as_said,
 )
 from planner.search.bounds.period_bound import exceeds
@@ -207,9 +205,7 @@ def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) 
         return False
     if (kind == PAIR or has_place) and not can_be_arranged(r, t.order, choice, walk.meet):
         return False
-    if kind == GROUP and not (groups_fit(r, choice) and _allow(r, t, choice, allowed, threshold)):
-        return False
-    if least_load(r, t, choice, allowed, threshold) > threshold * r.n_devices:
+    if kind == GROUP and not _allow(r, t, choice, allowed, threshold):
         return False
     if kind != GROUP:
         _note_moves(r, walk, call)

@@ -56,7 +56,7 @@ def measure(rank: int, world: int, document: dict, port: int) -> list[dict]:
             timeout_s=240.0,
         )
     )
-    with patch.object(profiling, "ROUNDS", 1), patch.object(profiling, "FEWEST_ROUNDS", 1):
+    with patch.object(profiling, "ROUNDS", 1):
         found = [executor.measure(spec.pieces[node.name]).model_dump(mode="json") for node in plan.nodes]
     executor.close(keep_state=False)
     return found
@@ -98,17 +98,17 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
 
 
 def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once():
+    """Here the first round is slow, as it mostly is."""
     clock, done = SimpleNamespace(now=0.0), []
 
     def work(name: str, seconds: float) -> None:
         done.append(name)
-        slow = 4 < len(done) <= 6  # the second round of two
-        clock.now += seconds * (100 if slow else 1)
+        clock.now += seconds * (100 if len(done) <= 2 else 1)
 
     works = {name: partial(work, name, seconds) for name, seconds in (("short", 1.0), ("long", 5.0))}
     groups = SimpleNamespace(device=torch.device("cpu"))
     found = _means_s(works, (0,), groups, lambda: clock.now)
-    assert done == ["short", "long"] * (1 + ROUNDS)
+    assert done == ["short", "long"] * 3
     assert found == {"short": 1.0, "long": 5.0}
 
 
@@ -126,18 +126,15 @@ def timed_turns(took: dict[str, list[float]], budget_s: float = math.inf) -> dic
 
 
 def test_a_work_whose_times_agree_has_no_further_turn():
-    """After the warm-up, which does not count."""
-    unsteady = [9.0, 1.0, 1.2, 1.0, 1.0, 1.0]
-    assert timed_turns({"steady": [9.0, 1.0, 1.04], "unsteady": unsteady}) == {
-        "steady": 1 + FEWEST_ROUNDS,
-        "unsteady": 1 + ROUNDS,
-    }
+    unsteady = [1.0, 1.2, 1.44, 1.728, 2.0736, 2.48832]
+    took = {"steady": [1.0, 1.04], "steady later": [9.0, 1.0, 1.04], "unsteady": unsteady}
+    assert timed_turns(took) == {"steady": 2, "steady later": 3, "unsteady": ROUNDS}
 
 
-def test_no_round_begins_after_the_time_of_a_piece():
-    works = {"a": [1.0, 2.0] * 3, "b": [3.0, 1.0] * 3}
-    assert timed_turns(works, 1.0) == dict.fromkeys(works, 1 + FEWEST_ROUNDS), "these there are in any case"
-    assert timed_turns(works, 11.5) == dict.fromkeys(works, 1 + 3)
+def test_after_the_time_of_a_piece_there_are_no_more_than_the_fewest_rounds():
+    works = {name: [n * 2.0**turn for turn in range(ROUNDS)] for name, n in (("a", 1.0), ("b", 3.0))}
+    assert timed_turns(works, 1.0) == dict.fromkeys(works, FEWEST_ROUNDS)
+    assert timed_turns(works, 4.0 * (1 + 2 + 4 + 8) - 0.1) == dict.fromkeys(works, 4)
 
 
 def test_a_plan_of_pieces_has_tp_degrees_that_divide_the_hosts():
