@@ -289,8 +289,9 @@ def test_a_time_limit_holds_where_every_step_takes_long(problem, monkeypatch, mo
 
 
 @pytest.mark.parametrize("mode", ["search", "mcmc"])
-@pytest.mark.parametrize("looks", [1, 5, 60])
+@pytest.mark.parametrize("looks", [1, 60, 150])
 def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(small_problem, mode, looks):
+    """While options are priced, which here takes 60 looks and more, that is a plan by rule without a bound."""
     problem, asked = small_problem(Cluster(2, 4)), [0]
 
     def called_off():
@@ -300,7 +301,8 @@ def test_a_search_that_is_called_off_gives_the_best_plan_so_far_with_its_gap(sma
     result = find_plan(problem, mode, TO_THE_END_S, called_off=called_off)
     assert asked[0] < looks + 20
     assert result.evaluations > 0
-    assert 0 < result.gap < 1
+    assert 0 < result.gap <= 1
+    assert (result.gap < 1) == (looks == 150)
     assert not result.proven_optimal
     if mode == "search":
         assert result.iteration_time_s <= find_plan(problem, "heuristic", TO_THE_END_S).iteration_time_s
