@@ -21,9 +21,9 @@ RANK = ("--nthreads", "1", "--resources", "slot=1")
 
 
 @contextmanager
-def dask_command(*arguments, **environment):
-    """A `dask` command as a user types it."""
-    command = [sys.executable, "-m", "dask", *arguments]
+def dask_command(*arguments, inside=(), **environment):
+    """A `dask` command as a user types it. `inside` stands before it (tests/flows/two_hosts.py)."""
+    command = [*inside, sys.executable, "-m", "dask", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -16,15 +16,22 @@ class MarkedCommand:
     """`prefect-rlhf ARGUMENTS`, its output in a file.
 
     environment  besides this process' own, which is left without Prefect's variables
+    inside       what stands before the command (tests/flows/two_hosts.py)
     """
 
-    def __init__(self, log: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        inside: Sequence[str] = (),
+    ) -> None:
         self._log, self._mark = log, uuid4().hex
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
         ours = {"PYTHONPATH": str(ROOT), "MARK": self._mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", *arguments],
+                [*inside, sys.executable, "-m", "flows.cli", *arguments],
                 env={**inherited, **ours, **(environment or {})},
                 stdout=out,
                 stderr=out,

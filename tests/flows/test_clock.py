@@ -16,10 +16,9 @@ JUMP_AT = 2  # commits
 DAY = 86400
 
 
-@pytest.fixture
-def clock(tmp_path):
-    """(environment of processes whose wall clock is off, the file that says by how many seconds)."""
-    library, seconds = tmp_path / "shifted_clock.so", tmp_path / "seconds"
+def shifted_clock(folder: Path) -> tuple[dict[str, str], Path]:
+    """(environment of processes whose wall clock is off, the file that says by how many seconds: 0)."""
+    library, seconds = folder / "shifted_clock.so", folder / "seconds"
     source = Path(__file__).with_name("shifted_clock.c")
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
     set_clock(seconds, 0)
@@ -33,11 +32,11 @@ def set_clock(seconds: Path, shift: int) -> None:
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY], ids=["forward", "back"])
-def test_a_clock_that_jumps_a_day_ends_nothing(tmp_path, clock, jump):
+def test_a_clock_that_jumps_a_day_ends_nothing(tmp_path, jump):
     """Dask's, Prefect's and our own deadlines: none of them takes the jump for a day without news."""
     command, undisturbed = begin(tmp_path, "undisturbed", ITERATIONS)
     finish(tmp_path / "undisturbed.log", command)
-    environment, seconds = clock
+    environment, seconds = shifted_clock(tmp_path)
     command, folder = begin(tmp_path, "jumped", ITERATIONS)
     with MarkedCommand(tmp_path / "jumped.log", *command, environment=environment) as run:
         run.wait_until(step_folder(folder, JUMP_AT).exists)

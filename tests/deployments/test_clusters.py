@@ -1,0 +1,42 @@
+"""The files of clusters of several hosts: their syntax, and that Dask's commands know their options."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+FOLDER = Path(__file__).parents[2] / "deployments" / "clusters"
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+
+
+def test_the_job_is_a_script_that_bash_can_read():
+    subprocess.run(["bash", "-n", str(FOLDER / "slurm.sh")], check=True)
+
+
+def test_the_manifest_is_a_list_whose_pods_share_their_volumes():
+    items = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())["items"]
+    assert [item["kind"] for item in items] == ["Service", "Deployment", "StatefulSet"]
+    pods = [item["spec"]["template"]["spec"] for item in items if "template" in item["spec"]]
+    for pod in pods:
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize("command", ["scheduler", "worker"])
+def test_dask_knows_every_option(command: str):
+    told = subprocess.run(
+        [sys.executable, "-m", "dask", command, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    texts = [path.read_text() for path in (PAGE, FOLDER / "slurm.sh", FOLDER / "kubernetes.yaml")]
+    used = [
+        option
+        for text in texts
+        for call in re.findall(rf"dask,? {command}\b(?:[^\n`]|\\\n|,\n)*", text)
+        for option in re.findall(r"--[a-z-]+", call)
+    ]
+    assert len(used) > 6
+    assert set(used) <= set(re.findall(r"--[a-z-]+", told))

@@ -1,0 +1,140 @@
+"""PPO on two hosts with a cluster of Dask's commands over TLS: docs/clusters.md, carried out."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rlhf_tasks.checkpoint.commits import step_folder
+from tests.committed import assert_same_run, generations_of
+from tests.flows.cluster.test_tls import make_certificates
+from tests.flows.dask_commands import CONTROLLER, RANK, SAFE, dask_command
+from tests.flows.marked_command import MarkedCommand
+from tests.flows.test_clock import set_clock, shifted_clock
+from tests.flows.test_killed_run import command_of, finish
+from tests.flows.two_hosts import INTERFACE, Host, TwoHosts, two_hosts
+from tests.tiny_runs import TWO_RANKS, ppo_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
+PORT = 8786  # of the scheduler: nobody else listens in its namespace
+ITERATIONS = 4
+DEADLINE_S = 10.0
+NAMED = (*RANK, "--name", "second-0")
+HOURS = 5 * 3600  # certificates are valid from a day before to a day after
+
+
+class Cluster(NamedTuple):
+    """Scheduler, controller and rank 0 on the first host, rank 1 on the second; certificates in Dask's variables."""
+
+    hosts: TwoHosts
+    folder: Path
+    environment: dict[str, str]
+
+    @property
+    def address(self) -> str:
+        return f"tls://{self.hosts.first.address}:{PORT}"
+
+    def scheduler(self) -> Any:
+        host = self.hosts.first
+        options = ("--host", host.address, "--port", str(PORT), "--protocol", "tls", "--no-dashboard")
+        return dask_command("scheduler", *options, inside=host.inside, **SAFE, **self.environment)
+
+    def worker(self, host: Host, *options: str, **environment: str) -> Any:
+        common = ("--host", host.address, "--no-dashboard", "--memory-limit", "0")
+        return dask_command(
+            "worker", self.address, *common, "--local-directory", str(self.folder), *options,
+            inside=host.inside, GLOO_SOCKET_IFNAME=INTERFACE, **self.environment, **environment,
+        )  # fmt: skip
+
+    def run(self, name: str, **changes: Any) -> MarkedCommand:
+        """A run of PPO whose flow is on the first host."""
+        return MarkedCommand(
+            self.folder / f"{name}.log",
+            *self._command(name, {"address": self.address, "n_hosts": 2, "devices_per_host": 1}, **changes),
+            environment=self.environment,
+            inside=self.hosts.first.inside,
+        )
+
+    def undisturbed(self) -> Path:
+        """The folder of the same run on one host, by a cluster of its own."""
+        finish(self.folder / "one-host.log", self._command("one-host", {"devices_per_host": 2}))
+        return self.folder / "runs" / "one-host"
+
+    def _command(self, name: str, place: dict[str, Any], **changes: Any) -> list[str]:
+        config = ppo_config(
+            self.folder, name=name, plan=TWO_RANKS, cluster=place, total_iterations=ITERATIONS, **changes
+        )
+        return command_of(self.folder, config.model_dump(mode="json"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    files = make_certificates(tmp_path / "certificates")
+    tls = "DASK_DISTRIBUTED__COMM__TLS"
+    environment = {f"{tls}__CA_FILE": files["ca-file"], "DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
+    for who in ("CLIENT", "SCHEDULER", "WORKER"):
+        environment |= {f"{tls}__{who}__CERT": files["cert"], f"{tls}__{who}__KEY": files["key"]}
+    with two_hosts(tmp_path) as hosts:
+        yield Cluster(hosts, tmp_path, environment)
+
+
+@pytest.mark.parametrize("off", [0, HOURS, -HOURS], ids=["right", "ahead", "behind"])
+def test_two_hosts_train_to_the_bits_of_one_whatever_their_clocks_say(
+    cluster: Cluster, tmp_path: Path, off: int
+):
+    environment, seconds = shifted_clock(tmp_path)
+    set_clock(seconds, off)
+    first, second = cluster.hosts.first, cluster.hosts.second
+    with (
+        cluster.scheduler(),
+        cluster.worker(first, *CONTROLLER),
+        cluster.worker(first, *RANK),
+        cluster.worker(second, *RANK, **environment),
+        cluster.run("two-hosts") as run,
+    ):
+        assert run.process.wait(900) == 0, run.output
+        run.assert_gone()
+    assert generations_of(tmp_path / "runs" / "two-hosts") == dict.fromkeys(range(ITERATIONS), (1, 0))
+    assert_same_run(tmp_path / "runs" / "two-hosts", cluster.undisturbed())
+
+
+@pytest.mark.parametrize("away_s", [25.0, 60.0], ids=["shorter", "longer"])
+def test_a_host_that_was_cut_off_takes_part_again_and_the_bits_are_the_same(cluster: Cluster, away_s: float):
+    """Its call misses its deadline, the generation ends, and the next one begins when the host is back.
+
+    Shorter and longer than the 30 s after which Dask gives up a connection without an answer.
+    """
+    with cut_off(cluster, away_s) as (run, folder, _):
+        assert run.process.wait(900) == 0, run.output
+        run.assert_gone()
+    assert_began_anew(folder)
+    assert_same_run(folder, cluster.undisturbed())
+
+
+@contextmanager
+def cut_off(cluster: Cluster, away_s: float) -> Iterator[tuple[MarkedCommand, Path, subprocess.Popen]]:
+    """(run, its folder, the second host's worker) after that host was away for so long."""
+    first, second = cluster.hosts.first, cluster.hosts.second
+    folder = cluster.folder / "runs" / "cut"
+    with (
+        cluster.scheduler(),
+        cluster.worker(first, *CONTROLLER),
+        cluster.worker(first, *RANK),
+        cluster.worker(second, *NAMED) as worker,
+        cluster.run("cut", runtime={"deadline_floor_s": DEADLINE_S, "deadline_factor": 2.0}) as run,
+    ):
+        run.wait_until(step_folder(folder, 1).exists)
+        cluster.hosts.cut_off_second()
+        time.sleep(away_s)
+        cluster.hosts.join_second()
+        yield run, folder, worker
+
+
+def assert_began_anew(folder: Path) -> None:
+    generations = generations_of(folder)
+    assert generations[0] == (1, 0)
+    assert generations[ITERATIONS - 1] > (1, 0), "the ranks began anew"
