@@ -25,6 +25,7 @@ AMONG_ALL: tuple[Exchange, ...] = ("all_reduce", "all_gather", "reduce_scatter",
 BETWEEN_TWO: tuple[Exchange, ...] = ("send", "redistribute")
 EXCHANGE_BYTES = (0, 2**22)  # seconds are linear in bytes, so two sizes suffice
 FEWEST_PARAMETERS = 1  # an update is linear in its parameters: this count and all parameters suffice
+MOVED_VALUES = 1024  # samples x keys of the transfer
 
 
 def tabulated(
@@ -48,7 +49,7 @@ def tabulated(
             for tp in degrees
             for timed in _operations(_rooflines(device, shape, itemsize, tp), shape, grid, tp)
         )
-        + _reallocation(device, cluster, shape, itemsize),
+        + _moves(device, cluster, shape, itemsize),
         exchanges=tuple(_exchanges(_rooflines(device, shape, itemsize, 1)["lm"], cluster)),
         dispatch_s=device.dispatch_s,
         process_bytes=device.process_bytes,
@@ -56,16 +57,17 @@ def tabulated(
     )
 
 
-def _reallocation(
-    device: DeviceProfile, cluster: Cluster, shape: ModelShape, itemsize: int
-) -> tuple[Timed, ...]:
-    """A reallocation of the whole model from one device to another; nothing where there is one device."""
+def _moves(device: DeviceProfile, cluster: Cluster, shape: ModelShape, itemsize: int) -> tuple[Timed, ...]:
+    """The whole model, and samples, from one device to another; nothing where there is one device."""
     if cluster.n_devices == 1:
         return ()
-    moved = sizes(shape, "lm", 1).stage_parameters(1, 0)
-    seconds = device.send_s(moved * itemsize, cluster.devices_per_host == 1)
-    overhead_s = shape.layers * device.reallocation_overhead_s
-    return (_timed("reallocation", 1, moved, shape.layers, seconds + overhead_s),)
+    crosses, moved = cluster.devices_per_host == 1, sizes(shape, "lm", 1).stage_parameters(1, 0)
+    model_s = device.send_s(moved * itemsize, crosses) + shape.layers * device.reallocation_overhead_s
+    samples_s = device.send_s(4 * MOVED_VALUES, crosses) + MOVED_VALUES * device.transfer_overhead_s
+    return (
+        _timed("reallocation", 1, moved, shape.layers, model_s),
+        _timed("transfer", 1, MOVED_VALUES, 0, samples_s),
+    )
 
 
 def _rooflines(device: DeviceProfile, shape: ModelShape, itemsize: int, tp: int) -> dict[Head, Roofline]:
@@ -94,15 +96,20 @@ def _passes(grid: Grid) -> Iterator[tuple[Pass, int, int]]:
         for tokens in _tokens(grid):
             yield "forward", tokens, context
             yield "backward", tokens, context
-        for tokens in sorted({*_tokens(grid), *(rows * context for rows in grid.rows)}):
+        for tokens in sorted({*_tokens(grid), *(rows * context for rows in _up_to(grid.rows[-1]))}):
             yield "prefill", tokens, context
-        for rows in grid.rows:
+        for rows in _up_to(grid.rows[-1]):
             yield "decode", rows, context
 
 
 def _tokens(grid: Grid) -> list[int]:
     """Powers of two from 1 (a single decoding sequence) to the largest micro-batch."""
-    return [2**power for power in range(grid.tokens[-1].bit_length())]
+    return _up_to(grid.tokens[-1])
+
+
+def _up_to(most: int) -> list[int]:
+    """Powers of two from 1 to `most`, which is one."""
+    return [2**power for power in range(most.bit_length())]
 
 
 def _timed(operation: str, tp: int, tokens: int, context: int, seconds: float) -> Timed:

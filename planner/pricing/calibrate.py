@@ -14,7 +14,7 @@ from planner.pricing.devices import DeviceProfile, Link
 from planner.pricing.measured import MeasuredProfile
 from planner.pricing.rooflines import Roofline
 from rlhf_tasks.parallel.layout.flops import layer_flops
-from rlhf_tasks.profiling.measurements import Exchange, Pass, TimedExchange
+from rlhf_tasks.profiling.measurements import MOST_S, Exchange, Pass, Timed, TimedExchange
 
 LEAST_EFFICIENCY = 1e-4  # a smaller fitted efficiency would be a wrong unit
 MOST_FITS = 20  # limit of the fixed-point iteration in `_forward_fit`, which mostly takes three fits
@@ -120,10 +120,10 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def with_measured_moves(device: DeviceProfile, measured: MeasuredProfile) -> DeviceProfile:
-    """The device with figures fitted to measured redistributions and reallocations, for pricing moves.
+    """The device with figures fitted to measured redistributions, transfers and reallocations, for pricing moves.
 
     The links' latency includes what ranks tell each other before they send. What a reallocation takes beyond its
-    message counts per layer of the model.
+    message counts per layer of the model; what a transfer of many samples and keys takes, per sample and key.
     """
     moving = device.model_copy(
         update={
@@ -132,14 +132,21 @@ def with_measured_moves(device: DeviceProfile, measured: MeasuredProfile) -> Dev
         }
     )
     crosses = measured.devices_per_host == 1
-    beyond = [
-        max(o.seconds - moving.send_s(o.tokens * measured.itemsize, crosses), 0.0) / o.context
+
+    def beyond(o: Timed, size_bytes: int) -> float:
+        return max(o.seconds - moving.send_s(size_bytes, crosses), 0.0)
+
+    per_layer = [
+        beyond(o, o.tokens * measured.itemsize) / o.context
         for o in measured.operations
         if o.operation == "reallocation"
     ]
-    if not beyond:
-        return moving
-    return moving.model_copy(update={"reallocation_overhead_s": median(beyond)})
+    per_value = [beyond(o, 4 * o.tokens) / o.tokens for o in measured.operations if o.operation == "transfer"]
+    if per_layer:
+        moving = moving.model_copy(update={"reallocation_overhead_s": median(per_layer)})
+    if per_value:
+        moving = moving.model_copy(update={"transfer_overhead_s": median(per_value)})
+    return moving
 
 
 def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, device: DeviceProfile) -> Link:
@@ -153,7 +160,8 @@ def _link(exchanges: Iterable[TimedExchange], kind: Exchange, crosses: bool, dev
     latency_s, per_byte_s = _line(timed)
     if per_byte_s <= 0:
         return device.link(crosses)
-    return Link(bytes_per_s=1 / (per_byte_s * device.link_efficiency), latency_s=latency_s)
+    bytes_per_s = 1 / (per_byte_s * device.link_efficiency)
+    return Link(bytes_per_s=min(max(bytes_per_s, 1.0), 1e30), latency_s=min(latency_s, MOST_S))
 
 
 def _optimizer_overhead_s(device: DeviceProfile, measured: MeasuredProfile) -> float:

@@ -217,6 +217,7 @@ RANGES: Mapping[str, Range] = {
     "decode_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
     "optimizer_overhead_s": Range(1e-7, 1.0, "seconds", SECONDS),
     "reallocation_overhead_s": Range(1e-7, 1e-1, "seconds", SECONDS),
+    "transfer_overhead_s": Range(1e-9, 1e-3, "seconds", SECONDS),
     "dispatch_s": Range(1e-7, 1.0, "seconds", SECONDS),
 }
 """Figure of a DeviceProfile -> its range. 0 seconds is allowed too: it says that something costs nothing."""

@@ -5,18 +5,18 @@ The search's proofs assume this price of a mesh with several classes:
   (planner/pricing/rooflines.py, `Slowest`): ranks wait for each other at every collective, and work is split as if
   all devices were alike. A save is priced likewise.
 - Memory is each device's own.
-- A message is priced by the larger latency and the smaller bandwidth of its two hosts' links.
-- The dispatch of a node, and a reallocation's work besides its messages, are priced by the slowest class.
+- A move is priced by the larger latency and the smaller bandwidth of its two meshes' links.
+- The dispatch of a node, and a move's work besides its messages, are priced by the slowest class of the cluster.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 
 from planner.plan.mesh import Cluster
 from planner.pricing.devices import DeviceProfile
+from planner.pricing.moves import Wires
 
 
 class DeviceClassError(ValueError):
@@ -114,29 +114,25 @@ class DeviceClasses:
         """Seconds of a plan node besides its work: those of the slowest class."""
         return max(profile.dispatch_s for profile in self.profiles)
 
-    def link(self, a: int, b: int, crosses_hosts: bool) -> tuple[float, float]:
-        """(latency in seconds, bytes per second) of messages between devices of classes a and b."""
-        return self._links[a, b, crosses_hosts]
-
-    @cached_property
-    def _links(self) -> dict[tuple[int, int, bool], tuple[float, float]]:
-        numbers, found = range(len(self.profiles)), {}
-        for a, b, crosses_hosts in product(numbers, numbers, (False, True)):
-            ends = [self.profiles[number] for number in (a, b)]
-            latency_s = max(end.link(crosses_hosts).latency_s for end in ends)
-            bytes_per_s = min(end.link(crosses_hosts).bytes_per_s * end.link_efficiency for end in ends)
-            found[a, b, crosses_hosts] = latency_s, bytes_per_s
-        return found
+    def wires(self, classes: Iterable[int]) -> Wires:
+        """The links of devices of some classes: in latency and in bandwidth those of the slowest one."""
+        found = [self.profiles[number] for number in classes]
+        latency_s, byte_s = (
+            [max(one(profile, crosses) for profile in found) for crosses in (False, True)]
+            for one in (
+                lambda profile, crosses: profile.link(crosses).latency_s,
+                lambda profile, crosses: 1 / (profile.link(crosses).bytes_per_s * profile.link_efficiency),
+            )
+        )
+        return Wires(latency_s[0], byte_s[0], latency_s[1], byte_s[1])
 
     def reallocation_overhead_s(self, layers: int) -> float:
         """Seconds of a reallocation of `layers` layers besides its messages: those of the slowest class."""
         return layers * max(profile.reallocation_overhead_s for profile in self.profiles)
 
-    def send_s(self, source: int, destination: int, size_bytes: float) -> float:
-        """Seconds of a message of size_bytes between two devices."""
-        a, b = self.cluster.host(source), self.cluster.host(destination)
-        latency_s, bytes_per_s = self.link(self.of_host[a], self.of_host[b], a != b)
-        return latency_s + size_bytes / bytes_per_s
+    def transfer_overhead_s(self, values: int) -> float:
+        """Seconds of a transfer besides its messages: those of the slowest class. values: samples x keys."""
+        return values * max(profile.transfer_overhead_s for profile in self.profiles)
 
     def host_copy_s(self, size_bytes: float, classes: Iterable[int]) -> float:
         """Seconds in which devices of these classes each copy size_bytes to their host's memory, or back."""

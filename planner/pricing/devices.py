@@ -4,10 +4,19 @@ Peaks come from data sheets. Efficiencies and host overheads, which no data shee
 source, so that the cost model has no constants of its own.
 """
 
+from typing import Annotated
+
 from pydantic import ConfigDict, Field
 
+from rlhf_tasks.profiling.measurements import MOST_BYTES, MOST_S
 from rlhf_tasks.spec import Frozen
 from rlhf_tasks.system.reading import shown
+
+Rate = Annotated[float, Field(ge=1, le=1e30)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
+Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
+"""Figures outside these ranges are errors, under which times would overflow. The ranges of plausible figures are
+narrower: planner/pricing/cluster_file.py warns of others."""
 
 
 class Link(Frozen):
@@ -15,8 +24,8 @@ class Link(Frozen):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    bytes_per_s: float = Field(gt=0)
-    latency_s: float = Field(ge=0)
+    bytes_per_s: Rate
+    latency_s: Seconds
 
 
 class DeviceProfile(Frozen):
@@ -32,6 +41,7 @@ class DeviceProfile(Frozen):
     optimizer_overhead_s  host time per optimizer step
     reallocation_overhead_s  time per layer of a reallocated model besides its messages: copies and checks of each
                         parameter
+    transfer_overhead_s  time per sample and key of a transfer besides its messages: ranks tell what they hold
     dispatch_s          seconds of a plan node besides its work
     process_bytes       memory of a rank's process besides tensors; not part of memory_bytes
     sources             where the figures come from
@@ -40,21 +50,22 @@ class DeviceProfile(Frozen):
     model_config = ConfigDict(allow_inf_nan=False)
 
     name: str
-    flops_per_s: float = Field(gt=0)
-    memory_bytes_per_s: float = Field(gt=0)
-    memory_bytes: int = Field(gt=0)
+    flops_per_s: Rate
+    memory_bytes_per_s: Rate
+    memory_bytes: int = Field(gt=0, le=MOST_BYTES)
     inside_host: Link
     between_hosts: Link
-    host_copy_bytes_per_s: float = Field(gt=0)
-    matmul_efficiency: float = Field(gt=0, le=1)
-    memory_efficiency: float = Field(gt=0, le=1)
-    link_efficiency: float = Field(gt=0, le=1)
-    layer_overhead_s: float = Field(ge=0)
-    decode_overhead_s: float = Field(ge=0)
-    optimizer_overhead_s: float = Field(ge=0)
-    reallocation_overhead_s: float = Field(default=0.0, ge=0)
-    dispatch_s: float = Field(ge=0)
-    process_bytes: int = Field(default=0, ge=0)
+    host_copy_bytes_per_s: Rate
+    matmul_efficiency: Efficiency
+    memory_efficiency: Efficiency
+    link_efficiency: Efficiency
+    layer_overhead_s: Seconds
+    decode_overhead_s: Seconds
+    optimizer_overhead_s: Seconds
+    reallocation_overhead_s: Seconds = 0.0
+    transfer_overhead_s: Seconds = 0.0
+    dispatch_s: Seconds
+    process_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
     sources: tuple[str, ...] = ()
 
     def compute_s(self, flops: float, traffic_bytes: float) -> float:
@@ -139,12 +150,14 @@ PRESETS: dict[str, DeviceProfile] = {
             decode_overhead_s=5e-4,
             optimizer_overhead_s=2e-3,
             reallocation_overhead_s=2e-3,
+            transfer_overhead_s=1.6e-6,
             dispatch_s=5e-3,
             process_bytes=370_000_000,
             sources=(
                 "flops_per_s: half of 342 GFLOP/s fp32 measured on two threads",
                 "latency: an all-reduce of one hidden state over two gloo ranks took 0.6 ms",
                 "reallocation_overhead_s: reallocations of small models took 7 to 13 ms more than their messages",
+                "transfer_overhead_s: 4 keys of 256 samples between two gloo ranks took 2.1 ms, 1 of 32 .5 ms",
                 "process_bytes: RssAnon of ranks with torch and transformers, 336 to 370 MB",
                 "all other figures: estimates",
             ),

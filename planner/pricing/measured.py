@@ -146,7 +146,7 @@ class MeasuredProfile(Frozen):
             f"{o} at tp={tp}"
             for tp in self.tp_degrees
             for o in get_args(Operation)
-            if o != "reallocation" or (tp == 1 and n_ranks > 1)
+            if o not in ("reallocation", "transfer") or (tp == 1 and n_ranks > 1)
             if (o, tp) not in measured
         ]
         if n_ranks > 1:

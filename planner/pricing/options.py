@@ -20,18 +20,22 @@ Left out are:
   cost time, so they gain nothing then.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import sub
 from typing import NamedTuple
 
+from planner.deadline import Deadline
 from planner.plan.graph import blocks_of, groups_of
 from planner.plan.mesh import Cluster, DeviceMesh, meshes
 from planner.plan.workload import least_share
 from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.plans import active_part, remedy
-from planner.pricing.problem import Problem, ProblemError
+from planner.pricing.problem import OptionsTakeTooLongError, Problem, ProblemError
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.spec import CallAssignment, ModelFunctionCall
+
+NO_DEADLINE = Deadline(math.inf)
 
 ALL_CUTS = 16
 """On clusters of at most this many hosts, every host is a cut point."""
@@ -136,13 +140,20 @@ def micro_batch_counts(call: ModelFunctionCall, strategy: ParallelStrategy) -> l
     return sorted(counts)
 
 
-def all_options(problem: Problem) -> tuple[tuple[Option, ...], ...]:
+def all_options(
+    problem: Problem,
+    deadline: Deadline = NO_DEADLINE,
+    among: Mapping[str, Collection[Placement]] | None = None,
+) -> tuple[tuple[Option, ...], ...]:
     """The options of every call of the graph. Offloaded options follow the resident ones, in the same order.
 
-    Raises ProblemError as `call_options` does.
+    among  call -> placements of which only the meshes and strategies count
+    Raises ProblemError and OptionsTakeTooLongError as `call_options` does.
     """
     graph = problem.graph
-    found = [call_options(problem, call) for call in graph.calls]
+    found = [
+        call_options(problem, call, deadline, among[call.name] if among else None) for call in graph.calls
+    ]
     smallest = min(profile.memory_bytes for profile in problem.model.classes.profiles)
     if sum(map(_most_needed, found)) <= smallest:
         return tuple(found)
@@ -174,20 +185,39 @@ def _offloaded(option: Option) -> Option:
     return option._replace(frozen=(0.0,) * len(option.frozen), offload=True)
 
 
-def call_options(problem: Problem, call: ModelFunctionCall) -> tuple[Option, ...]:
+def call_options(
+    problem: Problem,
+    call: ModelFunctionCall,
+    deadline: Deadline = NO_DEADLINE,
+    among: Collection[Placement] | None = None,
+) -> tuple[Option, ...]:
     """All options of a call with resident parameters, sorted by mesh and strategy.
 
-    Raises ProblemError when none fits. It names the smallest shortfall and the fields that would reduce it.
+    among  placements of which only the meshes and strategies count
+    Raises ProblemError when none fits; it names the smallest shortfall and the fields that would reduce it. Raises
+    OptionsTakeTooLongError when the deadline has passed.
     """
-    classes = problem.model.classes
+    classes, cluster = problem.model.classes, problem.cluster
+    places = (
+        candidate_meshes(cluster)
+        if among is None
+        else sorted({DeviceMesh.of(cluster, placement.devices) for placement in among})
+    )
     priced: dict[tuple, list[Option]] = {}
     shortfalls: list[tuple[float, Option]] = []
     found = []
-    for mesh in candidate_meshes(problem.cluster):
+    for mesh in places:
         like = mesh.size, classes.layout(mesh.first, mesh.size)
         if like not in priced:
             fitting: list[Option] = []
             for strategy in strategies(problem, call, mesh.size):
+                if among is not None and strategy not in {placement.strategy for placement in among}:
+                    continue
+                if deadline.is_past():
+                    raise OptionsTakeTooLongError(
+                        f"Pricing the options of call {call.name!r} on a cluster of {cluster} takes longer than the "
+                        "time limit. Raise it, or choose fewer devices for a host or a smaller planning.max_tp."
+                    )
                 alike = _prices(problem, call, strategy, mesh.first)
                 lacking = _lacking(alike, _rooms(strategy, mesh.first, classes))
                 shortfalls += zip(lacking, alike, strict=True)

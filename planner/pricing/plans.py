@@ -1,13 +1,6 @@
-"""What a whole plan costs: seconds of every node, the steady state, and every device's peak memory.
+"""What a whole plan costs: seconds of every node, the steady state, and every device's peak memory."""
 
-Transfers are priced from the same lists of messages that the executors run
-(rlhf_tasks/parallel/layout/transfers.py).
-"""
-
-import gc
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,9 +9,8 @@ import numpy as np
 from planner.plan.steady_state import SteadyState, steady_state
 from planner.plan.workload import Workload
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
-from rlhf_tasks.parallel.layout.slices import Layout
+from planner.pricing.moves import Heads, Held, reallocation, redistribution
 from rlhf_tasks.parallel.layout.topology import Placement
-from rlhf_tasks.parallel.layout.transfers import plan_reallocation, plan_redistribution, shares
 from rlhf_tasks.spec import (
     CallNode,
     EvaluateNode,
@@ -34,8 +26,6 @@ from rlhf_tasks.spec import (
     SyncNode,
     TransferNode,
 )
-
-Message = tuple[int, int, float]  # source device, destination device, bytes
 
 _TOKEN_BYTES = {
     "prompt_ids": 8,
@@ -68,10 +58,6 @@ _SAMPLE_BYTES = {
     "ref_mismatched_logps": 4,
 }
 """Bytes per sample of the keys that have one row per sample."""
-
-_SHUFFLE = (
-    0x9E3779B1  # odd, so that multiples of it modulo 2**32 differ; its bits are those of the golden ratio
-)
 
 COLUMN_BYTES = 4  # of `columns`, per prompt token: the prompt's text, and as much again for the other columns
 
@@ -120,19 +106,6 @@ class PlanPrice:
         return self.steady.iteration_time_s
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pauses the garbage collector: scanning lists of a million messages for cycles takes as long as making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_no_collection()
 def price_plan(plan: ExecutionPlan, model: CostModel) -> PlanPrice:
     """Price every node of a plan, in seconds and bytes. Raises ValueError when a strategy does not suit its model."""
     duration_s, moved_bytes, copy_s, rare_s = {}, {}, {}, {}
@@ -157,7 +130,7 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
         case CallNode():
             seconds = model.call(node.call, node.assignment).seconds
         case TransferNode():
-            seconds, moved = send(redistribution_messages(node, plan, model.workload), model)
+            seconds, moved = _transfer(node, plan, model)
         case ReallocateNode():
             seconds, moved = _reallocation(node, model)
         case SyncNode():
@@ -196,31 +169,37 @@ def evaluation_s(role: str, placement: Placement, model: CostModel) -> float:
 def _reallocation(node: ReallocateNode | SyncNode, model: CostModel) -> tuple[float, float]:
     """(seconds, bytes) of a reallocation; of a sync, in an iteration that has it. The blend itself is not priced: it
     reads the weights once more where they lie."""
-    seconds, moved = send(reallocation_messages(node, model), model)
-    return seconds + model.classes.reallocation_overhead_s(model.models[node.role].shape.layers), moved
+    layers = model.models[node.role].shape.layers
+    held, wanted = (_held(node.role, placement, model) for placement in (node.source, node.destination))
+    wires = model.classes.wires({*model.classes_of(node.source), *model.classes_of(node.destination)})
+    seconds, moved = reallocation(layers, held, wanted, model.cluster.devices_per_host, wires)
+    return seconds + model.classes.reallocation_overhead_s(layers), moved
 
 
-def reallocation_messages(node: ReallocateNode | SyncNode, model: CostModel) -> list[Message]:
-    """The messages of a reallocation or a sync, from the list that the executor runs."""
-    role = model.models[node.role]
-    source, destination = (
-        Layout(role.shape, role.head, p, role.lora) for p in (node.source, node.destination)
-    )
-    planned = plan_reallocation(source, destination, model.workload.itemsize, model.cluster.devices_per_host)
-    return [(t.source, t.destination, t.size_bytes) for t in planned]
+def _held(role: str, placement: Placement, model: CostModel) -> Held:
+    s = placement.strategy
+    return Held(min(placement.devices), s.dp, s.tp, s.pp, model.layer_bytes(role, s.tp))
 
 
-def redistribution_messages(node: TransferNode, plan: ExecutionPlan, workload: Workload) -> list[Message]:
-    """The messages of a redistribution in which every sequence weighs what one of the mean length does.
+def _transfer(node: TransferNode, plan: ExecutionPlan, model: CostModel) -> tuple[float, float]:
+    """(seconds, bytes) of a redistribution in which every sequence weighs what one of the mean length does."""
+    source, destination = node.source.placement, node.destination.placement
+    wires = model.classes.wires({*model.classes_of(source), *model.classes_of(destination)})
+    size_bytes, overhead_s = transfer_size(node.keys, len(node.part.ids(range(plan.n_seqs))), model)
+    held, wanted = _heads(source), _heads(destination)
+    seconds, moved = redistribution(held, wanted, size_bytes, model.cluster.devices_per_host, wires)
+    return seconds + overhead_s, moved
 
-    Where a side deals by tokens, a sequence may lie on any rank: these are dealt as if their lengths were shuffled.
-    """
-    ids = node.part.ids(range(plan.n_seqs))
-    shuffled = {i: 1 + i * _SHUFFLE % (1 << 32) for i in ids}
-    held, wanted = shares(node.source, ids, shuffled), shares(node.destination, ids, shuffled)
-    planned = plan_redistribution(held, wanted, plan.devices_per_host)
-    per_sample = sum(key_bytes(key, workload) for key in node.keys)
-    return [(t.source, t.destination, len(t.ids) * per_sample) for t in planned]
+
+def _heads(placement: Placement) -> Heads:
+    heads = placement.heads
+    return Heads(heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
+
+
+def transfer_size(keys: Collection[str], n_seqs: int, model: CostModel) -> tuple[float, float]:
+    """(bytes, seconds besides the messages) of keys of so many samples."""
+    size_bytes = n_seqs * sum(key_bytes(key, model.workload) for key in keys)
+    return size_bytes, model.classes.transfer_overhead_s(n_seqs * len(keys))
 
 
 def key_bytes(key: str, workload: Workload) -> float:
@@ -231,18 +210,6 @@ def key_bytes(key: str, workload: Workload) -> float:
         return COLUMN_BYTES * workload.prompt_tokens
     tokens = workload.prompt_tokens if key == "prompt_ids" else workload.mean_tokens
     return _TOKEN_BYTES.get(key, 4) * tokens
-
-
-def send(messages: Iterable[Message], model: CostModel) -> tuple[float, float]:
-    """(seconds, bytes) of simultaneous messages: seconds of the busiest direction of any device, bytes in all."""
-    busy: dict[tuple[int, str], float] = defaultdict(float)
-    total = 0.0
-    for source, destination, size_bytes in messages:
-        seconds = model.classes.send_s(source, destination, size_bytes)
-        busy[source, "out"] += seconds
-        busy[destination, "in"] += seconds
-        total += size_bytes
-    return max(busy.values(), default=0.0), total
 
 
 class PlanMemory(NamedTuple):

@@ -12,6 +12,10 @@ class ProblemError(ValueError):
     """The search has no answer; the message gives the reason in one sentence."""
 
 
+class OptionsTakeTooLongError(ProblemError):
+    """The options of all calls could not be priced before a deadline."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """The calls to place and their cost model. Equal problems have equal results.

@@ -112,7 +112,7 @@ def _ends(profile: MeasuredProfile, operation: str, tp: int) -> tuple[int, int]:
 
 
 def asked_of(call: ModelFunctionCall, given: CallAssignment, workload: Workload) -> list[Asked]:
-    """The largest passes of a layer that planner/pricing/calls.py looks up for a call: tokens and context each."""
+    """The largest passes of a layer that a call's formula looks up: tokens and context each."""
     if not call.runs_model:
         return []
     s, length = given.placement.strategy, workload.mean_tokens

@@ -14,7 +14,7 @@ from planner.plan.graph import DataflowGraph
 from planner.plan.mesh import Cluster
 from planner.pricing.options import ALL_CUTS, cut_points, few_hosts
 from planner.pricing.plans import PlanPrice, price_plan, shortfall
-from planner.pricing.problem import Problem
+from planner.pricing.problem import OptionsTakeTooLongError, Problem
 from planner.search.annealing import (
     PricedChoice,
     anneal,
@@ -42,8 +42,8 @@ from rlhf_tasks.spec import CallAssignment, ExecutionPlan
 ROUNDING = 1e-9  # relative; a smaller gap counts as zero
 BOUNDING = 0.25  # share of the time limit at which the bound by groups ends
 ANNEALING = 0.75  # share of the time limit at which annealing ends
+TABLES = 0.7  # share of the time limit after which no further options are priced
 FIRST = 80  # parts of annealing before any proof, for good plans in the first second
-RESERVE = 1.25  # time kept for pricing the final plan from its message lists, as a multiple of the last such pricing
 
 
 class TracePoint(NamedTuple):
@@ -59,7 +59,7 @@ class TracePoint(NamedTuple):
 class SearchResult:
     """A plan, its price, and its distance from the optimum.
 
-    price          from the message lists that the executors run
+    price          of the plan, node by node
     iteration_time_s  seconds per iteration in the steady state
     lower_bound_s  no plan of the class takes fewer seconds per iteration
     gap            1 - lower bound / the plan's time
@@ -130,17 +130,12 @@ class Progress:
         self.state = start_state(request.tables, start)
         self.lower_bound_s, self._evaluations = request.lower_bound_s, 0
         self._trace = list(request.rules.trace)
-        self._priced: dict[tuple[int, ...], Priced] = {}
-        self._pricing_s = 0.0
         self._trace_up_to(float("inf"))
 
     def deadline_of(self, share: float = 1.0) -> Deadline:
-        """The deadline of steps that may use this share of the time limit.
-
-        Time to price the final plan from its message lists is kept back, once a first pricing has measured it.
-        """
-        limit_s = self._request.time_limit_s - RESERVE * self._pricing_s
-        return Deadline(self._request.started + share * limit_s, self._request.called_off)
+        """The deadline of steps that may use this share of the time limit."""
+        until_s = self._request.started + share * self._request.time_limit_s
+        return Deadline(until_s, self._request.called_off)
 
     def note(self, state: PricedChoice, n_priced: int, lower_bound_s: float = 0.0) -> None:
         """Notes the best state, the number of choices priced since the last call, and a lower bound in seconds."""
@@ -163,25 +158,11 @@ class Progress:
             seconds = time.monotonic() - self._request.started
             self._trace.append(TracePoint(seconds, best, self.lower_bound_s))
 
-    def price_ahead(self) -> None:
-        """Prices a plan from its message lists, unless one has been priced already, to measure how long that takes:
-        seconds on ten thousand devices."""
-        if not self._priced and self.state.excess_bytes <= 0:
-            self._price()
-
-    def _price(self) -> None:
-        """Prices the best plan so far from its message lists."""
-        choice = tuple(self.state.choice.tolist())
-        if choice not in self._priced:
-            began = time.monotonic()
-            self._priced[choice] = priced_choice(self._request.tables, choice)
-            self._pricing_s = time.monotonic() - began
-
     def found(self) -> Found:
-        """The best plan, priced from its message lists. Raises PlanError when nothing fits memory."""
+        """The best plan and its price. Raises PlanError when nothing fits memory."""
+        candidates = list(self._rules)
         if self.state.excess_bytes <= 0 or not self._rules:
-            self._price()
-        candidates = [*self._rules, *self._priced.values()]
+            candidates.append(priced_choice(self._request.tables, self.state.choice.tolist()))
         best = min(candidates, key=lambda one: one.price.iteration_time_s)
         return Found(best, self.lower_bound_s, self._evaluations, tuple(self._trace))
 
@@ -199,9 +180,9 @@ def find_plan(
 
     mode          search (annealing, then branch and bound), mcmc (Metropolis, as in the literature), heuristic,
                   symmetric (all calls alike), disjoint (every role on its own devices), manual
-    time_limit_s  seconds for search and mcmc, compilation excluded; when they have passed, the best plan so far is
-                  returned. Making the plans by rule and the tables, and pricing the final plan, may exceed the limit:
-                  on 16,384 devices they take about 20 s
+    time_limit_s  seconds, compilation excluded; when they have passed, the best plan so far is returned. If not all
+                  options could be priced by then, that is the best plan by rule, without a bound. Plans by rule may
+                  exceed the limit: on 16,384 devices they take a second
     seed          equal seeds give equal plans if the time limit does not end the search
     evaluate      the assignments that mode manual prices
     called_off    polled; the search ends as soon as it returns true
@@ -219,14 +200,20 @@ def find_plan(
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
     rules = _by_rule(problem, started) if mode == "search" else Rules()
-    tables = Tables(problem)
-    compile_s = _compile(tables) if mode in ("search", "mcmc") else 0.0
+    try:
+        tables, asked = Tables(problem, Deadline(started + TABLES * time_limit_s, called_off)), MODES[mode]
+        compile_s = _compile(tables) if mode in SEARCHING else 0.0
+        lower_bound_s = bound_of(tables)
+    except OptionsTakeTooLongError:
+        rules = rules if rules.plans else _by_rule(problem, started)
+        if not rules.plans:
+            raise
+        tables = Tables(problem, among=[assignments_of(one.plan) for one in rules.plans])
+        asked, compile_s, lower_bound_s = _best_rule if mode in SEARCHING else MODES[mode], 0.0, 0.0
     started += compile_s
-    lower_bound_s = bound_of(tables)
-    request = Request(
-        problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off
+    found = asked(
+        Request(problem, rules, tables, lower_bound_s, time_limit_s, seed, evaluate, started, called_off)
     )
-    found = MODES[mode](request)
     priced = found.priced if mode == "manual" else balanced(found.priced, problem)
     time_s = priced.price.iteration_time_s
     in_class = found.lower_bound_s <= time_s * (1 + ROUNDING)
@@ -277,7 +264,7 @@ def bound_of(tables: Tables) -> float:
 
 
 def priced_choice(tables: Tables, choice: Sequence[int]) -> Priced:
-    """The plan of a choice ([calls] option numbers), priced from its message lists.
+    """The plan of a choice ([calls] option numbers) and its price.
 
     Raises PlanError when it does not fit memory.
     """
@@ -323,6 +310,11 @@ def _orders(graph: DataflowGraph) -> str:
     return f"one {which} of the graph{parts}"
 
 
+def _best_rule(request: Request) -> Found:
+    plans = request.rules.plans
+    return Found(min(plans, key=lambda one: one.price.iteration_time_s), 0.0, 1, request.rules.trace)
+
+
 def _heuristic(request: Request) -> Found:
     return Found(heuristic_plan(request.problem.graph, request.problem.model), request.lower_bound_s)
 
@@ -366,7 +358,6 @@ def _search(request: Request) -> Found:
     ):
         progress.note(progress.state, 0, lower_bound_s)
     progress.follow(parts)
-    progress.price_ahead()
     state, proved_s, deadline = progress.state, progress.lower_bound_s, progress.deadline_of()
     for step in branching(tables, near, cycles, found, state, proved_s, seed, deadline):
         state, lower_bound_s, n_priced = step
@@ -387,8 +378,6 @@ def _mcmc(request: Request) -> Found:
     near, cycles = neighbours(request.tables), call_cycles(request.problem.graph)
     for state, n_priced in metropolis(request.tables, near, cycles, request.seed):
         progress.note(state, n_priced)
-        if progress.deadline_of(ANNEALING).is_past():
-            progress.price_ahead()
         if progress.deadline_of().is_past():
             break
     return progress.found()
@@ -404,6 +393,9 @@ def _by_rule(problem: Problem, started: float) -> Rules:
             trace.append(TracePoint(time.monotonic() - started, best, 0.0))
     return Rules(tuple(plans), tuple(trace))
 
+
+SEARCHING = ("search", "mcmc", "disjoint")
+"""Modes that look at many options. Their compiled code is loaded before the clock starts."""
 
 MODES: dict[str, Callable[[Request], Found]] = {
     "search": _search,

@@ -81,7 +81,7 @@ class ProfileExecutor:
             )
         assert piece.grid is not None, "a model is measured on a grid"
         shape, dtype = ModelShape.from_folder(piece.folder), DTYPES[self._spec.dtype]
-        bench = Bench(load_config(piece.folder), shape, dtype, groups, self._clock)
+        bench = Bench(load_config(piece.folder), shape, dtype, groups, self._clock, piece.budget_s)
         return measure_model(bench, piece.tp, piece.grid)
 
     def abort(self) -> None:

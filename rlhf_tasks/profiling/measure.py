@@ -6,9 +6,11 @@ it counts as part of the ends. All ranks call these functions together. The tens
 time, as they work at the same time in a run.
 
 All works of a model are timed in rounds, in each of which every work has one turn. A slow phase of the machine, of
-some seconds, then affects few works in one round, not one work in all rounds.
+some seconds, then affects few works in one round, not one work in all rounds. A work whose times agree has no further
+turn, and when a piece has used its time, its rounds end.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -38,7 +40,7 @@ from rlhf_tasks.parallel.model.weights import initialise
 from rlhf_tasks.parallel.state.reallocation import reallocate
 from rlhf_tasks.parallel.train.engine import Engine, LossTerms, share_batch
 from rlhf_tasks.parallel.train.optimizer import all_gather, reduce_scatter
-from rlhf_tasks.profiling.measurements import Exchange, Grid, Measurements, Timed, TimedExchange
+from rlhf_tasks.profiling.measurements import LEAST_S, Exchange, Grid, Measurements, Timed, TimedExchange
 from rlhf_tasks.rank.role_engines import optimizer_settings
 from rlhf_tasks.spec import DataSide
 
@@ -50,9 +52,11 @@ SHALLOW, DEEP = 1, 4  # layers of the two models whose difference gives a layer'
 FEW_STEPS, MORE_STEPS = 12, 44
 """Decoding steps of the two generations whose difference gives a step's time. With fewer than 12, generation would
 not pack its weights (generation.py)."""
-ROUNDS = 5
+FEWEST_ROUNDS, ROUNDS = 3, 6
+SETTLED = 0.05  # relative; a work whose times differ by less on every rank has no further turn
 LEARNING_RATE = 1e-6
 SAMPLES = 32  # samples of a measured redistribution
+MANY_SAMPLES, KEYS = 256, ("a", "b", "c", "d")  # of a measured transfer: as many as plans send
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Bench:
 
     config, shape  of the whole model
     clock          returns seconds; process CPU time on a machine too busy for wall-clock time
+    budget_s       seconds of a piece's works after which no further round begins
     """
 
     config: PreTrainedConfig
@@ -68,6 +73,7 @@ class Bench:
     dtype: torch.dtype
     groups: ProcessGroups
     clock: Clock
+    budget_s: float
 
     def engine(self, layers: int, head: Head, tp: int) -> Engine:
         """A trainable model of this shape with `layers` layers, on this rank and its tp - 1 neighbours."""
@@ -91,27 +97,43 @@ class Bench:
 
 
 def _means_s(
-    works: Mapping[Name, Work], devices: Sequence[int], groups: ProcessGroups, clock: Clock
+    works: Mapping[Name, Work],
+    devices: Sequence[int],
+    groups: ProcessGroups,
+    clock: Clock,
+    budget_s: float = math.inf,
 ) -> dict[Name, float]:
-    """Mean seconds of each work over rounds in which each has one turn, after a warm-up round.
+    """Mean seconds of each work over rounds in which each has one turn.
 
-    The fastest and the slowest time of each work are left out. The mean of the others includes a share of slow
-    phases, which real runs have too; a median would not.
+    A work whose two least times agree on every rank (SETTLED) has no further turn. There are at most ROUNDS rounds;
+    after budget_s seconds of all works there are no more than FEWEST_ROUNDS.
+    Of three times and more the fastest and the slowest, mostly the first, are left out. The mean of the others
+    includes a share of slow phases, which real runs have too; a median would not.
     All devices start each work together, so that waiting for a slower rank does not count in the next work's time.
     """
     together = groups[tuple(devices)] if len(devices) > 1 else None
     one = torch.zeros(1, device=groups.device)
-    for work in works.values():
-        work()
     seconds: dict[Name, list[float]] = {name: [] for name in works}
-    for _ in range(ROUNDS):
-        for name, work in works.items():
+    turns, spent_s = list(works), 0.0
+    for number in range(1, ROUNDS + 1):
+        for name in turns:
             all_reduce(one, together)
             _finish(groups)
             started = clock()
-            work()
+            works[name]()
             _finish(groups)
             seconds[name].append(clock() - started)
+        spent_s += sum(seconds[name][-1] for name in turns)
+        if number == 1:
+            continue
+        least = [sorted(seconds[name])[:2] for name in turns]
+        differ = [second / max(first, LEAST_S) - 1 for first, second in least]
+        # What any rank has found counts on all of them, since they work together.
+        told = torch.tensor([spent_s, *differ], dtype=torch.float64, device=groups.device)
+        spent, *differ = all_reduce(told, together, dist.ReduceOp.MAX).tolist()
+        turns = [name for name, by in zip(turns, differ, strict=True) if by > SETTLED]
+        if not turns or (number >= FEWEST_ROUNDS and spent >= budget_s):
+            break
     return {name: fmean(sorted(found)[1:-1] or found) for name, found in seconds.items()}
 
 
@@ -136,13 +158,14 @@ def measure_model(bench: Bench, tp: int, grid: Grid) -> Measurements:
     works = _works(models, bench.shape.vocab, grid)
     if tp == 1 and dist.get_world_size() > 1:
         works |= {("reallocate", name): partial(_reallocate, models[name]) for name in ("shallow", "deep")}
-    found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock)
+        works["transfer",] = partial(_transfer, _held_samples(bench.groups), bench.groups)
+    found = _means_s(works, tuple(range(dist.get_world_size())), bench.groups, bench.clock, bench.budget_s)
     rows = [
         *_forward_and_backward(found, tp, grid),
         *_embedding(found, tp, grid),
         *_generation(found, tp, grid),
         *_optimizer(found, tp, models),
-        *_reallocations(found, models),
+        *_moves(found, models),
     ]
     return Measurements(operations=tuple(rows))
 
@@ -232,13 +255,15 @@ def _optimizer(found: Means, tp: int, models: Mapping[str, Engine]) -> Iterator[
 # The works that are timed
 
 
-def _reallocations(found: Means, models: Mapping[str, Engine]) -> Iterator[Timed]:
-    """Whole models from one rank to another; nothing on a rank without partner."""
+def _moves(found: Means, models: Mapping[str, Engine]) -> Iterator[Timed]:
+    """Whole models, and samples of many keys, from one rank to another; nothing on a rank without partner."""
+    if ("transfer",) not in found or _partners(dist.get_rank()) is None:
+        return
     for name in ("shallow", "deep"):
-        if ("reallocate", name) in found and _partners(models[name].groups.rank) is not None:
-            layout = models[name].layout
-            moved = sum(spec.size for spec in layout.parameters)
-            yield _timed("reallocation", 1, moved, layout.shape.layers, found["reallocate", name])
+        layout = models[name].layout
+        moved = sum(spec.size for spec in layout.parameters)
+        yield _timed("reallocation", 1, moved, layout.shape.layers, found["reallocate", name])
+    yield _timed("transfer", 1, MANY_SAMPLES * len(KEYS), 0, found["transfer",])
 
 
 def _reallocate(engine: Engine) -> None:
@@ -251,6 +276,22 @@ def _reallocate(engine: Engine) -> None:
     )
     slices = engine.stage.named_slices() if engine.groups.rank == partners[0] else None
     reallocate(source, destination, slices, engine.stage.dtype, engine.groups, dist.get_world_size())
+
+
+def _held_samples(groups: ProcessGroups) -> SampleStore:
+    """A store that has the samples of a measured transfer on the first rank of each pair."""
+    store, partners = SampleStore(), _partners(groups.rank)
+    if partners is not None and groups.rank == partners[0]:
+        values = _cut(torch.zeros(MANY_SAMPLES, device=groups.device), MANY_SAMPLES)
+        store.put(SampleBatch(tuple(range(MANY_SAMPLES)), dict.fromkeys(KEYS, values)))
+    return store
+
+
+def _transfer(store: SampleStore, groups: ProcessGroups) -> None:
+    """Send this rank's samples to its partner, or receive them."""
+    partners = _partners(groups.rank)
+    if partners is not None:
+        _redistribute(store, partners, range(MANY_SAMPLES), KEYS, groups)
 
 
 def _partners(rank: int) -> tuple[int, int] | None:
@@ -370,7 +411,11 @@ def _exchanges(
             store = SampleStore()
             if groups.rank == devices[0]:
                 store.put(SampleBatch(tuple(range(SAMPLES)), {"x": _cut(whole, SAMPLES)}))
-            yield "redistribute", size_bytes, lambda s=store: _redistribute(s, devices, groups)
+            yield (
+                "redistribute",
+                size_bytes,
+                lambda s=store: _redistribute(s, devices, range(SAMPLES), ["x"], groups),
+            )
 
 
 def _cut(values: Tensor, n: int) -> Packed:
@@ -379,9 +424,16 @@ def _cut(values: Tensor, n: int) -> Packed:
     return Packed.of(parts)
 
 
-def _redistribute(store: SampleStore, devices: tuple[int, ...], groups: ProcessGroups) -> None:
+def _redistribute(
+    store: SampleStore,
+    devices: tuple[int, ...],
+    ids: Sequence[int],
+    keys: Sequence[str],
+    groups: ProcessGroups,
+) -> None:
+    """Send samples from the first device to the second, which forgets them again."""
     source, destination = (DataSide(placement=Placement((device,), ParallelStrategy())) for device in devices)
-    redistribute(source, destination, range(SAMPLES), ["x"], store, groups, devices_per_host=max(devices) + 1)
+    redistribute(source, destination, ids, keys, store, groups, devices_per_host=max(devices) + 1)
     if groups.rank == devices[1]:
         store.clear()
 

@@ -24,6 +24,7 @@ Operation = Literal[
     "embedding/backward",
     "optimizer",
     "reallocation",
+    "transfer",
 ]
 """`lm` and `scalar` are the heads: everything that a call does besides its layers."""
 
@@ -40,7 +41,8 @@ class Timed(Frozen):
     """Seconds of an operation on one model under tensor parallelism of degree tp, including its all-reduces over tp.
 
     tokens   tokens of the micro-batch; for a decoding step sequences; for the optimizer parameters of the device;
-             for a reallocation parameters that one device sends to another
+             for a reallocation parameters that one device sends to another; for a transfer samples x keys, each of
+             4 bytes
     context  length of the sequences in tokens; while decoding, of their KV cache; for a reallocation the model's
              layers; 0 where it does not matter
     """
@@ -74,7 +76,9 @@ class Measurements(Frozen):
 
 
 class Grid(NamedTuple):
-    """The sizes at which to measure: powers of two that enclose the sizes of a run.
+    """The sizes at which to measure: powers of two that enclose the sizes of a run, or every second one of these.
+
+    Seconds are about linear in tokens and rows, so points may be four times apart.
 
     tokens    tokens of a micro-batch
     lengths   tokens of each of its sequences
@@ -97,25 +101,26 @@ class Grid(NamedTuple):
         tokens = min(n_seqs * total_tokens, MOST_TOKENS)
         longest = min(total_tokens, context)
         return Grid(
-            tokens=_powers(max(tokens // 64, 16), tokens),
-            lengths=_powers(max(longest // 2, 1), longest, at_most=context),
-            rows=_powers(1, min(n_seqs, MOST_ROWS)),
-            contexts=_powers(min(prompt_tokens, longest // 2), longest // 2),
+            tokens=_powers(max(tokens // 64, 16), tokens, step=4),
+            lengths=_powers(max(longest // 2, 1), longest, step=4, at_most=context),
+            rows=_powers(1, min(n_seqs, MOST_ROWS), step=4),
+            contexts=_powers(min(prompt_tokens, longest // 2), longest // 2, step=2),
         )
 
 
 MOST_TOKENS, MOST_ROWS = 8192, 256  # above, devices are fully used and seconds grow linearly
 
 
-def _powers(low: int, high: int, at_most: int | None = None) -> tuple[int, ...]:
-    """Powers of two, from the largest <= `low` to the smallest >= `high`, each bounded by `at_most`."""
+def _powers(low: int, high: int, step: int, at_most: int | None = None) -> tuple[int, ...]:
+    """Powers of two, `step` times apart, from the largest <= `low` to the smallest >= `high`, each bounded by
+    `at_most`. Both ends are among them."""
 
     def all_of() -> Iterator[int]:
-        power = 1 << (max(low, 1).bit_length() - 1)
+        power, last = 1 << (max(low, 1).bit_length() - 1), 1 << (max(high, 1) - 1).bit_length()
         while True:
             yield power if at_most is None else min(power, at_most)
-            if power >= high:
+            if power >= last:
                 return
-            power *= 2
+            power = min(step * power, last)
 
     return tuple(dict.fromkeys(all_of()))

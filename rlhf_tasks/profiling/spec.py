@@ -13,13 +13,20 @@ IDLE_NODES = (
 )
 
 
+BUDGET_S = 150.0  # seconds of the works of all models under all tp degrees; few points may take longer
+
+
 class Piece(Frozen):
-    """One node's work: a model under one tp degree, all exchanges, or nothing (to measure dispatch)."""
+    """One node's work: a model under one tp degree, all exchanges, or nothing (to measure dispatch).
+
+    budget_s  seconds after which it is measured no further
+    """
 
     kind: Literal["model", "exchanges", "idle"]
     folder: str = ""
     tp: int = 1
     grid: Grid | None = None
+    budget_s: float = BUDGET_S
 
 
 class ProfileSpec(Frozen):
@@ -41,9 +48,11 @@ def pieces_of(folders: dict[str, Grid], n_devices: int, devices_per_host: int) -
     """
     pieces = {}
     tps = [tp for tp in range(1, devices_per_host + 1) if devices_per_host % tp == 0 and n_devices % tp == 0]
+    budget_s = BUDGET_S / max(1, len(folders) * len(tps))
     for number, (folder, grid) in enumerate(folders.items()):
         for tp in tps:
-            pieces[f"model_{number}_tp{tp}"] = Piece(kind="model", folder=folder, tp=tp, grid=grid)
+            name = f"model_{number}_tp{tp}"
+            pieces[name] = Piece(kind="model", folder=folder, tp=tp, grid=grid, budget_s=budget_s)
     pieces["exchanges"] = Piece(kind="exchanges")
     return pieces | {f"idle_{number}": Piece(kind="idle") for number in range(IDLE_NODES)}
 

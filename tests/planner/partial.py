@@ -69,7 +69,7 @@ def partial_choices(tables: Tables, r: Relaxation, n_choices: int) -> Iterator[P
             moves = np.zeros((len(r.trainer), 4))
             for k, (a, b) in enumerate(zip(r.trainer, r.reader, strict=True)):
                 if OPEN not in (rows[a], rows[b]):
-                    moves_s(r, k, rows[a], rows[b], meet[a, b], random.random() < 0.5, moves[k])
+                    moves_s(r, k, rows[a], rows[b], meet[a, b], moves[k])
             alike = rungs if not without else None
             yield Partial(alike, chosen, time_s, excess_bytes, rows, meet, moves)
 

@@ -1,7 +1,7 @@
 """Feasibility tests of partial choices.
 
-Do the calls fit within a period, by load, by what can run at the same time, and by memory? Can the meshes be placed
-so that exactly the given pairs share a device?
+Do the calls fit within a period, by what can run at the same time? Can the meshes be placed so that exactly the given
+pairs share a device?
 """
 
 # pyright: reportArgumentType=false, reportReturnType=false
@@ -18,13 +18,11 @@ from planner.search.bounds.relaxation import (
     MEET,
     OPEN,
     Relaxation,
-    may_offload,
     placed,
     relation,
     seconds_of,
 )
 from planner.search.bounds.tree_order import Tree
-from planner.search.compiled.arrays import Rows
 from planner.search.compiled.compile import compiled, inner
 
 Floats = NDArray[np.float64]
@@ -32,45 +30,6 @@ Ints = NDArray[np.int64]
 
 SLACK = 1 + 1e-9  # a period that exceeds a threshold by less counts as equal
 MOST_TRIES = 10_000  # positions that `can_be_arranged` tries; this takes a tenth of a millisecond
-
-
-@inner
-def groups_fit(r: Relaxation, choice: Ints) -> bool:
-    """Whether memory may suffice for the chosen groups, by lower bounds over their options and stages.
-
-    choice  [calls] int64 rows of groups, or OPEN
-
-    Meshes are intervals of devices. If every two of them share a device, all of them have one in common (Helly). So
-    the largest meshes are taken as long as the next one is too large to be disjoint from the smallest taken so far;
-    the common device must hold all of them.
-    """
-    o, n = r.arrays.options, r.arrays.n_calls
-    static, peak, smallest, seen = 0.0, 0.0, 2 * r.n_devices, 0
-    while True:
-        call = -1  # the call with the largest mesh that is not taken yet
-        for c in range(n):
-            if choice[c] == OPEN or seen >> c & 1:
-                continue
-            if call < 0 or o[choice[c]].size > o[choice[call]].size:
-                call = c
-        if call < 0 or smallest + o[choice[call]].size <= r.n_devices:
-            return static + peak <= r.arrays.memories.bytes.max()
-        row, shared = choice[call], False
-        for c in range(n):  # calls may share frozen parameters, which then count once
-            shared = shared or (seen >> c & 1 == 1 and r.arrays.weights[c] == r.arrays.weights[call])
-        seen |= 1 << call
-        smallest = o[row].size
-        needed = r.least[row, 3]
-        static += r.least[row, 0]
-        if may_offload(r.arrays, call):
-            needed += r.least[row, 2]
-        elif not shared:
-            static += r.least[row, 1]
-        for k in range(len(r.reader)):
-            other = choice[r.trainer[k]]
-            if r.reader[k] == call and other != OPEN and o[other].size != o[row].size:
-                needed += r.least[row, 2]
-        peak = max(peak, needed)
 
 
 @inner
@@ -93,68 +52,6 @@ def covers(r: Relaxation, t: Tree, choice: Ints, meet: Ints, moves: Floats, thre
             moved[k], moved_s[k] = moves[k, ALONE] > 0, moves[k, BOTH]
     parts = PartialChoice(seconds, sizes, meeting, r.trainer, r.reader, moved, moved_s)
     return cover_s(t.cover, parts, r.n_devices) <= threshold * SLACK
-
-
-@inner
-def least_load(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: float) -> float:
-    """The least load of all calls, in seconds x devices; infinite if some call has no option that is fast enough.
-
-    choice   [calls] int64 rows, or OPEN
-    allowed  [calls] float64: the most seconds that the cycles allow each call
-
-    A call with a row has that row's load. An open call has that of its lightest group that is fast enough for
-    `allowed` and for the time that is left on the least loaded device.
-    """
-    options, total = r.arrays.options, 0.0
-    free = threshold - _emptiest(options, r.load, r.n_devices, choice)
-    for call in range(len(choice)):
-        row, limit = choice[call], min(allowed[call], free)
-        if row == OPEN and r.fastest[call] <= limit:
-            total += t.lightest[_last_within(t.seconds, t.start[call], t.start[call + 1], limit)]
-        elif row != OPEN and (placed(options, row) or options[row].seconds <= limit):
-            total += r.load[row]
-        else:
-            return np.inf
-    return total
-
-
-@inner
-def _last_within(seconds: Floats, low: int, high: int, limit: float) -> int:
-    """The last of a call's groups low .. high - 1 (fastest first) with seconds within a limit; `low` if none is."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        if seconds[middle] <= limit:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@inner
-def _emptiest(options: Rows, load: Floats, n_devices: int, choice: Ints) -> float:
-    """The load in seconds of the least loaded device, from the calls with a placement.
-
-    Loads change only where a mesh begins or ends. So device 0 (point -1), and the first device (even points) and the
-    device after the last (odd points) of each mesh stand for all.
-    """
-    least = np.inf
-    for point in range(-1, 2 * len(choice)):
-        device = 0
-        if point >= 0:
-            row = choice[point // 2]
-            if not placed(options, row):
-                continue
-            device = options[row].first + (options[row].size if point % 2 else 0)
-            if device >= n_devices:
-                continue
-        there = 0.0
-        for row in choice:
-            if placed(options, row):
-                mesh = options[row]
-                if mesh.first <= device < mesh.first + mesh.size:
-                    there += load[row] / mesh.size
-        least = min(least, there)
-    return least
 
 
 @inner

@@ -23,7 +23,7 @@ from planner.search.bounds.root_bound import data_order
 from planner.search.compiled.arrays import Arrays, Rows
 from planner.search.compiled.compile import compiled, inner
 from planner.search.compiled.memory_peaks import memory_of
-from planner.search.compiled.resharding_memo import least_move_s, least_reallocation, reallocation
+from planner.search.compiled.moves import least_reallocation_s, reallocation_s
 from planner.search.compiled.tables import Tables
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,6 @@ class Relaxation(NamedTuple):
     above         [rows] the row one level up; OPEN for groups and for offloaded options
     begin, below  row n_options + i stands for the rows below[begin[i]] .. below[begin[i + 1] - 1], fastest first
     spots, spot   the meshes of a group in row n_options + i begin at devices spot[spots[i]] .. spot[spots[i + 1] - 1]
-    load          [rows] least seconds x devices, with the save and the evaluation of a train_step
     least         [rows, 4] the smallest of resident, frozen, copy, active bytes over the stages
     fastest       [calls] seconds of the fastest option
     data          [calls, calls] bool: whether an edge of data leads from one to the other
@@ -65,7 +64,6 @@ class Relaxation(NamedTuple):
     below: Ints
     spots: Ints
     spot: Ints
-    load: Floats
     least: Floats
     fastest: Floats
     data: Bools
@@ -96,8 +94,7 @@ def relaxation(tables: Tables) -> Relaxation:
         below=ladder.below,
         spots=(spots := _spots(ladder))[0],
         spot=spots[1],
-        load=ladder.least[:, 0].copy(),
-        least=ladder.least[:, 1:].copy(),
+        least=ladder.least,
         fastest=np.array([arrays.options[a:b].seconds.min() for a, b in pairwise(arrays.start)]),
         data=np.array([[ordered.has_edge(a, b) for b in names] for a in names]),
         ends=np.array([not ordered.out_degree(name) for name in names]),
@@ -115,7 +112,7 @@ def relaxation(tables: Tables) -> Relaxation:
 
 
 class _Ladder(NamedTuple):
-    """All rows and their hierarchy, as in Relaxation; least: [rows, 5] load, and resident .. active bytes."""
+    """All rows and their hierarchy, as in Relaxation."""
 
     options: Rows
     above: Ints
@@ -137,9 +134,7 @@ def _ladder(arrays: Arrays) -> _Ladder:
     options, n = arrays.options, len(arrays.options)
     call = np.searchsorted(arrays.start, np.arange(n), side="right") - 1
     members = np.flatnonzero(np.arange(n) < arrays.offloaded[call])
-    trains = arrays.trainer[call] == call
-    load = (options.seconds + (options.save_s + options.evaluate_s) * trains) * options["size"]
-    least = np.concatenate([load[:, None], _least_stages(arrays)], axis=1)
+    least = _least_stages(arrays)
     above, begin, below = np.full(n, OPEN), [np.zeros(1, np.int64)], list[Ints]()
     for alike, opened in _RUNGS:
         keys = np.stack([call[members], *(options[name][members] for name in alike)])
@@ -236,32 +231,23 @@ def seconds_of(r: Relaxation, choice: Ints) -> Floats:
 
 
 @compiled
-def move_s(r: Relaxation, move: int, trainer: int, reader: int, exact: bool) -> float:
-    """Seconds of a move between two rows with placements, all overheads included; 0 if they are equal.
-
-    exact  price its messages; else a lower bound, which is fast
-    """
+def move_s(r: Relaxation, move: int, trainer: int, reader: int) -> float:
+    """Seconds of a move between two rows with placements, all overheads included; 0 if they are equal."""
     place = r.arrays.options.place
     if place[trainer] == place[reader]:
         return 0.0
-    role = r.arrays.role[r.trainer[move]]
-    if not exact:
-        return r.arrays.models.overhead_s[role] + least_reallocation(r.arrays, role, trainer, reader)
-    return r.arrays.models.overhead_s[role] + reallocation(r.arrays, r.arrays.known, role, trainer, reader)
+    return reallocation_s(r.arrays, r.arrays.role[r.trainer[move]], trainer, reader)
 
 
 @compiled
-def moves_s(
-    r: Relaxation, move: int, trainer: int, reader: int, related: int, exact: bool, out: Floats
-) -> None:
+def moves_s(r: Relaxation, move: int, trainer: int, reader: int, related: int, out: Floats) -> None:
     """Writes the seconds of a move between two rows to out, [4] float64 (ALONE, TRAINER, READER, BOTH).
 
     related  of the two meshes: UNKNOWN, APART or MEET
-    exact    as in `move_s`, if both rows have placements
     """
     o = r.arrays.options
     if o[trainer].first != OPEN and o[reader].first != OPEN:
-        out[:] = move_s(r, move, trainer, reader, exact)
+        out[:] = move_s(r, move, trainer, reader)
         return
     a = _unplaced(r, trainer)
     b = _unplaced(r, reader)
@@ -315,7 +301,7 @@ def _kind(r: Relaxation, row: int, i: int) -> int:
 @inner
 def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> float:
     """A lower bound on the seconds of a move between options of two kinds, over all positions of their meshes."""
-    o, per_host = r.arrays.options, r.arrays.links.per_host
+    o, per_host = r.arrays.options, r.arrays.per_host
     if o[a].strategy == o[b].strategy and not apart:
         return 0.0
     # Upper bounds: devices in both meshes, and devices of the destination on hosts of the source.
@@ -324,8 +310,7 @@ def _least_move_s(r: Relaxation, move: int, a: int, b: int, apart: bool) -> floa
     if apart and o[a].size + o[b].size > per_host:
         # The meshes do not fit on one host together, and larger meshes have whole hosts for themselves.
         near = 0
-    role = r.arrays.role[r.trainer[move]]
-    return r.arrays.models.overhead_s[role] + least_move_s(r.arrays, role, a, b, shared, near)
+    return least_reallocation_s(r.arrays, r.arrays.role[r.trainer[move]], a, b, shared, near)
 
 
 @inner
@@ -349,7 +334,7 @@ def lacks(r: Relaxation, choice: Ints) -> bool:
         row = choice[call]
         if placed(o, row):
             needed[call], static[call] = r.least[row, 3], r.least[row, 0]
-            if r.arrays.offloaded[call] < r.arrays.start[call + 1]:
+            if may_offload(r.arrays, call):
                 needed[call] += r.least[row, 2]
             elif not _stands_before(o, r.arrays.weights, choice, call):
                 static[call] += r.least[row, 1]

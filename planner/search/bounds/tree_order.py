@@ -22,18 +22,14 @@ Ints = NDArray[np.int64]
 class Tree(NamedTuple):
     """The data of a walk. Integers are int64, other numbers float64.
 
-    order     [calls] calls by the least load of their options, the heaviest first
+    order     [calls] calls by the least load (seconds x devices) of their options, the heaviest first
     start     [calls + 1] the groups of call c are group[start[c]] .. group[start[c + 1] - 1], fastest first
     group     [groups] rows of planner.search.bounds.relaxation.Relaxation
-    seconds   [groups] seconds of the fastest option
-    lightest  [groups] least load (seconds x devices) of the call's groups up to and including this one
     """
 
     order: Ints
     start: Ints
     group: Ints
-    seconds: Floats
-    lightest: Floats
     cycles: Cycles
     cover: Cover
 
@@ -48,9 +44,7 @@ def tree(tables: Tables, r: Relaxation, cycles: Cycles) -> Tree:
     call = np.searchsorted(r.arrays.start, member, side="right") - 1
     groups = groups[np.lexsort((o.seconds[groups], call))]
     start = np.searchsorted(call, np.arange(r.arrays.n_calls + 1))
-    calls = list(pairwise(start))
-    lightest = np.concatenate([np.minimum.accumulate(r.load[groups[a:b]]) for a, b in calls])
-    heaviest = np.argsort([-lightest[b - 1] for b in start[1:]], kind="stable")
-    return Tree(
-        heaviest, start, groups, o.seconds[groups].copy(), lightest, cycles, cover(tables.problem.graph)
-    )
+    load = o.seconds * o["size"]
+    lightest = [load[a:b].min() for a, b in pairwise(r.arrays.start)]
+    heaviest = np.argsort(-np.array(lightest), kind="stable")
+    return Tree(heaviest, start, groups, cycles, cover(tables.problem.graph))

@@ -25,13 +25,10 @@ from planner.search.bounds.feasibility import (
     SLACK,
     can_be_arranged,
     covers,
-    groups_fit,
-    least_load,
     lies_as_said,
 )
 from planner.search.bounds.period_bound import exceeds
 from planner.search.bounds.relaxation import (
-    ALONE,
     APART,
     MEET,
     OPEN,
@@ -177,7 +174,7 @@ def _give_next(r: Relaxation, t: Tree, walk: Walk, depth: int) -> bool:
                 related = relation(r.arrays.options, r.n_devices, walk.choice[call], walk.choice[other])
                 walk.meet[call, other] = walk.meet[other, call] = related
     if kind == GROUP or not left:
-        _note_moves(r, walk, call, True)
+        _note_moves(r, walk, call)
     return left
 
 
@@ -191,7 +188,7 @@ def _relate_next(r: Relaxation, walk: Walk, a: int, b: int, place: int) -> bool:
         return place == 0
     walk.meet[a, b] = walk.meet[b, a] = MEET if place == 0 else APART if place == 1 else UNKNOWN
     if place > 1:
-        _note_moves(r, walk, a, True)
+        _note_moves(r, walk, a)
     return place <= 1
 
 
@@ -208,12 +205,14 @@ def _may_stay(r: Relaxation, t: Tree, walk: Walk, depth: int, threshold: float) 
         return False
     if (kind == PAIR or has_place) and not can_be_arranged(r, t.order, choice, walk.meet):
         return False
-    if kind == GROUP and not (groups_fit(r, choice) and _allow(r, t, choice, allowed, threshold)):
+    if kind == GROUP and not _allow(r, t, choice, allowed, threshold):
         return False
-    if least_load(r, t, choice, allowed, threshold) > threshold * r.n_devices:
-        return False
-    if kind != GROUP and _is_exceeded(r, walk, depth, threshold):
-        return False
+    if kind != GROUP:
+        _note_moves(r, walk, call)
+        if exceeds(r, choice, walk.meet, walk.moves, threshold, allowed):
+            return False
+        for each in range(len(allowed)):
+            allowed[each] = min(allowed[each], walk.allowed[depth, each])
     if kind != BELOW:
         return covers(r, t, choice, walk.meet, walk.moves, threshold)
     return not has_place or (not lacks(r, choice) and _fast_enough(r, walk, threshold))
@@ -235,24 +234,6 @@ def _allow(r: Relaxation, t: Tree, choice: Ints, allowed: Floats, threshold: flo
 
 
 @inner
-def _is_exceeded(r: Relaxation, walk: Walk, depth: int, threshold: float) -> bool:
-    """Whether all completions exceed the threshold (planner/search/bounds/period_bound.py).
-
-    First the moves of the depth's call have their least seconds. Only if the bound then admits the choice, they are
-    priced exactly. If the result is false, writes what is allowed at the next depth.
-    """
-    allowed, call = walk.allowed[depth + 1], walk.steps[depth, 1]
-    for exact in (False, True):
-        if not _note_moves(r, walk, call, exact) and exact:
-            break
-        if exceeds(r, walk.choice, walk.meet, walk.moves, threshold, allowed):
-            return True
-        for other in range(len(allowed)):
-            allowed[other] = min(allowed[other], walk.allowed[depth, other])
-    return False
-
-
-@inner
 def _fast_enough(r: Relaxation, walk: Walk, threshold: float) -> bool:
     """Whether the fastest options at the calls' placements, with unlimited memory, have a period below the threshold.
 
@@ -270,13 +251,8 @@ def _fast_enough(r: Relaxation, walk: Walk, threshold: float) -> bool:
 
 
 @inner
-def _note_moves(r: Relaxation, walk: Walk, call: int, exact: bool) -> bool:
-    """Writes the seconds of a call's moves to walk.moves.
-
-    exact  price moves between placements exactly, else give lower bounds
-    Returns whether some move between two placements takes time, so that an exact price may differ.
-    """
-    between_placements = False
+def _note_moves(r: Relaxation, walk: Walk, call: int) -> None:
+    """Writes the seconds of a call's moves to walk.moves."""
     for k in range(len(r.trainer)):
         a, b = r.trainer[k], r.reader[k]
         if a == call or b == call:
@@ -284,7 +260,4 @@ def _note_moves(r: Relaxation, walk: Walk, call: int, exact: bool) -> bool:
             if trainer == OPEN or reader == OPEN:
                 walk.moves[k] = 0.0
             else:
-                moves_s(r, k, trainer, reader, walk.meet[a, b], exact, walk.moves[k])
-                both = placed(r.arrays.options, trainer) and placed(r.arrays.options, reader)
-                between_placements = between_placements or (both and walk.moves[k, ALONE] > 0)
-    return between_placements
+                moves_s(r, k, trainer, reader, walk.meet[a, b], walk.moves[k])

@@ -1,4 +1,4 @@
-"""A plan search's tables as arrays for compiled code: options, skeletons, models, and caches of move prices.
+"""A plan search's tables as arrays for compiled code: options, skeletons, models, links.
 
 The options of all calls are in one table: option j of call c is row start[c] + j. A skeleton (planner.plan.template)
 holds the nodes of all plans with the same pattern, that is, with the same pairs of calls that have equal sides and
@@ -19,15 +19,10 @@ from planner.plan.node_insertion import dealing
 from planner.plan.steady_state import waits
 from planner.plan.template import FETCH as FETCHED
 from planner.plan.template import Skeleton, Slot, SlotKind, skeleton
-from planner.plan.workload import RoleModel
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES
-from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.device_share import sizes
 from planner.pricing.options import Option
-from planner.pricing.plans import evaluation_s, key_bytes, save_s
+from planner.pricing.plans import evaluation_s, save_s, transfer_size
 from planner.pricing.problem import Problem
-from planner.search.compiled.resharding_pieces import parts
-from planner.search.compiled.resharding_seconds import Links, links
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
 from rlhf_tasks.spec import ModelFunctionCall
 
@@ -54,16 +49,12 @@ _KINDS: dict[SlotKind, int] = {
     "offload": OFFLOAD,
 }
 
-MEMORY_SLOTS = 1 << 18
-"""Entries of each cache of move prices; newer entries replace older ones."""
-
-
 OPTION_ROW = np.dtype(
     [
         *((name, "f8") for name in ("seconds", "save_s", "evaluate_s", "copy_s")),
         *(
             (name, "i8")
-            for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "stage")
+            for name in ("first", "size", "dp", "tp", "pp", "where", "place", "strategy", "classes", "stage")
         ),
         *((name, "f8") for name in ("resident", "frozen", "copy", "active", "layer")),
         ("layers", "i8"),
@@ -79,9 +70,10 @@ first .. pp      mesh and strategy
 where            row of Arrays.sides; options with equal numbers have every sample on the same rank
 place            number of the placement
 strategy         number of (dp, tp, pp) together with the device classes along the mesh
+classes          row of Arrays.wires: the slowest links of the mesh's device classes
 stage            row of its first stage in Arrays.stages
 resident .. active  bytes, each the maximum over the stages
-layer            bytes of a layer, as a reallocation moves it, on the tp rank that has most of it
+layer            bytes of a layer, as a reallocation moves it (planner.pricing.moves.Held)
 layers           layers of the stage that has most
 """
 
@@ -92,14 +84,14 @@ SLOT_ROW = np.dtype([("kind", "i8"), ("call", "i8"), ("source", "i8"), ("mask", 
 """A slot of a skeleton: planner.plan.template.Slot with calls by number.
 
 mask   bit c: the slot occupies the mesh of call c
-moved  of a transfer, the index of its bytes in Skeletons.group_bytes
+moved  of a transfer, its index in Skeletons.transfers
 """
 
 MEMORY_ROW = np.dtype([("first", "i8"), ("bytes", "f8")])
 """Bytes of memory of each device from device `first` on."""
 
-PRICE_ROW = np.dtype([("key", "i8"), ("seconds", "f8")])
-"""A cached price."""
+TRANSFER_ROW = np.dtype([("bytes", "f8"), ("overhead_s", "f8")])
+"""What a transfer moves: bytes of all samples, and seconds besides its messages, dispatch included."""
 
 
 class Skeletons(NamedTuple):
@@ -111,7 +103,7 @@ class Skeletons(NamedTuple):
     after, across  [skeletons, slots, most] int64: slots of the same iteration, of the previous iteration that must
                    have finished; padded with -1
     order          [skeletons, orders, slots] int64: slots in the total order
-    group_bytes    [different transfers] float64: bytes of their keys per group of samples
+    transfers      [different transfers] TRANSFER_ROW
     """
 
     of: Ints
@@ -120,54 +112,26 @@ class Skeletons(NamedTuple):
     after: Ints
     across: Ints
     order: Ints
-    group_bytes: Floats
+    transfers: Rows
 
 
 class Models(NamedTuple):
-    """planner.search.compiled.resharding_pieces.Parts of all roles in one table, so that compiled code has the same
-    type for any number of roles.
+    """The roles' models, as reallocations see them.
 
-    entries, kinds  of all roles. Role r has rows start[r, 0] .. start[r + 1, 0] - 1 of entries, and rows
-                    start[r, 1] .. start[r + 1, 1] - 1 of kinds
-    start           [roles + 1, 2] int64
-    layers          [roles] int64: numbers of layers
-    layer_bytes     [roles] float64: bytes of a whole layer
-    overhead_s      [roles] float64: seconds of a reallocation besides its messages, its dispatch included
-    itemsize        bytes of an element
+    layers      [roles] int64: numbers of layers
+    overhead_s  [roles] float64: seconds of a reallocation besides its messages, its dispatch included
     """
 
-    entries: Ints
-    kinds: Ints
-    start: Ints
     layers: Ints
-    layer_bytes: Floats
     overhead_s: Floats
-    itemsize: int
-
-
-class KnownPrices(NamedTuple):
-    """Prices of moves that were computed before: a memory that `redistribution` and `reallocation` are given to read
-    and to write (resharding_memo.py). What it holds changes no price.
-
-    redistributions, reallocations  [slots] PRICE_ROW: one price in each slot, newer ones displace older ones
-    """
-
-    redistributions: Rows
-    reallocations: Rows
-
-    @staticmethod
-    def empty(slots: int = MEMORY_SLOTS) -> "KnownPrices":
-        """A memory without any price."""
-        nothing = np.array([(-1, 0.0)], PRICE_ROW)
-        return KnownPrices(*(np.repeat(nothing, slots).view(np.recarray) for _ in range(2)))
 
 
 class Arrays(NamedTuple):
     """Everything that the price of a choice needs.
 
-    n_groups    groups of samples per iteration
     memory_bytes  bytes of memory of the smallest device
     memories    [runs] MEMORY_ROW: the memory of all devices, ascending
+    per_host    devices of a host
     dispatch_s  seconds of a node besides its work
     sync_share  of all iterations, those in which a role that follows another is blended
     role        [calls] int64: number of the call's role
@@ -180,17 +144,16 @@ class Arrays(NamedTuple):
     options     [options of all calls] OPTION_ROW
     stages      [stages of all different options] STAGE_ROW
     sides       [sides, 4] int64: first head, distance of heads, dp, number of blocks that are dealt separately
+    wires       [sets of device classes, 4] float64: planner.pricing.moves.Wires of the slowest class
     models      the roles' models
-    known       prices of moves: the only part that is written to after it was made
     """
 
     n_calls: int
-    n_groups: int
     memory_bytes: float
     memories: Rows
     dispatch_s: float
     sync_share: float
-    links: Links
+    per_host: int
     role: Ints
     trainer: Ints
     chunks: Ints
@@ -200,9 +163,9 @@ class Arrays(NamedTuple):
     options: Rows
     stages: Rows
     sides: Ints
+    wires: Floats
     skeletons: Skeletons
     models: Models
-    known: KnownPrices
 
 
 def make_arrays(
@@ -213,9 +176,9 @@ def make_arrays(
     number = {call.name: i for i, call in enumerate(graph.calls)}
     trainers = [graph.trainer(call.role) for call in graph.calls]
     trained_by = [-1 if call is None else number[call.name] for call in trainers]
-    shapes = [model.models[role] for role in graph.roles]
+    shapes = [model.models[role].shape for role in graph.roles]
     roles = [graph.roles.index(call.role) for call in graph.calls]
-    rows, stages, sides = _option_rows(problem, options)
+    rows, stages, sides, wires = _option_rows(problem, options)
     weights = _Numbers()
     profiles = model.classes.profiles
     memories = [(first, float(profiles[number].memory_bytes)) for first, number in model.classes.runs]
@@ -224,12 +187,11 @@ def make_arrays(
     offloadable = {c.name for c, of_call in zip(graph.calls, options, strict=True) if of_call[-1].offload}
     return Arrays(
         n_calls=len(graph.calls),
-        n_groups=graph.n_seqs // graph.group_size,
         memory_bytes=min(memory for _, memory in memories),
         memories=_table(MEMORY_ROW, memories),
         dispatch_s=model.classes.dispatch_s,
         sync_share=1 / model.workload.sync_every,
-        links=links(model.classes),
+        per_host=problem.cluster.devices_per_host,
         role=np.array(roles),
         trainer=np.array(trained_by),
         chunks=np.array([call.chunks for call in graph.calls]),
@@ -239,25 +201,13 @@ def make_arrays(
         options=rows,
         stages=stages,
         sides=sides,
+        wires=wires,
         skeletons=_skeletons(problem, orders, offloadable),
-        models=_models(shapes, model.workload.itemsize, model.classes),
-        known=KnownPrices.empty(),
-    )
-
-
-def _models(roles: Sequence[RoleModel], itemsize: int, classes: DeviceClasses) -> Models:
-    of_roles = [parts(model.shape, model.head, itemsize, model.lora) for model in roles]
-    counts = [(len(model.entries), len(model.kinds)) for model in of_roles]
-    return Models(
-        np.concatenate([model.entries for model in of_roles]),
-        np.concatenate([model.kinds for model in of_roles]),
-        np.cumsum([(0, 0), *counts], axis=0),
-        np.array([model.layers for model in of_roles]),
-        np.array([float(sizes(m.shape, m.head, 1, m.lora).layer * itemsize) for m in roles]),
-        np.array(
-            [classes.dispatch_s + classes.reallocation_overhead_s(model.shape.layers) for model in roles]
+        models=Models(
+            np.array([shape.layers for shape in shapes]),
+            np.array([model.classes.reallocation_overhead_s(shape.layers) for shape in shapes])
+            + model.classes.dispatch_s,
         ),
-        itemsize,
     )
 
 
@@ -265,13 +215,13 @@ def _table(row: np.dtype, rows: Iterable[tuple]) -> Rows:
     return np.array([*rows], row).view(np.recarray)
 
 
-def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints]:
-    """([options] OPTION_ROW, [stages] STAGE_ROW, [sides, 4] int64): Arrays.options, stages and sides."""
-    classes, itemsize = problem.model.classes, problem.model.workload.itemsize
-    dispatch_s = classes.dispatch_s
+def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple[Rows, Rows, Ints, Floats]:
+    """([options] OPTION_ROW, [stages] STAGE_ROW, [sides, 4] int64, [sets of classes, 4] float64): Arrays.options,
+    stages, sides and wires."""
+    classes, dispatch_s = problem.model.classes, problem.model.classes.dispatch_s
     rows: list[tuple] = []
     stages: list[tuple[float, ...]] = []
-    sides, places, strategies = _Numbers(), _Numbers(), _Numbers()
+    sides, places, strategies, wires = _Numbers(), _Numbers(), _Numbers(), _Numbers()
     layouts = {
         mesh: classes.layout(*mesh) for of_call in options for mesh in {(o.first, o.size) for o in of_call}
     }
@@ -286,8 +236,8 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             if alike not in known:
                 by_stage = option.resident, option.frozen, option.copy, option.active
                 most = tuple(map(max, by_stage))
-                within = {number for _, number in layout}
-                layer = float(sizes(model.shape, model.head, s.tp, model.lora).layer * itemsize)
+                within = tuple(sorted({number for _, number in layout}))
+                layer = problem.model.layer_bytes(call.role, s.tp)
                 known[alike] = (
                     save_s(most[2], s.dp, problem.model, within, state_bytes) + dispatch_s,
                     evaluation_s(call.role, option.assignment.placement, problem.model) + dispatch_s
@@ -296,7 +246,7 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
                     classes.host_copy_s(most[2], within),
                     strategies[degrees, layout],
                     *_dealt(call, s),
-                    (len(stages), *most, layer, -(-model.shape.layers // s.pp)),
+                    (wires[within], len(stages), *most, layer, -(-model.shape.layers // s.pp)),
                 )
                 stages += zip(*by_stage, strict=True)
             saved_s, evaluated_s, copy_s, strategy, last, distance, blocks, figures = known[alike]
@@ -305,7 +255,8 @@ def _option_rows(problem: Problem, options: Sequence[Sequence[Option]]) -> tuple
             rows.append(
                 (seconds, saved_s, evaluated_s, copy_s, *mesh, *degrees, where, place, strategy, *figures)
             )
-    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64)
+    slowest = np.array([classes.wires(within) for within in wires], np.float64)
+    return _table(OPTION_ROW, rows), _table(STAGE_ROW, stages), np.array(list(sides), np.int64), slowest
 
 
 def _dealt(call: ModelFunctionCall, s: ParallelStrategy) -> tuple[int, int, int]:
@@ -365,17 +316,16 @@ def _skeletons(
         copies = places[:, [place[name] for name in onloads[i]]] + 1  # the place directly after their onloads
         order[i, :, : len(rows)] = np.hstack([places, copies]).argsort(axis=1)
     sizes = np.array([*map(len, before)])
-    moved = np.array(list(row_of.group_bytes), np.float64)
-    return Skeletons(of, sizes, slots, after, across, order, moved)
+    return Skeletons(of, sizes, slots, after, across, order, _table(TRANSFER_ROW, row_of.transfers))
 
 
 class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
-    """Slot -> its SLOT_ROW. group_bytes: different bytes per group of samples of its transfers -> their number."""
+    """Slot -> its SLOT_ROW. transfers: TRANSFER_ROW of its transfers -> their number."""
 
     def __init__(self, problem: Problem) -> None:
-        self._graph, self._workload = problem.graph, problem.model.workload
+        self._graph, self._model = problem.graph, problem.model
         self._number = {call.name: i for i, call in enumerate(problem.graph.calls)}
-        self.group_bytes = _Numbers()
+        self.transfers = _Numbers()
 
     def __missing__(self, slot: Slot) -> tuple[int, int, int, int, int]:
         call, moved = self._number[slot.call], 0
@@ -384,10 +334,8 @@ class _SlotRows(dict[Slot, tuple[int, int, int, int, int]]):
         if slot.kind in ("transfer", "reallocate", "sync"):
             mask |= 1 << source
         if slot.kind == "transfer":
-            # A part's samples are dealt as those of every other part: so its messages are those of all samples, each
-            # with a part of the bytes.
-            sample_bytes = sum(key_bytes(key, self._workload) for key in slot.keys) / slot.part.of
-            moved = self.group_bytes[sample_bytes * self._graph.group_size]
+            size_bytes, overhead_s = transfer_size(slot.keys, self._graph.n_seqs // slot.part.of, self._model)
+            moved = self.transfers[size_bytes, overhead_s + self._model.classes.dispatch_s]
         self[slot] = _KINDS[slot.kind], call, source, mask, moved
         return self[slot]
 

@@ -4,8 +4,7 @@ planner.pricing.plans.
 A device runs its nodes one after another, in the total order: they form a chain. Devices used by the same calls have
 the same chain. If a device's calls are a subset of another device's calls, the other device's chain implies its own.
 So a few chains stand for all devices. The copies to the same devices form a chain of their own, if there are several
-copies. Memory is in planner/search/compiled/memory_peaks.py, the prices of moves in
-planner/search/compiled/resharding_memo.py.
+copies. Memory is in planner/search/compiled/memory_peaks.py, the prices of moves in planner/search/compiled/moves.py.
 
 The period is found by a rising sequence of lower bounds (`_settle`). Passes over the slots in the total order compute
 start times under the current period. If a cycle is longer than the period allows, the period rises to that cycle's
@@ -30,7 +29,7 @@ from planner.search.compiled.arrays import (
 )
 from planner.search.compiled.compile import compiled, inner
 from planner.search.compiled.memory_peaks import excesses, surely_fits
-from planner.search.compiled.resharding_memo import least_reallocation, reallocation, redistribution
+from planner.search.compiled.moves import reallocation_s, transfer_s
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -64,15 +63,14 @@ def pattern(arrays: Arrays, rows: Ints) -> int:
 
 
 @inner
-def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, exact: bool) -> None:
+def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats) -> None:
     """Writes the seconds of every slot of a skeleton to out, [slots] float64; 0 for idle ones.
 
     made    number of the skeleton
     rows    [calls] int64 rows of options
     chains  [slots] int64 chains of each slot (`_chains`)
-    exact   price moves; else use lower bounds for them, which is fast
     """
-    options, known = arrays.options, arrays.known
+    options = arrays.options
     for i in range(len(out)):
         slot = arrays.skeletons.slots[made, i]
         here, there = int(rows[slot.call]), int(rows[slot.source])
@@ -87,19 +85,13 @@ def durations(arrays: Arrays, made: int, rows: Ints, chains: Ints, out: Floats, 
         elif slot.kind == COPY:
             out[i] = options[here].copy_s
         elif slot.kind == REALLOCATE or slot.kind == SYNC:
-            role = int(arrays.role[slot.call])
-            moved_s = (
-                reallocation(arrays, known, role, there, here)
-                if exact
-                else least_reallocation(arrays, role, there, here)
-            )
-            out[i] = arrays.models.overhead_s[role] + moved_s
+            out[i] = reallocation_s(arrays, int(arrays.role[slot.call]), there, here)
             if slot.kind == SYNC:
                 out[i] = arrays.dispatch_s + (out[i] - arrays.dispatch_s) * arrays.sync_share
+        elif slot.kind == TRANSFER:
+            out[i] = transfer_s(arrays, slot.moved, there, here)
         else:
             out[i] = arrays.dispatch_s
-            if slot.kind == TRANSFER and exact:
-                out[i] += redistribution(arrays, known, slot.moved, options[there].where, options[here].where)
 
 
 @inner
@@ -144,11 +136,7 @@ def value(arrays: Arrays, choice: Ints, limit: float) -> tuple[float, float, int
 
 @inner
 def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[float, float, int]:
-    """`value` with a limit in seconds; if `endless`, memory is unlimited, so that every order is allowed.
-
-    Pricing moves is what takes time. So they are priced only if the choice is below the limit with lower bounds for
-    its moves.
-    """
+    """`value` with a limit in seconds; if `endless`, memory is unlimited, so that every order is allowed."""
     n_calls, s = arrays.n_calls, arrays.skeletons
     rows = arrays.start[:n_calls] + choice
     made = s.of[pattern(arrays, rows)]
@@ -158,12 +146,9 @@ def priced(arrays: Arrays, choice: Ints, limit: float, endless: bool) -> tuple[f
     excess = np.zeros(s.order.shape[1])
     if not endless and not surely_fits(arrays, made, rows, chains, masks, n_masks):
         excess = excesses(arrays, made, rows, chains)
-    best, order, seconds = np.inf, 0, np.empty(len(chains))
-    for exact in range(0 if limit < np.inf else 1, 2):
-        durations(arrays, made, rows, chains, seconds, exact == 1)
-        best, order = fastest_order(arrays, made, seconds, chains, n_chains, excess, limit)
-        if best == np.inf:
-            break
+    seconds = np.empty(len(chains))
+    durations(arrays, made, rows, chains, seconds)
+    best, order = fastest_order(arrays, made, seconds, chains, n_chains, excess, limit)
     return best, excess.min(), order
 
 

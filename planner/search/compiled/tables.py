@@ -1,15 +1,16 @@
 """The tables of a plan search: all options of all calls, and the price of a choice among them."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
+from planner.deadline import Deadline
 from planner.plan.build import build_plan
 from planner.plan.call_order import call_orders
-from planner.pricing.options import Option, all_options
+from planner.pricing.options import NO_DEADLINE, Option, all_options
 from planner.pricing.problem import Problem
 from planner.search.compiled.arrays import make_arrays
 from planner.search.compiled.evaluator import value
@@ -40,13 +41,25 @@ class Tables:
     orders   the orders of calls that are tried (planner.plan.call_order)
     arrays   the same for compiled code, where planner.search.compiled.evaluator.value prices a choice
 
-    Raises ProblemError when a call has no option that fits.
+    among  call -> assignment, several times: calls have no other options than these meshes and strategies
+
+    Raises ProblemError when a call has no option that fits, OptionsTakeTooLongError when the deadline passes first.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        deadline: Deadline = NO_DEADLINE,
+        among: Sequence[Mapping[str, CallAssignment]] = (),
+    ) -> None:
+        placements = {
+            call.name: {given[call.name].placement for given in among} for call in problem.graph.calls
+        }
         self.problem = problem
         self.calls: tuple[str, ...] = tuple(call.name for call in problem.graph.calls)
-        self.options: tuple[tuple[Option, ...], ...] = all_options(problem)
+        self.options: tuple[tuple[Option, ...], ...] = all_options(
+            problem, deadline, placements if among else None
+        )
         self.orders = call_orders(problem.graph)
         self.arrays = make_arrays(problem, self.options, self.orders)
 

@@ -79,7 +79,7 @@ INF = float("inf")
         ({"device": [{"hosts": 1, "device": "cpu-slot"}]}, ("device.0.n_hosts: required",)),
         (
             {"device": [{"n_hosts": 1, "device": {"like": "cpu-slot", "flops_per_s": 0}}]},
-            ("device.0.device: flops_per_s", "greater than 0"),
+            ("device.0.device: flops_per_s", "greater than or equal to 1"),
         ),
         (
             {

@@ -67,7 +67,7 @@ def test_constants_come_back(slow, measured):
     assert (fitted.dispatch_s, fitted.process_bytes) == (0.125, 7)
 
 
-def test_what_a_reallocation_takes_beyond_its_message_counts_per_layer(measured):
+def test_what_a_move_takes_beyond_its_message_counts_per_layer_or_per_sample_and_key(measured):
     before = preset("cpu-slot")
     exchanges = tuple(
         TimedExchange(kind="redistribute", ranks=2, crosses_hosts=False, size_bytes=n, seconds=1e-3 + n / 5e8)
@@ -77,8 +77,11 @@ def test_what_a_reallocation_takes_beyond_its_message_counts_per_layer(measured)
         Timed(operation="reallocation", tp=1, tokens=n, context=c, seconds=1e-3 + 4 * n / 5e8 + c * 0.25)
         for n, c in ((10**5, 1), (10**6, 4))
     )
-    update = {"exchanges": exchanges, "operations": (*measured.operations, *moved)}
+    sent = Timed(operation="transfer", tp=1, tokens=1000, context=0, seconds=1e-3 + 4000 / 5e8 + 1000 * 2e-6)
+    others = [o for o in measured.operations if o.operation not in ("reallocation", "transfer")]
+    update = {"exchanges": exchanges, "operations": (*others, *moved, sent)}
     after = with_measured_moves(before, measured.model_copy(update=update))
+    assert after.transfer_overhead_s == pytest.approx(2e-6)
     assert after.reallocation_overhead_s == pytest.approx(0.25)
     assert after.send_s(2**20, False) == pytest.approx(1e-3 + 2**20 / 5e8)
     assert with_measured_moves(before, measured).reallocation_overhead_s == before.reallocation_overhead_s

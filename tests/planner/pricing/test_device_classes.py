@@ -111,13 +111,24 @@ def test_a_call_on_one_class_does_not_see_the_others(make_graph, ppo_cost, assig
             assert mixed.call(call, assign(devices, tp=2)) == alone.call(call, assign(devices, tp=2))
 
 
-def test_a_message_takes_the_slower_link_of_its_two_hosts():
+def test_a_move_takes_the_slowest_links_of_its_classes():
     slow = renamed(A100, "slow", between_hosts=Link(bytes_per_s=1e9, latency_s=1e-3), link_efficiency=0.5)
     classes = DeviceClasses.host_by_host(Cluster(3, 2), [A100, A100, slow])
-    assert classes.send_s(0, 1, 1e9) == pytest.approx(A100.send_s(1e9, False))
-    assert classes.send_s(0, 2, 1e9) == pytest.approx(A100.send_s(1e9, True))
-    assert classes.send_s(1, 4, 1e9) == classes.send_s(4, 1, 1e9) == pytest.approx(1e-3 + 2)
-    assert classes.send_s(4, 5, 1e9) == pytest.approx(slow.send_s(1e9, False))
+    inside, between = A100.inside_host, A100.between_hosts
+    fast = (
+        inside.latency_s,
+        1 / (0.8 * inside.bytes_per_s),
+        between.latency_s,
+        1 / (0.8 * between.bytes_per_s),
+    )
+    assert classes.wires({0}) == pytest.approx(fast)
+    assert classes.wires({1}) == pytest.approx((inside.latency_s, 1 / (0.5 * inside.bytes_per_s), 1e-3, 2e-9))
+    assert classes.wires({0, 1}) == classes.wires({1})
+    quick = renamed(slow, "quick", inside_host=Link(bytes_per_s=1e15, latency_s=1.0))
+    mixed = DeviceClasses.host_by_host(Cluster(2, 2), [A100, quick])
+    assert mixed.wires({0, 1}) == pytest.approx((1.0, fast[1], 1e-3, 2e-9)), (
+        "latency of one, bandwidth of the other"
+    )
 
 
 def test_a_save_is_as_slow_as_the_slowest_host():

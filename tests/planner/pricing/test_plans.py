@@ -6,8 +6,10 @@ from bench.replay import replay
 from planner.plan.build import build_plan
 from planner.plan.mesh import Cluster
 from planner.plan.workload import Lengths
+from planner.pricing.calls import CostModel
+from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import preset
-from planner.pricing.plans import plan_memory, price_plan, reallocation_messages, send, shortfall
+from planner.pricing.plans import plan_memory, price_plan, shortfall
 from planner.search.baselines import symmetric
 from rlhf_tasks.parallel.layout.shape import parameters, trained_parameters
 from rlhf_tasks.parallel.layout.slices import Layout
@@ -29,24 +31,29 @@ def test_every_node_has_a_price_and_the_replay_agrees(demo_plan, tiny_cost):
 
 
 def test_reallocations_move_the_ownership_bound(demo_plan, tiny_cost):
+    """Nearly: embedding and head count as if they were spread over the layers, and so over the stages."""
     for node in demo_plan.nodes:
         if isinstance(node, ReallocateNode):
             model = tiny_cost.models[node.role]
             layouts = [Layout(model.shape, model.head, p) for p in (node.source, node.destination)]
-            moved = sum(size for _, _, size in reallocation_messages(node, tiny_cost))
-            assert moved == reallocation_bound(*layouts, 4)
-            assert price_plan(demo_plan, tiny_cost).moved_bytes[node.name] == moved
+            moved = price_plan(demo_plan, tiny_cost).moved_bytes[node.name]
+            assert moved == pytest.approx(reallocation_bound(*layouts, 4), rel=0.05)
 
 
 def test_a_reallocation_takes_its_messages_and_its_overhead_per_layer(demo_plan, tiny_cost):
+    """Without overhead it takes so much less."""
     device = tiny_cost.classes.profiles[0]
     assert device.reallocation_overhead_s > 0
+    free = DeviceClasses.alike(tiny_cost.cluster, device.model_copy(update={"reallocation_overhead_s": 0.0}))
+    without = CostModel(tiny_cost.cluster, free, tiny_cost.models, tiny_cost.workload)
     for node in demo_plan.nodes:
         if isinstance(node, ReallocateNode):
-            sent_s = send(reallocation_messages(node, tiny_cost), tiny_cost)[0]
+            seconds, sent_s = (
+                price_plan(demo_plan, model).duration_s[node.name] for model in (tiny_cost, without)
+            )
             overhead_s = tiny_cost.models[node.role].shape.layers * device.reallocation_overhead_s
-            seconds = price_plan(demo_plan, tiny_cost).duration_s[node.name]
-            assert seconds == pytest.approx(device.dispatch_s + overhead_s + sent_s)
+            assert seconds == pytest.approx(sent_s + overhead_s)
+            assert sent_s >= device.dispatch_s
 
 
 def test_redistribution_by_hand(demo_plan, tiny_cost):
@@ -57,8 +64,10 @@ def test_redistribution_by_hand(demo_plan, tiny_cost):
     price = price_plan(demo_plan, tiny_cost)
     expected = 128 * (40 + 128) * (8 + 1 + 4)
     assert price.moved_bytes[node.name] == expected
-    link = tiny_cost.classes.profiles[0].inside_host
-    seconds = tiny_cost.classes.profiles[0].dispatch_s + link.latency_s + expected / (0.8 * link.bytes_per_s)
+    device = tiny_cost.classes.profiles[0]
+    assert device.transfer_overhead_s > 0
+    link, overhead_s = device.inside_host, 256 * 3 * device.transfer_overhead_s
+    seconds = device.dispatch_s + overhead_s + link.latency_s + expected / (0.8 * link.bytes_per_s)
     assert price.duration_s[node.name] == pytest.approx(seconds)
 
 

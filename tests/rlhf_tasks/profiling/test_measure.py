@@ -1,6 +1,7 @@
 """What ranks measure: every operation and exchange, on the engine's own modules, for any family and tp."""
 
 import json
+import math
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,7 +15,14 @@ from planner.pricing.measured import MeasuredProfile, ProfileTables
 from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.profiling import measure as profiling
 from rlhf_tasks.profiling.executor import ProfileExecutor
-from rlhf_tasks.profiling.measure import ROUNDS, _means_s, exchange_sets
+from rlhf_tasks.profiling.measure import (
+    FEWEST_ROUNDS,
+    KEYS,
+    MANY_SAMPLES,
+    ROUNDS,
+    _means_s,
+    exchange_sets,
+)
 from rlhf_tasks.profiling.measurements import Grid, Measurements
 from rlhf_tasks.profiling.spec import ProfileSpec, pieces_of, profile_plan
 from rlhf_tasks.protocol.messages import GenerationSpec
@@ -71,6 +79,9 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
     moved = [o for o in profile.operations if o.operation == "reallocation"]
     assert [(o.tp, o.context, o.seconds) for o in moved] == [(1, 1, 1.0), (1, 4, 1.0)]
     assert moved[1].tokens - moved[0].tokens == 3 * sizes(shape, "lm", 1).layer
+    (sent,) = [o for o in profile.operations if o.operation == "transfer"]
+    assert (sent.tp, sent.tokens, sent.seconds) == (1, MANY_SAMPLES * len(KEYS), 1.0)
+    assert profile.lacking() == ""
     for head in ("lm", "scalar"):
         for tp in (1, 2):
             tables = ProfileTables(profile, head, tp, crosses=False)
@@ -87,18 +98,43 @@ def test_two_ranks_measure_everything_that_plans_on_them_need(ranks, tmp_path, f
 
 
 def test_works_are_timed_in_rounds_so_that_a_slow_phase_meets_each_of_them_once():
+    """Here the first round is slow, as it mostly is."""
     clock, done = SimpleNamespace(now=0.0), []
 
     def work(name: str, seconds: float) -> None:
         done.append(name)
-        slow = 4 < len(done) <= 6  # the second round of two
-        clock.now += seconds * (100 if slow else 1)
+        clock.now += seconds * (100 if len(done) <= 2 else 1)
 
     works = {name: partial(work, name, seconds) for name, seconds in (("short", 1.0), ("long", 5.0))}
     groups = SimpleNamespace(device=torch.device("cpu"))
     found = _means_s(works, (0,), groups, lambda: clock.now)
-    assert done == ["short", "long"] * (1 + ROUNDS)
+    assert done == ["short", "long"] * 3
     assert found == {"short": 1.0, "long": 5.0}
+
+
+def timed_turns(took: dict[str, list[float]], budget_s: float = math.inf) -> dict[str, int]:
+    """Turns that works have which take so many seconds, one turn after the other (the last one's from then on)."""
+    clock, turns = SimpleNamespace(now=0.0), dict.fromkeys(took, 0)
+
+    def work(name: str) -> None:
+        clock.now += took[name][min(turns[name], len(took[name]) - 1)]
+        turns[name] += 1
+
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    _means_s({name: partial(work, name) for name in took}, (0,), groups, lambda: clock.now, budget_s)
+    return turns
+
+
+def test_a_work_whose_times_agree_has_no_further_turn():
+    unsteady = [1.0, 1.2, 1.44, 1.728, 2.0736, 2.48832]
+    took = {"steady": [1.0, 1.04], "steady later": [9.0, 1.0, 1.04], "unsteady": unsteady}
+    assert timed_turns(took) == {"steady": 2, "steady later": 3, "unsteady": ROUNDS}
+
+
+def test_after_the_time_of_a_piece_there_are_no_more_than_the_fewest_rounds():
+    works = {name: [n * 2.0**turn for turn in range(ROUNDS)] for name, n in (("a", 1.0), ("b", 3.0))}
+    assert timed_turns(works, 1.0) == dict.fromkeys(works, FEWEST_ROUNDS)
+    assert timed_turns(works, 4.0 * (1 + 2 + 4 + 8) - 0.1) == dict.fromkeys(works, 4)
 
 
 def test_a_plan_of_pieces_has_tp_degrees_that_divide_the_hosts():

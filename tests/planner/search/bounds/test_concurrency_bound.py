@@ -19,9 +19,7 @@ def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bo
     if places:
         meet = (first[:, None] < first + size) & (first < (first + size)[:, None])
     ends = list(zip(rows[r.trainer], rows[r.reader], strict=True))
-    moved_s = (
-        np.array([move_s(r, k, a, b, places) for k, (a, b) in enumerate(ends)]) * (r.delay == 1) * r.alone
-    )
+    moved_s = np.array([move_s(r, k, a, b) for k, (a, b) in enumerate(ends)]) * (r.delay == 1) * r.alone
     return PartialChoice(
         seconds,
         size.astype(np.int64),

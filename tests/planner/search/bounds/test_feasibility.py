@@ -8,8 +8,8 @@ import pytest
 from numba import njit
 
 from planner.plan.mesh import Cluster
-from planner.search.bounds.feasibility import can_be_arranged, covers, groups_fit, least_load
-from planner.search.bounds.relaxation import MEET, OPEN, UNKNOWN, relaxation
+from planner.search.bounds.feasibility import can_be_arranged, covers
+from planner.search.bounds.relaxation import MEET, UNKNOWN, relaxation
 from planner.search.bounds.root_bound import call_cycles
 from planner.search.bounds.tree_order import tree
 from planner.search.compiled.tables import Tables
@@ -19,51 +19,20 @@ pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved m
 
 
 @njit
-def fits(r, choice):
-    return groups_fit(r, choice)
-
-
-@njit
-def load_of(r, t, choice, allowed, threshold):
-    return least_load(r, t, choice, allowed, threshold)
-
-
-@njit
 def covered(r, t, choice, meet, moves, threshold):
     return covers(r, t, choice, meet, moves, threshold)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "slower", "memory", "adapters"),
-    [
-        *(
-            (cluster, slower, 0.5e9, False)
-            for cluster in (Cluster(2, 2), Cluster(1, 4))
-            for slower in (1, 100)
-        ),
-        (Cluster(2, 2), 1, 0.13e9, True),
-    ],
-    ids=str,
-)
-def test_a_choice_has_the_room_that_its_partial_choices_need(
-    small_problem, lora, cluster, slower, memory, adapters
-):
-    lora = lora if adapters else None
-    tables = Tables(small_problem(cluster, memory=memory, links_slower=slower, lora=lora))
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+@pytest.mark.parametrize("slower", [1, 100])
+def test_a_choice_has_the_room_that_its_partial_choices_need(small_problem, cluster, slower):
+    tables = Tables(small_problem(cluster, memory=0.5e9, links_slower=slower))
     r = relaxation(tables)
-    t, n = tree(tables, r, call_cycles(tables.problem.graph)), r.arrays.n_calls
-    seconds, denied = r.arrays.options.seconds, {"memory": 0, "load": 0, "cover": 0}
+    t, denied = tree(tables, r, call_cycles(tables.problem.graph)), 0
     for p in partial_choices(tables, r, 150):
-        threshold = p.time_s * (1 + 1e-9)
-        for allowed in (np.full(n, np.inf), seconds[p.chosen] * (1 + 1e-9)):
-            assert load_of(r, t, p.rows, allowed, threshold) <= threshold * r.n_devices
-        assert covered(r, t, p.rows, p.meet, p.moves, threshold)
-        assert p.excess_bytes > 0 or fits(r, p.rows)
-        free, short = np.full(n, np.inf), 0.6 * p.time_s
-        denied["memory"] += OPEN not in p.rows and not fits(r, p.rows)
-        denied["load"] += load_of(r, t, p.rows, free, short) > short * r.n_devices
-        denied["cover"] += not covered(r, t, p.rows, p.meet, p.moves, short)
-    assert min(denied.values()) > 20, denied
+        assert covered(r, t, p.rows, p.meet, p.moves, p.time_s * (1 + 1e-9))
+        denied += not covered(r, t, p.rows, p.meet, p.moves, 0.6 * p.time_s)
+    assert denied > 20
 
 
 def meshes_of(r, row: int) -> set[tuple[int, int]]:

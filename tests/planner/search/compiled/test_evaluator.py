@@ -1,10 +1,8 @@
 """The compiled price of a choice against the plan that is built from it and its replay."""
 
-import random
 from functools import cache
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +16,6 @@ from planner.pricing.device_classes import DeviceClasses
 from planner.pricing.devices import DeviceProfile, Link, preset
 from planner.pricing.plans import PlanPrice, price_plan
 from planner.pricing.problem import Problem
-from planner.search.compiled.arrays import KnownPrices
-from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
@@ -65,12 +61,14 @@ def make_tables(
     lora: Lora | None = None,
     chunks: int = 1,
     sync_every: int | None = None,
+    max_rounds: int = 1,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
 
     lora        of the roles that train; then actor and ref, critic and reward begin from the same weights
     chunks      parts into which calls are cut
     sync_every  iterations from one blend of the reference with the actor to the next
+    max_rounds  of GRPO: rounds in which the samples of an iteration come
     """
     sizes = {
         "batch_size": n_seqs,
@@ -81,6 +79,9 @@ def make_tables(
         "records_kept": False,
         "group_size": 2,
         "truncated_responses": "keep",
+        "max_rounds": max_rounds,
+        "beta": 0.04,
+        "mask_truncated_completions": False,
     }
     registered = algorithm(name)
     graph = DataflowGraph(
@@ -158,6 +159,10 @@ def tables_of(name: str) -> Tables:
             Cluster(2, 2), memory_bytes=230 * 10**6, host_copy_bytes_per_s=1e8, chunks=4
         ),
         "2x2, parts, reference follows": lambda: make_tables(Cluster(2, 2), chunks=2, sync_every=3),
+        "2x2, rounds": lambda: make_tables(Cluster(2, 2), "grpo", max_rounds=2),
+        "2x2, rounds, little memory": lambda: make_tables(
+            Cluster(2, 2), "grpo", n_seqs=8, memory_bytes=230 * 10**6, max_rounds=3
+        ),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
         "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
         "3x2, two classes, reference follows": lambda: make_tables(
@@ -177,27 +182,9 @@ NAMES = [
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
     *("2x2, adapters", "2x2, adapters, little memory", "2x2, adapters, evaluated"),
     *("2x2, parts", "2x4, parts of which dp does not divide one", "2x2, parts, little memory"),
-    "2x2, parts, reference follows",
+    *("2x2, parts, reference follows", "2x2, rounds", "2x2, rounds, little memory"),
     *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
 ]
-
-
-def test_a_price_is_the_same_whatever_moves_are_known():
-    """Known to nobody, to a memory of two prices of which each displaces another, and to one that has them all."""
-    tables, rng = make_tables(Cluster(2, 2)), random.Random(0)
-    choices = [np.array([rng.randrange(len(own)) for own in tables.options]) for _ in range(100)]
-    small, large = KnownPrices.empty(2), tables.arrays.known
-    for memory in large:
-        assert (memory.key == -1).all(), "it is this table's own"
-    for _ in range(2):
-        for choice in choices:
-            prices = {
-                value(tables.arrays._replace(known=known), choice, np.inf)
-                for known in (KnownPrices.empty(), small, large)
-            }
-            assert len(prices) == 1
-    for memory in (*small, *large):
-        assert (memory.key != -1).any()
 
 
 def test_where_memory_may_lack_frozen_roles_may_be_offloaded():
