@@ -16,6 +16,7 @@ from rlhf_tasks.system.durable import existing
 FULL_BYTES = (
     1 << 20
 )  # free; with less, the disk counts as full: SQLite and others report that in their own words
+IN_THE_MAKING = 2  # snapshots at most that are not committed: iterations overlap (protocol/sequencer.py)
 STATE_FLOATS = 3  # numbers per parameter in a commit: master weight and two moments (optimizer.py)
 
 
@@ -63,7 +64,7 @@ def disk_need(
     return DiskNeed(
         state_itemsize
         * (STATE_FLOATS * sum(sizes.values()) + followers),  # of followers master weights alone
-        min(config.keep_last + best + 1, written),
+        min(config.keep_last + best + IN_THE_MAKING, written),
         itemsize * exported,
     )
 
@@ -79,7 +80,7 @@ def refuse_full_disk(need: DiskNeed, place: Path) -> None:
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"{place} needs {needed_bytes} bytes and its disk has {free_bytes} free: {need.commits} commits of "
-            f"{need.commit_bytes} bytes (keep_last, keep_best and the one being written) and {need.export_bytes} for "
+            f"{need.commit_bytes} bytes (keep_last, keep_best and two being written) and {need.export_bytes} for "
             "the exported model. Free some space, lower keep_last, or set output_dir to another disk."
         )
 

@@ -300,6 +300,14 @@ def test_a_reference_of_another_architecture_cannot_follow():
         problem_of(config, hardware_of(config))
 
 
+def test_the_disk_needs_room_for_what_is_kept_and_two_snapshots_in_the_making(document):
+    def commits(**more):
+        return prepare.prepare(make_config({**document, **more})).disk.commits
+
+    assert commits(total_iterations=50, keep_last=3) == 5
+    assert commits(total_iterations=1, keep_last=3) == 2, "step 0 and step 1"
+
+
 def test_the_disk_needs_room_for_a_reference_that_follows(document):
     frozen, following = (
         prepare.prepare(make_config({**document, **more})).disk
