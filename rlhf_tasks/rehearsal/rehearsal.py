@@ -291,8 +291,12 @@ class Rehearsal:
             self._end(f"the run gave up: its controller was lost, after {self._rebuilds - 1} restarts", False)
             return
         await asyncio.sleep(self._asked.machines.attempt_s)
-        spec = old.spec.model_copy(update={"attempt": old.spec.attempt + 1, "rebuilds": self._rebuilds})
-        await self._begin(spec)
+        update = {
+            "attempt": old.spec.attempt + 1,
+            "rebuilds": self._rebuilds,
+            "iterations": self._asked.spec.iterations - self._story.leapt_iterations,
+        }
+        await self._begin(old.spec.model_copy(update=update))
 
     # --- quiet times --------------------------------------------------------------------------------------
 

@@ -163,7 +163,11 @@ def test_fewer_snapshots_repeat_more_work_after_a_fault():
 
 
 def test_quiet_times_are_counted_as_they_would_have_been_rehearsed():
-    faults = [RankFault(kind="kill", at_s=at_s, rank=2) for at_s in (4_000, 9_000)]
+    faults = [
+        RankFault(kind="kill", at_s=4_000, rank=2),
+        ControllerFault(kind="controller", at_s=7_000),
+        RankFault(kind="kill", at_s=9_000, rank=2),
+    ]
     every, leaping = (
         rehearsed(iterations=2000, hours=4.0, noise=0.1, faults=faults, leaps=leaps)
         for leaps in (False, True)
@@ -173,7 +177,7 @@ def test_quiet_times_are_counted_as_they_would_have_been_rehearsed():
     assert len(leaping.story.commits) == pytest.approx(len(every.story.commits), rel=0.02)
     assert leaping.elapsed_s == every.elapsed_s == 4 * 3600
     assert sum(leaping.story.seconds.values()) == pytest.approx(leaping.elapsed_s)
-    for state in (RUNNING, "repeating: kill", "rebuilding: kill"):
+    for state in (RUNNING, "repeating: kill", "rebuilding: kill", "rebuilding: controller"):
         spent = leaping.story.seconds[state], every.story.seconds[state]
         assert spent[0] == pytest.approx(spent[1], rel=0.02, abs=2 * ITERATION_S), state
     at = [[fault.at_s for fault in found.story.faults] for found in (leaping, every)]
@@ -185,6 +189,13 @@ def test_a_run_whose_quiet_times_are_counted_ends_with_its_last_iteration():
     assert found.finished
     assert found.story.committed == 400
     assert found.rehearsed < 200
+
+
+def test_another_attempt_after_a_quiet_time_ends_with_the_run_s_last_iteration():
+    found = rehearsed(iterations=600, leaps=True, faults=[ControllerFault(kind="controller", at_s=6_000)])
+    assert found.ended == "finished: iteration 600 is committed"
+    assert found.rehearsed + found.story.leapt_iterations == 600
+    assert found.rehearsed < 300
 
 
 def test_rehearsed_faults_are_not_logged_as_if_they_had_happened(caplog):
