@@ -283,8 +283,8 @@ class Link:
         await self._find(None, deadline_s)
 
     def send(self, message: BaseModel) -> None:
-        """Send a message; without a process it is dropped."""
-        if self._process is not None:
+        """Send a message; without a process, or when the link is closed, it is dropped."""
+        if self._process is not None and not self._closed:
             self._cluster.post(self._process.receive, message, self)
 
     async def answers(self, within_s: float) -> bool:
@@ -296,7 +296,9 @@ class Link:
         return True
 
     def restart(self, lost: bool, deadline_s: float) -> None:
-        """Have the rank given a new process, unless that is in progress."""
+        """Have the rank given a new process, unless that is in progress or the link is closed."""
+        if self._closed:
+            return
         if self._restarting is None or self._restarting.done():
             self._restarting = self._cluster.start(self._restart(lost, deadline_s))
 

@@ -154,6 +154,7 @@ class Rehearsal:
         )
         self._commits = CommitsOnDisk()
         self._attempt: Attempt | None = None
+        self._starting: asyncio.Task[None] | None = None  # what starts the attempt
         self._snapshots: SimulatedSnapshots | None = None
         self._rebuilds = asked.spec.rebuilds
         self._over: asyncio.Future[tuple[str, bool]] = loop.create_future()
@@ -171,7 +172,7 @@ class Rehearsal:
     async def run(self) -> Rehearsed:
         """From the run's beginning to its end."""
         self._set_timer()
-        self._cluster.start(self._begin(self._asked.spec))
+        self._begin(self._asked.spec)
         ended, finished = await self._over
         story, snapshots = self._story, self._snapshots
         story.at(self._loop.time())
@@ -182,9 +183,12 @@ class Rehearsal:
 
     # --- the flow -----------------------------------------------------------------------------------------
 
-    async def _begin(self, spec: RunSpec) -> None:
+    def _begin(self, spec: RunSpec) -> None:
         around = Surroundings(self._cluster.link, Nowhere(), self._make_snapshots)
         attempt = self._attempt = Attempt(around, spec, lambda event: self._hear(attempt, event))
+        self._starting = self._cluster.start(self._start(attempt))
+
+    async def _start(self, attempt: Attempt) -> None:
         try:
             await attempt.start()
         except RankMissing as error:
@@ -277,14 +281,16 @@ class Rehearsal:
 
     async def _next_attempt(self) -> None:
         """The controller is lost: the flow begins another attempt at the last commit (flows/run/runs.py)."""
-        old, self._attempt = self._attempt, None
+        old, starting, self._attempt = self._attempt, self._starting, None
         if self._snapshots is not None:
             self._snapshots.died()
-        if old is None:
+        if old is None or starting is None:
             return
         first = max(self._commits.cursors, default=0)
         self._story.aborted(first)
         self._cluster.forget_links()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await old.close()
         self._rebuilds += 1
         if self._rebuilds > self._asked.spec.max_rebuilds:
@@ -296,7 +302,7 @@ class Rehearsal:
             "rebuilds": self._rebuilds,
             "iterations": self._asked.spec.iterations - self._story.leapt_iterations,
         }
-        await self._begin(old.spec.model_copy(update=update))
+        self._begin(old.spec.model_copy(update=update))
 
     # --- quiet times --------------------------------------------------------------------------------------
 
