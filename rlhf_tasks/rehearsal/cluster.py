@@ -254,7 +254,7 @@ class SimulatedCluster:
                 self._loop.call_later(fault.for_s, self._slow_host, fault.host, 1 / fault.factor)
             case SlowFault():
                 self._slow_disk(fault.host, fault.factor)
-                self._loop.call_later(fault.for_s, self._slow_disk, fault.host, 1.0)
+                self._loop.call_later(fault.for_s, self._slow_disk, fault.host, 1 / fault.factor)
 
     def _strike_rank(self, fault: RankFault) -> None:
         process = self.processes[fault.rank]

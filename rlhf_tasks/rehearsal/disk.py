@@ -40,9 +40,9 @@ class Disk:
         return min(self._thread_bytes_per_s, shared) / self._slowness
 
     def slow_down(self, factor: float) -> None:
-        """From now on everything takes `factor` times as long as it should; 1: as long as it should."""
+        """From now on everything takes `factor` times as long as until now."""
         self._catch_up()
-        self._slowness = factor
+        self._slowness *= factor
         self._plan()
 
     async def move(self, size_bytes: float, owner: object = None) -> None:

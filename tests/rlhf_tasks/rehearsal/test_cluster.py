@@ -1,4 +1,4 @@
-"""The simulated cluster: groups are made when every rank joins, closed links do nothing."""
+"""The simulated cluster: groups are made when every rank joins, closed links do nothing, slow times overlap."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.messages import GenerationSpec, Reset, Restore
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Machines, Noise
+from rlhf_tasks.rehearsal.faults import SlowFault
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.rehearsal.watch import Watch
 from tests.rlhf_tasks.protocol.plans import small_plan
@@ -113,3 +114,13 @@ def test_a_closed_link_sends_nothing_and_ends_no_process(ranks):
     assert ranks.told == []
     assert ranks.cluster.processes[1] is process
     assert process.inbox.lease is None
+
+
+def test_the_end_of_a_slow_time_of_a_disk_leaves_another_one_as_it_is(ranks):
+    for for_s, factor in ((10.0, 4.0), (20.0, 2.0)):
+        ranks.cluster.strike(SlowFault(kind="slow_disk", at_s=0, host=0, for_s=for_s, factor=factor))
+    rates = []
+    for _ in range(3):
+        rates.append(ranks.cluster.disks[0].rate)
+        ranks.pass_s(10.5)
+    assert rates == pytest.approx([1e9 / 8, 1e9 / 2, 1e9])
