@@ -160,7 +160,6 @@ class Rehearsal:
         self._over: asyncio.Future[tuple[str, bool]] = loop.create_future()
         self._faults = list(asked.faults)
         self._timer: asyncio.TimerHandle | None = None
-        self._slow = 0  # slow hosts and disks at present
         self._rehearsed = 0
         self._quiet = QuietTimes(self._story, window_of(asked), asked.costs.cycle)
 
@@ -265,18 +264,17 @@ class Rehearsal:
             self._story.strikes(fault.kind, now)
             self._story.faulted("the controller's process is gone", now)
             self._cluster.start(self._next_attempt())
-        else:
-            lasting = isinstance(fault, SlowFault)
-            self._story.strikes(fault.kind, now, noticed=not lasting)
+        elif isinstance(fault, SlowFault):
+            self._story.slows(fault.kind)
             self._cluster.strike(fault)
-            if lasting:
-                self._slow += 1
-                self._loop.call_later(fault.for_s, self._calm, fault.kind)
+            self._loop.call_later(fault.for_s, self._calm, fault.kind)
+        else:
+            self._story.strikes(fault.kind, now)
+            self._cluster.strike(fault)
         self._set_timer()
 
     def _calm(self, kind: str) -> None:
-        self._slow -= 1
-        self._story.calm(kind)
+        self._story.calms(kind)
         self._quiet.disturbed()
 
     async def _next_attempt(self) -> None:
@@ -312,7 +310,7 @@ class Rehearsal:
         if not self._asked.leaps or attempt is None or attempt.ledger.committed_step is None:
             return
         window = self._quiet.window(attempt.ledger.committed_step, self._loop.time())
-        if window is None or self._slow:
+        if window is None or self._story.slow:
             return
         until_s = 3600 * self._asked.hours
         if self._faults:

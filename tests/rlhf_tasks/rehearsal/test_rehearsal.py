@@ -130,6 +130,25 @@ def test_a_slow_host_stretches_the_run_and_ends_nothing():
     assert 40.0 < found.elapsed_s - quiet.elapsed_s < 70.0
 
 
+@pytest.mark.parametrize(("for_s", "ended"), [(30.0, 1), (2000.0, 16)])
+def test_a_host_so_slow_that_deadlines_fire_causes_every_generation_s_end(for_s, ended):
+    """A call that begins while the host is slow takes minutes, though the host is fast again before its deadline."""
+    slow = SlowFault(kind="slow", at_s=108, host=0, for_s=for_s, factor=60.0)
+    found = rehearsed(faults=[slow], max_rebuilds=40)
+    assert found.finished
+    assert [seen.cause for seen in found.story.faults] == ["slow"] * ended
+
+
+def test_what_a_slow_time_has_not_caused_is_not_booked_to_it():
+    """The second run has an iteration that takes too long at 160 s, as often as it is repeated."""
+    slow = SlowFault(kind="slow_disk", at_s=20, host=0, for_s=60, factor=1.1)
+    killed = rehearsed(faults=[slow, RankFault(kind="kill", at_s=50, rank=1)])
+    tight = rehearsed(faults=[slow], noise=0.3, deadline_floor_s=14.0, deadline_factor=1.0)
+    assert [seen.cause for seen in killed.story.faults] == ["kill"]
+    assert killed.story.seconds["rebuilding: kill"] > 5.0
+    assert [seen.cause for seen in tight.story.faults] == [OWN] * 4
+
+
 def test_a_call_that_takes_longer_than_its_deadline_is_a_fault_of_the_run_itself():
     """Noise can do this, where a deadline is too tight."""
     found = rehearsed(deadline_floor_s=5.0, deadline_factor=1.0)
