@@ -38,6 +38,7 @@ class Process:
     aborted   its process groups were aborted in this generation: what waits to be written is dropped
     hangs     its job never ends, whatever is done about it
     stopped   it does nothing and does not answer
+    raises    its next call raises
     meeting   the collective that it is in
     """
 
@@ -45,6 +46,7 @@ class Process:
         self.cluster, self.rank = cluster, rank
         self.inbox = Inbox(rank)
         self.alive, self.stopped, self.hangs, self.aborted = True, False, False, False
+        self.raises = False
         self.job: NodeKey | None = None
         self.meeting: Meeting | None = None
         self._link: Link | None = None  # of the controller that holds the lease
@@ -160,6 +162,8 @@ class Process:
     def _run(self, instruction: do.Run) -> None:
         self.job = instruction.request.key
         self.cluster.enter(self, instruction.request)
+        if self.raises:
+            self.cluster.post(self.cluster.raise_error, self)
 
     def ran(self, request: NodeRequest, started_s: float) -> None:
         """The node that this process is in has ended."""

@@ -151,6 +151,7 @@ class Rehearsal:
             self._watch,
             Pace(asked.spec.io_floor_s, asked.spec.io_least_bytes_per_s),
             lambda idle: self._story.idle(idle, loop.time()),
+            self._hit,
         )
         self._commits = CommitsOnDisk()
         self._attempt: Attempt | None = None
@@ -259,19 +260,23 @@ class Rehearsal:
             return
         fault = self._faults.pop(0)
         self._quiet.disturbed()
-        now = self._loop.time()
+        self._story.struck[fault.kind] += 1
         if isinstance(fault, ControllerFault):
-            self._story.strikes(fault.kind, now)
-            self._story.faulted("the controller's process is gone", now)
+            self._hit(fault.kind)
+            self._story.faulted("the controller's process is gone", self._loop.time())
             self._cluster.start(self._next_attempt())
         elif isinstance(fault, SlowFault):
             self._story.slows(fault.kind)
             self._cluster.strike(fault)
             self._loop.call_later(fault.for_s, self._calm, fault.kind)
         else:
-            self._story.strikes(fault.kind, now)
             self._cluster.strike(fault)
         self._set_timer()
+
+    def _hit(self, kind: str) -> None:
+        """A fault hits something, when it strikes or later."""
+        self._quiet.disturbed()
+        self._story.hits(kind, self._loop.time())
 
     def _calm(self, kind: str) -> None:
         self._story.calms(kind)

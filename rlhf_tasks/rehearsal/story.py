@@ -48,6 +48,7 @@ class Story:
     committed   iterations that are committed
     leapt_s, leapt_iterations  of quiet times that were counted and not rehearsed. `now_s` of all methods leaves them
                 out, and so does the number of an iteration
+    struck      kind -> faults that have struck, those among them that found nothing to hit
     slow        kinds of the faults by which hosts or disks are slow at present, in the order in which they struck
     """
 
@@ -93,9 +94,8 @@ class Story:
             self._become(WAITING if self._idle else RUNNING, now_s)
             self._mark(self._ran[-1].iteration)
 
-    def strikes(self, kind: str, now_s: float) -> None:
-        """A fault strikes that ends a generation."""
-        self.struck[kind] += 1
+    def hits(self, kind: str, now_s: float) -> None:
+        """A fault hits something: it will end the generation."""
         if self._pending is None:
             self._pending = kind
             if self._state in (RUNNING, WAITING):
@@ -103,7 +103,6 @@ class Story:
 
     def slows(self, kind: str) -> None:
         """A host or its disk becomes slow. That may end generations, and need not."""
-        self.struck[kind] += 1
         self.slow.append(kind)
 
     def calms(self, kind: str) -> None:

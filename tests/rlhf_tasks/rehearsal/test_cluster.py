@@ -6,7 +6,7 @@ from rlhf_tasks.protocol.headway import Pace
 from rlhf_tasks.protocol.messages import GenerationSpec, Reset, Restore
 from rlhf_tasks.rehearsal.cluster import SimulatedCluster
 from rlhf_tasks.rehearsal.costs import Machines, Noise
-from rlhf_tasks.rehearsal.faults import SlowFault
+from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.rehearsal.watch import Watch
 from tests.rlhf_tasks.protocol.plans import small_plan
@@ -20,10 +20,11 @@ class Clustered:
     """The small plan's three ranks, each of which reads 2 GB when it loads, and a controller's links to them.
 
     told  (seconds, rank, kind) of what the ranks have told, besides how much they have moved
+    hits  kinds of the faults that have hit something
     """
 
     def __init__(self, loop):
-        self.loop, self.told = loop, []
+        self.loop, self.told, self.hits = loop, [], []
         self.cluster = SimulatedCluster(
             loop,
             PLAN,
@@ -33,6 +34,7 @@ class Clustered:
             Watch(),
             Pace(300.0, 1e6),
             lambda idle: None,
+            self.hits.append,
         )
         self.links = [
             self.cluster.link(rank, f"rank-{rank}", "c", "", self._hear, self._lost, self._started)
@@ -124,3 +126,17 @@ def test_the_end_of_a_slow_time_of_a_disk_leaves_another_one_as_it_is(ranks):
         rates.append(ranks.cluster.disks[0].rate)
         ranks.pass_s(10.5)
     assert rates == pytest.approx([1e9 / 8, 1e9 / 2, 1e9])
+
+
+def test_what_has_no_process_is_not_hit(ranks):
+    for kind in ("kill", "hang", "stop", "error"):
+        ranks.cluster.strike(RankFault(kind=kind, at_s=0, rank=1))
+    for _ in range(2):
+        ranks.cluster.strike(HostFault(kind="host", at_s=0, host=0))
+    assert ranks.hits == ["kill", "host"]
+
+
+def test_an_error_does_not_hit_a_rank_that_is_idle(ranks):
+    ranks.cluster.strike(RankFault(kind="error", at_s=0, rank=1))
+    ranks.pass_s(100.0)
+    assert ranks.hits == []

@@ -86,6 +86,19 @@ def test_a_run_goes_on_after_a_fault_and_what_it_cost_is_told_by_its_kind(fault,
     assert found.elapsed_s - quiet.elapsed_s == pytest.approx(lost_s, abs=ITERATION_S)
 
 
+def test_an_error_that_finds_an_idle_rank_is_raised_in_its_next_call():
+    """All wait for commits of 75 s when it strikes, which shows in nothing until the call."""
+    slow = {"part_bytes": 25e9, "machines": Machines(disk_bytes_per_s=1e9), "iterations": 10}
+    quiet = rehearsed(**slow)
+    found = rehearsed(**slow, faults=[RankFault(kind="error", at_s=300, rank=1)])
+    assert found.finished
+    assert [seen.cause for seen in found.story.faults] == ["error"]
+    assert found.story.faults[0].at_s > 305.0
+    assert "an error of the rehearsal" in found.story.faults[0].sentence
+    assert found.story.seconds["noticing: error"] == pytest.approx(1.0, abs=0.5)
+    assert found.elapsed_s > quiet.elapsed_s
+
+
 def test_a_controller_that_is_lost_while_its_attempt_starts_leaves_nothing_behind():
     """The commit of 120 GB is hashed from 480 s to 600 s at 1 GB/s; the second fault strikes meanwhile."""
     slow = Machines(disk_bytes_per_s=1e9)
