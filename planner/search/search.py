@@ -208,7 +208,8 @@ def find_plan(
         lower_bound_s = bound_of(tables)
     except OptionsTakeTooLongError:
         late, rules = True, rules if rules.plans else _by_rule(problem, started)
-        known = [assignments_of(one.plan) for one in rules.plans] + [evaluate] * (evaluate is not None)
+        given = () if evaluate is None else (evaluate,)
+        known = (*(assignments_of(one.plan) for one in rules.plans), *given)
         if not known or mode == "disjoint":
             if called_off():
                 raise PlanError("The search was called off before there was a plan.") from None
