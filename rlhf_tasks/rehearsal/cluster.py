@@ -89,6 +89,11 @@ class SimulatedCluster:
     def now(self) -> float:
         return self._loop.time()
 
+    @property
+    def well(self) -> bool:
+        """Whether every rank has a process that can go on."""
+        return all(p is not None and not p.stopped and not p.hangs for p in self.processes)
+
     def call_later(self, seconds: float, act: Callable[..., None], *given: Any) -> None:
         self._loop.call_later(seconds, act, *given)
 

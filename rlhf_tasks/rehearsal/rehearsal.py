@@ -217,7 +217,7 @@ class Rehearsal:
         now, story = self._loop.time(), self._story
         match event:
             case Enterable():
-                story.ready(now)
+                story.ready(now, self._cluster.well)
                 self._cluster.post(attempt.enter, event.iteration, event.generation)
             case IterationRan(iteration=iteration):
                 self._rehearsed += 1

@@ -87,11 +87,14 @@ class Story:
         if self._state in (RUNNING, WAITING):
             self._become(WAITING if idle else RUNNING, now_s)
 
-    def ready(self, now_s: float) -> None:
-        """Iterations may be entered."""
+    def ready(self, now_s: float, well: bool) -> None:
+        """Iterations may be entered. well: every rank can go on; otherwise what has struck will show yet."""
         if self._state not in (RUNNING, WAITING) and not self._state.startswith("noticing"):
-            self._pending = self._late = None
-            self._become(WAITING if self._idle else RUNNING, now_s)
+            self._late = None
+            if well:
+                self._pending = None
+            going_on = WAITING if self._idle else RUNNING
+            self._become(f"noticing: {self._pending}" if self._pending else going_on, now_s)
             self._mark(self._ran[-1].iteration)
 
     def hits(self, kind: str, now_s: float) -> None:

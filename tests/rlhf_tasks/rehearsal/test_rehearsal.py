@@ -99,6 +99,19 @@ def test_an_error_that_finds_an_idle_rank_is_raised_in_its_next_call():
     assert found.elapsed_s > quiet.elapsed_s
 
 
+@pytest.mark.parametrize("kind", ["hang", "stop"])
+def test_a_rank_that_hangs_while_it_waits_for_others_to_load_is_noticed_in_its_first_call(kind):
+    """Rank 0 loads until 36 s; rank 1 has nothing to read."""
+    found = rehearsed(
+        read_bytes={0: 30e9, 1: 0.0, 2: 0.0},
+        machines=Machines(disk_bytes_per_s=1e9),
+        faults=[RankFault(kind=kind, at_s=20, rank=1)],
+    )
+    assert found.finished
+    assert [seen.cause for seen in found.story.faults] == [kind]
+    assert found.story.seconds[f"noticing: {kind}"] > 50.0, "the deadline of the call"
+
+
 def test_a_controller_that_is_lost_while_its_attempt_starts_leaves_nothing_behind():
     """The commit of 120 GB is hashed from 480 s to 600 s at 1 GB/s; the second fault strikes meanwhile."""
     slow = Machines(disk_bytes_per_s=1e9)
