@@ -42,7 +42,7 @@ def rehearsed(
     *,
     seconds=SECONDS,
     part_bytes=0.0,
-    read_bytes=0.0,
+    read_bytes: float | dict[int, float] = 0.0,
     iterations=20,
     hours=24.0,
     faults=(),
