@@ -41,6 +41,8 @@ class SimulatedCluster:
     running     nodes that run now
     kept_bytes  host -> bytes of copies that wait to be written; most_kept_bytes: the most there were
     on_idle     called when `running` becomes 0, or ends being 0
+    on_hit      called with the kind of a fault when it hits: never where a rank has no process, and later than it
+                strikes where an error finds a rank that does nothing
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class SimulatedCluster:
         watch: Watch,
         pace: Pace,
         on_idle: Callable[[bool], None],
+        on_hit: Callable[[str], None],
     ) -> None:
         self.plan, self.costs, self.machines, self.watch, self.pace = plan, costs, machines, watch, pace
         self.timeouts = Timeouts()
         self.running = 0
         self.kept_bytes: Counter[int] = Counter()
         self.most_kept_bytes: Counter[int] = Counter()
-        self._loop, self._noise, self._on_idle = loop, noise, on_idle
+        self._loop, self._noise, self._on_idle, self._on_hit = loop, noise, on_idle, on_hit
         self._nodes = {node.name: node for node in plan.nodes}
         self._saves: dict[int, list[SaveNode]] = {}
         for node in plan.nodes:
@@ -85,6 +88,11 @@ class SimulatedCluster:
     @property
     def now(self) -> float:
         return self._loop.time()
+
+    @property
+    def well(self) -> bool:
+        """Whether every rank has a process that can go on."""
+        return all(p is not None and not p.stopped and not p.hangs for p in self.processes)
 
     def call_later(self, seconds: float, act: Callable[..., None], *given: Any) -> None:
         self._loop.call_later(seconds, act, *given)
@@ -247,31 +255,41 @@ class SimulatedCluster:
                 self._strike_rank(fault)
             case HostFault():
                 self._host_back_s[fault.host] = self.now + fault.for_s
-                for process in self._on_host(fault.host):
+                if processes := self._on_host(fault.host):
+                    self._on_hit(fault.kind)
+                for process in processes:
                     self.end_process(process, "its host is gone")
             case SlowFault(kind="slow"):
                 self._slow_host(fault.host, fault.factor)
                 self._loop.call_later(fault.for_s, self._slow_host, fault.host, 1 / fault.factor)
             case SlowFault():
                 self._slow_disk(fault.host, fault.factor)
-                self._loop.call_later(fault.for_s, self._slow_disk, fault.host, 1.0)
+                self._loop.call_later(fault.for_s, self._slow_disk, fault.host, 1 / fault.factor)
 
     def _strike_rank(self, fault: RankFault) -> None:
         process = self.processes[fault.rank]
         if process is None:
             return
-        match fault.kind:
-            case "kill":
-                self.end_process(process, "it was killed")
-            case "hang":
-                process.hangs = True
-                self._break(process.meeting)
-            case "stop":
-                process.stopped = True
-                self._break(process.meeting)
-            case "error":
-                self._break(process.meeting)
-                process.fail("an error of the rehearsal")
+        if fault.kind == "error":
+            process.raises = True
+            self.raise_error(process)
+            return
+        self._on_hit(fault.kind)
+        if fault.kind == "kill":
+            self.end_process(process, "it was killed")
+            return
+        process.hangs |= fault.kind == "hang"
+        process.stopped |= fault.kind == "stop"
+        self._break(process.meeting)
+
+    def raise_error(self, process: Process) -> None:
+        """An error is raised in what a process does. Where it does nothing, the error waits for its next call."""
+        if process.job is None or process.hangs or process.stopped or not process.alive:
+            return
+        process.raises = False
+        self._on_hit("error")
+        self._break(process.meeting)
+        process.fail("an error of the rehearsal")
 
     def _on_host(self, host: int) -> list[Process]:
         return [p for p in self.processes if p is not None and self.host(p.rank) == host]

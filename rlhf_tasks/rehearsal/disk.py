@@ -40,9 +40,9 @@ class Disk:
         return min(self._thread_bytes_per_s, shared) / self._slowness
 
     def slow_down(self, factor: float) -> None:
-        """From now on everything takes `factor` times as long as it should; 1: as long as it should."""
+        """From now on everything takes `factor` times as long as until now."""
         self._catch_up()
-        self._slowness = factor
+        self._slowness *= factor
         self._plan()
 
     async def move(self, size_bytes: float, owner: object = None) -> None:
@@ -148,11 +148,14 @@ class SimulatedSnapshots:
         self._commit_bytes, self._n_files, self._keep_last = commit_bytes, n_files, keep_last
         self.moved = ByteCount()
         self._alive, self._on_written = True, on_written
+        self._reading: list[asyncio.Task[None]] = []
         self.writing_since_s: float | None = None
 
     def died(self) -> None:
-        """The controller's process is gone: what it was writing is never renamed."""
+        """The controller's process is gone: it reads no more, and what it was writing is never renamed."""
         self._alive = False
+        for read in self._reading:
+            read.cancel()
 
     def latest(self) -> tuple[int, int] | None:
         step = max(self._commits.cursors, default=None)
@@ -171,8 +174,9 @@ class SimulatedSnapshots:
             self.moved.add(round(self._commit_bytes))
 
     async def _verify(self) -> None:
-        parts = [self._disk.move(self._commit_bytes / READERS) for _ in range(READERS)]
-        await asyncio.gather(*parts)
+        part_bytes = self._commit_bytes / READERS
+        self._reading = [self._loop.create_task(self._disk.move(part_bytes)) for _ in range(READERS)]
+        await asyncio.gather(*self._reading)
 
     async def _commit(self, order: WriteCommit) -> None:
         began_s = self.writing_since_s = self._loop.time()

@@ -24,7 +24,7 @@ class RankFault(Settings):
     kill   its process ends
     hang   its call never ends, and its groups cannot be aborted
     stop   its process is stopped: it does nothing and does not answer
-    error  its call raises
+    error  its call raises; where it is in none, the next one does
     """
 
     kind: Kind

@@ -38,6 +38,7 @@ class Process:
     aborted   its process groups were aborted in this generation: what waits to be written is dropped
     hangs     its job never ends, whatever is done about it
     stopped   it does nothing and does not answer
+    raises    its next call raises
     meeting   the collective that it is in
     """
 
@@ -45,6 +46,7 @@ class Process:
         self.cluster, self.rank = cluster, rank
         self.inbox = Inbox(rank)
         self.alive, self.stopped, self.hangs, self.aborted = True, False, False, False
+        self.raises = False
         self.job: NodeKey | None = None
         self.meeting: Meeting | None = None
         self._link: Link | None = None  # of the controller that holds the lease
@@ -160,6 +162,8 @@ class Process:
     def _run(self, instruction: do.Run) -> None:
         self.job = instruction.request.key
         self.cluster.enter(self, instruction.request)
+        if self.raises:
+            self.cluster.post(self.cluster.raise_error, self)
 
     def ran(self, request: NodeRequest, started_s: float) -> None:
         """The node that this process is in has ended."""
@@ -283,8 +287,8 @@ class Link:
         await self._find(None, deadline_s)
 
     def send(self, message: BaseModel) -> None:
-        """Send a message; without a process it is dropped."""
-        if self._process is not None:
+        """Send a message; without a process, or when the link is closed, it is dropped."""
+        if self._process is not None and not self._closed:
             self._cluster.post(self._process.receive, message, self)
 
     async def answers(self, within_s: float) -> bool:
@@ -296,7 +300,9 @@ class Link:
         return True
 
     def restart(self, lost: bool, deadline_s: float) -> None:
-        """Have the rank given a new process, unless that is in progress."""
+        """Have the rank given a new process, unless that is in progress or the link is closed."""
+        if self._closed:
+            return
         if self._restarting is None or self._restarting.done():
             self._restarting = self._cluster.start(self._restart(lost, deadline_s))
 

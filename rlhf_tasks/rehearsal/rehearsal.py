@@ -151,15 +151,16 @@ class Rehearsal:
             self._watch,
             Pace(asked.spec.io_floor_s, asked.spec.io_least_bytes_per_s),
             lambda idle: self._story.idle(idle, loop.time()),
+            self._hit,
         )
         self._commits = CommitsOnDisk()
         self._attempt: Attempt | None = None
+        self._starting: asyncio.Task[None] | None = None  # what starts the attempt
         self._snapshots: SimulatedSnapshots | None = None
         self._rebuilds = asked.spec.rebuilds
         self._over: asyncio.Future[tuple[str, bool]] = loop.create_future()
         self._faults = list(asked.faults)
         self._timer: asyncio.TimerHandle | None = None
-        self._slow = 0  # slow hosts and disks at present
         self._rehearsed = 0
         self._quiet = QuietTimes(self._story, window_of(asked), asked.costs.cycle)
 
@@ -171,7 +172,7 @@ class Rehearsal:
     async def run(self) -> Rehearsed:
         """From the run's beginning to its end."""
         self._set_timer()
-        self._cluster.start(self._begin(self._asked.spec))
+        self._begin(self._asked.spec)
         ended, finished = await self._over
         story, snapshots = self._story, self._snapshots
         story.at(self._loop.time())
@@ -182,9 +183,12 @@ class Rehearsal:
 
     # --- the flow -----------------------------------------------------------------------------------------
 
-    async def _begin(self, spec: RunSpec) -> None:
+    def _begin(self, spec: RunSpec) -> None:
         around = Surroundings(self._cluster.link, Nowhere(), self._make_snapshots)
         attempt = self._attempt = Attempt(around, spec, lambda event: self._hear(attempt, event))
+        self._starting = self._cluster.start(self._start(attempt))
+
+    async def _start(self, attempt: Attempt) -> None:
         try:
             await attempt.start()
         except RankMissing as error:
@@ -213,7 +217,7 @@ class Rehearsal:
         now, story = self._loop.time(), self._story
         match event:
             case Enterable():
-                story.ready(now)
+                story.ready(now, self._cluster.well)
                 self._cluster.post(attempt.enter, event.iteration, event.generation)
             case IterationRan(iteration=iteration):
                 self._rehearsed += 1
@@ -256,43 +260,52 @@ class Rehearsal:
             return
         fault = self._faults.pop(0)
         self._quiet.disturbed()
-        now = self._loop.time()
+        self._story.struck[fault.kind] += 1
         if isinstance(fault, ControllerFault):
-            self._story.strikes(fault.kind, now)
-            self._story.faulted("the controller's process is gone", now)
+            self._hit(fault.kind)
+            self._story.faulted("the controller's process is gone", self._loop.time())
             self._cluster.start(self._next_attempt())
-        else:
-            lasting = isinstance(fault, SlowFault)
-            self._story.strikes(fault.kind, now, noticed=not lasting)
+        elif isinstance(fault, SlowFault):
+            self._story.slows(fault.kind)
             self._cluster.strike(fault)
-            if lasting:
-                self._slow += 1
-                self._loop.call_later(fault.for_s, self._calm, fault.kind)
+            self._loop.call_later(fault.for_s, self._calm, fault.kind)
+        else:
+            self._cluster.strike(fault)
         self._set_timer()
 
+    def _hit(self, kind: str) -> None:
+        """A fault hits something, when it strikes or later."""
+        self._quiet.disturbed()
+        self._story.hits(kind, self._loop.time())
+
     def _calm(self, kind: str) -> None:
-        self._slow -= 1
-        self._story.calm(kind)
+        self._story.calms(kind)
         self._quiet.disturbed()
 
     async def _next_attempt(self) -> None:
         """The controller is lost: the flow begins another attempt at the last commit (flows/run/runs.py)."""
-        old, self._attempt = self._attempt, None
+        old, starting, self._attempt = self._attempt, self._starting, None
         if self._snapshots is not None:
             self._snapshots.died()
-        if old is None:
+        if old is None or starting is None:
             return
         first = max(self._commits.cursors, default=0)
         self._story.aborted(first)
         self._cluster.forget_links()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await old.close()
         self._rebuilds += 1
         if self._rebuilds > self._asked.spec.max_rebuilds:
             self._end(f"the run gave up: its controller was lost, after {self._rebuilds - 1} restarts", False)
             return
         await asyncio.sleep(self._asked.machines.attempt_s)
-        spec = old.spec.model_copy(update={"attempt": old.spec.attempt + 1, "rebuilds": self._rebuilds})
-        await self._begin(spec)
+        update = {
+            "attempt": old.spec.attempt + 1,
+            "rebuilds": self._rebuilds,
+            "iterations": self._asked.spec.iterations - self._story.leapt_iterations,
+        }
+        self._begin(old.spec.model_copy(update=update))
 
     # --- quiet times --------------------------------------------------------------------------------------
 
@@ -302,7 +315,7 @@ class Rehearsal:
         if not self._asked.leaps or attempt is None or attempt.ledger.committed_step is None:
             return
         window = self._quiet.window(attempt.ledger.committed_step, self._loop.time())
-        if window is None or self._slow:
+        if window is None or self._story.slow:
             return
         until_s = 3600 * self._asked.hours
         if self._faults:

@@ -4,6 +4,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlhf_tasks.protocol.ledger import OVERLAPPING
+
 RUNNING, WAITING = "running", "waiting for commits"
 STARTING = "starting"
 OWN = "a limit of the run itself"
@@ -46,6 +48,8 @@ class Story:
     committed   iterations that are committed
     leapt_s, leapt_iterations  of quiet times that were counted and not rehearsed. `now_s` of all methods leaves them
                 out, and so does the number of an iteration
+    struck      kind -> faults that have struck, those among them that found nothing to hit
+    slow        kinds of the faults by which hosts or disks are slow at present, in the order in which they struck
     """
 
     def __init__(self) -> None:
@@ -57,7 +61,13 @@ class Story:
         self.struck: Counter[str] = Counter()
         self._state, self._since_s = STARTING, 0.0
         self._idle = True
-        self._pending: str | None = None  # the kind of a fault that has struck and is not noticed
+        self.slow: list[str] = []
+        self._pending: str | None = (
+            None  # the kind of a fault that ends a generation, until all is well again
+        )
+        self._late: tuple[str, int] | None = (
+            None  # kind of a slow time that is over; last iteration that it delays
+        )
         self._cause = ""
         self._ran: list[Kept] = [Kept(-1, {})]
         self._ran_s: dict[int, float] = {}
@@ -77,35 +87,44 @@ class Story:
         if self._state in (RUNNING, WAITING):
             self._become(WAITING if idle else RUNNING, now_s)
 
-    def ready(self, now_s: float) -> None:
-        """Iterations may be entered."""
+    def ready(self, now_s: float, well: bool) -> None:
+        """Iterations may be entered. well: every rank can go on; otherwise what has struck will show yet."""
         if self._state not in (RUNNING, WAITING) and not self._state.startswith("noticing"):
-            self._pending = None
-            self._become(WAITING if self._idle else RUNNING, now_s)
+            self._late = None
+            if well:
+                self._pending = None
+            going_on = WAITING if self._idle else RUNNING
+            self._become(f"noticing: {self._pending}" if self._pending else going_on, now_s)
             self._mark(self._ran[-1].iteration)
 
-    def strikes(self, kind: str, now_s: float, noticed: bool = True) -> None:
-        """A fault strikes. noticed: it ends a generation; a slow host need not."""
-        self.struck[kind] += 1
+    def hits(self, kind: str, now_s: float) -> None:
+        """A fault hits something: it will end the generation."""
         if self._pending is None:
             self._pending = kind
-            if noticed and self._state in (RUNNING, WAITING):
+            if self._state in (RUNNING, WAITING):
                 self._become(f"noticing: {kind}", now_s)
 
-    def calm(self, kind: str) -> None:
-        """A slow host is as fast as ever."""
-        if self._pending == kind:
-            self._pending = None
+    def slows(self, kind: str) -> None:
+        """A host or its disk becomes slow. That may end generations, and need not."""
+        self.slow.append(kind)
+
+    def calms(self, kind: str) -> None:
+        """A slow time is over. What has begun in it may still take too long."""
+        self.slow.remove(kind)
+        self._late = (kind, self._ran[-1].iteration + OVERLAPPING)
 
     def iteration_ran(self, iteration: int, now_s: float) -> None:
         """All nodes of an iteration have ended."""
         self.at(now_s)
         self._ran_s[iteration] = now_s
         self._mark(iteration)
+        if self._late is not None and iteration >= self._late[1]:
+            self._late = None
 
     def faulted(self, sentence: str, now_s: float) -> None:
-        """A generation has ended."""
-        self._cause = self._pending or OWN
+        """A generation has ended, by the fault that has struck, or else by what is or was slow, or else by itself."""
+        slow = self.slow[-1] if self.slow else self._late[0] if self._late else None
+        self._cause = self._pending or slow or OWN
         self.faults.append(FaultSeen(now_s + self.leapt_s, self._cause, sentence))
         self._become(f"rebuilding: {self._cause}", now_s)
 

@@ -22,7 +22,8 @@ ITERATION_S = 16.0
 
 
 def costs_of(plan, seconds, part_bytes=0.0, read_bytes=0.0, iteration_s=ITERATION_S):
-    """What a plan costs whose parts of snapshots are all as large."""
+    """What a plan costs whose parts of snapshots are all as large. read_bytes: of every rank, or rank -> bytes."""
+    every = read_bytes if isinstance(read_bytes, dict) else dict.fromkeys(range(plan.n_devices), read_bytes)
     return Costs(
         node_s=seconds,
         copy_s={},
@@ -31,7 +32,7 @@ def costs_of(plan, seconds, part_bytes=0.0, read_bytes=0.0, iteration_s=ITERATIO
             for node in plan.nodes
             if isinstance(node, SaveNode)
         },
-        read_bytes=dict.fromkeys(range(plan.n_devices), read_bytes),
+        read_bytes=every,
         iteration_s=iteration_s,
     )
 
@@ -41,7 +42,7 @@ def rehearsed(
     *,
     seconds=SECONDS,
     part_bytes=0.0,
-    read_bytes=0.0,
+    read_bytes: float | dict[int, float] = 0.0,
     iterations=20,
     hours=24.0,
     faults=(),

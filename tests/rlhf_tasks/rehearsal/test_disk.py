@@ -66,4 +66,9 @@ def test_what_is_cancelled_leaves_its_share_to_the_others():
 
 def test_a_slow_time_stretches_what_is_moved_in_it():
     """5 s at 10, 10 s at 2.5, the rest at 10 again."""
-    assert ends([(0, 100)], slow=[(5, 4.0), (15, 1.0)]) == [pytest.approx(17.5)]
+    assert ends([(0, 100)], slow=[(5, 4.0), (15, 1 / 4)]) == [pytest.approx(17.5)]
+
+
+def test_slow_times_that_overlap_multiply():
+    """By hand: 20 at 10, 10 at 5, 20 / 6 at 10 / 6, 20 / 3 at 10 / 3, and the last 60 at 10 again."""
+    assert ends([(0, 100)], slow=[(2, 2.0), (4, 3.0), (6, 1 / 2), (8, 1 / 3)]) == [pytest.approx(14.0)]

@@ -86,6 +86,46 @@ def test_a_run_goes_on_after_a_fault_and_what_it_cost_is_told_by_its_kind(fault,
     assert found.elapsed_s - quiet.elapsed_s == pytest.approx(lost_s, abs=ITERATION_S)
 
 
+def test_an_error_that_finds_an_idle_rank_is_raised_in_its_next_call():
+    """All wait for commits of 75 s when it strikes, which shows in nothing until the call."""
+    slow = {"part_bytes": 25e9, "machines": Machines(disk_bytes_per_s=1e9), "iterations": 10}
+    quiet = rehearsed(**slow)
+    found = rehearsed(**slow, faults=[RankFault(kind="error", at_s=300, rank=1)])
+    assert found.finished
+    assert [seen.cause for seen in found.story.faults] == ["error"]
+    assert found.story.faults[0].at_s > 305.0
+    assert "an error of the rehearsal" in found.story.faults[0].sentence
+    assert found.story.seconds["noticing: error"] == pytest.approx(1.0, abs=0.5)
+    assert found.elapsed_s > quiet.elapsed_s
+
+
+@pytest.mark.parametrize("kind", ["hang", "stop"])
+def test_a_rank_that_hangs_while_it_waits_for_others_to_load_is_noticed_in_its_first_call(kind):
+    """Rank 0 loads until 36 s; rank 1 has nothing to read."""
+    found = rehearsed(
+        read_bytes={0: 30e9, 1: 0.0, 2: 0.0},
+        machines=Machines(disk_bytes_per_s=1e9),
+        faults=[RankFault(kind=kind, at_s=20, rank=1)],
+    )
+    assert found.finished
+    assert [seen.cause for seen in found.story.faults] == [kind]
+    assert found.story.seconds[f"noticing: {kind}"] > 50.0, "the deadline of the call"
+
+
+def test_a_controller_that_is_lost_while_its_attempt_starts_leaves_nothing_behind():
+    """The commit of 120 GB is hashed from 480 s to 600 s at 1 GB/s; the second fault strikes meanwhile."""
+    slow = Machines(disk_bytes_per_s=1e9)
+    faults = [ControllerFault(kind="controller", at_s=at_s) for at_s in (420, 520)]
+    one, two = (
+        rehearsed(faults=faults[:n], machines=slow, part_bytes=40e9, snapshot_every=10, iterations=40)
+        for n in (1, 2)
+    )
+    assert two.finished
+    assert [seen.cause for seen in two.story.faults] == ["controller"] * 2
+    # The third attempt takes as long as the second one would have: nothing else uses disk or ranks.
+    assert two.elapsed_s - one.elapsed_s == pytest.approx(100.0, abs=2.0)
+
+
 def test_a_killed_process_is_replaced_and_the_rebuild_lasts_as_long_as_its_start_and_the_restore():
     machines = Machines(start_s=40.0, join_s=7.0, noticed_s=2.0, reset_s=1.0, disk_bytes_per_s=1e9)
     found = rehearsed(faults=[KILLED], machines=machines, part_bytes=1e9, read_bytes=5e9)
@@ -114,6 +154,25 @@ def test_a_slow_host_stretches_the_run_and_ends_nothing():
     quiet, found = rehearsed(), rehearsed(faults=[slow])
     assert found.story.faults == []
     assert 40.0 < found.elapsed_s - quiet.elapsed_s < 70.0
+
+
+@pytest.mark.parametrize(("for_s", "ended"), [(30.0, 1), (2000.0, 16)])
+def test_a_host_so_slow_that_deadlines_fire_causes_every_generation_s_end(for_s, ended):
+    """A call that begins while the host is slow takes minutes, though the host is fast again before its deadline."""
+    slow = SlowFault(kind="slow", at_s=108, host=0, for_s=for_s, factor=60.0)
+    found = rehearsed(faults=[slow], max_rebuilds=40)
+    assert found.finished
+    assert [seen.cause for seen in found.story.faults] == ["slow"] * ended
+
+
+def test_what_a_slow_time_has_not_caused_is_not_booked_to_it():
+    """The second run has an iteration that takes too long at 160 s, as often as it is repeated."""
+    slow = SlowFault(kind="slow_disk", at_s=20, host=0, for_s=60, factor=1.1)
+    killed = rehearsed(faults=[slow, RankFault(kind="kill", at_s=50, rank=1)])
+    tight = rehearsed(faults=[slow], noise=0.3, deadline_floor_s=14.0, deadline_factor=1.0)
+    assert [seen.cause for seen in killed.story.faults] == ["kill"]
+    assert killed.story.seconds["rebuilding: kill"] > 5.0
+    assert [seen.cause for seen in tight.story.faults] == [OWN] * 4
 
 
 def test_a_call_that_takes_longer_than_its_deadline_is_a_fault_of_the_run_itself():
@@ -163,7 +222,11 @@ def test_fewer_snapshots_repeat_more_work_after_a_fault():
 
 
 def test_quiet_times_are_counted_as_they_would_have_been_rehearsed():
-    faults = [RankFault(kind="kill", at_s=at_s, rank=2) for at_s in (4_000, 9_000)]
+    faults = [
+        RankFault(kind="kill", at_s=4_000, rank=2),
+        ControllerFault(kind="controller", at_s=7_000),
+        RankFault(kind="kill", at_s=9_000, rank=2),
+    ]
     every, leaping = (
         rehearsed(iterations=2000, hours=4.0, noise=0.1, faults=faults, leaps=leaps)
         for leaps in (False, True)
@@ -173,7 +236,7 @@ def test_quiet_times_are_counted_as_they_would_have_been_rehearsed():
     assert len(leaping.story.commits) == pytest.approx(len(every.story.commits), rel=0.02)
     assert leaping.elapsed_s == every.elapsed_s == 4 * 3600
     assert sum(leaping.story.seconds.values()) == pytest.approx(leaping.elapsed_s)
-    for state in (RUNNING, "repeating: kill", "rebuilding: kill"):
+    for state in (RUNNING, "repeating: kill", "rebuilding: kill", "rebuilding: controller"):
         spent = leaping.story.seconds[state], every.story.seconds[state]
         assert spent[0] == pytest.approx(spent[1], rel=0.02, abs=2 * ITERATION_S), state
     at = [[fault.at_s for fault in found.story.faults] for found in (leaping, every)]
@@ -185,6 +248,13 @@ def test_a_run_whose_quiet_times_are_counted_ends_with_its_last_iteration():
     assert found.finished
     assert found.story.committed == 400
     assert found.rehearsed < 200
+
+
+def test_another_attempt_after_a_quiet_time_ends_with_the_run_s_last_iteration():
+    found = rehearsed(iterations=600, leaps=True, faults=[ControllerFault(kind="controller", at_s=6_000)])
+    assert found.ended == "finished: iteration 600 is committed"
+    assert found.rehearsed + found.story.leapt_iterations == 600
+    assert found.rehearsed < 300
 
 
 def test_rehearsed_faults_are_not_logged_as_if_they_had_happened(caplog):
