@@ -35,6 +35,7 @@ from rlhf_tasks.protocol.messages import (
     Finished,
     GaveUp,
     Held,
+    IterationRan,
     NodeBegun,
     NodeEnded,
     NotEntered,
@@ -292,13 +293,17 @@ class Training:
                 case Committed() as committed:
                     self._rebuilds = 0
                     news.put_nowait(committed)
-                    self._ended(committed)
+                    self._view.committed(committed.iteration)
+                    self._in_flight = {place for place in self._in_flight if place[0] != committed.iteration}
                     if self._held is not None:
                         self._enter(self._held, writer)
                 case NodeBegun() | NodeEnded() as node:
                     self._view.node(node)
+                case IterationRan() as ran:
+                    self._view.ended(ran)
                 case Aborted() | NotEntered() as end:
-                    self._ended(end)
+                    self._in_flight.discard((end.iteration, end.generation))
+                    self._view.ended(end)
                 case PlanChanged() | PlanKept() as change:
                     if isinstance(change, PlanChanged):
                         self._view.plan_changed(change.planned)
@@ -336,16 +341,6 @@ class Training:
             writer.put(Enter(iteration=place.iteration, generation=place.generation))
             reach(Point.ENTERED)
         self._view.entered(place.iteration, place.generation)
-
-    def _ended(self, end: Committed | Aborted | NotEntered) -> None:
-        """An iteration has ended, under a generation or (committed) whichever it was entered under last."""
-        generation = None if isinstance(end, Committed) else end.generation
-        self._in_flight = {
-            place
-            for place in self._in_flight
-            if place[0] != end.iteration or generation not in (None, place[1])
-        }
-        self._view.ended(end)
 
     async def _run_hooks(self, news: asyncio.Queue[HookNews | None], writer: Writer) -> None:
         control, hooks = RunControl(writer), self._hooks
