@@ -132,12 +132,19 @@ async def run_training(
     on_plan         awaited among them for what came of a change of the plan
     api             the door to Prefect that the hooks use too
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
-    dispatch_ahead  False: an iteration is entered only when the one before is committed
+    dispatch_ahead  False: an iteration is entered only when the one before is committed, which needs snapshot_every=1
     orders          what the run is to do; default: go on to its last iteration
     options         the other fields of `RunSpec`
-    Raises RunFailed with the cause, ControllerLost, and `prefect.exceptions.Abort` where it is ordered to END.
+    Raises ValueError where it could never end, RunFailed with the cause, ControllerLost, and
+    `prefect.exceptions.Abort` where it is ordered to END.
     Cancelling the caller ends the run: the cluster is free again within seconds.
     """
+    every = options.get("snapshot_every")
+    if not dispatch_ahead and every != 1:
+        raise ValueError(
+            f"dispatch_ahead=False waits for the commit of each iteration, and snapshot_every={every} does not "
+            "commit each. Make it 1."
+        )
     spec = RunSpec(
         run=run,
         attempt=next_attempt(run_folder),
@@ -203,7 +210,7 @@ class Training:
         self._view = IterationView(spec, api)
         self._hooks = hooks
         self._dispatch_ahead = dispatch_ahead
-        self._in_flight: set[tuple[int, int]] = set()  # iteration, generation
+        self._in_flight: set[tuple[int, int]] = set()  # iteration, generation; kept without dispatch_ahead
         self._held: Enterable | None = None
         self._orders = orders
         self._faults: list[str] = []
@@ -331,11 +338,12 @@ class Training:
 
     def _enter(self, place: Enterable, writer: Writer) -> None:
         """Deliver an iteration, and have it shown."""
-        if self._in_flight and not self._dispatch_ahead:
-            self._held = place
-            return
-        self._held = None
-        self._in_flight.add((place.iteration, place.generation))
+        if not self._dispatch_ahead:
+            if self._in_flight:
+                self._held = place
+                return
+            self._held = None
+            self._in_flight.add((place.iteration, place.generation))
         with at(iteration=place.iteration, generation=place.generation, attempt=self.spec.attempt):
             reach(Point.ENTER)
             writer.put(Enter(iteration=place.iteration, generation=place.generation))

@@ -248,6 +248,17 @@ def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_bef
     assert overlaps(ahead=True, config={"until_next": {"critic_train": "actor_train"}}) == [True, True]
 
 
+@pytest.mark.parametrize("every", ["auto", 2])
+def test_waiting_for_each_commit_is_refused_where_not_each_iteration_has_one(tmp_path, every):
+    member = Member("nobody", "tcp://127.0.0.1:1", "")
+    nowhere = DaskCluster("", (member, member), member, Security())
+    options = SETTINGS | FAKES | {"snapshot_every": every, "dispatch_ahead": False}
+    start = run_training(small_plan(), {}, nowhere, run="fake", run_folder=tmp_path, iterations=3, **options)
+    with pytest.raises(ValueError, match=f"snapshot_every={every} does not commit each. Make it 1"):
+        asyncio.run(start)
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkeypatch):
     trainings, seen = [], []
 
