@@ -74,8 +74,8 @@ def plan(
     evaluate
         A YAML file with a plan to price instead of a search: {call: {devices or hosts, dp, tp, pp, micro_batches}}.
     time_limit
-        Seconds that a search may take; default: planning.time_limit_s. The plans by rule and the tables that a search
-        needs take extra time: a second or two on 128 GPUs, about 20 s on 16,384.
+        Seconds that a search may take; default: planning.time_limit_s. Only the plans by rule may take longer: some
+        seconds on 16,384 GPUs.
     seed
         Seed of the search, a whole number from 0; default: the configuration's.
     iterations

@@ -171,6 +171,10 @@ def _reallocation(node: ReallocateNode | SyncNode, model: CostModel) -> tuple[fl
     reads the weights once more where they lie."""
     layers = model.models[node.role].shape.layers
     held, wanted = (_held(node.role, placement, model) for placement in (node.source, node.destination))
+    places = node.source.devices, node.destination.devices
+    if places[0] != places[1] and any(list(devices) != sorted(devices) for devices in places):
+        # By hand, in an order of its own: priced as if no device had anything of what it needs.
+        held = held._replace(layer_bytes=0.0)
     wires = model.classes.wires({*model.classes_of(node.source), *model.classes_of(node.destination)})
     seconds, moved = reallocation(layers, held, wanted, model.cluster.devices_per_host, wires)
     return seconds + model.classes.reallocation_overhead_s(layers), moved
@@ -192,8 +196,8 @@ def _transfer(node: TransferNode, plan: ExecutionPlan, model: CostModel) -> tupl
 
 
 def _heads(placement: Placement) -> Heads:
-    heads = placement.heads
-    return Heads(heads[0], heads[1] - heads[0] if len(heads) > 1 else 1, len(heads))
+    heads = sorted(placement.heads)  # by hand they may have any order
+    return Heads(heads[0], (heads[-1] - heads[0]) // max(1, len(heads) - 1) or 1, len(heads))
 
 
 def transfer_size(keys: Collection[str], n_seqs: int, model: CostModel) -> tuple[float, float]:

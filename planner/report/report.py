@@ -46,6 +46,7 @@ def result_document(result: SearchResult) -> dict[str, Any]:
             "seconds": result.seconds,
             "compile_s": result.compile_s,
             "evaluations": result.evaluations,
+            "late": result.late,
         },
     }
 
@@ -109,9 +110,15 @@ def proof_sentence(result: SearchResult) -> str:
     certain = (
         "proved optimal" if result.proven_optimal else f"at most {_at_most(result.gap)} from the optimum"
     )
+    late = ""
+    if result.late:
+        late = (
+            " Not all options could be priced in time, so nothing was searched: this is the best plan by rule. "
+            "Raise the time limit."
+        )
     return (
         f"{result.iteration_time_s:.4g} s per iteration, lower bound {result.lower_bound_s:.4g} s: {certain} "
-        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s{compiled})."
+        f"({result.mode}, {result.evaluations} plans priced in {result.seconds:.1f} s{compiled}).{late}"
     )
 
 

@@ -69,6 +69,7 @@ class SearchResult:
     compile_s      seconds to compile or load the code, before the clock started
     trace          the best plan and the bound over time
     tables         of the problem
+    late           not all options could be priced in time: this is the best plan by rule, and nothing was searched
     """
 
     plan: ExecutionPlan
@@ -84,6 +85,7 @@ class SearchResult:
     evaluations: int
     trace: tuple[TracePoint, ...]
     tables: Tables = field(repr=False, compare=False)
+    late: bool = False
 
 
 class Found(NamedTuple):
@@ -182,7 +184,7 @@ def find_plan(
                   symmetric (all calls alike), disjoint (every role on its own devices), manual
     time_limit_s  seconds, compilation excluded; when they have passed, the best plan so far is returned. If not all
                   options could be priced by then, that is the best plan by rule, without a bound. Plans by rule may
-                  exceed the limit: on 16,384 devices they take a second
+                  exceed the limit: on 16,384 devices they take some seconds
     seed          equal seeds give equal plans if the time limit does not end the search
     evaluate      the assignments that mode manual prices
     called_off    polled; the search ends as soon as it returns true
@@ -192,23 +194,27 @@ def find_plan(
 
     Raises PlanError when nothing fits memory, with the device, the shortfall in bytes and the fields that would help;
     for an unknown mode; and for mode manual without assignments. Raises ProblemError when a call has no option that
-    fits.
+    fits, and for mode disjoint when its options could not be priced in time.
     """
     if mode not in MODES:
         raise PlanError(f"There is no mode {mode!r}; known are {', '.join(MODES)}.")
     if not time_limit_s > 0:
         raise PlanError(f"A time limit of {time_limit_s} s leaves no time to search. Give a positive number.")
     started = time.monotonic()
-    rules = _by_rule(problem, started) if mode == "search" else Rules()
+    rules, late = _by_rule(problem, started) if mode == "search" else Rules(), False
     try:
         tables, asked = Tables(problem, Deadline(started + TABLES * time_limit_s, called_off)), MODES[mode]
         compile_s = _compile(tables) if mode in SEARCHING else 0.0
         lower_bound_s = bound_of(tables)
     except OptionsTakeTooLongError:
-        rules = rules if rules.plans else _by_rule(problem, started)
-        if not rules.plans:
+        late, rules = True, rules if rules.plans else _by_rule(problem, started)
+        given = () if evaluate is None else (evaluate,)
+        known = (*(assignments_of(one.plan) for one in rules.plans), *given)
+        if not known or mode == "disjoint":
+            if called_off():
+                raise PlanError("The search was called off before there was a plan.") from None
             raise
-        tables = Tables(problem, among=[assignments_of(one.plan) for one in rules.plans])
+        tables = Tables(problem, among=known)
         asked, compile_s, lower_bound_s = _best_rule if mode in SEARCHING else MODES[mode], 0.0, 0.0
     started += compile_s
     found = asked(
@@ -233,6 +239,7 @@ def find_plan(
         evaluations=found.evaluations,
         trace=found.trace or (TracePoint(time.monotonic() - started, time_s, lower_bound_s),),
         tables=tables,
+        late=late,
     )
 
 

@@ -74,8 +74,7 @@ def unfinished_folder(run_folder: Path, step: int, attempt: int) -> Path:
 def commit(run_folder: Path, manifest: Manifest) -> Path:
     """Make a commit from the parts that the ranks have written: manifest, rename, sync. Returns its folder.
 
-    Files that the manifest does not name (from an aborted generation) are removed. If the commit's folder exists, it
-    was refused when the run was resumed, and is renamed.
+    Files that the manifest does not name (from an aborted generation) are removed.
     Raises CheckpointError when a part is missing, OSError when the manifest cannot be written.
     """
     unfinished = unfinished_folder(run_folder, manifest.step, manifest.attempt)
@@ -90,10 +89,6 @@ def commit(run_folder: Path, manifest: Manifest) -> Path:
             path.unlink()
     write_manifest(unfinished, manifest)
     final = step_folder(run_folder, manifest.step)
-    if final.exists():
-        aside = final.with_name(f"{final.name}.refused-{manifest.attempt}")
-        shutil.rmtree(aside, ignore_errors=True)
-        final.rename(aside)
     reach(Point.MANIFEST_SYNCED)
     os.rename(unfinished, final)
     reach(Point.RENAMED)
@@ -133,6 +128,21 @@ def commit_to_export(run_folder: Path, config: RunConfig) -> tuple[Commit | None
                     refused.append(error)
     found, of_newest = latest_commit(run_folder)
     return found, refused + of_newest
+
+
+def put_refused_aside(run_folder: Path, found: int, attempt: int) -> None:
+    """Rename the commits after step `found`, which were refused. Their iterations are done again.
+
+    A refused commit that kept its name would count among those that are kept, so that good ones are removed; and the
+    next attempt would compare the journals with it, which go back to step `found`.
+    """
+    refused = [step_folder(run_folder, step) for step in steps_of(run_folder) if step > found]
+    for folder in refused:
+        aside = folder.with_name(f"{folder.name}.refused-{attempt}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    if refused:
+        sync(run_folder)
 
 
 def prune(run_folder: Path, keep_last: int, best: Collection[int], moved: ByteCount) -> None:
@@ -249,7 +259,8 @@ class RunSnapshots:
     def latest(self) -> tuple[int, int] | None:
         """(step, cursor) of the newest commit that verifies; None when the run has no commit yet.
 
-        Restores the run folder to the state of that commit: removes unfinished folders and truncates journals.
+        Restores the run folder to the state of that commit: renames later ones, which were refused, removes
+        unfinished folders and truncates journals.
         Raises CheckpointError, naming the files, when no commit can be used, when commits have been lost, and when
         the committed part of a journal has changed.
         """
@@ -266,6 +277,8 @@ class RunSnapshots:
             raise CheckpointError(lost)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._journals = self._open_journals({} if found is None else self._marks(found))
+        if found is not None:
+            put_refused_aside(self._folder, found.step, self._spec.attempt)
         sweep(self._folder)
         with at(attempt=self._spec.attempt):
             reach(Point.SWEEP)

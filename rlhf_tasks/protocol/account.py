@@ -126,8 +126,10 @@ class Account:
         """Whether an iteration follows another plan than the current generation."""
         return plan_at(self.plans, iteration).plan is not self.sequencer.plan
 
-    def crowded(self, iteration: int, limit: int) -> str | None:
+    def crowded(self, iteration: int, limit: int, in_snapshot: bool) -> str | None:
         """Why an iteration may not enter while `limit` iterations are in flight; None when it may.
+
+        in_snapshot  it must end in a snapshot, whatever the schedule says
 
         Where every iteration ends in a snapshot, those that are not committed are in flight. Elsewhere those that
         still run are, so that training does not wait for a long commit; and as many snapshots may be unfinished, for
@@ -141,7 +143,7 @@ class Account:
             running = (i for i, progress in self._incomplete.items() if not progress.nodes_done)
             oldest, end = min(running, default=iteration), "has ended"
             unfinished = sum(bool(progress.saves) for progress in self._incomplete.values())
-            if unfinished >= limit and self.commits.is_snapshot(iteration):
+            if unfinished >= limit and (in_snapshot or self.commits.is_snapshot(iteration)):
                 return f"the snapshots of {limit} iterations are being written; {iteration + 1} may enter after one."
         if iteration - oldest < limit:
             return None

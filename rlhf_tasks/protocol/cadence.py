@@ -34,6 +34,7 @@ class Cadence:
         self._writing: set[Hashable] = set()
         self._writing_since_s = 0.0
         self._written_s = 0.0  # with anything to write, since the last commit
+        self._interrupted = False  # since the last commit: its time is not known
 
     # --- what is measured -------------------------------------------------------------------------------
 
@@ -70,13 +71,15 @@ class Cadence:
 
     def stop_writing(self) -> None:
         """A generation has ended: its parts will not be written, and say nothing of a commit's cost."""
+        self._interrupted = self._interrupted or bool(self._writing) or self._written_s > 0
         self._writing.clear()
         self._written_s = 0.0
 
     def committed(self, iteration: int) -> None:
         """The commit of the state after an iteration is written; -1 is that of step 0."""
-        self._costs.append(self._written_s)
-        self._written_s = 0.0
+        if not self._interrupted:
+            self._costs.append(self._written_s)
+        self._written_s, self._interrupted = 0.0, False
         self._unwritten.discard(iteration)
 
     # --- what follows -----------------------------------------------------------------------------------

@@ -147,10 +147,7 @@ class Ledger:
         reason = self._entry_refusal(iteration, generation)
         if reason is not None:
             return [NotEntered(iteration=iteration, generation=generation, reason=reason)]
-        after_fault = (
-            self._rebuilds > 0 and self.account.cadence is not None
-        )  # what is done again is kept at once
-        if self._paused or after_fault:
+        if self._next_in_snapshot:
             self.account.commits.want_snapshot(iteration)
         return self.account.deliver(iteration, now)
 
@@ -367,6 +364,12 @@ class Ledger:
     def _is_finished(self) -> bool:
         return self.committed_step is not None and self.committed_step > self.last_iteration
 
+    @property
+    def _next_in_snapshot(self) -> bool:
+        """Whether the next iteration ends in a snapshot whatever the schedule says: in a pause; and where commits are
+        chosen by their cost, after a fault, so that what is done again is kept at once."""
+        return self._paused or (self._rebuilds > 0 and self.account.cadence is not None)
+
     def _entry_refusal(self, iteration: int, generation: int) -> str | None:
         """Why an iteration may not be entered now; None when it may."""
         if self._is_over:
@@ -384,7 +387,9 @@ class Ledger:
             return f"the plan changes at iteration {iteration + 1}, when all before it are committed."
         if self._paused and self.account.ends_in_commit:
             return "the run is paused."
-        return self.account.crowded(iteration, ALONE if self._rebuilds else OVERLAPPING)
+        return self.account.crowded(
+            iteration, ALONE if self._rebuilds else OVERLAPPING, self._next_in_snapshot
+        )
 
     def _advance(self, now: float) -> list[LedgerInstruction]:
         """Do everything that has become possible: commit, finish, restore, run."""

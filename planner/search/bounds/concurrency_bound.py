@@ -14,8 +14,7 @@ So if y follows x in an iteration and both share a device, x of the next iterati
 brings x the version of the previous iteration runs directly before x, and occupies the trainer's devices too.
 
 Weightings of 0, 1/2 and 1 are listed beforehand. For each, the sets with a total above 1 are noted: the weighting is
-valid only if none of these sets is possible. (The weights that give the load are each call's share of the cluster;
-feasibility.py has that bound.)
+valid only if none of these sets is possible.
 If both calls of a reallocation weigh 1, the reallocation may weigh 1 too, unless another call with a weight can run
 at the same time.
 """
@@ -38,7 +37,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-MOST_CALLS = 6  # in larger graphs, only cycles and load bound the period
+MOST_CALLS = 6  # in larger graphs, only cycles bound the period besides the root bound's load
 FAR = 9  # iterations; stands for infinity: the calls do not wait for each other
 
 

@@ -41,7 +41,8 @@ class Tables:
     orders   the orders of calls that are tried (planner.plan.call_order)
     arrays   the same for compiled code, where planner.search.compiled.evaluator.value prices a choice
 
-    among  call -> assignment, several times: calls have no other options than these meshes and strategies
+    Arguments: `deadline`, by which all options must be priced; `among`, call -> assignment, several times: calls then
+    have no other options than these meshes and strategies.
 
     Raises ProblemError when a call has no option that fits, OptionsTakeTooLongError when the deadline passes first.
     """

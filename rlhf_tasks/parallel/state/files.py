@@ -150,8 +150,11 @@ class _ReadBack:
     def _sync_and_compare(self, descriptor: int, pieces: Sequence[bytes | memoryview]) -> None:
         os.fdatasync(descriptor)
         for piece in pieces:
-            found = bytearray(len(piece))
-            n_bytes = self._file.readinto(found)
+            found, n_bytes = bytearray(len(piece)), 0
+            while more := self._file.readinto(
+                memoryview(found)[n_bytes:]
+            ):  # a file system may give less than asked for
+                n_bytes += more
             if n_bytes != len(piece) or not np.array_equal(_numbers(found), _numbers(piece)):
                 raise NotAsWritten(f"{self._path}: the disk does not have the bytes that were written to it.")
             self._moved.add(n_bytes)

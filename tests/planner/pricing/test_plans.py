@@ -80,6 +80,15 @@ def test_equal_strategies_on_different_devices_still_cost_a_reallocation(make_gr
     assert price.duration_s["reallocate_actor_to_actor_generate"] > 6.6e9 / 300e9
 
 
+def test_a_placement_by_hand_in_another_order_moves_the_whole_model(make_graph, assign, ppo_cost):
+    """Each rank of the reversed mesh needs another slice than the one that it has."""
+    graph, cluster = make_graph(), Cluster(1, 4)
+    places = dict.fromkeys((c.name for c in graph.calls), assign([0, 1, 2, 3], tp=4))
+    places["actor_generate"] = assign([3, 2, 1, 0], tp=4)
+    price = price_plan(build_plan(graph, places, cluster), ppo_cost(cluster))
+    assert price.moved_bytes["reallocate_actor_to_actor_generate"] > 13e9
+
+
 def test_memory_of_a_symmetric_plan(make_graph, ppo_cost):
     """Two trained and two frozen 7B models on every device, and the largest call's temporary memory."""
     graph, cluster = make_graph(n_seqs=512, mini_batches=4), Cluster(1, 8)

@@ -17,6 +17,7 @@ def searched(time_s: float, lower_bound_s: float) -> SimpleNamespace:
         compile_s=0.0,
         mode="search",
         evaluations=7,
+        late=False,
         seconds=1.0,
     )
 

@@ -14,6 +14,7 @@ import pytest
 from rlhf_tasks.checkpoint.commits import (
     RunSnapshots,
     latest_commit,
+    newest_step,
     prune,
     step_folder,
     unfinished_folder,
@@ -409,10 +410,31 @@ def test_a_resumed_run_cuts_the_journals_back_and_replaces_what_was_refused(tmp_
 
     assert snapshots.latest() == (1, 8)
     assert journal(tmp_path) == journal(tmp_path, "lineage.jsonl") == [0]
-    assert names(tmp_path) == {"step-00000001", "step-00000002"}
+    assert names(tmp_path) == {"step-00000001", "step-00000002.refused-2"}
     commit(snapshots, spec, 2)
     assert RunSnapshots(Spec(str(tmp_path), 3)).latest() == (2, 16)
     assert journal(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_refused_commit_is_none_of_those_that_are_kept(tmp_path, keep_last):
+    """Killed before it removed older commits, resumed past a damaged one, which is never committed again."""
+    first = Spec(str(tmp_path), config={"seed": 5, "keep_last": 9})
+    snapshots = RunSnapshots(first)
+    assert snapshots.latest() is None
+    for step in (0, 1, 2, 9):
+        commit(snapshots, first, step)
+    (step_folder(tmp_path, 9) / "actor.rank-00000.gen-0.safetensors").write_bytes(b"damaged")
+
+    spec = Spec(str(tmp_path), attempt=2, config={"seed": 5, "keep_last": keep_last})
+    snapshots = RunSnapshots(spec)
+    assert snapshots.latest() == (2, 16)
+    commit(snapshots, spec, 3)
+
+    kept = {"step-00000003", "step-00000002"} if keep_last == 2 else {"step-00000003"}
+    assert names(tmp_path) == {*kept, "step-00000009.refused-2"}
+    assert RunSnapshots(Spec(str(tmp_path), 3)).latest() == (3, 24)
+    assert newest_step(tmp_path) == 3, "journals are compared with this one"
 
 
 def test_a_folder_that_an_older_rank_still_writes_to_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):

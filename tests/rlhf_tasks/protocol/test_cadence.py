@@ -100,6 +100,19 @@ def test_one_long_iteration_does_not_change_the_cadence():
     assert cadence.iteration_s == 10.0
 
 
+def test_a_commit_that_a_fault_interrupted_says_nothing_of_what_one_costs():
+    cadence = Cadence(1e9)
+    cadence.begin(0, 0.0)
+    for step, stopped in ((1, False), (2, True)):
+        cadence.writing("part", 100.0 * step)
+        cadence.wrote("part", 100.0 * step + 60)
+        if stopped:
+            cadence.stop_writing()
+        cadence.committed(step - 1)
+    assert cadence.commit_s == 60.0
+    assert list(cadence._costs) == [60.0]
+
+
 # --- in a ledger ------------------------------------------------------------------------------------------
 
 
@@ -150,6 +163,22 @@ def test_a_pause_and_a_stop_make_their_commits_whatever_they_cost():
     books.stop_after(0, 50)
     assert books.last_iteration == 3
     assert books.account.commits.is_snapshot(3)
+
+
+def test_a_pause_makes_no_third_snapshot_in_the_making():
+    """Each has a copy of the state in host memory."""
+    books = running(snapshot_every=3, total_iterations=100)
+    for iteration in range(7):
+        books.enter(iteration, 0, iteration)
+        do_nodes(books, iteration, iteration)
+    books.pause(50)
+    assert [refused.reason for refused in books.enter(7, 0, 50)] == [
+        "the snapshots of 2 iterations are being written; 8 may enter after one."
+    ]
+    for iteration in (2, 5):
+        (commit,) = do_parts(books, iteration, 60)
+        books.commit_done(commit.step, 60)
+    assert [r.in_snapshot for send in books.enter(7, 0, 61) for r in send.requests] == [True] * 4
 
 
 def test_a_change_of_the_plan_does_not_wait_for_the_next_commit_that_is_worth_it():
