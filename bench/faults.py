@@ -265,6 +265,11 @@ is not a fault of the ranks: the run ends at once, naming path and bytes, and th
 a model file above 64 MiB is computed from samples: it detects another or retrained model, but not a few altered
 bytes.
 
+What comes after the last commit is done again: at most two iterations with `snapshot_every: 1`, about
+`snapshot_max_s` seconds of work with `auto`, which is the default. Complete iterations that a fault has undone become
+Failed in Prefect, and their message says so. A run that a worker of Prefect's cancels may lose as much
+(control.md).
+
 | # | fault | expected | tests | seen |
 |---|---|---|---|---|"""
 _POINTS = """

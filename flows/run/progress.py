@@ -29,14 +29,24 @@ from flows.view.events import CommitEvents
 from flows.view.prefect_api import Away, PrefectApi
 from flows.view.terminal import RunProgress, tell
 from rlhf_tasks.algorithms.configurations import MADE_PLANS, RunConfig
+from rlhf_tasks.checkpoint.commits import newest_step
 from rlhf_tasks.checkpoint.journals import ITERATION_S, METRICS, MetricsLines, lineage_lines
-from rlhf_tasks.protocol.messages import Committed, Enterable, Faulted, IterationRan, PlanChanged, PlanKept
+from rlhf_tasks.protocol.messages import (
+    Aborted,
+    Committed,
+    Enterable,
+    Faulted,
+    IterationRan,
+    PlanChanged,
+    PlanKept,
+)
 from rlhf_tasks.protocol.scheduled_plans import plan_at
 from rlhf_tasks.rewards.samples_folder import SAMPLES
 from rlhf_tasks.spec import ExecutionPlan, NodeResult
 
 DRAWN_S = 40.0  # for a picture that is drawn first, on a core that others use too
 REFRESH_S = 20.0  # between two drawings of curves and timeline: each costs about a second of a core
+KEPT = 1000  # rows of iterations that no commit covers yet; older ones are drawn when one does
 TIMELINE_ITERATIONS = 3  # more would be too fine to read
 COMPLETE_S = 60.0  # what the last of it may take after the run's end
 GIVE_UP_S = 20.0  # of a server that is away by then: our own is back sooner
@@ -60,7 +70,9 @@ class RunView:
         self.replanning = Replanning(
             prepared.config, folder, prepared.plans, expected, prepared.iterations, self.say
         )
-        self._done = 0
+        self._committed = newest_step(folder) or 0
+        self._complete = self._committed
+        self._uncommitted: deque[dict[str, Any]] = deque(maxlen=KEPT)  # rows as the journal will have them
         self._plan_due: ExecutionPlan | None = None
         self._news = asyncio.Event()
         self._ending = False
@@ -76,21 +88,34 @@ class RunView:
         await api.show(lambda: artifacts.tag_flow_run(run_tags(prepared.config)))
         await self._show_page(lambda: artifacts.plan_page(prepared.plans[-1].plan))
         await api.show(lambda: artifacts.show_skipped_rows(prepared.rows.skipped))
-        await self._show_progress(0)
+        await self._show_progress()
         self._showing = asyncio.create_task(self._show_all())
 
     def on_event(self, event: Any) -> None:
-        """What the terminal shows, at once: what is written to the Prefect server may lag behind."""
+        """News for the terminal, which shows it at once, and for the Prefect server, where it may lag behind."""
         match event:
             case Enterable() if not self._loaded:
                 self._loaded = True
                 self._terminal.begin_phase("first iteration")
             case IterationRan(iteration=iteration, metrics=metrics):
                 self._terminal.ran(iteration, metrics[ITERATION_S] or 0.0, metrics)
+                self._uncommitted.append({**metrics, "iteration": iteration})
+                self._reached(iteration + 1)
+            case Aborted(iteration=iteration):
+                self._reached(min(self._complete, iteration))
             case Committed(iteration=iteration):
                 self._terminal.committed(iteration + 1)
+                self._committed = iteration + 1
+                self._reached(max(self._complete, iteration + 1))
             case Faulted(cause=cause, generation=generation):
                 self.say(f"generation {generation} has ended: {cause}. Rebuilding the ranks.")
+
+    def _reached(self, complete: int) -> None:
+        """So many iterations are complete. Rows of those that were undone, or are in the journal, are dropped."""
+        self._complete = complete
+        rows = (row for row in self._uncommitted if self._committed <= row["iteration"] < complete)
+        self._uncommitted = deque(rows, KEPT)
+        self._news.set()
 
     async def on_commit(self, committed: Committed, control: RunControl) -> None:
         """After each commit: an event and the bar in the UI, news for trackers; sometimes curves and timeline."""
@@ -99,9 +124,8 @@ class RunView:
         rows = list(map(json.loads, lineage_lines(committed.iteration, results)))
         self._keep_recent(committed.iteration, rows)
         self._events.tell(committed.iteration, metrics)
-        self._done = committed.iteration + 1
         self._news.set()
-        await self._trackers.tell(self._done)
+        await self._trackers.tell(committed.iteration + 1)
         if self._prepared.config.replan == "auto":
             await self.replanning.on_commit(committed.iteration, rows, control)
 
@@ -130,7 +154,8 @@ class RunView:
             self._recent.popleft()
 
     def starting(self) -> None:
-        """An attempt begins: there is no cluster yet, or none any more."""
+        """An attempt begins: there is no cluster yet, or none any more. What was not committed is lost."""
+        self._reached(self._committed)
         self._terminal.close()
 
     def loading(self) -> None:
@@ -186,7 +211,7 @@ class RunView:
             await self._show_page(lambda: artifacts.plan_page(plan))
         with suppress(Away):
             await self._events.send()
-        await self._show_progress(self._done)
+        await self._show_progress()
         if not self._ending and time.monotonic() - self._drawn_s > REFRESH_S:
             self._drawn_s = time.monotonic()
             await self._draw()
@@ -205,16 +230,19 @@ class RunView:
                 await asyncio.wait_for(self._events.send(), RETIRE_S)
         self._events.give_up()
 
-    async def _show_progress(self, done: int) -> None:
+    async def _show_progress(self) -> None:
         """The bar, which is made as soon as Prefect takes it."""
         known, total = self._progress, self._prepared.iterations
         if known is None:
             known = self._progress = await self.api.show(lambda: artifacts.start_progress(total))
-        if known is not None and done:
-            await self.api.show(lambda: artifacts.show_progress(known, done, total))
+        complete, committed = self._complete, self._committed
+        if known is not None and (complete or committed):
+            await self.api.show(lambda: artifacts.show_progress(known, complete, committed, total))
 
     async def _draw(self) -> None:
         metrics = await asyncio.to_thread(read_jsonl, self._folder / METRICS)
+        last = metrics[-1]["iteration"] if metrics else -1
+        metrics += [row for row in self._uncommitted if row["iteration"] > last]
         await self._show_page(lambda: artifacts.curves_page(metrics))
         spans = spans_of(self._shown, self._recent)
         await self._show_page(lambda: artifacts.timeline_page(spans))

@@ -51,7 +51,9 @@ RESTARTS = "restarts.json"
 
 
 NOTICED_S = 5.0  # within this the run has heard of an order in Prefect
-NEXT_COMMIT_S = 18.0  # that a cancelled run has to reach its next commit and end
+NEXT_COMMIT_S = (
+    18.0  # that a cancelled run has to reach its next commit and end; else it ends at its last one
+)
 ENDS_S = 600.0  # what the process before may take to end where Prefect starts a flow run again
 
 

@@ -35,6 +35,7 @@ from rlhf_tasks.protocol.messages import (
     Finished,
     GaveUp,
     Held,
+    IterationRan,
     NodeBegun,
     NodeEnded,
     NotEntered,
@@ -131,12 +132,19 @@ async def run_training(
     on_plan         awaited among them for what came of a change of the plan
     api             the door to Prefect that the hooks use too
     on_event        called at once with each of the controller's events, whatever the other hooks wait for
-    dispatch_ahead  False: an iteration is entered only when the one before is committed
+    dispatch_ahead  False: an iteration is entered only when the one before is committed, which needs snapshot_every=1
     orders          what the run is to do; default: go on to its last iteration
     options         the other fields of `RunSpec`
-    Raises RunFailed with the cause, ControllerLost, and `prefect.exceptions.Abort` where it is ordered to END.
+    Raises ValueError where it could never end, RunFailed with the cause, ControllerLost, and
+    `prefect.exceptions.Abort` where it is ordered to END.
     Cancelling the caller ends the run: the cluster is free again within seconds.
     """
+    every = options.get("snapshot_every")
+    if not dispatch_ahead and every != 1:
+        raise ValueError(
+            f"dispatch_ahead=False waits for the commit of each iteration, and snapshot_every={every} does not "
+            "commit each. Make it 1."
+        )
     spec = RunSpec(
         run=run,
         attempt=next_attempt(run_folder),
@@ -202,7 +210,7 @@ class Training:
         self._view = IterationView(spec, api)
         self._hooks = hooks
         self._dispatch_ahead = dispatch_ahead
-        self._in_flight: set[tuple[int, int]] = set()  # iteration, generation
+        self._in_flight: set[tuple[int, int]] = set()  # iteration, generation; kept without dispatch_ahead
         self._held: Enterable | None = None
         self._orders = orders
         self._faults: list[str] = []
@@ -292,13 +300,17 @@ class Training:
                 case Committed() as committed:
                     self._rebuilds = 0
                     news.put_nowait(committed)
-                    self._ended(committed)
+                    self._view.committed(committed.iteration)
+                    self._in_flight = {place for place in self._in_flight if place[0] != committed.iteration}
                     if self._held is not None:
                         self._enter(self._held, writer)
                 case NodeBegun() | NodeEnded() as node:
                     self._view.node(node)
+                case IterationRan() as ran:
+                    self._view.ended(ran)
                 case Aborted() | NotEntered() as end:
-                    self._ended(end)
+                    self._in_flight.discard((end.iteration, end.generation))
+                    self._view.ended(end)
                 case PlanChanged() | PlanKept() as change:
                     if isinstance(change, PlanChanged):
                         self._view.plan_changed(change.planned)
@@ -326,26 +338,17 @@ class Training:
 
     def _enter(self, place: Enterable, writer: Writer) -> None:
         """Deliver an iteration, and have it shown."""
-        if self._in_flight and not self._dispatch_ahead:
-            self._held = place
-            return
-        self._held = None
-        self._in_flight.add((place.iteration, place.generation))
+        if not self._dispatch_ahead:
+            if self._in_flight:
+                self._held = place
+                return
+            self._held = None
+            self._in_flight.add((place.iteration, place.generation))
         with at(iteration=place.iteration, generation=place.generation, attempt=self.spec.attempt):
             reach(Point.ENTER)
             writer.put(Enter(iteration=place.iteration, generation=place.generation))
             reach(Point.ENTERED)
         self._view.entered(place.iteration, place.generation)
-
-    def _ended(self, end: Committed | Aborted | NotEntered) -> None:
-        """An iteration has ended, under a generation or (committed) whichever it was entered under last."""
-        generation = None if isinstance(end, Committed) else end.generation
-        self._in_flight = {
-            place
-            for place in self._in_flight
-            if place[0] != end.iteration or generation not in (None, place[1])
-        }
-        self._view.ended(end)
 
     async def _run_hooks(self, news: asyncio.Queue[HookNews | None], writer: Writer) -> None:
         control, hooks = RunControl(writer), self._hooks

@@ -198,7 +198,7 @@ async def show_comparison(
 
 
 def curves_page(metrics: Sequence[Mapping[str, float | None]]) -> Page | None:
-    """The page of rewards, KL and losses over the committed iterations; None if there is nothing to draw."""
+    """The page of rewards, KL and losses over the complete iterations; None if there is nothing to draw."""
     if not any(drawn_metrics(list(row)) for row in metrics):
         return None
     markdown = f"# After {len(metrics)} iterations\n\n{picture(curves(metrics), 'curves')}\n"
@@ -298,19 +298,19 @@ def measured_against(planned: float, measured: float) -> str:
 
 async def start_progress(total: int) -> UUID:
     """Create a progress bar over `total` iterations. Returns its id, for `show_progress`."""
-    artifact = await acreate_progress_artifact(0.0, key="progress", description=progress_bar(0, total))
+    artifact = await acreate_progress_artifact(0.0, key="progress", description=progress_bar(0, 0, total))
     assert isinstance(artifact, UUID)
     return artifact
 
 
-async def show_progress(artifact: UUID, done: int, total: int) -> None:
-    """Update the bar: `done` of `total` iterations are committed."""
+async def show_progress(artifact: UUID, complete: int, committed: int, total: int) -> None:
+    """Update the bar: `complete` of `total` iterations have ended, `committed` of these cannot be undone."""
     await aupdate_progress_artifact(
-        artifact, round(100 * done / total, 1), description=progress_bar(done, total)
+        artifact, round(100 * complete / total, 1), description=progress_bar(complete, committed, total)
     )
 
 
-def progress_bar(done: int, total: int) -> str:
+def progress_bar(complete: int, committed: int, total: int) -> str:
     """A bar of characters, because the UI shows only the number of a progress artifact."""
-    full = BAR * done // total
-    return f"{'█' * full}{'░' * (BAR - full)} {done} of {total} iterations committed"
+    full = BAR * complete // total
+    return f"{'█' * full}{'░' * (BAR - full)} {complete} of {total} iterations, {committed} committed"

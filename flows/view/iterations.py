@@ -4,6 +4,8 @@
 task writes to Prefect, iteration after iteration. If it cannot keep up, iterations are merged, so that neither the
 lag nor the memory grows with the number of iterations:
 
+- An iteration is Completed when all its nodes have ended on all ranks. Many more may run until a commit covers it.
+  If it never comes to that, its subflow becomes Failed (or Cancelled at the run's end), and its message says so.
 - Iterations that have waited for longer than `VIEW_LAG_S` become one subflow, `it-00042..00047`. Its task runs reach
   from the first to the last of them, and its message says so. So an iteration is shown completely at most
   `VIEW_LAG_S` after its end, plus the time for writing two subflows, as long as the server answers.
@@ -25,7 +27,14 @@ from prefect.runtime import flow_run
 
 from flows.view.prefect_api import Away, PrefectApi, Refused
 from flows.view.subflows import NodeRun, Subflow, end_subflow, events_of, news_of, open_subflow
-from rlhf_tasks.protocol.messages import Aborted, Committed, NodeBegun, NodeEnded, NotEntered, RunSpec
+from rlhf_tasks.protocol.messages import (
+    Aborted,
+    IterationRan,
+    NodeBegun,
+    NodeEnded,
+    NotEntered,
+    RunSpec,
+)
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan, plan_at
 
 logger = logging.getLogger(__name__)
@@ -34,6 +43,9 @@ PACE_S = 1.0  # between two reports on an iteration in progress
 COMPLETE_S = 60.0  # most time for the last subflows after the run's end
 GIVE_UP_S = 20.0  # most time to wait for a server that is away then: our own is restarted sooner
 RETIRE_S = 5.0  # most time for the open subflows when the run ends early
+KEPT = 1000  # subflows that no commit covers yet are remembered; older ones stay Completed, even if they are lost
+COMPLETE = StateType.COMPLETED, ""
+LOST_AT_END = "the run ended before this iteration was committed"
 
 
 class IterationView:
@@ -48,6 +60,8 @@ class IterationView:
         self._shown: deque[Subflow] = deque()  # in order of entering; the oldest are open, the others wait
         self._refused: list[str] = []
         self._running: dict[tuple[int, int], Subflow] = {}  # (iteration, generation) -> subflow without end
+        self._uncommitted: deque[Subflow] = deque(maxlen=KEPT)  # shown as Completed, not committed
+        self._committed = -1  # the newest committed iteration
         self._news = asyncio.Event()
         self._unsent: list[dict[str, Any]] = []  # events that Prefect has not confirmed
         self._closing = False
@@ -83,25 +97,50 @@ class IterationView:
             node.inside_s = news.ended_s - news.started_s
         self._news.set()
 
-    def ended(self, end: Committed | Aborted | NotEntered) -> None:
-        """An iteration has ended: in one generation, or, if it is committed, in all in which it was still open."""
-        generation = None if isinstance(end, Committed) else end.generation
-        for place in [p for p in self._running if p[0] == end.iteration and generation in (None, p[1])]:
-            subflow = self._running.pop(place)
-            subflow.ended_at_s = time.monotonic()
-            if isinstance(end, Committed):
-                subflow.end = StateType.COMPLETED, ""
-            elif isinstance(end, Aborted):
-                subflow.end = StateType.FAILED, f"{end.cause}\n{end.cause.traceback}".rstrip()
-            elif subflow.opening:
-                subflow.end = StateType.CANCELLED, end.reason
-            else:
-                self._shown.remove(subflow)  # Prefect has never heard of it
+    def ended(self, end: IterationRan | Aborted | NotEntered) -> None:
+        """An iteration has ended in a generation: completely, by a fault, or before it began."""
+        subflow = self._running.pop((end.iteration, end.generation), None)
+        if subflow is None:
+            if isinstance(end, Aborted):
+                self._lost(end)
+            return
+        subflow.ended_at_s = time.monotonic()
+        if isinstance(end, IterationRan):
+            subflow.end = COMPLETE
+        elif isinstance(end, Aborted):
+            subflow.end = StateType.FAILED, f"{end.cause}\n{end.cause.traceback}".rstrip()
+        elif subflow.opening:
+            subflow.end = StateType.CANCELLED, end.reason
+        else:
+            self._shown.remove(subflow)  # Prefect has never heard of it
         self._merge()
         self._news.set()
 
+    def committed(self, iteration: int) -> None:
+        """A commit covers an iteration, and all before it: nothing can undo them."""
+        self._committed = iteration
+        while self._uncommitted and self._uncommitted[0].last <= iteration:
+            self._uncommitted.popleft()
+
+    def _lost(self, end: Aborted) -> None:
+        """A fault has undone a complete iteration. All after it follow; their subflow says it once."""
+        cause = f"complete, but lost before a commit: {end.cause}\n{end.cause.traceback}".rstrip()
+        for subflow in (*self._shown, *self._uncommitted):
+            if subflow.generation == end.generation and subflow.first <= end.iteration <= subflow.last:
+                self._undo(subflow, end.iteration, StateType.FAILED, cause)
+
+    def _undo(self, subflow: Subflow, first: int, kind: StateType, why: str) -> None:
+        """Replace the end of a subflow that is complete: from iteration `first` on, no commit covers it."""
+        if subflow.end != COMPLETE:
+            return
+        subflow.end = kind, why if first <= subflow.first else f"from iteration {first + 1} on: {why}"
+        if subflow in self._uncommitted:
+            self._uncommitted.remove(subflow)
+            self._shown.appendleft(subflow)
+        self._news.set()
+
     def _merge(self) -> None:
-        """Merge the committed iterations that wait, if the oldest has waited for longer than VIEW_LAG_S."""
+        """Merge the complete iterations that wait, if the oldest has waited for longer than VIEW_LAG_S."""
         waiting = [subflow for subflow in self._shown if not subflow.opening and subflow.end is not None]
         if not waiting or time.monotonic() - waiting[0].ended_at_s < VIEW_LAG_S:
             return
@@ -120,11 +159,14 @@ class IterationView:
         await self._finish(COMPLETE_S, GIVE_UP_S)
 
     async def close(self) -> None:
-        """End the view. Iterations that have not ended are shown as cancelled."""
+        """End the view. Iterations that have not ended, or are in no commit, are shown as cancelled."""
         for subflow in self._running.values():
             subflow.ended_at_s = time.monotonic()
-            subflow.end = StateType.CANCELLED, "the run ended before this iteration was committed"
+            subflow.end = StateType.CANCELLED, LOST_AT_END
         self._running.clear()
+        for subflow in (*self._shown, *self._uncommitted):
+            if subflow.last > self._committed:
+                self._undo(subflow, self._committed + 1, StateType.CANCELLED, LOST_AT_END)
         await self._finish(RETIRE_S, RETIRE_S)
         if self._writing is not None:
             self._writing.cancel()
@@ -188,9 +230,13 @@ class IterationView:
             await self._api.ask(lambda: client.request("POST", "/events", json=self._unsent))
             self._unsent = []
         subflow.written_at_s = time.monotonic()
-        if subflow.end is not None and not news_of(subflow):
+        if (end := subflow.end) is not None and not news_of(subflow):
             await self._api.ask(lambda: end_subflow(client, subflow))
-            self._shown.remove(subflow)
+            if subflow.end is end:  # else a fault came meanwhile
+                self._shown.remove(subflow)
+                if end == COMPLETE and subflow.last > self._committed:
+                    subflow.forget_nodes()
+                    self._uncommitted.append(subflow)
 
     def _drop(self, subflow: Subflow, why: str) -> None:
         """Leave out a subflow that Prefect refuses."""

@@ -68,7 +68,7 @@ def drawn_metrics(names: Sequence[str]) -> list[str]:
 def curves(metrics: Sequence[Mapping[str, Any]]) -> bytes:
     """Line charts over iterations, two to a row, one for each metric of `drawn_metrics`.
 
-    metrics  one mapping per committed iteration, in order, with `iteration` (from 0); None for a value that
+    metrics  one mapping per complete iteration, in order, with `iteration` (from 0); None for a value that
              was not finite, which is not drawn
     Raises ValueError when nothing can be drawn.
     """

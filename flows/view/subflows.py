@@ -59,10 +59,11 @@ class Subflow:
     """Iterations `first` to `last` (usually one) in one generation, as Prefect shows them.
 
     entered_s     time.time() at which the first was delivered
-    end           its last state and the message; None while it runs
+    end           its last state and the message; None while it runs. A fault may still replace Completed
     ended_at_s    time.monotonic() at which the first of them ended
     written_at_s  time.monotonic() of the last report
     opening       Prefect may know it already, under its present name
+    interval      what `interval_text` was before its nodes were forgotten
     id            of its flow run; None until Prefect has confirmed it
     """
 
@@ -76,6 +77,7 @@ class Subflow:
     ended_at_s: float = 0.0
     written_at_s: float = 0.0
     opening: bool = False
+    interval: str = ""
     id: UUID | None = None
     key: UUID = field(default_factory=uuid4)
 
@@ -97,11 +99,11 @@ class Subflow:
     def can_absorb(self, later: "Subflow") -> bool:
         """Whether `later` can be merged into this subflow.
 
-        It must be the next iteration, of the same plan and generation; both must be committed and not yet opened.
+        It must be the next iteration, of the same plan and generation; both must be complete and not yet opened.
         """
-        committed = all(s.end is not None and s.end[0] is StateType.COMPLETED for s in (self, later))
+        complete = all(s.end is not None and s.end[0] is StateType.COMPLETED for s in (self, later))
         alike = later.plan is self.plan and later.generation == self.generation
-        return committed and alike and later.first == self.last + 1 and not (self.opening or later.opening)
+        return complete and alike and later.first == self.last + 1 and not (self.opening or later.opening)
 
     def absorb(self, later: "Subflow") -> None:
         """Merge a later subflow into this one."""
@@ -109,12 +111,16 @@ class Subflow:
         for name, node in self.nodes.items():
             node.absorb(later.nodes[name])
 
-    def interval(self) -> str:
-        """Its seconds, start and end by the ranks' clocks, as text; empty if no node has ended."""
+    def forget_nodes(self) -> None:
+        """Drop the nodes, of which Prefect has all news: what is left is small."""
+        self.interval, self.nodes = self.interval_text(), {}
+
+    def interval_text(self) -> str:
+        """Its seconds, start and end by the ranks' clocks; empty if no node has ended."""
         starts = [node.started_s for node in self.nodes.values() if node.started_s is not None]
         ends = [node.ended_s for node in self.nodes.values() if node.ended_s is not None]
         if not starts or not ends:
-            return ""
+            return self.interval
         return f"{max(ends) - min(starts):.3f} s by the ranks' clocks, {_clock(min(starts))} to {_clock(max(ends))}"
 
 
@@ -146,7 +152,7 @@ async def end_subflow(client: PrefectClient, subflow: Subflow) -> None:
     """Write the subflow's last state."""
     assert subflow.end is not None, f"{subflow.name} has not ended"
     kind, message = subflow.end
-    parts = [message[:CAUSE_LENGTH], subflow.interval()]
+    parts = [message[:CAUSE_LENGTH], subflow.interval_text()]
     if subflow.last > subflow.first:
         parts.append(
             f"iterations {subflow.first + 1} to {subflow.last + 1} are shown as one: Prefect could not keep up"

@@ -67,7 +67,7 @@ async def shown() -> None:
         assert page is not None
         await artifacts.show_page(page)
     progress = await artifacts.start_progress(12)
-    await artifacts.show_progress(progress, 8, 12)
+    await artifacts.show_progress(progress, 8, 5, 12)
     await artifacts.show_completions(samples)
     await artifacts.show_planned_and_measured(RECORDED["planned_and_measured"])
 
@@ -154,7 +154,7 @@ def visit(pages, prefect, addresses, ui):
 
 AWAITED = {
     "execution-plan": "Each box names its devices",
-    "progress": "8 of 12 iterations committed",
+    "progress": "8 of 12 iterations, 5 committed",
     "curves": "After 12 iterations",
     "device-timeline": "Devices over time",
     "completions": "Sample 8",

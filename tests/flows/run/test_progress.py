@@ -13,7 +13,7 @@ from flows.run import progress as run_view
 from flows.run.prepare import prepare
 from flows.run.progress import RunView
 from flows.view import events
-from rlhf_tasks.protocol.messages import Committed
+from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, IterationRan
 from tests.rlhf_tasks.plans import small_plan
 from tests.tiny_runs import ppo_config
 
@@ -24,13 +24,14 @@ class Played:
     """A server: what it is told, each request after `seconds`; away where `away` says so.
 
     told      the keys of pages, and how many iterations a bar stands at
+    bars      how many iterations were complete, and committed, at each update of the bar
     commits   iterations of the events
     requests  how many there were of events
     """
 
     def __init__(self, monkeypatch):
         self.seconds, self.away, self.requests = 0.0, False, 0
-        self.told, self.commits = [], []
+        self.told, self.commits, self.bars = [], [], []
         for name in ("tag_flow_run", "show_completions"):
             monkeypatch.setattr(f"flows.view.artifacts.{name}", self.nothing)
         monkeypatch.setattr("flows.view.artifacts.start_progress", self.start_progress)
@@ -61,9 +62,10 @@ class Played:
         await self.answer()
         return uuid4()
 
-    async def show_progress(self, _, done, total):
+    async def show_progress(self, _, complete, committed, total):
         await self.answer()
-        self.told.append(done)
+        self.told.append(complete)
+        self.bars.append((complete, committed))
 
     async def show(self, markdown, *, key, description):
         await self.answer()
@@ -88,10 +90,18 @@ def view(tmp_path, expected):
     return RunView(prepared, tmp_path, {0: expected})
 
 
+def ran(iteration):
+    metrics = {"iteration": float(iteration), "reward": 0.5, "time/iteration": 1.0}
+    return IterationRan(iteration=iteration, generation=0, metrics=metrics)
+
+
 async def commit_all(view, iterations=ITERATIONS):
     await view.begin()
     for iteration in range(iterations):
-        await view.on_commit(Committed(iteration=iteration, results={}), None)
+        committed = Committed(iteration=iteration, results={})
+        view.on_event(ran(iteration))
+        view.on_event(committed)
+        await view.on_commit(committed, None)
         await asyncio.sleep(0)
 
 
@@ -145,6 +155,44 @@ def test_events_reach_a_server_that_is_back_by_the_end(server, view, monkeypatch
 
     asyncio.run(scene())
     assert server.commits == list(range(5))
+
+
+def test_bar_and_curves_show_complete_iterations_before_their_commit_and_drop_what_a_fault_undoes(
+    server, view, tmp_path, monkeypatch
+):
+    drawn = []
+    monkeypatch.setattr(run_view, "REFRESH_S", 0.0)
+    monkeypatch.setattr(
+        run_view.artifacts, "curves_page", lambda rows: drawn.append([r["iteration"] for r in rows])
+    )
+
+    async def until(true):
+        async with asyncio.timeout(20):
+            while not true():
+                await asyncio.sleep(0.01)
+
+    async def scene():
+        await view.begin()
+        for iteration in range(4):
+            view.on_event(ran(iteration))
+        await until(lambda: server.bars and drawn)
+        assert (server.bars[-1], drawn[-1]) == ((4, 0), [0, 1, 2, 3])
+        rows = [f'{{"iteration": {iteration}, "reward": 0.5}}\n' for iteration in range(2)]
+        (tmp_path / "metrics.jsonl").write_text("".join(rows))  # a commit of two; then it is told
+        view.on_event(ran(4))
+        await until(lambda: drawn[-1] == [0, 1, 2, 3, 4])
+        for iteration in range(2):
+            view.on_event(Committed(iteration=iteration, results={}))
+        for iteration in range(2, 6):
+            view.on_event(Aborted(iteration=iteration, generation=0, cause=Cause("lost", (1,))))
+        await until(lambda: server.bars[-1] == (2, 2))
+        view.on_event(ran(2))
+        await until(lambda: server.bars[-1] == (3, 2) and drawn[-1] == [0, 1, 2])
+        view.starting()  # the controller is lost, with what it had not committed
+        await until(lambda: server.bars[-1] == (2, 2) and drawn[-1] == [0, 1])
+        await view.close()
+
+    asyncio.run(scene())
 
 
 def test_what_cannot_be_drawn_is_left_out_and_no_outage_of_the_server(server, view, monkeypatch, caplog):

@@ -153,6 +153,21 @@ def test_a_killed_rank_fails_its_subflow_by_name_and_the_run_goes_on(cluster, tm
     assert json.loads((tmp_path / "step-3.json").read_text())["roles"] == {"actor": 18, "critic": 18}
 
 
+def test_a_fault_fails_the_complete_iterations_that_it_undoes_where_a_commit_covers_several(
+    cluster, tmp_path
+):
+    fault = {"kind": "kill", "node": "critic_train", "iteration": 1, "rank": 1}
+    options = {"config": {"sleep_s": 0.05, "fault": fault}, "snapshot_every": 3}
+    result, parent = train(cluster, tmp_path, **options)
+    assert result.committed_step == 3
+    runs = {name: run for name, (run, _) in asyncio.run(read_runs(parent)).items()}
+    assert runs["it-00001"].state_name == "Failed"
+    assert runs["it-00001"].state.message.startswith(
+        "complete, but lost before a commit: rank 1, call critic_train"
+    )
+    assert [runs[f"it-0000{number}-r1"].state_name for number in (1, 2, 3)] == ["Completed"] * 3
+
+
 def test_a_run_that_cannot_go_on_says_why_and_where_from(cluster, tmp_path):
     fault = {"kind": "raise", "node": "generate", "iteration": 1, "rank": 0, "always": True}
     error, _ = train(cluster, tmp_path, config={"fault": fault}, max_rebuilds=1)
@@ -231,6 +246,17 @@ def test_without_dispatch_ahead_an_iteration_waits_for_the_commit_of_the_one_bef
 
     assert overlaps(ahead=False, config={"sleep_s": {"critic_train": 0.5}}) == [False, False]
     assert overlaps(ahead=True, config={"until_next": {"critic_train": "actor_train"}}) == [True, True]
+
+
+@pytest.mark.parametrize("every", ["auto", 2])
+def test_waiting_for_each_commit_is_refused_where_not_each_iteration_has_one(tmp_path, every):
+    member = Member("nobody", "tcp://127.0.0.1:1", "")
+    nowhere = DaskCluster("", (member, member), member, Security())
+    options = SETTINGS | FAKES | {"snapshot_every": every, "dispatch_ahead": False}
+    start = run_training(small_plan(), {}, nowhere, run="fake", run_folder=tmp_path, iterations=3, **options)
+    with pytest.raises(ValueError, match=f"snapshot_every={every} does not commit each. Make it 1"):
+        asyncio.run(start)
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_kept_of_iterations_that_have_ended(cluster, tmp_path, monkeypatch):

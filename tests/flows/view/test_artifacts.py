@@ -89,6 +89,6 @@ def test_a_measured_figure_says_which_way_it_is_off(planned, measured, told):
 
 
 def test_progress_has_a_bar():
-    assert progress_bar(0, 7) == "░" * 20 + " 0 of 7 iterations committed"
-    assert progress_bar(1, 2) == "█" * 10 + "░" * 10 + " 1 of 2 iterations committed"
-    assert progress_bar(7, 7).startswith("█" * 20 + " 7")
+    assert progress_bar(0, 0, 7) == "░" * 20 + " 0 of 7 iterations, 0 committed"
+    assert progress_bar(1, 0, 2) == "█" * 10 + "░" * 10 + " 1 of 2 iterations, 0 committed"
+    assert progress_bar(7, 7, 7).startswith("█" * 20 + " 7")

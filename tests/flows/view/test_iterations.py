@@ -13,7 +13,15 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.view.iterations import IterationView
 from flows.view.prefect_api import PrefectApi
-from rlhf_tasks.protocol.messages import Aborted, Cause, Committed, NodeBegun, NodeEnded, NotEntered, RunSpec
+from rlhf_tasks.protocol.messages import (
+    Aborted,
+    Cause,
+    IterationRan,
+    NodeBegun,
+    NodeEnded,
+    NotEntered,
+    RunSpec,
+)
 from rlhf_tasks.spec import SaveNode
 from tests.flows.run.test_training import assert_at, wait_runs
 from tests.rlhf_tasks.plans import small_plan
@@ -72,10 +80,16 @@ def run_nodes(view, iteration, generation=0, last=None):
         view.node(NodeEnded(**place, ended_s=end))
 
 
+def ran(view, iteration, generation=0):
+    """An iteration is complete; a commit is far."""
+    view.entered(iteration, generation)
+    run_nodes(view, iteration, generation)
+    view.ended(IterationRan(iteration=iteration, generation=generation, metrics={}))
+
+
 def commit(view, iteration):
-    view.entered(iteration, 0)
-    run_nodes(view, iteration)
-    view.ended(Committed(iteration=iteration, results={}))
+    ran(view, iteration)
+    view.committed(iteration)
 
 
 def viewed(tmp_path, scene, api=PrefectApi):
@@ -145,7 +159,8 @@ def test_a_node_is_running_while_it_runs_and_ends_at_its_own_time(prefect, tmp_p
             **dict.fromkeys(waiting, "Pending"),
         }
         run_nodes(view, 0)
-        view.ended(Committed(iteration=0, results={}))
+        view.ended(IterationRan(iteration=0, generation=0, metrics={}))
+        view.committed(0)
         await view.complete()
 
     parent, _ = viewed(tmp_path, scene)
@@ -153,6 +168,68 @@ def test_a_node_is_running_while_it_runs_and_ends_at_its_own_time(prefect, tmp_p
     task = runs["it-00001"][1]["actor_train-it1"]
     assert_at(task.start_time, times(0, "actor_train")[0])
     assert_at(task.end_time, times(0, "actor_train")[1])
+
+
+def ends(parent):
+    """Name of each subflow -> its state and message."""
+    runs = wait_runs(parent, lambda runs: all(len(tasks) == len(PLAN.nodes) for _, tasks in runs.values()))
+    return {name: (run.state_name, run.state.message) for name, (run, _) in runs.items()}
+
+
+async def shown(states):
+    """Wait until Prefect shows subflows of these names in these states."""
+
+    def there(runs):
+        return states == {name: run.state_name for name, (run, _) in runs.items()}
+
+    assert there(await asyncio.to_thread(wait_runs, flow_run.id, there, 60.0))
+
+
+def test_a_complete_iteration_is_shown_so_before_its_commit_and_as_failed_when_a_fault_undoes_it(
+    prefect, tmp_path, whole_view
+):
+    cause = Cause("lost", (1,), traceback="here")
+
+    async def scene(view):
+        for iteration in range(3):
+            ran(view, iteration)
+        await shown(dict.fromkeys(("it-00001", "it-00002", "it-00003"), "Completed"))
+        view.committed(0)
+        view.entered(3, 0)
+        for iteration in (1, 2, 3):
+            view.ended(Aborted(iteration=iteration, generation=0, cause=cause))
+        ran(view, 1, generation=1)
+        view.committed(1)
+        ran(view, 2, generation=1)
+        told = {"it-00001": "Completed", **dict.fromkeys(("it-00002", "it-00003", "it-00004"), "Failed")}
+        await shown(told | {"it-00002-r1": "Completed", "it-00003-r1": "Completed"})
+
+    told = ends(viewed(tmp_path, scene)[0])
+    assert told["it-00001"][0] == told["it-00002-r1"][0] == "Completed"
+    for name in ("it-00002", "it-00003"):
+        assert told[name][0] == "Failed"
+        assert told[name][1].startswith("complete, but lost before a commit: rank 1: lost\nhere; 0.100 s by")
+    assert told["it-00003-r1"][0] == "Cancelled"
+    assert told["it-00003-r1"][1].startswith("the run ended before this iteration was committed; 0.100 s by")
+
+
+def test_iterations_that_are_shown_as_one_say_from_which_on_a_fault_has_undone_them(
+    prefect, tmp_path, whole_view, monkeypatch
+):
+    monkeypatch.setattr("flows.view.iterations.VIEW_LAG_S", 0.0)
+
+    async def scene(view):
+        for iteration in range(4):
+            ran(view, iteration)
+        assert len(view._shown) == 1
+        view.committed(1)
+        for iteration in (2, 3):
+            view.ended(Aborted(iteration=iteration, generation=0, cause=Cause("lost", (1,))))
+        view._api.opened.set()
+
+    ((name, (state, message)),) = ends(viewed(tmp_path, scene, Gate)[0]).items()
+    assert (name, state) == ("it-00001..00004", "Failed")
+    assert message.startswith("from iteration 3 on: complete, but lost before a commit: rank 1: lost; ")
 
 
 def test_what_was_aborted_failed_what_was_refused_never_was_and_the_rest_is_cancelled(
@@ -255,3 +332,26 @@ def test_a_subflow_that_a_user_has_deleted_is_named_and_holds_up_no_other(tmp_pa
     missing = asyncio.run(asyncio.wait_for(scene(), 30))
     assert missing == {"away_s": 0.0, "left_out": 0, "subflows_not_shown": ["it-00001", "it-00002"]}
     assert server.told[-1] == "it-00004 ended"
+
+
+def test_the_memory_of_a_view_does_not_grow_with_the_iterations_that_no_commit_covers(tmp_path, monkeypatch):
+    server = Deleting()
+    monkeypatch.setattr("flows.view.iterations.get_client", lambda: server)
+    monkeypatch.setattr("flows.view.iterations.PACE_S", 0.01)
+    monkeypatch.setattr("flows.view.iterations.KEPT", 5)
+
+    async def scene():
+        view = IterationView(spec(tmp_path), PrefectApi("viewed"))
+        for iteration in range(20):
+            ran(view, iteration)
+            while len(server.told) < 2 * iteration + 2:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert (len(view._shown), len(view._running)) == (0, 0)
+        assert [subflow.name for subflow in view._uncommitted] == [f"it-{n:05d}" for n in range(16, 21)]
+        assert not any(subflow.nodes for subflow in view._uncommitted)
+        view.committed(18)
+        await view.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
+    assert server.told[40:] == ["it-00020 ended"], "only the one that no commit covers is corrected"
