@@ -21,7 +21,9 @@ SECONDS = {
 ITERATION_S = 16.0
 
 
-def costs_of(plan, seconds, part_bytes=0.0, read_bytes=0.0, iteration_s=ITERATION_S):
+def costs_of(
+    plan, seconds, part_bytes=0.0, read_bytes: float | dict[int, float] = 0.0, iteration_s=ITERATION_S
+):
     """What a plan costs whose parts of snapshots are all as large. read_bytes: of every rank, or rank -> bytes."""
     every = read_bytes if isinstance(read_bytes, dict) else dict.fromkeys(range(plan.n_devices), read_bytes)
     return Costs(
