@@ -224,8 +224,10 @@ def beside(work: Callable[[Callable[[], bool]], T], ending: Callable[[], None] |
         except BaseException as error:  # noqa: BLE001  `done.result()` raises it
             done.set_exception(error)
 
-    threading.Thread(target=do, name="beside", daemon=True).start()
     try:
+        threading.Thread(
+            target=do, name="beside", daemon=True
+        ).start()  # here, for Ctrl-C may come before it returns
         return done.result()
     except KeyboardInterrupt:
         if ending is None:

@@ -103,7 +103,7 @@ def run_iterations(rank: int, world: int, plan_json: str, config: dict, folder: 
             result = executor.execute(request, plan.node(request.key.node))
             metrics.update({f"{request.key.node}/{name}": value for name, value in result.metrics.items()})
         seen.append(metrics)
-    executor.close(keep_state=False)
+    executor.close(keep_state=True)  # waits until its parts are written
     return seen
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 from distributed.comm import CommClosedError
@@ -66,7 +67,7 @@ def serve(monkeypatch):
     def run(scene):
         async def started():
             Attempt.let_go = asyncio.Event()
-            return await scene(controller.Controller(None))
+            return await scene(controller.Controller(SimpleNamespace(ip="127.0.0.1")))  # type: ignore[arg-type]
 
         return asyncio.run(started())
 

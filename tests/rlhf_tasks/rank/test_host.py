@@ -10,7 +10,17 @@ import pytest
 from distributed.core import connect, rpc
 
 from rlhf_tasks.controller.rendezvous import Rendezvous
-from rlhf_tasks.protocol.messages import NEWS, Deliver, Done, Failed, GenerationSpec, Reset, Restore, Told
+from rlhf_tasks.protocol.messages import (
+    NEWS,
+    Deliver,
+    Done,
+    Failed,
+    GenerationSpec,
+    Moved,
+    Reset,
+    Restore,
+    Told,
+)
 from rlhf_tasks.protocol.sequencer import Sequencer
 from tests.rlhf_tasks.plans import call, on, plan_of
 from tests.rlhf_tasks.settings import DEADLINES
@@ -50,7 +60,11 @@ async def send(comm, message):
 
 
 async def read(comm):
-    return NEWS.validate_json(await asyncio.wait_for(comm.read(), 300))
+    """The next news that is not of bytes moved."""
+    while True:
+        news = NEWS.validate_json(await asyncio.wait_for(comm.read(), 300))
+        if not isinstance(news, Moved):
+            return news
 
 
 async def load(comms, plan, folder, store, config, generation=0):
