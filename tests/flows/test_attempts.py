@@ -265,11 +265,13 @@ def test_a_run_on_a_cluster_found_by_address_waits_for_it_to_come_back(
         if what == "controller":
             await asyncio.to_thread(kill_controller, fakes[0])
         else:
-            await asyncio.to_thread(first.close)
-            await asyncio.to_thread(
-                again.enter_context, dask_cluster(tmp_path, int(address.rsplit(":", 1)[1]))
-            )
+            await asyncio.to_thread(replace, first, again, int(address.rsplit(":", 1)[1]))
         return await running
+
+    def replace(first, again, port):
+        """In one go: a run that waits for its cluster blocks the event loop, so nothing could go on in between."""
+        first.close()
+        again.enter_context(dask_cluster(tmp_path, port))
 
     with ExitStack() as again, ExitStack() as first:
         address = first.enter_context(dask_cluster(tmp_path))
