@@ -151,9 +151,7 @@ FAULTS = {
     "38": Fault(
         "a configuration too large for memory", "refused", "tests/flows/run/test_prepare.py", "does_not_fit"
     ),
-    "39": Fault(
-        "port in use", "next port", "", "", "no test shows it: servers of ours ask the system for a free port"
-    ),
+    "39": Fault("port in use", "another, or waits", "tests/flows/cluster/test_server.py", "port"),
     "40": Fault("two runs on one folder", "refused", "tests/flows/run/test_run_folder.py", "only_one_run"),
     "41": Fault("clock jumps a day", "no timeout", "tests/flows/test_clock.py", ""),
     "42": Fault(

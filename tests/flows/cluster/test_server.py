@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sqlite3
 import stat
 import subprocess
@@ -120,6 +121,27 @@ def test_a_server_that_is_killed_comes_back_with_its_data_at_the_same_address(tm
         assert count_runs(server.api_url, server.auth) == 1
     assert said(caplog) == ["the Prefect server has died (status -9); it is started again"] * 2
     assert servers_of(tmp_path) == []
+
+
+def test_a_port_that_somebody_has_taken_is_waited_for_and_a_new_server_has_another(tmp_path, caplog):
+    """Links and clients have the address, so a server that is started again wants its own port back."""
+    with caplog.at_level("WARNING", "flows.cluster.server"), own_server(tmp_path) as server:
+        address = ("127.0.0.1", httpx.URL(server.api_url).port or 0)
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            (killed,) = servers_of(tmp_path)
+            killed.kill()
+            while True:
+                with suppress(OSError):  # it has not ended yet
+                    taken.bind(address)
+                    break
+            taken.listen()
+            while len(said(caplog)) < 2:  # the first that is started again finds the port taken
+                time.sleep(0.1)
+            with own_server(tmp_path / "other") as other:
+                assert httpx.URL(other.api_url).port != address[1]
+        wait_answer(server.api_url)
+    assert "it is started again" in said(caplog)[1]
 
 
 def said(caplog):
