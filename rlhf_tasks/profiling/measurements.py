@@ -76,9 +76,11 @@ class Measurements(Frozen):
 
 
 class Grid(NamedTuple):
-    """The sizes at which to measure: powers of two that enclose the sizes of a run, or every second one of these.
+    """The sizes at which to measure: powers of two that enclose the sizes of a run, or a few of these.
 
-    Seconds are about linear in tokens and rows, so points may be four times apart.
+    Seconds are about linear in tokens and rows, so points may be far apart, those of rows 16 times: a decoding step
+    of few sequences takes as long as that of one, and what lies between is nearer to a line than two measurements are
+    to each other.
 
     tokens    tokens of a micro-batch
     lengths   tokens of each of its sequences
@@ -103,9 +105,14 @@ class Grid(NamedTuple):
         return Grid(
             tokens=_powers(max(tokens // 64, 16), tokens, step=4),
             lengths=_powers(max(longest // 2, 1), longest, step=4, at_most=context),
-            rows=_powers(1, min(n_seqs, MOST_ROWS), step=4),
-            contexts=_powers(min(prompt_tokens, longest // 2), longest // 2, step=2),
+            rows=_powers(1, min(n_seqs, MOST_ROWS), step=16),
+            contexts=_apart(_powers(min(prompt_tokens, longest // 2), longest // 2, step=2)),
         )
+
+
+def _apart(points: tuple[int, ...]) -> tuple[int, ...]:
+    """Points without the first of two that are a factor of two apart: measurements differ by more."""
+    return points[1:] if len(points) == 2 and points[1] <= 2 * points[0] else points
 
 
 MOST_TOKENS, MOST_ROWS = 8192, 256  # above, devices are fully used and seconds grow linearly

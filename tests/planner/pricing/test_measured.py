@@ -58,9 +58,13 @@ def test_the_grid_encloses_the_work_in_powers_of_two():
     grid = Grid.around(n_seqs=100, prompt_tokens=24, total_tokens=72, context=128)
     assert grid.tokens == (64, 256, 1024, 4096, 8192)
     assert grid.lengths == (32, 128)
-    assert grid.rows == (1, 4, 16, 64, 128)
-    assert grid.contexts[0] <= 24
+    assert grid.rows == (1, 16, 128)
+    assert grid.contexts == (16, 32, 64)
     assert all(n & (n - 1) == 0 for part in grid for n in part)
+
+
+def test_contexts_whose_difference_cannot_be_measured_are_one_point():
+    assert Grid.around(n_seqs=256, prompt_tokens=16, total_tokens=26, context=128).contexts == (16,)
 
 
 @pytest.fixture
