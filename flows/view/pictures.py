@@ -36,6 +36,7 @@ COLOURS = {
     "onload": "#44AA99",
     "offload": "#882255",
     "save": "#999933",
+    "save_samples": "#999933",
     "sync": "#6699CC",
     "evaluate": "#661100",
 }

@@ -391,6 +391,16 @@ class Samples(RunConfig):
 
     sampling: SamplingConfig
 
+    @model_validator(mode="before")
+    @classmethod
+    def _ahead_only_with_a_correction(cls, document: Any) -> Any:
+        if isinstance(document, dict) and "staleness" in document and "staleness" not in cls.model_fields:
+            raise ValueError(
+                f"staleness: {document.get('type')} has no policy ratio that could correct for older weights. Leave "
+                "it out, or choose an algorithm that has one, such as grpo or ppo."
+            )
+        return document
+
     @property
     def records_kept(self) -> bool:
         """Whether samples record which tokens top-k and top-p kept: later calls must leave out the same ones."""

@@ -1,0 +1,50 @@
+"""Samples that are drawn ahead of their training: the same bits under any plan, drawn by the version that is due."""
+
+from functools import partial
+
+import pytest
+
+from tests.rlhf_tasks.test_layout_invariance import ALONE, differences, trajectory
+from tests.ppo_calls import PPO_CALLS
+from tests.tiny_runs import ppo_config
+
+pytestmark = pytest.mark.dist
+
+CALLS = (*PPO_CALLS, "actor_inference")
+PLANS = {
+    "one rank": (1, dict.fromkeys(CALLS, ALONE)),
+    "generation on a mesh of its own": (
+        2,
+        {**dict.fromkeys(CALLS, {"devices": [1]}), "actor_generate": {"devices": [0]}},
+    ),
+    "calls on meshes and strategies of their own": (
+        4,
+        {
+            "actor_generate": {"devices": [0, 1], "tp": 2},
+            "actor_inference": {"devices": [0, 1], "tp": 2},
+            "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
+            "reward_inference": {"devices": [2]},
+            "critic_inference": {"devices": [3]},
+            "actor_train": {"devices": [2, 3], "dp": 2},
+            "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
+        },
+    ),
+    "one mesh, dealt by prompts to generate and by whole sequences to learn": (
+        2,
+        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in CALLS},
+    ),
+}
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness):
+    config = partial(ppo_config, staleness=staleness, optimizer={"learning_rate": 1e-2})
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    ages = [seen["actor_train/staleness/max"] for seen in reference]
+    assert ages == [0, 1, min(2, staleness)]
+    assert reference[0]["actor_train/importance/mean"] == pytest.approx(1, abs=1e-12)
+    assert reference[2]["actor_train/importance/mean"] != pytest.approx(1, abs=1e-4)
+    assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
+    for name in list(PLANS)[1:]:
+        found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config))
+        assert not found, f"{name}:\n" + "\n".join(found)
