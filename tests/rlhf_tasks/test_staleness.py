@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from tests.rlhf_tasks.test_layout_invariance import ALONE, differences, trajectory
 from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.test_layout_invariance import ALONE, differences, trajectory
 from tests.tiny_runs import ppo_config
 
 pytestmark = pytest.mark.dist
@@ -15,7 +15,7 @@ PLANS = {
     "one rank": (1, dict.fromkeys(CALLS, ALONE)),
     "generation on a mesh of its own": (
         2,
-        {**dict.fromkeys(CALLS, {"devices": [1]}), "actor_generate": {"devices": [0]}},
+        {call: {"devices": [0 if call == "actor_generate" else 1]} for call in CALLS},
     ),
     "calls on meshes and strategies of their own": (
         4,
