@@ -29,7 +29,6 @@ from rlhf_tasks.algorithms.held_out import (
     shared_prompts,
 )
 from rlhf_tasks.algorithms.registry import algorithm
-from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import InlineModel
@@ -127,7 +126,7 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         *problem.warnings,
         extrapolation(plan, problem.model),
         crowding(config),
-        uncorrected(config),
+        config.warning,
     )
     return Prepared(
         config=config,
@@ -184,16 +183,6 @@ def crowding(config: RunConfig) -> str | None:
     return (
         f"{ranks} ranks (cluster.n_hosts x devices_per_host) share the {cores} CPU cores of this machine: to start "
         "them takes minutes and much memory. Ask for fewer, or name a cluster by cluster.address."
-    )
-
-
-def uncorrected(config: RunConfig) -> str | None:
-    """A warning where responses are drawn by older weights, and nothing corrects for that."""
-    if not isinstance(config, PolicyConfig) or not config.staleness or config.corrects_staleness:
-        return None
-    return (
-        f"staleness={config.staleness} with importance_cap null: tokens that older weights have drawn count as if "
-        "the policy had drawn them. Leave importance_cap out, to weight them."
     )
 
 

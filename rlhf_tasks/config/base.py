@@ -180,6 +180,11 @@ class RunConfig(Settings):
         return 1
 
     @property
+    def warning(self) -> str | None:
+        """A sentence about a setting that is allowed but hardly meant; None where there is none."""
+        return None
+
+    @property
     def evaluated_every(self) -> int | None:
         """Iterations from one snapshot that may be kept for its evaluation to the next; None where none is."""
         return None

@@ -336,27 +336,27 @@ class RankRun:
         self._writer.save(role, engine, step)
 
     def _take_drawn(self) -> None:
-        """On the heads of calls that run ahead: take what the commit has for them, in this plan's layout."""
+        """Take what the commit has of this rank's samples, in this plan's layout: as if the fetch and the calls that
+        run ahead had left them here."""
         rank, n_seqs = self._spec.rank, self._plan.n_seqs
-        for node in self._ahead if self._drawn.ready else ():
-            if rank not in node.writers:
+        for save in self._ahead if self._drawn.ready else ():
+            if rank not in save.writers:
                 continue
-            stored = self._drawn.of(node.call)
-            for number in range(len(self._kept(node, self._first_iteration))):
+            stored = self._drawn.of(save.call)
+            for number in range(len(self._kept(save, self._first_iteration))):
                 first = self._drawn.first_sample + number * n_seqs
                 ids = range(first, first + n_seqs)
-                mine = set[int]()
-                for made in self._plan.nodes:
-                    if isinstance(made, FetchNode) and made.call == node.call:
-                        mine.update(shares(made.side, ids)[rank])
-                    elif isinstance(made, CallNode) and made.call.name == node.call:
-                        by_tokens = made.side.balance == "tokens"
-                        lengths = (
-                            {i: stored.length(i, made.call.token_key) for i in ids} if by_tokens else None
-                        )
-                        mine.update(shares(made.side, made.part.ids(ids), lengths)[rank])
-                for batch in stored.held(sorted(mine)):
-                    self._samples.put(batch.to(self._groups.device))
+                for node in self._plan.nodes:
+                    if isinstance(node, FetchNode) and node.call == save.call:
+                        mine, keys = shares(node.side, ids)[rank], node.keys
+                    elif isinstance(node, CallNode) and node.call.name == save.call:
+                        key = node.call.token_key if node.side.balance == "tokens" else None
+                        lengths = None if key is None else {i: stored.length(i, key) for i in ids}
+                        mine = shares(node.side, node.part.ids(ids), lengths)[rank]
+                        keys = (*node.call.inputs, *node.call.outputs)
+                    else:
+                        continue
+                    self._samples.put(stored.get(mine, keys).to(self._groups.device))
 
     def _kept(self, node: SaveSamplesNode, step: int) -> range:
         """The iterations whose samples a commit of `step` has."""

@@ -36,6 +36,15 @@ class PolicyConfig(Scores, MovesReference):
         """Whether tokens that older weights have drawn are weighted."""
         return self.staleness > 0 and self.importance_cap is not None
 
+    @property
+    def warning(self) -> str | None:
+        if not self.staleness or self.corrects_staleness:
+            return None
+        return (
+            f"staleness={self.staleness} with importance_cap null: tokens that older weights have drawn count as if "
+            "the policy had drawn them. Leave importance_cap out, to weight them."
+        )
+
     @model_validator(mode="after")
     def _trains_on_what_is_drawn_ahead(self) -> Self:
         if self.staleness >= self.total_iterations:
