@@ -1,6 +1,6 @@
 """What it gains to sample ahead: GRPO on three ranks, with generation, scoring and training on one each.
 
-    python -m bench.asynchronous [--iterations 12] [--staleness 1] [--batch-size 8] [--new-tokens 160]
+    python -m bench.asynchronous [--iterations 12] [--staleness 1] [--batch-size 8] [--new-tokens 112]
 
 The reward waits as long as generation takes, as a judge elsewhere would. So ranks 0 and 1, which compute, have a core
 each, and rank 2 needs none. The same ranks run the same plan with and without staleness. Printed are the seconds per
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12, help="timed iterations of each run")
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--new-tokens", type=int, default=112)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, RankPool(N_RANKS) as pool:
         bench = Bench(arguments, Path(folder), pool)
