@@ -53,6 +53,8 @@ class ModelFunctionCall(Frozen):
                 of all, and learns from `n_seqs` of them at most
     group_size  consecutive sequences that stay together, on one dp rank and in one mini-batch: samples of a prompt
     remap       {key in the sample store: its name in the call's function}, where the two differ
+    lead        iterations by which it runs ahead: in iteration t it works on the samples of iteration t + lead
+                (docs/adr/0017-staleness-is-a-lag.md)
     runs_model  False where the call runs only Python rewards, on the heads of the role's mesh
     """
 
@@ -68,6 +70,7 @@ class ModelFunctionCall(Frozen):
     earlier: tuple[str, ...] = ()
     rounds: int = Field(default=1, gt=0)
     remap: dict[str, str] = Field(default_factory=dict)
+    lead: int = Field(default=0, ge=0)
     runs_model: bool = True
 
     @property
@@ -112,11 +115,13 @@ class _Node(Frozen):
 
     after           predecessors in the same iteration
     after_previous  predecessors in the iteration before
+    lead            in iteration t the node serves the samples of iteration t + lead
     """
 
     name: str
     after: tuple[str, ...] = ()
     after_previous: tuple[str, ...] = ()
+    lead: int = Field(default=0, ge=0)
 
 
 class FetchNode(_Node):
@@ -277,6 +282,37 @@ class SaveNode(_Node):
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted(self.placement.devices))
 
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The devices that write a part."""
+        return self.devices
+
+
+class SaveSamplesNode(_Node):
+    """Copies the samples that a call has made for the iterations to come, and writes the copy in the background.
+
+    call       the call that runs ahead; its heads have the samples
+    placement  of the call
+    """
+
+    kind: Literal["save_samples"] = "save_samples"
+    call: str
+    placement: Placement
+
+    @property
+    def role(self) -> str:
+        """The name under which a commit has the samples."""
+        return self.call
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted(self.placement.devices))
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The devices that write a part."""
+        return tuple(sorted(self.placement.heads))
+
 
 class SyncNode(_Node):
     """Brings a trained role's parameters onto the placement of a role that follows it, and blends them into that
@@ -326,6 +362,7 @@ PlanNode = Annotated[
     | OnloadNode
     | OffloadNode
     | SaveNode
+    | SaveSamplesNode
     | SyncNode
     | EvaluateNode,
     Field(discriminator="kind"),
@@ -369,6 +406,11 @@ class ExecutionPlan(Frozen):
     n_seqs: int = Field(gt=0)
     roles: dict[str, RolePlacements]
     nodes: tuple[PlanNode, ...]
+
+    @property
+    def lead(self) -> int:
+        """Iterations by which samples are drawn ahead of their training."""
+        return max((node.lead for node in self.nodes), default=0)
 
     @property
     def group_size(self) -> int:

@@ -121,7 +121,13 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     hardware = hardware_of(config)
     problem = problem_of(config, hardware, prompt_tokens=rows.tokens)
     plan = make_plan(config, problem, folder)
-    of_plan = (*hardware.warnings, *problem.warnings, extrapolation(plan, problem.model), crowding(config))
+    of_plan = (
+        *hardware.warnings,
+        *problem.warnings,
+        extrapolation(plan, problem.model),
+        crowding(config),
+        config.warning,
+    )
     return Prepared(
         config=config,
         plan=plan,

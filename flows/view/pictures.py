@@ -36,10 +36,11 @@ COLOURS = {
     "onload": "#44AA99",
     "offload": "#882255",
     "save": "#999933",
+    "save_samples": "#EE8866",
     "sync": "#6699CC",
     "evaluate": "#661100",
 }
-"""A colour for each kind of node; colour-blind-safe (Tol's muted scheme, 2021)."""
+"""A colour for each kind of node; colour-blind-safe (Tol's muted scheme, and one of the light one, 2021)."""
 CALL_KINDS = ("generate", "inference", "train_step")
 
 PANELS = (

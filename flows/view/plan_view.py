@@ -38,6 +38,7 @@ STYLES = {
     "onload": "black on bright_cyan",
     "offload": "black on bright_red",
     "save": "black on bright_yellow",
+    "save_samples": "white on red",
     "sync": "black on bright_white",
     "evaluate": "black on bright_green",
 }

@@ -21,6 +21,15 @@ class VersionEdge(NamedTuple):
     role: str
 
 
+class DataEdge(NamedTuple):
+    """`reader` of iteration t reads `keys` that `writer` made for it in iteration t - lag, since it runs ahead."""
+
+    writer: str
+    reader: str
+    keys: tuple[str, ...]
+    lag: int
+
+
 class DataflowGraph:
     """The calls of one iteration, with the data and version edges that order them.
 
@@ -30,6 +39,7 @@ class DataflowGraph:
     digraph       networkx.DiGraph of one iteration. Nodes are call names (attribute `call`). An edge has `keys`, the
                   data that flows along it, and `roles`, the roles whose parameter versions order its two calls
     across        version edges from each iteration to the next
+    lagged        data edges to later iterations, from calls that run ahead
     n_seqs        sequences per iteration
     group_size    of these, consecutive ones that stay together
 
@@ -43,8 +53,8 @@ class DataflowGraph:
     follows        role -> the trained role whose parameters are blended into its own after the train_step. One of its
                    calls runs its model
     Raises GraphError for duplicate names, a key produced twice, a missing key, a role trained twice, calls of
-    different sizes or groups, a cycle, roles whose architectures differ, a role that follows none that trains, and
-    calls that cannot be cut into parts.
+    different sizes or groups, a call that runs ahead of what it reads, a cycle, roles whose architectures differ, a
+    role that follows none that trains, and calls that cannot be cut into parts.
     """
 
     def __init__(
@@ -67,6 +77,9 @@ class DataflowGraph:
         _check_parts(calls, producers)
         graph = _data_graph(calls, producers, self.dataset_keys)
         _refuse_cycle(graph)
+        by_name = {call.name: call for call in calls}
+        data = graph.copy()
+        self.lagged = _cut_lagged(graph, by_name)
         self._trainers = _trainers(calls)
         self.evaluated, self.on_start = tuple(evaluated), on_start
         frozen = sorted(set(self.evaluated) - self._trainers.keys())
@@ -79,11 +92,17 @@ class DataflowGraph:
         self.across = _add_version_edges(graph, calls, self._trainers)
         _refuse_cycle(graph)
         position = {call.name: i for i, call in enumerate(calls)}
-        order = nx.lexicographical_topological_sort(graph, key=lambda name: position[name])
-        by_name = {call.name: call for call in calls}
+        whole = nx.compose(data, graph)  # a call also comes after what it reads of earlier iterations
+        order = nx.lexicographical_topological_sort(whole, key=lambda name: position[name])
         self.digraph = graph
         self.calls = tuple(by_name[name] for name in order)
         self._by_name, self._producers = by_name, producers
+        late = next((call for call in calls if call.lead > self.source.lead), None)
+        if late is not None:
+            raise GraphError(
+                f"Call {late.name!r} runs {late.lead} iterations ahead, but {self.source.name!r}, which reads the "
+                f"data set first, {self.source.lead}. Let it run ahead no farther."
+            )
         self._after_training = {
             role: nx.descendants(graph, trainer.name) for role, trainer in self._trainers.items()
         }
@@ -138,7 +157,8 @@ class DataflowGraph:
         return call.name in self._after_training.get(call.role, ())
 
     def unrolled(self, iterations: int) -> nx.DiGraph:
-        """Several iterations one after another: nodes are (iteration, call name), edges as in `digraph`."""
+        """Several iterations one after another: nodes are (iteration, call name), edges as in `digraph`, `across` and
+        `lagged`. A call that runs ahead works in iteration t on the samples of iteration t + its lead."""
         graph = nx.DiGraph()
         for t in range(iterations):
             graph.add_nodes_from((t, name) for name in self.digraph)
@@ -148,6 +168,11 @@ class DataflowGraph:
                     ((t - 1, edge.writer), (t, edge.reader), {"keys": (), "roles": (edge.role,)})
                     for edge in self.across
                 )
+            graph.add_edges_from(
+                ((t - edge.lag, edge.writer), (t, edge.reader), {"keys": edge.keys, "roles": ()})
+                for edge in self.lagged
+                if edge.lag <= t
+            )
         return graph
 
 
@@ -225,6 +250,11 @@ def _check_parts(calls: Sequence[ModelFunctionCall], producers: Mapping[str, str
                     f"Call {call.name!r} needs key {key!r} of earlier parts, which no call makes."
                 )
             made = by_name.get(producers.get(key, ""), call)
+            if key in call.earlier and made.lead != call.lead:
+                raise GraphError(
+                    f"Call {call.name!r} needs key {key!r} of earlier parts, but runs ahead of {made.name!r}, which "
+                    "makes it. Let neither run ahead."
+                )
             if made.chunks != call.chunks:
                 raise GraphError(
                     f"Call {call.name!r} is cut into {call.chunks} parts, but {made.name!r}, which makes {key!r} for "
@@ -314,6 +344,22 @@ def _data_graph(
             f"No call reads the data set's keys ({', '.join(dataset_keys) or 'there are none'})."
         )
     return graph
+
+
+def _cut_lagged(graph: nx.DiGraph, calls: Mapping[str, ModelFunctionCall]) -> tuple[DataEdge, ...]:
+    """Takes the data edges to later iterations out of the graph of one iteration, and returns them."""
+    found = []
+    for a, b, edge in list(graph.edges(data=True)):
+        lag = calls[a].lead - calls[b].lead
+        if lag < 0:
+            raise GraphError(
+                f"Call {b!r} runs {-lag} iterations ahead of {a!r}, but needs {' and '.join(edge['keys'])} of it. "
+                "Let it run ahead no farther."
+            )
+        if lag:
+            found.append(DataEdge(a, b, edge["keys"], lag))
+            graph.remove_edge(a, b)
+    return tuple(found)
 
 
 def _add_edge(graph: nx.DiGraph, a: str, b: str, *, key: str | None = None, role: str | None = None) -> None:

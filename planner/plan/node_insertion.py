@@ -25,6 +25,7 @@ from rlhf_tasks.spec import (
     ReleaseNode,
     RolePlacements,
     SaveNode,
+    SaveSamplesNode,
     SyncNode,
     TransferNode,
     side_of,
@@ -138,9 +139,10 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
                 keys=slot.keys,
                 mini_batches=call.blocks,
                 group_size=call.group_size,
+                lead=call.lead,
             )
         case "call":
-            return CallNode(name=slot.name, call=call, assignment=here, part=slot.part)
+            return CallNode(name=slot.name, call=call, assignment=here, part=slot.part, lead=call.lead)
         case "transfer":
             return TransferNode(
                 name=slot.name,
@@ -149,6 +151,7 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
                 destination=side_of(call, here, slot.part),
                 keys=slot.keys,
                 part=slot.part,
+                lead=call.lead,
             )
         case "reallocate":
             return ReallocateNode(
@@ -173,6 +176,8 @@ def _node(slot: Slot, graph: DataflowGraph, assignments: Mapping[str, CallAssign
             )
         case "save":
             return SaveNode(name=slot.name, role=call.role, placement=here.placement)
+        case "save_samples":
+            return SaveSamplesNode(name=slot.name, call=call.name, placement=here.placement, lead=call.lead)
         case "evaluate" | "evaluate_first":
             at_start = slot.kind == "evaluate_first"
             return EvaluateNode(name=slot.name, role=call.role, placement=here.placement, at_start=at_start)

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from planner.plan.graph import DataflowGraph
+from planner.plan.steady_state import IN_FLIGHT
 from rlhf_tasks.spec import WHOLE, ModelFunctionCall, Part
 
 FETCH = "fetch"
@@ -25,13 +26,14 @@ SlotKind = Literal[
     "offload",
     "sync",
     "save",
+    "save_samples",
     "evaluate",
     "evaluate_first",
 ]
 
 
 TRAILING: frozenset[SlotKind] = frozenset(
-    {"release", "offload", "sync", "save", "evaluate", "evaluate_first"}
+    {"release", "offload", "sync", "save", "save_samples", "evaluate", "evaluate_first"}
 )
 """The kinds of slots that directly follow others: the last reader, or the train_step, or both, or the fetch."""
 
@@ -41,7 +43,8 @@ class Slot(NamedTuple):
 
     call    the call that it serves. Of a call: itself; of a fetch: the source call; of a transfer: the consumer; of
             a reallocation, release, onload or offload: the first reader; of a save or an evaluation: the train_step
-            that it follows; of a sync, and of the save that follows it: the call that runs the role's model
+            that it follows; of a sync, and of the save that follows it: the call that runs the role's model; of a
+            save of samples: the call that runs ahead
     source  of a transfer: the call whose placement holds the keys, or FETCH; of a reallocation or release: the
             role's train_step; of a sync: that of the role that it follows; otherwise `call`
     keys    what a fetch or transfer brings
@@ -105,6 +108,7 @@ def skeleton(
     _add_transfers(made, graph, where, dealt_by or {})
     _add_syncs(made, graph)
     _add_saves(made, graph)
+    _add_sample_saves(made, graph)
     return made
 
 
@@ -197,19 +201,38 @@ def _add_saves(made: Skeleton, graph: DataflowGraph) -> None:
                 made.across[first].add(trainer.name)
 
 
+def _add_sample_saves(made: Skeleton, graph: DataflowGraph) -> None:
+    """After each call that runs ahead a save of the samples that it has made for later iterations."""
+    for call in graph.calls:
+        if call.lead:
+            slot = Slot(f"save_samples_of_{call.name}", "save_samples", call.name, call.name)
+            made.add(slot, after=set(call.nodes))
+
+
 class _Holding(NamedTuple):
     """A key on one side (a `where` label).
 
     call   the call (or FETCH) of that side
+    lead   of that call
     nodes  what brought the key there: one node, or one for each part
     """
 
     call: str
+    lead: int
     nodes: tuple[str, ...]
 
     def of(self, part: Part) -> set[str]:
         """The nodes that brought the samples of a part."""
         return {self.nodes[part.number]} if len(self.nodes) == part.of else set(self.nodes)
+
+    def before(self, made: Skeleton, name: str, part: Part, lag: int) -> None:
+        """Let slot `name` wait for the samples of a part, which were brought `lag` iterations ago.
+
+        Those of two iterations ago or more are there without an edge: that iteration has ended (docs/protocol.md,
+        delivery).
+        """
+        if lag < IN_FLIGHT:
+            (made.across if lag else made.after)[name].update(self.of(part))
 
 
 class _Keys:
@@ -223,7 +246,8 @@ class _Keys:
 
     def put(self, key: str, call: str, nodes: tuple[str, ...]) -> None:
         """The nodes have brought `key` to the side of `call`."""
-        self.held.setdefault(key, {})[self.where[call]] = _Holding(call, nodes)
+        lead = self._graph.source.lead if call == FETCH else self._graph.call(call).lead
+        self.held.setdefault(key, {})[self.where[call]] = _Holding(call, lead, nodes)
 
     def home(self, key: str) -> Hashable:
         """The side where a key was produced or fetched."""
@@ -267,8 +291,10 @@ def _add_transfers(
         here, dealing = where[call.name], dealt_by.get(call.name)
         missing = [key for key in call.inputs if here not in keys.held[key]]
         for part, node in _parts(call):
-            present = (keys.held[key][here] for key in call.inputs if key not in missing)
-            made.after[node] |= {before for holding in present for before in holding.of(part)}
+            for key in call.inputs:
+                if key not in missing:
+                    holding = keys.held[key][here]
+                    holding.before(made, node, part, holding.lead - call.lead)
         # The key whose lengths deal this call's samples comes first: the other transfers need the lengths.
         sources = sorted(keys.sources(missing).items(), key=lambda item: dealing not in item[1])
         for source, moved in sources:
@@ -277,9 +303,11 @@ def _add_transfers(
             for (part, node), name in zip(_parts(call), names, strict=True):
                 held_by = keys.held[native][source].call
                 made.add(Slot(name, "transfer", call.name, held_by, tuple(moved), part))
-                made.after[name] |= {b for key in moved for b in keys.held[key][source].of(part)}
+                needed = [keys.held[key][source] for key in moved]
                 if dealing is not None and dealing not in moved:
-                    made.after[name] |= keys.held[dealing][here].of(part)
+                    needed.append(keys.held[dealing][here])
+                for holding in needed:
+                    holding.before(made, name, part, holding.lead - call.lead)
                 made.after[node].add(name)
             for key in moved:
                 keys.put(key, call.name, names)

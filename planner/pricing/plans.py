@@ -23,6 +23,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SaveSamplesNode,
     SyncNode,
     TransferNode,
 )
@@ -46,6 +47,7 @@ _SAMPLE_BYTES = {
     "scores": 4,
     "stays": 1,
     "truncated": 1,
+    "drawn_by": 8,
     "greedy_scores": 4,
     "greedy_stays": 1,
     "greedy_truncated": 1,
@@ -142,8 +144,8 @@ def node_cost(node: PlanNode, plan: ExecutionPlan, model: CostModel) -> tuple[fl
             seconds = save_s(held, node.placement.strategy.dp, model, model.classes_of(node.placement), state)
         case EvaluateNode(at_start=False):
             seconds = evaluation_s(node.role, node.placement, model)
-        case EvaluateNode() | FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode():
-            pass
+        case EvaluateNode() | FetchNode() | ReleaseNode() | OnloadNode() | OffloadNode() | SaveSamplesNode():
+            pass  # samples are small beside everything else
     return seconds + model.classes.dispatch_s, moved
 
 
@@ -275,7 +277,7 @@ def plan_memory(plan: ExecutionPlan, model: CostModel) -> PlanMemory:
             case SyncNode():
                 brought(node.name, node.role, f"{node.leader}: copy", node.destination)
                 freed(node.role, f"{node.leader}: copy", node.destination)
-            case FetchNode() | TransferNode() | SaveNode():
+            case FetchNode() | TransferNode() | SaveNode() | SaveSamplesNode():
                 pass
     by_device = {device: peak for first, peak in peaks.items() for device in groups[first]}
     return PlanMemory(by_device, call_bytes)

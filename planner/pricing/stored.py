@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from planner.pricing.calls import MASTER_BYTES, OPTIMIZER_BYTES, CostModel
+from planner.pricing.plans import key_bytes
 from rlhf_tasks.parallel.layout.topology import Coordinate, Placement
-from rlhf_tasks.spec import ExecutionPlan, SaveNode
+from rlhf_tasks.spec import ExecutionPlan, FetchNode, SaveNode, SaveSamplesNode
 
 
 def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, float]]:
-    """Save node -> device -> bytes of its part of a snapshot: master weights and moments, cut over dp."""
+    """Save node -> device -> bytes of its part of a snapshot: master weights and moments, cut over dp; or the samples
+    that are drawn ahead, on the heads."""
     saved: dict[str, dict[int, float]] = {}
     for node in plan.nodes:
         if isinstance(node, SaveNode):
@@ -22,6 +24,14 @@ def saved_bytes(plan: ExecutionPlan, model: CostModel) -> dict[str, dict[int, fl
                     node.placement, model.parameter_bytes(node.role, node.placement)
                 )
             }
+        elif isinstance(node, SaveSamplesNode):
+            (call, *_) = plan.calls[node.call]
+            keys = {key for one in plan.nodes if isinstance(one, FetchNode) for key in one.keys}
+            n_samples = node.lead * plan.n_seqs / len(node.writers)
+            size_bytes = n_samples * sum(
+                key_bytes(key, model.workload) for key in keys.union(call.call.outputs)
+            )
+            saved[node.name] = dict.fromkeys(node.writers, size_bytes)
     return saved
 
 

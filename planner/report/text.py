@@ -16,6 +16,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SaveSamplesNode,
     SyncNode,
     TransferNode,
 )
@@ -89,6 +90,7 @@ def _short_name(node: PlanNode) -> str:
             | OnloadNode()
             | OffloadNode()
             | SaveNode()
+            | SaveSamplesNode()
             | SyncNode()
             | EvaluateNode()
         ):
@@ -152,7 +154,7 @@ def node_detail(node: PlanNode) -> str:
             return f"{role}: {source.strategy} → {destination.strategy}"
         case SyncNode(role=role, leader=leader, source=source, destination=destination):
             return f"{leader} into {role}: {source.strategy} → {destination.strategy}"
-        case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
+        case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | SaveSamplesNode() | EvaluateNode():
             return node.role
 
 

@@ -18,6 +18,8 @@ from pydantic import create_model
 
 from rlhf_tasks import algorithms
 from rlhf_tasks.algorithms import presets
+from rlhf_tasks.algorithms.shared.drawn_ahead import drawn_ahead
+from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
 from rlhf_tasks.config.base import RunConfig, Scores
 from rlhf_tasks.config.sections import SamplingConfig
@@ -91,7 +93,10 @@ class Algorithm:
 
         Raises ConfigError when one has no function, and when a train call would learn from skipped samples.
         """
-        calls = in_parts(self.graph(config), config.chunks if isinstance(config, Scores) else 1)
+        calls = self.graph(config)
+        if isinstance(config, PolicyConfig):
+            calls = drawn_ahead(calls, config)
+        calls = in_parts(calls, config.chunks if isinstance(config, Scores) else 1)
         self._refuse_missing([call.name for call in calls])
         marks = {key for call in calls for key in call.outputs if call.remap.get(key, key) == STAYS}
         blind = [call.name for call in calls if call.kind == "train_step" and marks - set(call.inputs)]

@@ -403,6 +403,8 @@ def _records(parts: Iterable[Part]) -> dict[str, RoleRecord]:
     roles: dict[str, RoleRecord] = {}
     for part in parts:
         role = part.stored.role
+        if part.record is None:
+            continue
         if roles.setdefault(role, part.record) != part.record:
             raise CheckpointError(
                 f"ranks disagree on the state of role {role!r}: {roles[role]} {part.record}"

@@ -52,7 +52,10 @@ class RoleRecord(Frozen):
 
 
 class StoredFile(Frozen):
-    """One file of a commit, by its plain name inside the commit's folder."""
+    """One file of a commit, by its plain name inside the commit's folder.
+
+    role  whose state it has, or the call whose samples
+    """
 
     role: str
     file: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
@@ -61,17 +64,20 @@ class StoredFile(Frozen):
 
 
 class Part(Frozen):
-    """A rank's report that its part of a role's snapshot is durable (`SavedPart.details`)."""
+    """A rank's report that its part of a role's snapshot is durable (`SavedPart.details`).
+
+    record  None where the part has samples that were drawn ahead
+    """
 
     stored: StoredFile
-    record: RoleRecord
+    record: RoleRecord | None
 
 
 class Manifest(Frozen):
     """The table of contents of a commit.
 
     step         number of committed iterations
-    cursor       global id of the first sample not yet fetched
+    cursor       global id of the first sample of the next iteration
     versions     trained role -> number of its train calls
     journals     each of the two journals -> its committed part
     config       the run's configuration

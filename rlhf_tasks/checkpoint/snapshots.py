@@ -1,12 +1,13 @@
 """A rank's part in checkpoints: copies a role's state to host memory, writes it in the background, restores it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
 from rlhf_tasks.checkpoint.commits import step_folder, unfinished_folder
+from rlhf_tasks.checkpoint.drawn_samples import packed_bytes
 from rlhf_tasks.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -15,9 +16,17 @@ from rlhf_tasks.checkpoint.manifest import (
     StoredFile,
     read_manifest,
 )
+from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups
 from rlhf_tasks.parallel.layout.slices import Layout
-from rlhf_tasks.parallel.state.files import read_shards, state_size_bytes, write_shards
+from rlhf_tasks.parallel.state.files import (
+    Written,
+    pieces_of,
+    read_shards,
+    state_size_bytes,
+    write_checked,
+    write_shards,
+)
 from rlhf_tasks.parallel.train.optimizer import MasterWeights, StateShard
 from rlhf_tasks.protocol.messages import GenerationSpec, SavedPart
 from rlhf_tasks.system.byte_count import ByteCount
@@ -74,11 +83,35 @@ class SnapshotWriter:
             placement=engine.layout.placement,
             lora=engine.layout.lora,
         )
-        path = self._path(role, step)
+        path, rank, copied = self._path(role, step), self._spec.rank, record.model_copy(deep=True)
         reach(Point.SAVE)
-        writing = self._thread.submit(self._write, path, role, record.model_copy(deep=True), shards, step)
+
+        def write() -> Written:
+            return write_shards(path, rank, shards, self._moved, self._given_up)
+
+        self._in_background(write, path, role, copied, state_size_bytes(shards), step)
+
+    def save_samples(self, call: str, batches: Sequence[SampleBatch], step: int) -> None:
+        """Copy samples that a call has made for later iterations, and write the copy in the background, as `save`."""
+        data, path = packed_bytes(batches), self._path(call, step)
+
+        def write() -> Written:
+            return write_checked(path, pieces_of(data), self._moved, self._given_up)
+
+        self._in_background(write, path, call, None, len(data), step)
+
+    def _in_background(
+        self,
+        write: Callable[[], Written],
+        path: Path,
+        role: str,
+        record: RoleRecord | None,
+        size_bytes: int,
+        step: int,
+    ) -> None:
+        writing = self._thread.submit(self._write, write, path, role, record, size_bytes, step)
         # Not add_done_callback: if the write has already ended, the callback would run in the caller's thread.
-        self._thread.submit(self._report, writing, path, state_size_bytes(shards), role, step)
+        self._thread.submit(self._report, writing, path, size_bytes, role, step)
 
     def close(self, wait: bool = True) -> None:
         """End the thread after all its parts. With wait=False (nobody needs them any more) do not wait for it, and
@@ -94,12 +127,20 @@ class SnapshotWriter:
         folder = unfinished_folder(Path(spec.run_folder), step, spec.attempt)
         return folder / f"{role}.rank-{spec.rank:05d}.gen-{spec.generation}.safetensors"
 
-    def _write(self, path: Path, role: str, record: RoleRecord, shards: list[StateShard], step: int) -> Part:
+    def _write(
+        self,
+        write: Callable[[], Written],
+        path: Path,
+        role: str,
+        record: RoleRecord | None,
+        size_bytes: int,
+        step: int,
+    ) -> Part:
         spec = self._spec
         with at(spec.rank, step - 1, spec.generation, spec.attempt):
             path.parent.mkdir(parents=True, exist_ok=True)
-            refuse_full(path, state_size_bytes(shards))
-            written = write_shards(path, spec.rank, shards, self._moved, self._given_up)
+            refuse_full(path, size_bytes)
+            written = write()
             reach(Point.SHARD_SYNCED)
             sync(path.parent)
             reach(Point.PART_DURABLE)

@@ -180,6 +180,11 @@ class RunConfig(Settings):
         return 1
 
     @property
+    def warning(self) -> str | None:
+        """A sentence about a setting that is allowed but hardly meant; None where there is none."""
+        return None
+
+    @property
     def evaluated_every(self) -> int | None:
         """Iterations from one snapshot that may be kept for its evaluation to the next; None where none is."""
         return None
@@ -390,6 +395,16 @@ class Samples(RunConfig):
     groups: ClassVar[Groups] = {"": ("sampling",)}
 
     sampling: SamplingConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ahead_only_with_a_correction(cls, document: Any) -> Any:
+        if isinstance(document, dict) and "staleness" in document and "staleness" not in cls.model_fields:
+            raise ValueError(
+                f"staleness: {document.get('type')} has no policy ratio that could correct for older weights. Leave "
+                "it out, or choose an algorithm that has one, such as grpo or ppo."
+            )
+        return document
 
     @property
     def records_kept(self) -> bool:

@@ -44,7 +44,7 @@ from rlhf_tasks.protocol.messages import (
 from rlhf_tasks.protocol.phases import Phase, State, Timeouts
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.protocol.sequencer import Deadlines
-from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, SaveNode
+from rlhf_tasks.spec import ExecutionPlan, NodeFailure, NodeKey, SaveNode, SaveSamplesNode
 from rlhf_tasks.system.durable import NotWritable
 from rlhf_tasks.system.failpoints import Point, at, reach
 
@@ -299,7 +299,7 @@ class Attempt:
             self._feed(self.ledger.part_durable, part.rank, key, part.details)
 
     def _save_node(self, role: str) -> str:
-        saves = [node for node in self.plan.nodes if isinstance(node, SaveNode)]
+        saves = [node for node in self.plan.nodes if isinstance(node, SaveNode | SaveSamplesNode)]
         return next(node.name for node in saves if node.role == role)
 
     def _lost(self, rank: int, reason: str) -> None:

@@ -161,8 +161,10 @@ class Account:
         in_snapshot = self.commits.is_snapshot(iteration)
         requests = self.sequencer.requests(iteration, in_snapshot=in_snapshot)
         nodes = {
-            name: NodeProgress(ranks, self.sequencer.deadlines.of(name))
-            for name, ranks in self.sequencer.devices.items()
+            node.name: NodeProgress(
+                self.sequencer.devices[node.name], self.sequencer.deadline_s(iteration, node)
+            )
+            for node in self.sequencer.plan.nodes
         }
         saves: Mapping[str, tuple[int, ...]] = self.sequencer.saves if in_snapshot else {}
         progress = IterationProgress(iteration, self.sequencer.generation, nodes, saves)
@@ -175,12 +177,12 @@ class Account:
 
     def expect_setup_parts(self) -> None:
         """The roles are being initialised: each rank saves its parts of step 0 before it has restored."""
-        setup = IterationProgress(SETUP, self.sequencer.generation, {}, self.sequencer.saves)
+        setup = IterationProgress(SETUP, self.sequencer.generation, {}, self.sequencer.initial_saves)
         self._iterations[SETUP] = self._incomplete[SETUP] = setup
 
     def initialised(self, rank: int, now: float) -> None:
         """A rank has initialised its roles, and has copied its parts of step 0."""
-        for node in self.sequencer.saves:
+        for node in self.sequencer.initial_saves:
             self._expect_part(rank, SETUP, node, now)
 
     def entered(self, rank: int, key: NodeKey, now: float) -> None:

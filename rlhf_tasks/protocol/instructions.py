@@ -138,7 +138,7 @@ class WriteCommit:
     step        number of committed iterations
     iterations  the iterations that this commit makes final: their metrics are appended now
     parts       save node -> rank -> the details of its files that the rank reported
-    cursor      global id of the first sample not yet fetched
+    cursor      global id of the first sample of the next iteration
     versions    trained role -> number of its train_step calls
     plan        the plan of the last of the iterations; for step 0, of the first iteration
     """

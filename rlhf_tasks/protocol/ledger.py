@@ -49,7 +49,7 @@ class Ledger:
     n_ranks             ranks 0 .. n_ranks - 1 are reset and restored; the plan's devices are among them
     total_iterations    of the whole run, including those before this attempt
     committed_step      the commit to start from; None: initialise the roles and commit step 0 first
-    cursor              global id of the first sample not fetched by that commit
+    cursor              global id of the first sample of the iteration after that commit
     snapshot_every      iterations from one snapshot to the next, or auto: commits are as frequent as they are worth
     snapshot_max_s      with auto: most seconds of work that may be lost
     evaluated_every     iterations after which there is a snapshot besides; None: none

@@ -15,10 +15,12 @@ from rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,
     NodeRequest,
+    OnloadNode,
     PlanNode,
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SaveSamplesNode,
     SyncNode,
 )
 
@@ -104,8 +106,8 @@ class Sequencer:
         assert iteration >= self.first_iteration, f"iteration {iteration} precedes {self.first_iteration}"
         before = self.versions(iteration)
         requests: dict[int, list[NodeRequest]] = {rank: [] for rank in self.work}
-        for node in self.plan.nodes:
-            key, deadline_s = self.key(iteration, node.name), self.deadlines.of(node.name)
+        for node in self.first_order if iteration == self.first_iteration else self.plan.nodes:
+            key, deadline_s = self.key(iteration, node.name), self.deadline_s(iteration, node)
             versions = {role: before.get(role, 0) + extra for role, extra in self.advances[node.name].items()}
             for rank in self.devices[node.name]:
                 mine = requests[rank]
@@ -126,10 +128,38 @@ class Sequencer:
         """Node name -> its ranks."""
         return {node.name: node.devices for node in self.plan.nodes}
 
+    def deadline_s(self, iteration: int, node: PlanNode) -> float:
+        """The deadline of a node. In a generation's first iteration, one that runs ahead may also have to draw what
+        the iterations up to its own need (`RankRun`)."""
+        batches = node.lead + 1 if iteration == self.first_iteration else 1
+        return batches * self.deadlines.of(node.name)
+
+    @cached_property
+    def first_order(self) -> tuple[PlanNode, ...]:
+        """The nodes in the order of a generation's first iteration: those that run ahead come first, because the
+        others may need samples that are only drawn now. They read nothing that the others make."""
+        ahead = {node.name for node in self.plan.nodes if node.lead}
+        ahead |= {
+            node.name
+            for node in self.plan.nodes
+            if isinstance(node, ReallocateNode | OnloadNode)
+            and any(node.name in other.after for other in self.plan.nodes if other.lead)
+        }
+        return tuple(sorted(self.plan.nodes, key=lambda node: node.name not in ahead))
+
     @cached_property
     def saves(self) -> dict[str, tuple[int, ...]]:
-        """Save node -> its ranks."""
-        return {node.name: node.devices for node in self.plan.nodes if isinstance(node, SaveNode)}
+        """Save node -> the ranks that write a part."""
+        return {
+            node.name: node.writers
+            for node in self.plan.nodes
+            if isinstance(node, SaveNode | SaveSamplesNode)
+        }
+
+    @cached_property
+    def initial_saves(self) -> dict[str, tuple[int, ...]]:
+        """The same of step 0, for which no samples have been drawn."""
+        return {node.name: node.writers for node in self.plan.nodes if isinstance(node, SaveNode)}
 
     @cached_property
     def work(self) -> dict[int, int]:

@@ -15,6 +15,7 @@ from rlhf_tasks.algorithms.functions import load_functions
 from rlhf_tasks.algorithms.held_out import evaluation_of
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.checkpoint.drawn_samples import DrawnSamples
 from rlhf_tasks.checkpoint.journals import BEFORE
 from rlhf_tasks.checkpoint.kept_state import KeptCommit, KeptState, host_shards
 from rlhf_tasks.checkpoint.snapshots import SnapshotWriter, restore
@@ -43,6 +44,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SaveSamplesNode,
     SyncNode,
     TransferNode,
 )
@@ -89,13 +91,17 @@ class RankRun:
         self._evaluation: Evaluation | None = None
         self._rewards_of_evaluation = self._rewards
         self._samples = SampleStore()
-        # call -> what its parts of this iteration have left for their metrics
-        self._tallies: dict[str, list[Any]] = {}
+        # (call, iteration of its samples) -> what its parts have left for their metrics
+        self._tallies: dict[tuple[str, int], list[Any]] = {}
         self._engines = RoleEngines(spec.plan, self._config, self._groups, moved)
         self._writer = SnapshotWriter(spec, on_saved, moved)
         self._at_step: dict[str, int] = {}  # role -> the step it was saved as; removed when it changes again
-        own = spec.plan.on(spec.rank)
-        self._last_node = own[-1].name if own else ""
+        self._nodes_per_iteration = len(spec.plan.on(spec.rank))
+        self._performed = 0
+        self._first_iteration = spec.restore_step or 0
+        self._drawn = DrawnSamples(
+            Path(spec.run_folder), spec.restore_step, [node.call for node in self._ahead], moved
+        )
 
     @cached_property
     def _rows(self) -> TokenFile:
@@ -121,6 +127,7 @@ class RankRun:
         kept  the state that this rank has kept from an earlier generation
         """
         step, engines = self._spec.restore_step, dict(self._engines.changing())
+        self._take_drawn()
         if step is None:
             for role, engine in engines.items():
                 self._save_as(0, role, engine)
@@ -132,6 +139,11 @@ class RankRun:
         else:
             for role, engine in engines.items():
                 restore(role, engine, Path(self._spec.run_folder), step, self._moved)
+
+    @cached_property
+    def _ahead(self) -> list[SaveSamplesNode]:
+        """The nodes that save what is drawn ahead: one for each call that runs ahead."""
+        return [node for node in self._plan.nodes if isinstance(node, SaveSamplesNode)]
 
     def keep(self) -> KeptState | None:
         """The state of this rank's roles that change, if this generation saved it as a step; else None.
@@ -148,8 +160,10 @@ class RankRun:
     def perform(self, node: PlanNode, request: NodeRequest) -> Outcome:
         """Run one node. The rank's last node of an iteration also drops the iteration's samples."""
         outcome = self._perform(node, request)
-        if node.name == self._last_node:
+        self._performed += 1
+        if self._performed % self._nodes_per_iteration == 0:
             self._samples.drop(self._ids(request))
+            self._tallies.clear()
         return outcome
 
     def versions(self) -> dict[str, int]:
@@ -176,27 +190,39 @@ class RankRun:
     @_perform.register
     def _fetch(self, node: FetchNode, request: NodeRequest) -> Outcome:
         if self._spec.rank in node.placement.heads:
-            mine = shares(node.side, self._ids(request))[self._spec.rank]
-            fetched = fetch(self._rows, self._config, mine)
-            reach(Point.FETCH)
-            self._samples.put(fetched.to(self._groups.device))
+            for iteration in self._served(node, request):
+                mine = shares(node.side, self._ids(request, iteration))[self._spec.rank]
+                fetched = fetch(self._rows, self._config, mine)
+                reach(Point.FETCH)
+                self._samples.put(fetched.to(self._groups.device))
         return Outcome()
 
     @_perform.register
     def _call(self, node: CallNode, request: NodeRequest) -> Outcome:
+        metrics: Mapping[str, float] = {}
+        engine = self._engines.get(node.call.role, node.placement)
+        flops_before = engine.flops
+        for iteration in self._served(node, request):
+            metrics = self._run(node, request, engine, iteration)
+        return Outcome(metrics, flops=engine.flops - flops_before)
+
+    def _run(
+        self, node: CallNode, request: NodeRequest, engine: Engine, iteration: int
+    ) -> Mapping[str, float]:
+        """Run a call on the samples of an iteration. Returns its metrics."""
         call = node.call
-        engine = self._engines.get(call.role, node.placement)
         expected = request.versions[call.role]
         require(
             engine.version == expected or not call.runs_model,
             f"call {call.name}: {call.role} has version {engine.version}, the plan says {expected}",
         )
-        batch = self._inputs(node, request) if engine.is_head else None
+        whole = self._ids(request, iteration)
+        batch = self._inputs(node, whole) if engine.is_head else None
         batch = share_batch(batch, node.placement, self._groups, self._spec.rank)
-        ids = node.part.ids(self._ids(request))
+        ids = node.part.ids(whole)
         context = CallContext(
             config=self._config,
-            iteration=request.key.iteration,
+            iteration=iteration,
             first_sample=ids[0],
             n_seqs=len(ids),
             micro_batches=node.assignment.micro_batches,
@@ -206,12 +232,11 @@ class RankRun:
             where=lambda sample: self._rows.where(self._config.row_of(self._rows, sample)),
             columns=lambda: self._rows.columns,
             part=node.part,
-            earlier=self._earlier(node, request) if engine.is_head else None,
-            tally=self._tallies.setdefault(call.name, []),
+            earlier=self._earlier(node, whole) if engine.is_head else None,
+            tally=self._tallies.setdefault((call.name, iteration), []),
         )
         if node.trains:
             self._at_step.pop(call.role, None)
-        flops_before = engine.flops
         output = self._functions[call.name](engine, batch, context)
         if node.trains:
             engine.version += 1
@@ -219,20 +244,23 @@ class RankRun:
         if engine.is_head and output.batch is not None:
             to_store = {inside: outside for outside, inside in call.remap.items()}
             self._samples.put(_only(_renamed(output.batch, to_store), call.outputs))
-        return Outcome(output.metrics, flops=engine.flops - flops_before)
+        return output.metrics
 
     @_perform.register
     def _transfer(self, node: TransferNode, request: NodeRequest) -> Outcome:
         consumer = self._plan.calls[node.consumer][0].call
-        sent = redistribute(
-            node.source,
-            node.destination,
-            node.part.ids(self._ids(request)),
-            node.keys,
-            self._samples,
-            self._groups,
-            self._plan.devices_per_host,
-            token_key=consumer.token_key,
+        sent = sum(
+            redistribute(
+                node.source,
+                node.destination,
+                node.part.ids(self._ids(request, iteration)),
+                node.keys,
+                self._samples,
+                self._groups,
+                self._plan.devices_per_host,
+                token_key=consumer.token_key,
+            )
+            for iteration in self._served(node, request)
         )
         return Outcome(bytes_sent=sent)
 
@@ -261,6 +289,14 @@ class RankRun:
         if request.in_snapshot:
             engine = self._engines.get(node.role, node.placement)
             self._save_as(request.key.iteration + 1, node.role, engine)
+        return Outcome()
+
+    @_perform.register
+    def _save_samples(self, node: SaveSamplesNode, request: NodeRequest) -> Outcome:
+        if request.in_snapshot and self._spec.rank in node.writers:
+            step = request.key.iteration + 1
+            ids = [sample for i in self._kept(node, step) for sample in self._ids(request, i)]
+            self._writer.save_samples(node.call, self._samples.held(ids), step)
         return Outcome()
 
     @_perform.register
@@ -299,20 +335,63 @@ class RankRun:
         self._at_step[role] = step
         self._writer.save(role, engine, step)
 
-    def _ids(self, request: NodeRequest) -> tuple[int, ...]:
-        """The ids of the iteration's samples."""
-        return tuple(range(request.first_sample, request.first_sample + self._plan.n_seqs))
+    def _take_drawn(self) -> None:
+        """Take what the commit has of this rank's samples, in this plan's layout: as if the fetch and the calls that
+        run ahead had left them here."""
+        rank, n_seqs = self._spec.rank, self._plan.n_seqs
+        for save in self._ahead if self._drawn.ready else ():
+            if rank not in save.writers:
+                continue
+            stored = self._drawn.of(save.call)
+            for number in range(len(self._kept(save, self._first_iteration))):
+                first = self._drawn.first_sample + number * n_seqs
+                ids = range(first, first + n_seqs)
+                for node in self._plan.nodes:
+                    if isinstance(node, FetchNode) and node.call == save.call:
+                        mine, keys = shares(node.side, ids)[rank], node.keys
+                    elif isinstance(node, CallNode) and node.call.name == save.call:
+                        key = node.call.token_key if node.side.balance == "tokens" else None
+                        lengths = None if key is None else {i: stored.length(i, key) for i in ids}
+                        mine = shares(node.side, node.part.ids(ids), lengths)[rank]
+                        keys = (*node.call.inputs, *node.call.outputs)
+                    else:
+                        continue
+                    self._samples.put(stored.get(mine, keys).to(self._groups.device))
 
-    def _inputs(self, node: CallNode, request: NodeRequest) -> SampleBatch:
-        """On a head: this dp rank's samples with the call's input keys, under the names its function uses."""
-        mine = self._share(node, node.part.ids(self._ids(request)))
+    def _kept(self, node: SaveSamplesNode, step: int) -> range:
+        """The iterations whose samples a commit of `step` has."""
+        return range(step, min(step + node.lead, self._spec.iterations))
+
+    def _served(self, node: PlanNode, request: NodeRequest) -> range:
+        """The iterations on whose samples a node works: the one that is `node.lead` ahead, where the run has it.
+
+        In the first iteration of a generation for which nothing is drawn, those up to it, too.
+        """
+        now = request.key.iteration
+        last = min(now + node.lead, self._spec.iterations - 1)
+        if now == self._first_iteration and not self._drawn.ready:
+            return range(now, last + 1)
+        return range(now + node.lead, last + 1)
+
+    def _ids(self, request: NodeRequest, iteration: int | None = None) -> tuple[int, ...]:
+        """The ids of an iteration's samples; default: of the one that the request belongs to."""
+        ahead = 0 if iteration is None else iteration - request.key.iteration
+        first = request.first_sample + ahead * self._plan.n_seqs
+        return tuple(range(first, first + self._plan.n_seqs))
+
+    def _inputs(self, node: CallNode, whole: Sequence[int]) -> SampleBatch:
+        """On a head: this dp rank's samples, with the call's input keys under the names its function uses.
+
+        whole  ids of the iteration's samples
+        """
+        mine = self._share(node, node.part.ids(whole))
         return _renamed(self._samples.get(mine, node.call.inputs), node.call.remap)
 
-    def _earlier(self, node: CallNode, request: NodeRequest) -> SampleBatch | None:
+    def _earlier(self, node: CallNode, whole: Sequence[int]) -> SampleBatch | None:
         """On a head: this dp rank's samples of the parts before this one, with the keys that the call asks for."""
         if not node.call.earlier or not node.part.number:
             return None
-        before = [Part(number, node.part.of).ids(self._ids(request)) for number in range(node.part.number)]
+        before = [Part(number, node.part.of).ids(whole) for number in range(node.part.number)]
         mine = [sample for ids in before for sample in self._share(node, ids)]
         return self._samples.get(mine, node.call.earlier)
 
@@ -339,7 +418,9 @@ def plan_device_sets(plan: ExecutionPlan) -> list[tuple[int, ...]]:
                 sets.append(heads_set(node.source, node.destination))
             case ReallocateNode() | SyncNode():
                 sets.append(union_set(node.source, node.destination))
-            case ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | EvaluateNode():
+            case (
+                ReleaseNode() | OnloadNode() | OffloadNode() | SaveNode() | SaveSamplesNode() | EvaluateNode()
+            ):
                 pass
     return sorted(set(sets))
 

@@ -13,7 +13,15 @@ from rlhf_tasks.rehearsal.faults import HostFault, RankFault, SlowFault
 from rlhf_tasks.rehearsal.ranks import Link, Process, Waiting
 from rlhf_tasks.rehearsal.virtual_time import VirtualTime
 from rlhf_tasks.rehearsal.watch import Watch
-from rlhf_tasks.spec import ExecutionPlan, NodeKey, NodeRequest, OnloadNode, PlanNode, SaveNode
+from rlhf_tasks.spec import (
+    ExecutionPlan,
+    NodeKey,
+    NodeRequest,
+    OnloadNode,
+    PlanNode,
+    SaveNode,
+    SaveSamplesNode,
+)
 
 TICK_S = 5.0  # coarser than on a real rank: no message is lost here, and disks move evenly
 
@@ -151,7 +159,7 @@ class SimulatedCluster:
         return self._nodes[name]
 
     def saves(self, rank: int) -> list[SaveNode]:
-        """The save nodes of a rank."""
+        """The save nodes of a rank whose parts step 0 has."""
         return self._saves.get(rank, [])
 
     def host(self, rank: int) -> int:
@@ -165,7 +173,7 @@ class SimulatedCluster:
         restored = 0.0 if step is None else self._restored.get(rank, 0.0)
         return self.costs.read_bytes.get(rank, 0.0) + restored
 
-    def part_bytes(self, node: SaveNode, rank: int) -> float:
+    def part_bytes(self, node: SaveNode | SaveSamplesNode, rank: int) -> float:
         return self.costs.saved_bytes[node.name][rank]
 
     def copied(self, process: Process, part: Waiting) -> None:

@@ -11,7 +11,7 @@ from rlhf_tasks.protocol import instructions as do
 from rlhf_tasks.protocol.inbox import Inbox
 from rlhf_tasks.protocol.messages import Deliver, Done, Failed, Moved, Reset, Restore, SavedPart, Told
 from rlhf_tasks.protocol.phases import INTERRUPT_GRACE_S
-from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, SaveNode
+from rlhf_tasks.spec import NodeFailure, NodeKey, NodeRequest, NodeResult, SaveNode, SaveSamplesNode
 
 if TYPE_CHECKING:
     from rlhf_tasks.rehearsal.cluster import Meeting, SimulatedCluster
@@ -171,7 +171,7 @@ class Process:
             return
         now, self.job, self.meeting = self.cluster.now, None, None
         node = self.cluster.node(request.key.node)
-        if isinstance(node, SaveNode) and request.in_snapshot:
+        if isinstance(node, SaveNode | SaveSamplesNode) and request.in_snapshot and self.rank in node.writers:
             self._save(request.key, node)
         result = NodeResult(key=request.key, rank=self.rank, started_s=started_s, ended_s=now)
         self.carry_out(self.inbox.finished(result, now))
@@ -205,7 +205,7 @@ class Process:
 
     # --- parts of snapshots -----------------------------------------------------------------------------
 
-    def _save(self, key: NodeKey, node: SaveNode) -> None:
+    def _save(self, key: NodeKey, node: SaveNode | SaveSamplesNode) -> None:
         """Keep a copy of the rank's part, and write it behind those before it."""
         part = Waiting(key, node.role, self.cluster.part_bytes(node, self.rank), self.cluster.now)
         self.cluster.copied(self, part)

@@ -68,6 +68,9 @@ def cover(graph: DataflowGraph) -> Cover:
     for edge in graph.across:
         a, b = names.index(edge.writer), names.index(edge.reader)
         ahead[a, b] = min(ahead[a, b], 1)
+    for data in graph.lagged:
+        a, b = names.index(data.writer), names.index(data.reader)
+        ahead[a, b] = min(ahead[a, b], data.lag)
     # Floyd-Warshall: the shortest delay of any path. k is the outermost index.
     for k, a, b in product(range(n), repeat=3):
         ahead[a, b] = min(ahead[a, b], ahead[a, k] + ahead[k, b])

@@ -5,7 +5,8 @@ whatever the order of its nodes (their edges are those of planner/plan/steady_st
 
 - *Model cycles.* Data order an iteration's calls. A call that reads a trained role waits for the train_step of the
   previous iteration, even if it reads a copy. The calls along a cycle of these edges take at most T times the cycle's
-  delay in iterations. An example is generation, the slowest inference, training. (A train_step need not wait for the
+  delay in iterations. An example is generation, the slowest inference, training. Where generation runs k iterations
+  ahead, this cycle has a delay of 1 + k. (A train_step need not wait for the
   readers of the old version, because they may have a copy. So there is no such edge.) Of calls that are cut into
   parts, one counts whole, and one part of every other: the parts of a call run one after the other, its first one
   after the first parts of the calls before it, and its last one before the last parts of the calls after it.
@@ -70,9 +71,13 @@ def call_cycles(graph: DataflowGraph) -> Cycles:
             note([edge.reader], 1)
         for path in nx.all_simple_paths(ordered, edge.reader, edge.writer):
             note(path, 1)
+        for data in graph.lagged:  # the reader runs ahead: of what it makes, the writer learns later
+            if data.writer == edge.reader:
+                for path in _paths(ordered, data.reader, edge.writer):
+                    note([data.writer, *path], 1 + data.lag)
     for source in (name for name in names if not ordered.in_degree(name)):
         for sink in (name for name in names if not ordered.out_degree(name)):
-            for path in nx.all_simple_paths(ordered, source, sink) if source != sink else [[source]]:
+            for path in _paths(ordered, source, sink):
                 note(path, IN_FLIGHT)
     kept = [
         (members, delay)
@@ -81,6 +86,11 @@ def call_cycles(graph: DataflowGraph) -> Cycles:
     ]
     rows = [(row, float(delay)) for members, delay in kept for row in _counted(graph, members)]
     return Cycles(np.array([row for row, _ in rows]), np.array([delay for _, delay in rows]))
+
+
+def _paths(ordered: nx.DiGraph, a: str, b: str) -> Iterable[Sequence[str]]:
+    """All paths from a to b; where they are one call, it alone."""
+    return [[a]] if a == b else nx.all_simple_paths(ordered, a, b)
 
 
 def _counted(graph: DataflowGraph, members: frozenset[str]) -> Iterator[list[float]]:

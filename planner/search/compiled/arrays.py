@@ -30,9 +30,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Rows = Any  # np.recarray: table.field is a column and table[i].field a number, here and in compiled code
 
-FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, EVALUATE, EVALUATE_FIRST, ONLOAD, OFFLOAD, COPY = (
-    range(12)
-)
+FETCH, CALL, TRANSFER, REALLOCATE, RELEASE, SYNC, SAVE, SAVE_SAMPLES, EVALUATE, EVALUATE_FIRST = range(10)
+ONLOAD, OFFLOAD, COPY = range(10, 13)
 """Kinds of slots; COPY is the copy from host memory that an onload starts."""
 
 _KINDS: dict[SlotKind, int] = {
@@ -43,6 +42,7 @@ _KINDS: dict[SlotKind, int] = {
     "release": RELEASE,
     "sync": SYNC,
     "save": SAVE,
+    "save_samples": SAVE_SAMPLES,
     "evaluate": EVALUATE,
     "evaluate_first": EVALUATE_FIRST,
     "onload": ONLOAD,

@@ -78,6 +78,15 @@ class GRPOConfig(CriticFreeConfig, SamplesGroups):
         return self
 
     @model_validator(mode="after")
+    def _rounds_are_not_drawn_ahead(self) -> Self:
+        if self.max_rounds > 1 and self.staleness:
+            raise ValueError(
+                f"staleness={self.staleness} samples ahead of scoring, but max_rounds={self.max_rounds} waits for "
+                "the scores of each round before the next. Set one of them to its default."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
         if self.delta is not None and self.loss_type == "cispo":
             raise ValueError(

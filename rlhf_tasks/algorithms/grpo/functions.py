@@ -26,7 +26,7 @@ from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
-__all__ = ["actor_generate", "actor_train", "ref_inference", "reward_inference"]
+__all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation that divides a score, as in TRL."""
@@ -68,6 +68,7 @@ actor_generate = generate_if_needed(generation.actor_generate, _grpo)
 
 reward_inference = on_generated(reward_call.reward_inference)
 ref_inference = on_generated(ref_call.ref_inference)
+actor_inference = ref_call.actor_inference
 
 
 def shaped_scores(batch: SampleBatch, config: GRPOConfig) -> Tensor:

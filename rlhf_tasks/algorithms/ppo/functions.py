@@ -17,7 +17,7 @@ from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
 from rlhf_tasks.algorithms.shared.generation import actor_generate
 from rlhf_tasks.algorithms.shared.policy_math import clipped_loss, token_ratio
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, Weights, policy_steps
-from rlhf_tasks.algorithms.shared.ref_call import ref_inference
+from rlhf_tasks.algorithms.shared.ref_call import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.schedule import optimizer_steps
 from rlhf_tasks.algorithms.shared.staying import without_skipped
@@ -28,6 +28,7 @@ from rlhf_tasks.parallel.train.engine import Engine, LossTerms
 
 __all__ = [
     "actor_generate",
+    "actor_inference",
     "actor_train",
     "critic_inference",
     "critic_train",

@@ -15,7 +15,7 @@ from rlhf_tasks.algorithms.shared.policy_math import (
     token_ratio,
 )
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
-from rlhf_tasks.algorithms.shared.ref_call import ref_inference
+from rlhf_tasks.algorithms.shared.ref_call import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.statistics import moments, whitened
 from rlhf_tasks.algorithms.shared.staying import without_skipped
@@ -23,7 +23,7 @@ from rlhf_tasks.algorithms.shared.token_rewards import token_rewards
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
-__all__ = ["actor_generate", "actor_train", "ref_inference", "reward_inference"]
+__all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
 
 
 def actor_train(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:

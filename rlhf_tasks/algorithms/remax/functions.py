@@ -14,7 +14,7 @@ from rlhf_tasks.algorithms.shared.policy_math import (
     token_ratio,
 )
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_token
-from rlhf_tasks.algorithms.shared.ref_call import ref_inference
+from rlhf_tasks.algorithms.shared.ref_call import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference, score_and_write
 from rlhf_tasks.algorithms.shared.rollout_calls import STAYS
 from rlhf_tasks.algorithms.shared.staying import without_skipped
@@ -24,6 +24,7 @@ from rlhf_tasks.parallel.train.engine import Engine
 
 __all__ = [
     "actor_generate",
+    "actor_inference",
     "actor_train",
     "greedy_generate",
     "greedy_reward_inference",

@@ -10,13 +10,13 @@ from rlhf_tasks.algorithms.shared.groups import less_others, per_group
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_sums
 from rlhf_tasks.algorithms.shared.policy_math import clipped_loss, response_ratio, token_ratio
 from rlhf_tasks.algorithms.shared.policy_steps import Objective, per_response, per_sum
-from rlhf_tasks.algorithms.shared.ref_call import ref_inference
+from rlhf_tasks.algorithms.shared.ref_call import actor_inference, ref_inference
 from rlhf_tasks.algorithms.shared.reward_call import reward_inference
 from rlhf_tasks.algorithms.shared.staying import without_skipped
 from rlhf_tasks.parallel.batch.samples import SampleBatch
 from rlhf_tasks.parallel.train.engine import Engine
 
-__all__ = ["actor_generate", "actor_train", "ref_inference", "reward_inference"]
+__all__ = ["actor_generate", "actor_inference", "actor_train", "ref_inference", "reward_inference"]
 
 LEVELS = {"sequence": (response_ratio, per_response), "token": (token_ratio, per_sum)}
 """A response is one action, whose ratio is the product of its tokens' ratios; or each token is an action. Both have

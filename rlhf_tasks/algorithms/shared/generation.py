@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext, CallOutput
+from rlhf_tasks.algorithms.shared.drawn_ahead import DRAWN_BY
+from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
 from rlhf_tasks.config.base import Samples
 from rlhf_tasks.config.sections import SamplingConfig
-from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
 from rlhf_tasks.parallel.train.engine import Engine
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
     """Sample responses to `prompt_ids`: `input_ids`, `response_mask`, `old_logprobs` and `truncated`; where the
-    configuration `records_kept`, also `kept_counts` and `kept_tokens`.
+    configuration `records_kept`, also `kept_counts` and `kept_tokens`; where it draws ahead, also `drawn_by`.
 
     A response depends only on (seed, iteration, sample id, weights, prompt), not on the layout.
     Metrics, of all parts of the call: completions/mean_length in tokens, completions/clipped_ratio (fraction of
@@ -29,7 +31,13 @@ def actor_generate(engine: Engine, batch: SampleBatch, context: CallContext) -> 
     """
     config = context.config
     assert isinstance(config, Samples), f"{config.type} runs do not generate"
-    return respond(engine, batch, context, config.sampling, config.records_kept)
+    output = respond(engine, batch, context, config.sampling, config.records_kept)
+    if output.batch is None or not isinstance(config, PolicyConfig) or not config.staleness:
+        return output
+    n = len(output.batch)
+    version = torch.full((n,), engine.version, dtype=torch.int64, device=engine.device)
+    drawn = {**output.batch.data, DRAWN_BY: Packed(version, (1,) * n)}
+    return CallOutput(SampleBatch(output.batch.ids, drawn), output.metrics)
 
 
 def respond(

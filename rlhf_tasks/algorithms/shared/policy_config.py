@@ -7,9 +7,52 @@ from pydantic import Field, model_validator
 from rlhf_tasks.config.base import Groups, MovesReference, Scores
 from rlhf_tasks.config.sections import GRPOModels, Role
 
+MOST_STALENESS = 16
+"""Each iteration ahead is one more batch in the memory of the ranks that generate, and in every commit."""
+
 
 class PolicyConfig(Scores, MovesReference):
-    """What all of them share: they must sample at random, and know from which tokens."""
+    """What all of them share: they must sample at random, and know from which tokens. They may sample ahead of their
+    training (docs/adr/0017-staleness-is-a-lag.md)."""
+
+    groups: ClassVar[Groups] = {"Staleness": ("staleness", "importance_cap")}
+
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_STALENESS,
+        description="Iterations by which sampling runs ahead: responses are drawn with the weights of so many "
+        "iterations before, while those before them are learned from.",
+    )
+    importance_cap: float | None = Field(
+        default=2.0,
+        gt=0,
+        description="With staleness: largest weight of a token, its probability before training over that when it "
+        "was drawn; null: tokens are not weighted.",
+    )
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Whether tokens that older weights have drawn are weighted."""
+        return self.staleness > 0 and self.importance_cap is not None
+
+    @property
+    def warning(self) -> str | None:
+        if not self.staleness or self.corrects_staleness:
+            return None
+        return (
+            f"staleness={self.staleness} with importance_cap null: tokens that older weights have drawn count as if "
+            "the policy had drawn them. Leave importance_cap out, to weight them."
+        )
+
+    @model_validator(mode="after")
+    def _trains_on_what_is_drawn_ahead(self) -> Self:
+        if self.staleness >= self.total_iterations:
+            raise ValueError(
+                f"staleness={self.staleness} draws all responses of total_iterations={self.total_iterations} with "
+                "the initial weights. Choose a smaller staleness or more iterations."
+            )
+        return self
 
     @property
     def records_kept(self) -> bool:

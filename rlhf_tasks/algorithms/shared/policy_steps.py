@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.algorithms.shared.context import CallContext
+from rlhf_tasks.algorithms.shared.drawn_ahead import DRAWN_BY, PROXIMAL
 from rlhf_tasks.algorithms.shared.packed import on_tokens, response_lengths
 from rlhf_tasks.algorithms.shared.policy_config import PolicyConfig
-from rlhf_tasks.algorithms.shared.policy_math import bounded, kl_divergence
+from rlhf_tasks.algorithms.shared.policy_math import behaviour_weights, bounded, kl_divergence
 from rlhf_tasks.algorithms.shared.rollout_calls import KEPT
 from rlhf_tasks.algorithms.shared.schedule import optimizer_steps, planned_share
 from rlhf_tasks.algorithms.shared.steps import Steps
@@ -124,8 +125,10 @@ def policy_steps(
             means over the response tokens of the applied steps
         policy/mismatch: mean |logprobs - old_logprobs| before the first step; only rounding, unless there is a fault
         policy/steps (number of applied steps), grad_norm/actor, learning_rate/actor, skipped_steps/actor
+        those of `from_older`, with staleness. Ratio and KL are then those from the proximal policy
     """
     config = _config(context)
+    batch, weights, staleness = from_older(engine, batch, weights, config)
     kept = KEPT if config.records_kept else ()
     ref = ("ref_logprobs",) if objective.beta > 0 else ()
     lengths, dtype = batch["input_ids"].lengths, batch["old_logprobs"].values.dtype
@@ -165,6 +168,52 @@ def policy_steps(
         "policy/mismatch": mismatch,
         "policy/steps": float(steps.applied),
         **steps.end("actor"),
+        **staleness,
+    }
+
+
+def from_older(
+    engine: Engine, batch: SampleBatch, weights: Weights, config: PolicyConfig
+) -> tuple[SampleBatch, Weights, dict[str, float]]:
+    """What a policy learns of samples that its older versions have drawn: (batch, weights, metrics).
+
+    Where tokens are weighted, decoupled PPO: each token's weight is multiplied by its `behaviour_weights`, and the
+    policy ratio is that to the proximal policy, so `old_logprobs` of the batch become `proximal_logprobs`. The
+    denominators stay: a token that counts less does not make the others count more.
+    Metrics: staleness/mean and staleness/max (train calls since a sample was drawn, over the samples);
+    importance/mean, importance/cut_ratio (share of the tokens whose weight the cap cuts) and importance/effective
+    (square of the sum of the weights over tokens times the sum of their squares; 1: all are equal), over the response
+    tokens. None without staleness. Collective over the mesh.
+    """
+    if not config.staleness:
+        return batch, weights, {}
+    ages = engine.version - batch[DRAWN_BY].values
+    tally = torch.bincount(ages, minlength=config.staleness + 1).double()
+    if not config.corrects_staleness:
+        return batch, weights, _ages(engine.sum_over_dp(tally).tolist())
+    assert config.importance_cap is not None, "tokens are not weighted"
+    mask, drawn, proximal = batch["response_mask"].values, batch["old_logprobs"], batch[PROXIMAL]
+    by, cut = behaviour_weights(proximal.values, drawn.values, mask, config.importance_cap)
+    of_tokens = torch.stack(
+        [mask.sum().double(), by[mask].sum(), by[mask].square().sum(), cut.sum().double()]
+    )
+    *counts, n, total, squares, n_cut = engine.sum_over_dp(torch.cat([tally, of_tokens])).tolist()
+    metrics = {
+        **_ages(counts),
+        "importance/mean": total / n if n else 1.0,
+        "importance/cut_ratio": n_cut / n if n else 0.0,
+        "importance/effective": total**2 / (n * squares) if squares else 1.0,
+    }
+    batch = SampleBatch(batch.ids, {**batch.data, "old_logprobs": proximal})
+    return batch, weights._replace(weights=weights.weights * by), metrics
+
+
+def _ages(counts: Sequence[float]) -> dict[str, float]:
+    """The metrics of the samples' ages; counts: samples of each age, over all replicas."""
+    n = sum(counts)
+    return {
+        "staleness/mean": sum(age * count for age, count in enumerate(counts)) / n if n else 0.0,
+        "staleness/max": float(max((age for age, count in enumerate(counts) if count), default=0)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The call on the frozen reference policy."""
+"""The calls that compute the log-probabilities of the responses under another policy than the one that drew them."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from rlhf_tasks.parallel.train.engine import Engine
 
 
 def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> CallOutput:
-    """Compute `logprobs` of the responses under a frozen model, at the temperature of sampling.
+    """Compute `logprobs` of the responses under a model as it is, at the temperature of sampling.
 
     Tokens that top-k and top-p left out are left out here too. So the KL penalty compares distributions over the same
     tokens, and it is 0 where policy and reference are equal.
@@ -25,3 +25,7 @@ def ref_inference(engine: Engine, batch: SampleBatch, context: CallContext) -> C
     if rows is None or not engine.is_head:
         return CallOutput()
     return CallOutput(SampleBatch(batch.ids, {"logprobs": rows}))
+
+
+actor_inference = ref_inference
+"""The same under the actor before its train_step."""

@@ -113,6 +113,15 @@ class SampleStore:
         """Number of rows that a sample has under a key."""
         return int(self._data[key][sample].shape[0])
 
+    def held(self, ids: Iterable[int]) -> list[SampleBatch]:
+        """What is here of some samples: a batch with one key for each key that any of them has."""
+        wanted, found = list(ids), list[SampleBatch]()
+        for key, held in self._data.items():
+            here = tuple(sample for sample in wanted if sample in held)
+            if here:
+                found.append(self.get(here, [key]))
+        return found
+
     def drop(self, ids: Sequence[int]) -> None:
         """Forget samples under every key; unknown ids are ignored."""
         for held in self._data.values():

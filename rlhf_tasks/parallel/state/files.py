@@ -80,13 +80,23 @@ def write_shards(
     metadata = {"device": str(device), "starts": json.dumps(starts)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
+    return write_checked(path, _chunks(header, shards), moved, given_up)
+
+
+def write_checked(
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    moved: ByteCount | None = None,
+    given_up: Event | None = None,
+) -> Written:
+    """Write a file piece by piece, hash and fsync it, and check it. Otherwise as `write_shards`."""
     size_bytes, digest = 0, hashlib.sha256()
     with (
         path.open("wb") as file,
         _ReadBack(path, moved or ByteCount()) as disk,
         ThreadPoolExecutor(1) as hasher,
     ):
-        for data in _chunks(header, shards):
+        for data in pieces:
             if given_up is not None and given_up.is_set():
                 raise GivenUp(f"{path} is not needed any more.")
             hashed = hasher.submit(digest.update, data)
@@ -190,6 +200,13 @@ def read_shards(
 
 def _key(name: str, kind: str) -> str:
     return f"{kind}/{name}"
+
+
+def pieces_of(data: bytes) -> Iterator[memoryview]:
+    """The data in pieces of the size that is written at a time."""
+    whole = memoryview(data)
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield whole[start : start + _CHUNK_BYTES]
 
 
 def _chunks(header: bytes, shards: Sequence[StateShard]) -> Iterator[bytes | memoryview]:

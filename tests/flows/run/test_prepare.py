@@ -86,7 +86,7 @@ def test_auto_goes_by_a_cached_profile(tmp_path):
     assert len(devices()) == 1
 
 
-def test_a_run_priced_far_beyond_its_profile_is_warned_about(tmp_path):
+def test_a_run_priced_far_beyond_its_profile_or_without_a_correction_is_warned_about(tmp_path):
     folder = model_folder(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
     document = ppo(
@@ -96,6 +96,10 @@ def test_a_run_priced_far_beyond_its_profile_is_warned_about(tmp_path):
         planning={"prompt_tokens": 16, "device": "cpu-slot"},
     )
     few, many = make_config(document), make_config({**document, "batch_size": 1024})
+    (uncorrected,) = prepare.prepare(
+        make_config({**document, "staleness": 1, "importance_cap": None})
+    ).warnings
+    assert uncorrected.startswith("staleness=1 with importance_cap null")
     assert prepare.prepare(many).warnings == (), "nothing is measured"
     store(measured(ModelShape.from_config(LLAMA)), profile_folder(many))
     assert prepare.prepare(few).warnings == ()

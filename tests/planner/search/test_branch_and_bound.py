@@ -19,6 +19,7 @@ from planner.search.compiled.evaluator import value
 from planner.search.compiled.tables import Tables
 from planner.search.search import bound_of
 from rlhf_tasks.spec import OnloadNode
+from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -81,6 +82,16 @@ def test_equals_enumeration(small_problem, cluster, calls, max_tp, memory):
     state, lower_bound_s = proved(tables)
     best = enumerated(tables)
     assert state.excess_bytes == 0
+    assert state.time_s == pytest.approx(best, rel=1e-9)
+    assert lower_bound_s == pytest.approx(best, rel=2e-9)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("cluster", [Cluster(1, 2), Cluster(2, 2)], ids=str)
+def test_equals_enumeration_where_generation_runs_ahead(small_problem, cluster, staleness):
+    tables = Tables(problem_ahead_by(staleness, small_problem(cluster, SAMPLE_AND_LEARN, 1)))
+    state, lower_bound_s = proved(tables)
+    best = enumerated(tables)
     assert state.time_s == pytest.approx(best, rel=1e-9)
     assert lower_bound_s == pytest.approx(best, rel=2e-9)
 

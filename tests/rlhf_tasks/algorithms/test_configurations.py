@@ -95,7 +95,7 @@ def test_overrides_win_over_the_file(file: Path):
 def test_ppo_stays_small():
     asked_for = ("planning.", "evaluation.")  # sections that most runs leave out
     keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith(asked_for)}
-    assert len(keys) <= 82, sorted(keys)
+    assert len(keys) <= 84, sorted(keys)
     assert sum(keys.values()) <= 8
 
 
@@ -127,6 +127,17 @@ def test_roles_default_to_the_actor_and_the_reward_model():
     assert scored.roles()["critic"].folder == "r"
     assert scored.roles()["reward"].optimizer is None
     assert scored.scoring_role == "reward"
+
+
+def test_staleness_without_a_correction_is_warned_about_and_has_no_call_for_it():
+    for staleness, cap, calls, warned in ((0, None, 0, 0), (1, 2.0, 1, 0), (1, None, 0, 1)):
+        config = make_config(ppo(staleness=staleness, importance_cap=cap))
+        graph = algorithm("ppo").calls(config)
+        assert [call.name for call in graph].count("actor_inference") == calls
+        assert {call.name: call.lead for call in graph if call.lead} == (
+            {"actor_generate": 1} if staleness else {}
+        )
+        assert (config.warning or "").count("staleness=1 with importance_cap null") == warned
 
 
 def test_the_critic_has_its_own_optimizer_where_given():
@@ -222,6 +233,20 @@ def test_each_fault_is_one_sentence_naming_the_field(changes: dict[str, Any], se
             "num_generations=4. Choose a num_mini_batches that divides batch_size / num_generations = 4.",
         ),
         ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "grpo must explore"),
+        (
+            {"staleness": 3},
+            "staleness=3 draws all responses of total_iterations=3 with the initial weights. Choose a smaller",
+        ),
+        ({"staleness": 17}, "staleness: input should be less than or equal to 16, found 17."),
+        ({"staleness": 1, "importance_cap": 0}, "importance_cap: input should be greater than 0, found 0."),
+        (
+            {"staleness": 1, "filter_groups": True, "max_rounds": 2},
+            "staleness=1 samples ahead of scoring, but max_rounds=2 waits for the scores of each round",
+        ),
+        (
+            {"type": "expert_iteration", "min_score": 1.0, "staleness": 1},
+            "staleness: expert_iteration has no policy ratio that could correct for older weights. Leave it out",
+        ),
         ({"delta": 1.1}, "delta=1.1 must exceed the ratio's upper bound 1 + 0.2."),
         (
             {"type": "cispo", "delta": 9.0},

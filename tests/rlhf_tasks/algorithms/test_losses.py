@@ -42,6 +42,16 @@ VARIANTS: list[dict[str, Any]] = [
     {"type": "remax", "beta": 0.0, "epsilon_high": 0.4},
     {"type": "reinforce_pp", "gamma": 0.9},
     {"type": "reinforce_pp", "baseline": "group", "beta": 0.3},
+    *(
+        {"total_iterations": 2, "staleness": 1, **variant}
+        for variant in (
+            {"type": "grpo", "beta": 0.1},
+            {"type": "dr_grpo", "importance_cap": 0.9},
+            {"type": "gspo", "importance_cap": 1.1, "mask_truncated_completions": True},
+            {"type": "rloo", "num_generations": 2},
+            {"type": "reinforce_pp", "importance_cap": None},
+        )
+    ),
     {"type": "expert_iteration", "min_score": 0.5},
     {"type": "expert_iteration", "best_of_group": True},
 ]
@@ -49,12 +59,16 @@ VARIANTS: list[dict[str, Any]] = [
 
 @dataclass
 class Sample:
-    """One sample: its prompt's tokens, and float64 log-probabilities [response tokens]; `new` needs a gradient."""
+    """One sample: its prompt's tokens, and float64 log-probabilities [response tokens]; `new` needs a gradient.
+
+    proximal  under the policy before the train_step, where an older one has drawn the sample
+    """
 
     prompt: int
     old: Tensor
     ref: Tensor
     new: Tensor
+    proximal: Tensor
     score: float
     greedy_score: float
     truncated: bool
@@ -78,6 +92,7 @@ def drawn(seed: int, lengths: list[int], scores: list[float]) -> list[Sample]:
                 old=old,
                 ref=near(old, length),
                 new=near(old, length).requires_grad_(),
+                proximal=near(old, length),
                 score=score,
                 greedy_score=scores[-1 - number],
                 truncated=length == MOST,
@@ -173,7 +188,12 @@ ADVANTAGES = {"rloo": rloo_advantages, "remax": remax_advantages, "reinforce_pp"
 
 
 def token_losses(config: Any, sample: Sample, advantages: list[float]) -> list[Tensor]:
-    change = sample.new - sample.old
+    weights = torch.ones(len(sample), dtype=torch.float64)
+    proximal = sample.old
+    if getattr(config, "staleness", 0) and config.importance_cap is not None:
+        proximal = sample.proximal
+        weights = (proximal - sample.old).exp().clamp(max=config.importance_cap)
+    change = sample.new - proximal
     if getattr(config, "importance_sampling_level", "token") == "sequence":
         change = (change.sum() if config.type == "rloo" else change.mean()).expand(len(sample))
     cispo = getattr(config, "loss_type", "") == "cispo"
@@ -190,7 +210,7 @@ def token_losses(config: Any, sample: Sample, advantages: list[float]) -> list[T
             loss = -torch.minimum(free * advantage, bounded * advantage)
         d = sample.new[t] - sample.ref[t]
         kl = {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "": d * 0}[estimator]
-        losses.append(loss + config.beta * kl)
+        losses.append(weights[t] * (loss + config.beta * kl))
     return losses
 
 
@@ -240,6 +260,7 @@ class Recording:
     def __init__(self, samples: list[Sample]) -> None:
         self._samples = samples
         self.state: dict[str, Any] = {}
+        self.version = 3
         self._counted = None
         self.taken: list[tuple[set[int], float, dict[int, Tensor]]] = []
 
@@ -287,6 +308,8 @@ def batch_of(samples: list[Sample]) -> SampleBatch:
         "scores": [torch.tensor([s.score], dtype=torch.float64) for s in samples],
         "greedy_scores": [torch.tensor([s.greedy_score], dtype=torch.float64) for s in samples],
         "truncated": [torch.tensor([s.truncated]) for s in samples],
+        "proximal_logprobs": [_with_prompt(s, s.proximal) for s in samples],
+        "drawn_by": [torch.tensor([2]) for _ in samples],
     }
     return SampleBatch(tuple(range(len(samples))), {key: Packed.of(values) for key, values in parts.items()})
 
@@ -307,7 +330,7 @@ def trained(
     """Carry out `actor_train`: what its steps minimised, and its metrics."""
     engine: Any = Recording(samples)
     record, nothing = algorithm(config.type), SimpleNamespace()
-    read = next(call for call in record.graph(config) if call.name == "actor_train").inputs
+    read = next(call for call in record.calls(config) if call.name == "actor_train").inputs
     whole = batch_of(samples)
     batch = SampleBatch(whole.ids, {key: whole[key] for key in read})
     context = CallContext(config, 0, 0, len(samples), micro_batches, nothing, nothing, Path(), str, tuple)  # type: ignore[arg-type]
@@ -368,6 +391,22 @@ def test_a_gradient_is_what_a_small_change_of_a_log_probability_gives():
         if variant["type"] == "cispo":
             continue  # no gradient flows through its ratio, but the loss changes with it
         assert gradients[1][1].item() == pytest.approx(slope, rel=1e-5, abs=1e-8), variant
+
+
+def test_metrics_say_how_old_the_samples_are_and_what_their_tokens_weigh():
+    samples = drawn(5, [2, 4, 6, 3], [1.0, 0.0, 0.0, 1.0])
+    config = config_of({"type": "grpo", "staleness": 1, "total_iterations": 2, "importance_cap": 1.2}, 4, 2)
+    _, metrics = trained(config, samples, 1)
+    whole = torch.cat([(s.proximal - s.old).exp() for s in samples])
+    weights = whole.clamp(max=1.2)
+    assert 0 < (whole > 1.2).sum() < len(whole)
+    assert {name: metrics[name] for name in metrics if name.startswith(("staleness", "importance"))} == {
+        "staleness/mean": 1.0,
+        "staleness/max": 1.0,
+        "importance/mean": pytest.approx(weights.mean().item()),
+        "importance/cut_ratio": pytest.approx((whole > 1.2).double().mean().item()),
+        "importance/effective": pytest.approx((weights.sum() ** 2 / len(whole) / (weights**2).sum()).item()),
+    }
 
 
 def test_metrics_say_how_much_there_was_to_learn():

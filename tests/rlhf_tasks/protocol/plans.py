@@ -15,6 +15,7 @@ from rlhf_tasks.spec import (
     ReleaseNode,
     RolePlacements,
     SaveNode,
+    SaveSamplesNode,
 )
 
 
@@ -45,6 +46,19 @@ def plan_of(n_devices: int, trained: dict[str, Placement], nodes: Iterable[PlanN
 def small_plan() -> ExecutionPlan:
     """Three devices: the actor generates on a copy over all and trains on 0 and 1, the critic trains on 2."""
     return placed_plan(everywhere=on([0, 1, 2]), actor=on([0, 1]), critic=on([2]))
+
+
+def ahead_plan(lead: int) -> ExecutionPlan:
+    """`small_plan` with generation so many iterations ahead: two of the three ranks keep what it draws."""
+    plan, nodes = small_plan(), list[PlanNode]()
+    for node in plan.nodes:
+        if isinstance(node, CallNode) and node.name == "generate":
+            node = node.model_copy(update={"lead": lead, "after": ("to_generate",)})
+            keep = SaveSamplesNode(name="save_samples", call="generate", placement=node.placement, lead=lead)
+            nodes += [node, keep]
+        else:
+            nodes.append(node)
+    return plan.model_copy(update={"nodes": tuple(nodes)})
 
 
 def moved_plan() -> ExecutionPlan:

@@ -38,6 +38,7 @@ from rlhf_tasks.spec import (
     ReallocateNode,
     ReleaseNode,
     SaveNode,
+    SaveSamplesNode,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class Rank(Process):
         self.epoch = 0  # clearing ends background writes of older epochs
         self.params: dict[str, tuple[int, str]] = {}
         self.copies: dict[tuple[str, Any], int] = {}
+        self.drawn: dict[int, str] = {}  # iteration -> what was generated for it
         self.later(TICK_S, self.tick)
 
     @property
@@ -160,7 +162,7 @@ class Rank(Process):
         if instruction.keep_state:
             self.check_against_commit()
         self.epoch += 1
-        self.params, self.copies = {}, {}
+        self.params, self.copies, self.drawn = {}, {}, {}
         self.end(instruction.key, lambda: self.inbox.cleared(instruction.key, self.now))
 
     def check_against_commit(self) -> None:
@@ -184,6 +186,11 @@ class Rank(Process):
             else:
                 parts = self.world.disk.commits[instruction.step].parts[node.name]
                 (self.params[node.role],) = set(parts.values())
+        commit = self.world.disk.commits.get(instruction.step or 0)
+        for node in self.world.plan(instruction.step or 0).on(self.rank):
+            if isinstance(node, SaveSamplesNode) and instruction.step and commit is not None:
+                self.drawn = dict(commit.parts[node.name][min(node.writers)])
+        self.first = instruction.step or 0
         return self.inbox.loaded(instruction.key, self.now)
 
     def do_Run(self, instruction: do.Run) -> None:
@@ -203,16 +210,29 @@ class Rank(Process):
             self.copies[node.role, node.destination] = request.versions[node.role]
         elif isinstance(node, ReleaseNode):
             self.copies.pop((node.role, node.placement), None)
+        elif isinstance(node, CallNode) and node.lead:
+            now = (
+                request.key.iteration
+            )  # where the commit has nothing, for all iterations up to the one ahead
+            first = now if now == self.first and not self.drawn else now + node.lead
+            for iteration in range(first, now + node.lead + 1):
+                self.drawn[iteration] = f"{iteration} by {request.versions[node.call.role]}"
         elif isinstance(node, CallNode) and node.trains and node.call.role in self.params:
             version, chain = self.params[node.call.role]
+            if self.world.lead:
+                now = request.key.iteration
+                assert self.drawn[now] == f"{now} by {max(0, now - self.world.lead)}"
             self.params[node.call.role] = (version + 1, digest(chain, node.name, request.first_sample))
+        elif isinstance(node, SaveSamplesNode) and request.in_snapshot and self.rank in node.writers:
+            step = request.key.iteration + 1
+            self.save(request.key, {t: self.drawn[t] for t in range(step, step + node.lead)})
         elif isinstance(node, SaveNode) and request.in_snapshot:
             self.save(request.key, self.params[node.role])
         seen = digest(node.name, request.first_sample, sorted(self.params.items()))
         result = NodeResult(key=request.key, rank=self.rank, started_s=0, ended_s=self.now, digest=seen)
         return self.inbox.finished(result, self.now)
 
-    def save(self, key: NodeKey, state: tuple[int, str]) -> None:
+    def save(self, key: NodeKey, state: object) -> None:
         """Write a part in the background."""
         epoch = self.epoch
 

@@ -16,7 +16,9 @@ from rlhf_tasks.spec import (
     ExecutionPlan,
     NodeKey,
     NodeRequest,
+    PlanNode,
     SaveNode,
+    SaveSamplesNode,
 )
 from tests.rlhf_tasks.protocol.simulated_processes import (
     NOTICED_S,
@@ -29,6 +31,12 @@ from tests.rlhf_tasks.protocol.simulated_processes import (
 )
 
 HELD_S = 30.0  # longer than anything else takes
+
+
+def first_come(plan: ExecutionPlan, is_first: bool) -> list[PlanNode]:
+    """A plan's nodes in the order of an iteration, by the names that `ahead_plan` gives."""
+    ahead = ("to_generate", "generate", "save_samples") if is_first and plan.lead else ()
+    return [*map(plan.node, ahead), *(node for node in plan.nodes if node.name not in ahead)]
 
 
 class World:
@@ -61,6 +69,7 @@ class World:
         self.snapshot_every, self.snapshot_max_s = snapshot_every, snapshot_max_s
         self.next_plan, self.change_after = next_plan, change_after
         self.pause_after, self.is_paused, self.held_at = pause_after, False, list[int]()
+        self.lead = plan.lead
         self.n_ranks = plan.n_devices if n_ranks is None else n_ranks
         self.network = network or Network()
         self.rng = random.Random(seed)
@@ -200,6 +209,8 @@ class World:
         assert request.number == len(order), f"rank {rank} ran number {request.number} as number {len(order)}"
         order.append((key.iteration, key.node))
         plain = replace(request, key=key._replace(attempt=0, generation=0), number=0, in_snapshot=True)
+        if self.lead:  # in a generation's first iteration, what runs ahead may have more to do
+            plain = replace(plain, deadline_s=0.0)
         assert self.requests.setdefault((rank, key.iteration, key.node), plain) == plain
 
     def commit(self, commit: do.WriteCommit, digests: dict[int, dict[str, dict[int, str]]]) -> None:
@@ -215,14 +226,26 @@ class World:
             parts = commit.parts[node.name]
             assert set(parts) == set(node.devices)
             assert {version for version, _ in parts.values()} == {commit.versions[node.role]}
+        for parts in (
+            commit.parts[n.name] for n in plan.nodes if isinstance(n, SaveSamplesNode) and commit.step
+        ):
+            ahead = range(commit.step, commit.step + self.lead)
+            wanted = {t: f"{t} by {max(0, t - self.lead)}" for t in ahead}
+            assert list(parts.values()) == [wanted] * len(parts)
         self.disk.commits[commit.step] = commit
         self.disk.metrics.update(digests)
 
     def check_orders(self) -> None:
-        """On every rank, in every generation, what ran is a prefix of the plan's order."""
+        """On every rank, in every generation, what ran is a prefix of the plan's order. In its first iteration what
+        runs ahead comes first."""
         for (_, _, rank), order in self.orders.items():
             iterations = range(order[0][0], order[-1][0] + 1)
-            expected = [(t, node.name) for t in iterations for node in self.plan(t).on(rank)]
+            expected = [
+                (t, node.name)
+                for t in iterations
+                for node in first_come(self.plan(t), t == iterations[0])
+                if rank in node.devices
+            ]
             assert order == expected[: len(order)]
 
     @property

@@ -3,7 +3,7 @@
 from rlhf_tasks.protocol.messages import RunSpec
 from rlhf_tasks.rehearsal.costs import Costs, Machines, Noise
 from rlhf_tasks.rehearsal.rehearsal import Asked, rehearse
-from rlhf_tasks.spec import SaveNode
+from rlhf_tasks.spec import SaveNode, SaveSamplesNode
 from tests.rlhf_tasks.protocol.plans import small_plan
 from tests.rlhf_tasks.settings import SETTINGS
 
@@ -30,9 +30,9 @@ def costs_of(
         node_s=seconds,
         copy_s={},
         saved_bytes={
-            node.name: dict.fromkeys(node.devices, part_bytes)
+            node.name: dict.fromkeys(node.writers, part_bytes)
             for node in plan.nodes
-            if isinstance(node, SaveNode)
+            if isinstance(node, SaveNode | SaveSamplesNode)
         },
         read_bytes=every,
         iteration_s=iteration_s,

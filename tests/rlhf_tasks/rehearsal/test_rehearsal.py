@@ -11,7 +11,7 @@ from planner.plan.steady_state import steady_state
 from rlhf_tasks.rehearsal.costs import Machines
 from rlhf_tasks.rehearsal.faults import ControllerFault, HostFault, RankFault, SlowFault
 from rlhf_tasks.rehearsal.story import OWN, RUNNING, STARTING, WAITING
-from tests.rlhf_tasks.protocol.plans import random_plan, small_plan
+from tests.rlhf_tasks.protocol.plans import ahead_plan, random_plan, small_plan
 from tests.rlhf_tasks.rehearsal.rehearsals import ITERATION_S, SECONDS, rehearsed
 
 KILLED = RankFault(kind="kill", at_s=100, rank=1)
@@ -36,6 +36,15 @@ def test_a_quiet_run_takes_the_steady_state_s_time_of_the_planner(seed):
         rehearsed(plan, seconds=seconds, iterations=n, snapshot_every=1000).elapsed_s for n in (20, 50)
     )
     assert (many - few) / 30 == pytest.approx(period_s, rel=0.02)
+
+
+@pytest.mark.parametrize("fault", [None, KILLED])
+def test_a_run_that_samples_ahead_commits_every_iteration(fault):
+    plan, seconds = ahead_plan(1), {**SECONDS, "save_samples": 0.0}
+    found = rehearsed(plan, seconds=seconds, part_bytes=1e6, faults=[fault] if fault else [])
+    assert found.finished
+    assert found.story.committed == 20
+    assert [commit.step for commit in found.story.commits][-1] == 20
 
 
 def test_every_second_has_a_cause_and_every_iteration_is_committed():

@@ -7,6 +7,7 @@ from planner.plan.mesh import Cluster
 from planner.search.bounds.concurrency_bound import PartialChoice, cover, cover_s
 from planner.search.bounds.relaxation import Relaxation, move_s, relaxation
 from planner.search.compiled.tables import Tables
+from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -31,10 +32,14 @@ def parts_of(r: Relaxation, rows: np.ndarray, seconds: np.ndarray, *, places: bo
     )
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("cluster", [Cluster(1, 4), Cluster(3, 2)], ids=str)
-def test_lies_below_every_plan(small_problem, cluster):
+def test_lies_below_every_plan(small_problem, cluster, staleness):
     """Random choices of PPO, by sizes alone and by places; and with fewer facts it says no more."""
-    tables = Tables(small_problem(cluster))
+    problem = small_problem(cluster)
+    if staleness:
+        problem = problem_ahead_by(staleness, small_problem(cluster, SAMPLE_AND_LEARN))
+    tables = Tables(problem)
     r, known, random = relaxation(tables), cover(tables.problem.graph), np.random.default_rng(0)
     tight = 0
     for _ in range(300):

@@ -7,6 +7,7 @@ from planner.plan.mesh import Cluster
 from planner.search.bounds.period_bound import exceeds
 from planner.search.bounds.relaxation import lacks, relaxation
 from planner.search.compiled.tables import Tables
+from tests.planner.ahead import SAMPLE_AND_LEARN, problem_ahead_by
 from tests.planner.partial import GROUP, KIND, OPTION, PLACEMENT, checked_after_training, partial_choices
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
@@ -30,6 +31,17 @@ def test_the_bound_of_a_partial_choice_lies_below_every_completion(small_problem
     assert tight[KIND] > 100
     assert tight[GROUP] > 50
     assert lacking > 30
+
+
+@pytest.mark.parametrize("cluster", [Cluster(2, 2), Cluster(1, 4)], ids=str)
+def test_it_does_where_generation_runs_ahead(small_problem, cluster):
+    tables = Tables(problem_ahead_by(1, small_problem(cluster, calls=SAMPLE_AND_LEARN)))
+    r = relaxation(tables)
+    allowed, tight = np.zeros(r.arrays.n_calls), 0
+    for p in partial_choices(tables, r, 150):
+        _holds(r, p, allowed)
+        tight += exceeds(r, p.rows, p.meet, p.moves, 0.7 * p.time_s, allowed)
+    assert tight > 50
 
 
 @pytest.mark.parametrize("slower", [1, 30, 1000])

@@ -19,6 +19,7 @@ from planner.pricing.problem import Problem
 from planner.search.compiled.tables import Tables
 from rlhf_tasks.algorithms.registry import algorithm, in_parts
 from rlhf_tasks.parallel.layout.shape import Lora, ModelShape
+from tests.planner.ahead import drawn_ahead_by
 
 pytestmark = pytest.mark.timeout(1800)  # the first run compiles, on a starved machine for minutes
 
@@ -62,6 +63,7 @@ def make_tables(
     chunks: int = 1,
     sync_every: int | None = None,
     max_rounds: int = 1,
+    staleness: int = 0,
 ) -> Tables:
     """Tables of an algorithm whose roles all have the same small model, on A100s; on the last host other devices.
 
@@ -69,6 +71,7 @@ def make_tables(
     chunks      parts into which calls are cut
     sync_every  iterations from one blend of the reference with the actor to the next
     max_rounds  of GRPO: rounds in which the samples of an iteration come
+    staleness   iterations by which they are drawn ahead
     """
     sizes = {
         "batch_size": n_seqs,
@@ -85,7 +88,7 @@ def make_tables(
     }
     registered = algorithm(name)
     graph = DataflowGraph(
-        in_parts(registered.graph(SimpleNamespace(**sizes)), chunks),
+        in_parts(drawn_ahead_by(staleness, registered.graph(SimpleNamespace(**sizes))), chunks),
         registered.dataset_keys,
         name=name,
         evaluated=("actor",) if evaluation else (),
@@ -163,6 +166,11 @@ def tables_of(name: str) -> Tables:
         "2x2, rounds, little memory": lambda: make_tables(
             Cluster(2, 2), "grpo", n_seqs=8, memory_bytes=230 * 10**6, max_rounds=3
         ),
+        "2x2, drawn 1 ahead": lambda: make_tables(Cluster(2, 2), "grpo", staleness=1),
+        "2x2, parts drawn 1 ahead": lambda: make_tables(Cluster(2, 2), "grpo", chunks=2, staleness=1),
+        "2x2, drawn 2 ahead, little memory": lambda: make_tables(
+            Cluster(2, 2), "grpo", memory_bytes=230 * 10**6, staleness=2
+        ),
         "rollout": lambda: make_tables(Cluster(2, 2), "rollout"),
         "2x2, evaluated": lambda: make_tables(Cluster(2, 2), memory_bytes=230 * 10**6, evaluation=EVALUATION),
         "3x2, two classes, reference follows": lambda: make_tables(
@@ -182,6 +190,7 @@ NAMES = [
     *("3x2, two classes", "2x2, two classes, little memory", "rollout", "2x2, evaluated"),
     *("2x2, adapters", "2x2, adapters, little memory", "2x2, adapters, evaluated"),
     *("2x2, parts", "2x4, parts of which dp does not divide one", "2x2, parts, little memory"),
+    *("2x2, drawn 1 ahead", "2x2, parts drawn 1 ahead", "2x2, drawn 2 ahead, little memory"),
     *("2x2, parts, reference follows", "2x2, rounds", "2x2, rounds, little memory"),
     *("3x2, two classes, reference follows", "2x2, little memory, reference follows"),
 ]

@@ -1,0 +1,69 @@
+"""Samples that were drawn ahead of their training, in a commit: one safetensors file for each head that has some.
+
+A file has, for each key, the packed values, the number of rows of each sample, and the samples' ids. So any other
+layout can read it: a head reads the files of all, and keeps its own samples.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+
+from rlhf_tasks.checkpoint.accepted_changes import last_accepted
+from rlhf_tasks.checkpoint.commits import step_folder
+from rlhf_tasks.checkpoint.manifest import read_manifest
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch, SampleStore
+from rlhf_tasks.system.byte_count import ByteCount
+
+_VALUES, _LENGTHS, _IDS = "values", "lengths", "ids"
+
+
+def packed_bytes(batches: Iterable[SampleBatch]) -> bytes:
+    """Batches of different keys as the bytes of a file."""
+    tensors = {}
+    for batch in batches:
+        for key, packed in batch.data.items():
+            tensors[f"{key}/{_VALUES}"] = packed.values.detach().cpu().contiguous()
+            tensors[f"{key}/{_LENGTHS}"] = torch.tensor(packed.lengths, dtype=torch.int64)
+            tensors[f"{key}/{_IDS}"] = torch.tensor(batch.ids, dtype=torch.int64)
+    return save(tensors)
+
+
+def unpacked(data: bytes) -> list[SampleBatch]:
+    """The batches that `packed_bytes` packed, one for each key."""
+    tensors, found = load(data), []
+    for key in sorted(name.removesuffix(f"/{_IDS}") for name in tensors if name.endswith(f"/{_IDS}")):
+        lengths, ids = (tuple(tensors[f"{key}/{what}"].tolist()) for what in (_LENGTHS, _IDS))
+        found.append(SampleBatch(ids, {key: Packed(tensors[f"{key}/{_VALUES}"], lengths)}))
+    return found
+
+
+class DrawnSamples:
+    """The samples that a commit has for the iterations after it.
+
+    ready         whether it has some that count. It has none at step 0. Where the user has accepted changes since,
+                  such as another batch size, those of the commit do not count any more: they are drawn again
+    first_sample  global id of the first of them, where there are some
+    moved         counts the bytes that are read
+    """
+
+    def __init__(self, run_folder: Path, step: int | None, calls: Sequence[str], moved: ByteCount) -> None:
+        self._moved, self._files, self.first_sample = moved, dict[str, list[Path]](), 0
+        accepted = last_accepted(run_folder) if step and calls else None
+        if step and calls and (accepted is None or accepted.step != step):
+            folder = step_folder(run_folder, step)
+            manifest = read_manifest(folder)
+            self.first_sample = manifest.cursor
+            self._files = {c: [folder / f.file for f in manifest.files if f.role == c] for c in calls}
+        self.ready = bool(self._files) and all(self._files.values())
+
+    def of(self, call: str) -> SampleStore:
+        """All that the commit has of the samples of a call, from the files of all heads."""
+        found = SampleStore()
+        for path in self._files[call]:
+            data = path.read_bytes()
+            self._moved.add(len(data))
+            for batch in unpacked(data):
+                found.put(batch)
+        return found

@@ -1,0 +1,24 @@
+"""Graphs whose generation runs ahead of training."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from planner.plan.graph import DataflowGraph
+from planner.pricing.problem import Problem
+from rlhf_tasks.algorithms.shared.drawn_ahead import drawn_ahead
+from rlhf_tasks.spec import ModelFunctionCall
+
+SAMPLE_AND_LEARN = ("actor_generate", "reward_inference", "actor_train")
+
+
+def drawn_ahead_by(staleness: int, calls: Sequence[ModelFunctionCall]) -> list[ModelFunctionCall]:
+    """The calls with generation so many iterations ahead, and the correction for it."""
+    config = SimpleNamespace(staleness=staleness, corrects_staleness=True)
+    return drawn_ahead(calls, config)  # pyright: ignore[reportArgumentType]
+
+
+def problem_ahead_by(staleness: int, problem: Problem) -> Problem:
+    """The same problem with such a graph."""
+    graph = problem.graph
+    calls = drawn_ahead_by(staleness, graph.calls)
+    return Problem(DataflowGraph(calls, graph.dataset_keys, name="ahead"), problem.model)

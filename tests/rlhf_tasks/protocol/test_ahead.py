@@ -1,0 +1,67 @@
+"""Generation that runs ahead, in the pure machines: which version draws for which iteration, and a death at every
+transition. The simulated ranks check the versions, the simulated disk what a commit has."""
+
+import functools
+
+import pytest
+
+from rlhf_tasks.protocol.messages import Finished
+from rlhf_tasks.protocol.sequencer import Deadlines, Sequencer
+from tests.rlhf_tasks.protocol.plans import ahead_plan, small_plan
+from tests.rlhf_tasks.protocol.simulated_processes import Controller, Network, Process, Rank
+from tests.rlhf_tasks.protocol.simulation import World
+from tests.rlhf_tasks.protocol.test_faults import Trace, kill_itself
+
+ITERATIONS = 3
+
+
+def test_what_runs_ahead_comes_first_in_a_generations_first_iteration_and_has_time_for_all_that_it_draws():
+    deadlines = Deadlines(5, 30, {"values": 20.0, "generate": 20.0})
+    of_run = Sequencer(ahead_plan(2), "run", 1, deadlines, first_iteration=4)
+    first, later = ({r.key.node: r for r in of_run.requests(t)[2]} for t in (4, 5))
+    assert list(first)[:3] == ["to_generate", "generate", "save_samples"]
+    assert list(later) == [node.name for node in ahead_plan(2).on(2)]
+    assert [first["generate"].deadline_s, later["generate"].deadline_s] == [300, 100]
+    assert first["values"].deadline_s == later["values"].deadline_s == 100
+    assert [first["generate"].versions, later["generate"].versions] == [{"actor": 4}, {"actor": 5}]
+
+
+def test_step_0_waits_for_no_samples():
+    of_run = Sequencer(ahead_plan(1), "run", 1, Deadlines(5, 30))
+    assert of_run.saves["save_samples"] == (0, 1, 2)
+    assert of_run.initial_saves == {"save_actor": (0, 1), "save_critic": (2,)}
+
+
+@functools.cache
+def undisturbed(lead: int):
+    trace = Trace()
+    world = World(ahead_plan(lead), iterations=ITERATIONS, watch=trace)
+    assert world.run() == Finished(step=ITERATIONS)
+    world.check_orders()
+    return world.final, trace
+
+
+@pytest.mark.parametrize("kind", [Rank, Controller])
+@pytest.mark.parametrize("lead", [1, 2])
+def test_a_death_before_and_after_each_instruction_costs_nothing(lead: int, kind: type[Process]):
+    expected, trace = undisturbed(lead)
+    for number, (process, _, instruction) in enumerate(trace.seen):
+        if not isinstance(process, kind) or isinstance(instruction, Finished):
+            continue
+        world = World(ahead_plan(lead), iterations=ITERATIONS, watch=Trace({number: kill_itself}))
+        assert world.run() == Finished(step=ITERATIONS), number
+        assert world.final == expected, number
+        world.check_orders()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_nor_do_a_bad_network_and_fewer_snapshots(every):
+    network = Network(loss=0.2, duplicate=0.3, delay_s=0.5)
+    world = World(ahead_plan(2), iterations=4, seed=3, network=network, snapshot_every=every)
+    assert world.run() == Finished(step=4)
+    world.check_orders()
+
+
+def test_without_a_lead_the_requests_are_those_of_before():
+    of_run = Sequencer(small_plan(), "run", 1, Deadlines(5, 30))
+    assert of_run.first_order == of_run.plan.nodes

@@ -1,0 +1,89 @@
+"""Samples that are drawn ahead of their training: the same bits under any plan, drawn by the version that is due."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.parallel.batch.samples import SampleStore
+from tests.ppo_calls import PPO_CALLS
+from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
+from tests.rlhf_tasks.test_layout_invariance import ALONE, differences, trajectory
+from tests.tiny_runs import ppo_config
+
+pytestmark = pytest.mark.dist
+
+CALLS = (*PPO_CALLS, "actor_inference")
+PLANS = {
+    "one rank": (1, dict.fromkeys(CALLS, ALONE)),
+    "generation on a mesh of its own": (
+        2,
+        {call: {"devices": [0 if call == "actor_generate" else 1]} for call in CALLS},
+    ),
+    "calls on meshes and strategies of their own": (
+        4,
+        {
+            "actor_generate": {"devices": [0, 1], "tp": 2},
+            "actor_inference": {"devices": [0, 1], "tp": 2},
+            "ref_inference": {"devices": [0, 1], "pp": 2, "micro_batches": 2},
+            "reward_inference": {"devices": [2]},
+            "critic_inference": {"devices": [3]},
+            "actor_train": {"devices": [2, 3], "dp": 2},
+            "critic_train": {"devices": [2, 3], "pp": 2, "micro_batches": 4},
+        },
+    ),
+    "one mesh, dealt by prompts to generate and by whole sequences to learn": (
+        2,
+        {call: {"devices": [0, 1], "dp": 2, "balance": "tokens"} for call in CALLS},
+    ),
+}
+
+
+def by_hand(config) -> list[dict[str, float]]:
+    """The actor's and the critic's losses, call by call in this process: without plan, sequencer or versions' checks.
+
+    The samples of iteration t are drawn when the actor has been trained max(0, t - staleness) times.
+    """
+    run, store, told = OneRank(config, Path(config.output_dir)), SampleStore(), []
+    named = {call.name: call for call in run.calls}
+    for trained in range(3):
+        for t in range(3):
+            ids = range(t * config.batch_size, (t + 1) * config.batch_size)
+            if max(0, t - config.staleness) == trained:
+                store.put(fetch(run.rows, config, ids))
+                run.call(named["actor_generate"], t, store, ids)
+        ids = range(trained * config.batch_size, (trained + 1) * config.batch_size)
+        metrics = {}
+        for call in run.calls:
+            if call.kind != "generate":
+                metrics |= {f"{call.name}/{k}": v for k, v in run.call(call, trained, store, ids).items()}
+        run.engines["actor"].version += 1
+        told.append(metrics)
+    run.close()
+    return told
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_every_sample_is_drawn_by_the_version_that_is_due(ranks, tmp_path, staleness):
+    config = partial(ppo_config, staleness=staleness, optimizer={"learning_rate": 1e-2})
+    calls = CALLS if staleness else PPO_CALLS
+    found = trajectory(ranks, tmp_path, 1, dict.fromkeys(calls, ALONE), config)
+    with world_of_one():
+        wanted = by_hand(config(tmp_path, dtype="float64"))
+    assert len({seen["actor_train/loss/policy"] for seen in wanted}) == 3
+    assert not differences([{k: v for k, v in w.items() if "per_s" not in k} for w in wanted], found)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, staleness):
+    config = partial(ppo_config, staleness=staleness, optimizer={"learning_rate": 1e-2})
+    reference = trajectory(ranks, tmp_path, *PLANS["one rank"], config)
+    ages = [seen["actor_train/staleness/max"] for seen in reference]
+    assert ages == [0, 1, min(2, staleness)]
+    assert reference[0]["actor_train/importance/mean"] == pytest.approx(1, abs=1e-12)
+    assert reference[2]["actor_train/importance/mean"] != pytest.approx(1, abs=1e-4)
+    assert all(seen["actor_train/policy/mismatch"] < 1e-12 for seen in reference)
+    for name in list(PLANS)[1:]:
+        found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config))
+        assert not found, f"{name}:\n" + "\n".join(found)
