@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhf_tasks.doctor.plain import difference, plain_logits, weigh
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -39,23 +40,13 @@ def cut(stage: Stage, whole: Tensor, name: str, device: int) -> Tensor:
 def reference(model: nn.Module, head: Head, sequences: list[Tensor]) -> Tensor:
     """What transformers gives for each sequence alone, concatenated."""
     if head == "lm":
-        return torch.cat([model(s[None]).logits[0] for s in sequences])
+        return torch.cat(plain_logits(model, sequences))
     return torch.cat([model.score(model.model(s[None]).last_hidden_state)[0, :, 0] for s in sequences])
 
 
-def weigh(output: Tensor, start: int = 0, columns: int = 1) -> Tensor:
-    """A scalar in which every output element has its own weight; `start` and `columns` place a slice."""
-    if output.ndim == 1:
-        return (output * torch.cos(torch.arange(len(output)))).sum()
-    row, column = torch.arange(len(output)), torch.arange(start, start + output.shape[1])
-    return (output.float() * torch.cos((row[:, None] * columns + column).float())).sum()
-
-
 def assert_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str = "") -> None:
-    """Largest difference relative to the largest element."""
-    ours, theirs = ours.detach(), theirs.detach()
-    difference = float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
-    assert difference < tolerance, f"{what}: relative difference {difference:.2e}"
+    gap = difference(ours, theirs)
+    assert gap < tolerance, f"{what}: relative difference {gap:.2e}"
 
 
 def pipeline(config, model: nn.Module, pp: int, head: Head = "lm", **kwargs) -> list[Stage]:
