@@ -7,7 +7,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
-from flows.run.examination import Patient, default_strategies, examined, strategy_of
+from flows.run.examination import Patient, default_strategies, examined, keep_verdict, strategy_of
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -22,7 +22,8 @@ def doctor(
 
     Under each strategy: logits, gradients, greedy tokens, and a reallocation to one rank and back; a line each with
     the largest difference and the tolerance. Exit status 1 when one is out of tolerance. Takes as many rank processes
-    as the largest strategy, and memory for three to four times the weights (docs/models.md).
+    as the largest strategy, and memory for three to four times the weights (docs/models.md). A model of a family that
+    is not a tested one can be trained after it has passed: the verdict stays in its folder.
 
     Parameters
     ----------
@@ -44,5 +45,7 @@ def doctor(
         console.print(
             f"{found.strategy!s:<16} {found.check:<14} {found.difference:9.2e} of {found.tolerance:<7.0e} {verdict}"
         )
+    if told := keep_verdict(patient, strategies, findings):
+        console.print(escape(told))
     if not all(found.passed for found in findings):
         raise SystemExit(1)

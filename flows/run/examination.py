@@ -1,22 +1,28 @@
-"""An examination of a model's folder (rlhf_tasks/doctor): what it needs is checked, then ranks compare."""
+"""An examination of a model's folder (rlhf_tasks/doctor): what it needs is checked, then ranks compare.
 
+Its verdict on a family that is not a tested one stays in the folder, and runs ask for it.
+"""
+
+import json
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from flows.cluster.this_machine import memory_bytes
 from flows.run.planning import ITEMSIZES
 from rlhf_tasks.algorithms.configurations import ConfigError
+from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import weight_files
-from rlhf_tasks.system.reading import shown
+from rlhf_tasks.parallel.layout.weight_files import VERDICT, check_weights
+from rlhf_tasks.system.reading import read_json, shown
 
 if TYPE_CHECKING:
     from rlhf_tasks.doctor.examination import Finding
@@ -40,7 +46,7 @@ class Patient:
     def of(folder: Path, dtype: str) -> "Patient":
         """Raises ConfigError for what is no model's folder, a family that cannot be split, and faulty weights."""
         shape = ModelShape.from_folder(folder)
-        weight_files(folder, parameters(shape, "lm"), needs_head=False)
+        check_weights(folder, parameters(shape, "lm"), needs_head=False)
         return Patient(folder, shape, dtype)
 
     @property
@@ -128,4 +134,63 @@ def examined(patient: Patient, strategies: Sequence[ParallelStrategy]) -> "list[
         case = Case(str(patient.folder), answers, patient.dtype, sequences, new_tokens)
         tolerances = write_answers(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         n = max(strategy.size for strategy in strategies)
-        return worst(run_ranks(n, examine, (case, tolerances, tuple(strategies)), TIMEOUT_S))
+        try:
+            return worst(run_ranks(n, examine, (case, tolerances, tuple(strategies)), TIMEOUT_S))
+        except RuntimeError as error:
+            if shape.family in FAMILIES:
+                raise
+            cause = str(error).strip().rpartition("\n")[2]
+            raise ConfigError(
+                f"Model {str(patient.folder)!r}: layers of the family {shape.family!r} cannot be computed in parts "
+                f"({cause}). Use one of another family."
+            ) from error
+
+
+def keep_verdict(
+    patient: Patient, strategies: Sequence[ParallelStrategy], findings: "Sequence[Finding]"
+) -> str:
+    """Keep in the model's folder that an untested family has passed, or that it has not. Returns a sentence.
+
+    A verdict needs each axis along which the model can be split, and at least 32 bits. Raises ConfigError where the
+    folder cannot be written.
+    """
+    if patient.shape.family in FAMILIES:
+        return ""
+    file, wanted = patient.folder / VERDICT, default_strategies(patient)
+    axes = [axis for axis in ("dp", "tp", "pp") if any(getattr(s, axis) > 1 for s in wanted)]
+    missing = [axis for axis in axes if all(getattr(s, axis) == 1 for s in strategies)]
+    if missing or patient.dtype == "bfloat16":
+        why = "bfloat16 rounds too much" if not missing else f"no strategy has {missing[0]} above 1"
+        return f"{patient.shape.family} is no tested family; this is no verdict that runs accept: {why}."
+    verdict = {**_subject(patient.shape), "dtype": patient.dtype, "strategies": [str(s) for s in strategies]}
+    try:
+        if all(found.passed for found in findings):
+            file.write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
+            return f"{patient.shape.family} is no tested family; runs of this model are allowed by {file}."
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be written ({error.strerror}). Copy the model to a folder of yours."
+        ) from None
+    return f"{patient.shape.family} is no tested family, and this model cannot be trained."
+
+
+def refuse_unexamined(folder: str | Path, shape: ModelShape) -> None:
+    """Raises ConfigError for a model of an untested family that the doctor has not passed in this form."""
+    if shape.family in FAMILIES:
+        return
+    file = Path(folder) / VERDICT
+    found = read_json(file) if file.is_file() else {}
+    subject = _subject(shape)
+    if {key: found.get(key) for key in subject} != subject:
+        state = "is of another model or version of transformers" if found else "is not there"
+        raise ConfigError(
+            f"Model {str(folder)!r} is of the family {shape.family!r}, which is no tested one, and the doctor's "
+            f"verdict ({VERDICT}) {state}. Run prefect-rlhf doctor --model {folder}, which compares it with plain "
+            "transformers."
+        )
+
+
+def _subject(shape: ModelShape) -> dict[str, Any]:
+    """What a verdict is about, as JSON."""
+    return {"shape": json.loads(json.dumps(asdict(shape))), "transformers": version("transformers")}

@@ -166,7 +166,7 @@ class _Examination:
                 yield spec.name, all_reduce(gradient.contiguous(), dp_group)
 
     def _sum_of_copies(self, spec: ParameterSpec, mine: Tensor | None) -> Tensor | None:
-        """This rank's slice of a gradient of which each copy inside the replica has a part. Collective over the replica.
+        """This rank's slice of a gradient of which each copy in the replica has a part. Collective over the replica.
 
         mine  its own part; None where it holds none of the parameter
         """

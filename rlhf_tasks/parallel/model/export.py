@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from rlhf_tasks.parallel.layout.shape import Lora
 from rlhf_tasks.parallel.layout.slices import Head, Layout
-from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE
+from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT
 from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
 
@@ -29,6 +29,7 @@ _BESIDE_WEIGHTS = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
+    VERDICT,
 )
 """Files of a source folder that belong to the model but do not change in training."""
 

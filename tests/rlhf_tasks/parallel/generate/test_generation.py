@@ -109,7 +109,7 @@ def test_greedy_tokens_equal_transformers(family: str):
         assert ours[sample_id] == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float):
     engine = build(family, torch.float32)

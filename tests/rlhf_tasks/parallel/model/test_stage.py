@@ -83,11 +83,28 @@ def test_a_pipeline_equals_transformers(family: str, tied: bool):
         assert_close(sum(holders), parameter.grad, GRADIENT, name)
 
 
+ROPE: dict[str, Any] = {"rope_theta": 1e4}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+OF_LAYER_TYPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 2.0}}),
+        ("llama", {"rope_parameters": {**ROPE, "rope_type": "llama3", **LLAMA3}}),
+        ("qwen2", {"rope_parameters": {**ROPE, "rope_type": "yarn", **YARN}}),
+        ("gemma3_text", {"rope_parameters": OF_LAYER_TYPES}),
         ("qwen3", {"attention_bias": True}),
         ("mistral", {"sliding_window": 3}),
         # layers 2 and 3 slide: a stage that numbered its layers from 0 would let none of them
@@ -100,7 +117,7 @@ def test_options_of_a_config_are_followed(family: str, changes: dict[str, Any]):
     model, sequences = tiny_model(config), tokens(*LENGTHS)
     plain = tiny_model(tiny_config(family))
     theirs = reference(model, "lm", sequences)
-    if "sliding_window" in changes:
+    if {"sliding_window", "rope_parameters"} & changes.keys():
         assert (theirs - reference(plain, "lm", sequences)).abs().max() > 1e-3, "the option changes nothing"
     assert_close(run(pipeline(config, model, 2), sequences), theirs, 1e-5)
 
@@ -209,7 +226,6 @@ def test_float64_is_not_rounded_to_float32_on_the_way():
     [
         ("llama", {"base_model_tp_plan": {"layers.*.mlp": "packed_colwise"}}, "packed_colwise"),
         ("llama", {"base_model_tp_plan": None}, "declares no base_model_tp_plan"),
-        ("llama", {"model_type": "phi3"}, "'phi3' has not been verified.*gemma, llama"),
     ],
 )
 def test_a_model_that_nothing_says_how_to_split_is_refused(
@@ -272,6 +288,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", UNEVEN),
     ("mistral", {"sliding_window": 3}),
     ("gemma", {"num_key_value_heads": 1, "pad_token_id": 0}),
+    ("gemma2", {"pad_token_id": 0}),
+    ("gemma3_text", {**UNEVEN, "tie_word_embeddings": False}),
 ]
 
 
