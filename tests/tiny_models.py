@@ -13,6 +13,7 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -21,7 +22,8 @@ from transformers import (
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
+from rlhf_tasks.parallel.model.weights import stored_rows
 
 CONFIGS = {
     "llama": LlamaConfig,
@@ -31,6 +33,7 @@ CONFIGS = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "phi3": Phi3Config,
 }
 SIZES = {
     "vocab_size": 61,
@@ -75,6 +78,14 @@ def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:
     return ModelShape.from_config(config.to_dict())
+
+
+def by_our_names(layout: Layout, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a whole model as its parameters are in files, by the names of our parameters."""
+    return {
+        spec.name: stored_rows(stored[spec.stored_name], spec, Interval(0, spec.length))
+        for spec in layout.parameters
+    }
 
 
 def held_slices(layout: Layout, device: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from rlhf_tasks.parallel.layout.shape import ModelShape
 from rlhf_tasks.parallel.layout.slices import Layout, ParameterSpec
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
-from rlhf_tasks.parallel.model.weights import load, load_config
+from rlhf_tasks.parallel.model.weights import load, load_config, stored_rows
 from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
 from rlhf_tasks.parallel.train.engine import Engine
 
@@ -141,11 +141,9 @@ class _Examination:
         gap = 0.0
         with safe_open(self.case.answer(GRADIENTS), framework="pt") as theirs:
             for name, whole_sum in self._summed():
-                spec, rows = self.layout.specs[name], slice(*self.layout.held(self.groups.rank)[name])
-                wanted = theirs.get_slice(name)
-                gap = max(
-                    gap, difference(whole_sum.cpu(), wanted[rows] if spec.dim == 0 else wanted[:, rows])
-                )
+                spec, rows = self.layout.specs[name], self.layout.held(self.groups.rank)[name]
+                wanted = stored_rows(theirs.get_slice(spec.stored_name), spec, rows)
+                gap = max(gap, difference(whole_sum.cpu(), wanted))
         self.stage.requires_grad_(False)
         self.stage.zero_grad()
         return gap

@@ -25,6 +25,7 @@ class Family:
     tied                          default of tie_word_embeddings
     norms                         the norms of a layer over hidden states, in the order of the forward pass
     gated                         the MLP is down(act(gate(x)) * up(x)); False: down(act(up(x)))
+    packed                        files hold q, k and v as one tensor, qkv_proj, and gate and up as gate_up_proj
     """
 
     qkv_bias: bool | str = False
@@ -36,6 +37,7 @@ class Family:
     tied: bool = False
     norms: tuple[str, ...] = LAYER_NORMS
     gated: bool = True
+    packed: bool = False
 
 
 _SANDWICH = (*LAYER_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -67,14 +69,14 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
         norms=_SANDWICH,
     ),
+    "phi3": Family(packed=True),
 }
 """The tested families: tests compare their logits, values and gradients with those of transformers."""
 
-TESTED = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and Gemma 3 (text)"
+TESTED = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text) and Phi-3"
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _PACKED = {
-    "phi3": "qkv_proj and gate_up_proj",
     "gpt2": "c_attn",
     "gpt_neox": "query_key_value",
     "falcon": "query_key_value",
@@ -115,7 +117,8 @@ def _refuse_unsplittable(config: Mapping[str, Any], kind: Any, source: str) -> N
     experts = [key for key in _EXPERT_KEYS if config.get(key)]
     if experts:
         raise ConfigError(
-            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}). {_KNOWN}"
+            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}): neither its experts nor the "
+            f"gradient of its router can be split over ranks yet. {_KNOWN}"
         )
     if isinstance(kind, str) and kind in _PACKED:
         raise ConfigError(

@@ -8,8 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf_tasks.parallel.layout.families import FAMILIES, LAYER_NORMS, family_of
 from rlhf_tasks.parallel.layout.weight_files import has_weights, tensor_shapes
@@ -59,6 +60,7 @@ class ModelShape:
     qk_norm: bool = False
     norms: tuple[str, ...] = LAYER_NORMS
     gated: bool = True
+    packed: bool = False
 
     @staticmethod
     def from_folder(folder: str | Path) -> "ModelShape":
@@ -107,6 +109,7 @@ class ModelShape:
             qk_norm=family.qk_norm,
             norms=family.norms,
             gated=family.gated,
+            packed=family.packed,
         )
         if shape.query_heads % shape.kv_heads:
             raise ConfigError(
@@ -165,6 +168,18 @@ class _Reader:
         return self.flag(known, False) if isinstance(known, str) else known
 
 
+class Packed(NamedTuple):
+    """A tensor in files that holds several parameters, one behind the other on dim 0.
+
+    shape  of the whole tensor
+    start  the first row of this parameter
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """One parameter of the whole model.
@@ -175,6 +190,7 @@ class ParameterSpec:
     unit, unit_size   the units that this dim consists of, and rows per unit
     partial_gradient  True: the gradients of its copies inside one dp rank must be summed (KV heads on several tp
                       ranks, tied embeddings, norms inside heads). False: every copy has the whole gradient
+    packed            the tensor that it is a part of in files; None: one of its own, of the same name and shape
     """
 
     name: str
@@ -185,6 +201,17 @@ class ParameterSpec:
     unit: Unit | None = None
     unit_size: int = 1
     partial_gradient: bool = False
+    packed: Packed | None = None
+
+    @property
+    def stored_name(self) -> str:
+        """The name of the tensor in files that it is, or is a part of."""
+        return self.name if self.packed is None else self.packed.name
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of that tensor."""
+        return self.shape if self.packed is None else self.packed.shape
 
     @property
     def dim(self) -> int:
@@ -208,8 +235,8 @@ class ParameterSpec:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the weight of a linear module in a layer."""
-        return self.place == "layer" and len(self.shape) == 2
+        """Whether it is the weight of a linear module in a layer, as files have it."""
+        return self.place == "layer" and len(self.shape) == 2 and self.packed is None
 
     @property
     def module(self) -> str:
@@ -340,18 +367,36 @@ def _layer(shape: ModelShape, layer: int) -> list[ParameterSpec]:
         norm("self_attn.q_norm", shape.head_dim, True),
         norm("self_attn.k_norm", shape.head_dim, True),
     ]
-    mlp = [name for name in ("gate_proj", "up_proj") if shape.gated or name != "gate_proj"]
-    return [
+    into_mlp = [name for name in ("gate_proj", "up_proj") if shape.gated or name != "gate_proj"]
+    into_heads = [
         *linear("self_attn.q_proj", query, shape.hidden, "query_head", 0, shape.qkv_bias),
         *linear("self_attn.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
         *linear("self_attn.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
+    ]
+    into_columns = [
+        spec
+        for name in into_mlp
+        for spec in linear(f"mlp.{name}", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias)
+    ]
+    if shape.packed:
+        into_heads = _packed(into_heads, "qkv_proj")
+        into_columns = _packed(into_columns, "gate_up_proj")
+    return [
+        *into_heads,
         *(head_norms if shape.qk_norm else []),
         *linear("self_attn.o_proj", shape.hidden, query, "query_head", 1, shape.out_bias),
-        *(
-            spec
-            for name in mlp
-            for spec in linear(f"mlp.{name}", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias)
-        ),
+        *into_columns,
         *linear("mlp.down_proj", shape.hidden, shape.intermediate, "column", 1, shape.mlp_bias),
         *(norm(name, shape.hidden) for name in shape.norms),
     ]
+
+
+def _packed(weights: list[ParameterSpec], module: str) -> list[ParameterSpec]:
+    """The weights of linear modules as parts of one module, whose weight files hold them in this order."""
+    starts = [0, *accumulate(spec.length for spec in weights)]
+    specs: list[ParameterSpec] = []
+    for spec, start in zip(weights, starts, strict=False):
+        block, name, _ = spec.name.rsplit(".", 2)
+        whole = Packed(f"{block}.{module}.weight", (starts[-1], *spec.shape[1:]), start)
+        specs.append(replace(spec, name=f"{block}.{module}.{name}.weight", packed=whole))
+    return specs

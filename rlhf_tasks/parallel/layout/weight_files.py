@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +42,15 @@ MOST_DIMS = 8  # dims of a tensor
 LENGTH_BYTES = 8  # a safetensors file begins with this many bytes, its header's length, little-endian
 
 
-def weight_files(folder: Path, specs: "Iterable[ParameterSpec]", needs_head: bool) -> dict[str, Path]:
+def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> dict[str, Path]:
     """Parameter name -> the file that holds it, for the parameters in `specs`. Reads only the headers of the files.
 
     needs_head  False: a scalar head may be missing, and is then left out
     Raises ConfigError, naming file and parameter, when a file is missing, damaged, cut off or quantised, and when the
     folder lacks a parameter or has one of another shape.
     """
-    wanted = {spec.name: spec.shape for spec in specs}
+    stored = {spec.name: spec.stored_name for spec in specs}
+    wanted = {spec.stored_name: spec.stored_shape for spec in specs}
     files = _files_of(folder)
     missing = [name for name in wanted if name not in files]
     if needs_head and NEW_HEAD in missing:
@@ -68,18 +69,17 @@ def weight_files(folder: Path, specs: "Iterable[ParameterSpec]", needs_head: boo
         by_file[file].append(name)
     for file, names in by_file.items():
         _check_shapes(file, {name: wanted[name] for name in names})
-    return held
+    return {name: held[of_file] for name, of_file in stored.items() if of_file in held}
 
 
-def check_weights(folder: Path, specs: "Iterable[ParameterSpec]", needs_head: bool) -> None:
+def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> None:
     """Check all weights of a folder against all parameters of a model.
 
     Raises ConfigError for what `weight_files` refuses, and for a tensor that the model has not: without it, the model
     would be another one.
     """
-    specs = list(specs)
     weight_files(folder, specs, needs_head)
-    names = {spec.name for spec in specs}
+    names = {spec.stored_name for spec in specs}
     extra = [name for name in _files_of(folder) if name not in names and not _IDLE.fullmatch(name)]
     if extra:
         raise ConfigError(

@@ -7,7 +7,7 @@ how; the `Layout` says which rows a rank holds.
 
 import re
 from collections.abc import Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,28 @@ from rlhf_tasks.parallel.layout.topology import Coordinate
 from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
 from rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
+    PackedColumns,
     RowParallelLinear,
     VocabParallelEmbedding,
     copy_to_ranks,
 )
 
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+_OWN_PLANS: Mapping[str, Mapping[str, str]] = {
+    "phi3": {
+        "layers.*.self_attn.qkv_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+}
+"""Plans in place of transformers', which keep the outputs of packed projections whole on every rank."""
+
+
+def _plan(config: PreTrainedConfig) -> Mapping[str, str] | None:
+    """Module, as in `layers.*.mlp.up_proj` -> how tensor parallelism splits it."""
+    return _OWN_PLANS.get(config.model_type, config.base_model_tp_plan)
 
 
 def check_model(config: PreTrainedConfig) -> None:
@@ -38,9 +54,10 @@ def check_model(config: PreTrainedConfig) -> None:
     Models that the config file alone rules out have been refused by `ModelShape` before.
     """
     family = config.model_type
-    if not config.base_model_tp_plan:
+    plan = _plan(config)
+    if not plan:
         raise ValueError(f"{family} declares no base_model_tp_plan, so it is unknown how to split it.")
-    for pattern, style in config.base_model_tp_plan.items():
+    for pattern, style in plan.items():
         if pattern.startswith("layers.") and style not in _STYLES:
             raise ValueError(
                 f"{family}: the tensor-parallel plan says {style!r} for {pattern!r}. "
@@ -239,7 +256,7 @@ class Stage(nn.Module):
         self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
         self.model.layers = nn.ModuleDict({str(i): whole.layers[i] for i in self.layers})
         for i, layer in self.model.layers.items():
-            self._split_layer(layer, f"model.layers.{i}", config.base_model_tp_plan)
+            self._split_layer(layer, f"model.layers.{i}", _plan(config) or {})
         if self.is_first or (self.is_last and self._tied):
             # Gemma's classes of embeddings multiply by the root of the hidden size.
             scale = getattr(whole.embed_tokens, "scalar_embed_scale", 1.0)
@@ -269,7 +286,10 @@ class Stage(nn.Module):
                 path = ".".join(filter(None, (prefix, parent_name, name)))
                 style = plan.get(re.sub(r"^model\.layers\.\d+", "layers.*", path))
                 kind = type(child).__name__
-                if isinstance(child, nn.Linear):
+                if isinstance(child, nn.Linear) and f"{path}.weight" not in self.layout.specs:
+                    setattr(parent, name, self._packed_linear(path))
+                    self._count_own_heads(parent)
+                elif isinstance(child, nn.Linear):
                     setattr(parent, name, self._parallel_linear(child, path, style))
                 elif kind.endswith("Norm"):
                     setattr(parent, name, self._norm(child))
@@ -301,6 +321,25 @@ class Stage(nn.Module):
         if self.trained.lora is not None and f"{path}.lora_A.weight" in self.trained.specs:
             local.adapt(self.trained.lora)
         return local
+
+    def _packed_linear(self, path: str) -> PackedColumns:
+        """The linear modules whose weights files hold as one tensor, `path`.weight."""
+        parts = [spec.module for spec in self.layout.parameters if spec.stored_name == f"{path}.weight"]
+        if not parts:
+            raise ValueError(f"{path} is a linear module that the weights have not.")
+        return PackedColumns({name: self._column_parallel_part(f"{path}.{name}") for name in parts})
+
+    def _column_parallel_part(self, path: str) -> ColumnParallelLinear:
+        rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
+        return ColumnParallelLinear(columns, rows, bias=False, device=torch.device("meta"))
+
+    def _count_own_heads(self, attention: Any) -> None:
+        """Give an attention that cuts a packed output by its numbers of heads the numbers of this rank."""
+        if hasattr(attention, "layer_idx"):
+            tp_rank = self.coordinate.tp
+            attention.config = copy(attention.config)
+            attention.config.num_attention_heads = self.layout.units("query_head", tp_rank).size
+            attention.num_key_value_heads = self.layout.units("kv_head", tp_rank).size
 
     def _column_parallel(self, whole: nn.Linear, path: str) -> ColumnParallelLinear:
         rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)

@@ -12,7 +12,7 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage, check_model
-from tests.tiny_models import CONFIGS, packed, shape_of, tiny_config, tiny_model, tokens
+from tests.tiny_models import CONFIGS, by_our_names, packed, shape_of, tiny_config, tiny_model, tokens
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 9, 1, 7)
@@ -26,10 +26,14 @@ def build(config, model: nn.Module, placement: Placement, device: int, head: Hea
     kwargs = {"tp_group": None, "device": CPU, "dtype": torch.float32, **kwargs}
     layout = Layout(shape_of(config), head, placement)
     stage = Stage(config, layout, placement.coordinate(device), **kwargs)
-    whole = dict(model.named_parameters())
+    whole = by_our_names(layout, dict(model.named_parameters()))
     for name, mine in stage.named_slices().items():
         mine.data.copy_(cut(stage, whole[name], name, device))
     return stage
+
+
+def gradients_of(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    return by_our_names(layout, {name: p.grad for name, p in model.named_parameters()})
 
 
 def cut(stage: Stage, whole: Tensor, name: str, device: int) -> Tensor:
@@ -77,10 +81,10 @@ def test_a_pipeline_equals_transformers(family: str, tied: bool):
     ours = run(stages, sequences)
     assert_close(ours, theirs, 1e-5)
     weigh(ours, 0, ours.shape[1]).backward()
-    for name, parameter in model.named_parameters():
+    for name, gradient in gradients_of(model, stages[0].layout).items():
         holders = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
         assert len(holders) == (2 if tied and "embed_tokens" in name else 1)
-        assert_close(sum(holders), parameter.grad, GRADIENT, name)
+        assert_close(sum(holders), gradient, GRADIENT, name)
 
 
 ROPE: dict[str, Any] = {"rope_theta": 1e4}
@@ -133,9 +137,9 @@ def test_the_scalar_head_gives_a_value_per_token(family: str):
     assert_close(ours, theirs, 1e-5)
     weigh(theirs).backward()
     weigh(ours).backward()
-    for name, parameter in model.named_parameters():
+    for name, gradient in gradients_of(model, stages[0].layout).items():
         [mine] = [s.get_parameter(name).grad for s in stages if name in s.named_slices()]
-        assert_close(mine, parameter.grad, GRADIENT, name)
+        assert_close(mine, gradient, GRADIENT, name)
 
 
 def test_values_of_16_bit_models_are_float32():
@@ -289,6 +293,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"sliding_window": 3}),
     ("gemma", {"num_key_value_heads": 1, "pad_token_id": 0}),
     ("gemma2", {"pad_token_id": 0}),
+    ("phi3", {**UNEVEN, "sliding_window": 3}),
     ("gemma3_text", {**UNEVEN, "tie_word_embeddings": False}),
 ]
 
@@ -323,8 +328,9 @@ def test_split_models_equal_transformers(
     theirs = reference(model, head, tokens(*LENGTHS))
     weigh(theirs, 0, theirs.shape[1] if head == "lm" else 1).backward()
     layout = Layout(shape_of(config), head, Placement(tuple(range(strategy.size)), strategy))
+    theirs_by_name = gradients_of(model, layout)
     for spec in layout.parameters:
-        whole = model.get_parameter(spec.name).grad
+        whole = theirs_by_name[spec.name]
         total = torch.zeros_like(whole)
         for device, rows in layout.owners(spec.name):
             mine = gradients[device][spec.name]
