@@ -7,10 +7,10 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -21,7 +21,7 @@ from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
-from rlhf_tasks.parallel.layout.weight_files import VERDICT, check_weights
+from rlhf_tasks.parallel.layout.weight_files import VERDICT, check_weights, config_digest
 from rlhf_tasks.system.reading import read_json, shown
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def keep_verdict(
     if missing or patient.dtype == "bfloat16":
         why = "bfloat16 rounds too much" if not missing else f"no strategy has {missing[0]} above 1"
         return f"{patient.shape.family} is no tested family; this is no verdict that runs accept: {why}."
-    verdict = {**_subject(patient.shape), "dtype": patient.dtype, "strategies": [str(s) for s in strategies]}
+    verdict = {**_subject(patient.folder), "dtype": patient.dtype, "strategies": [str(s) for s in strategies]}
     try:
         if all(found.passed for found in findings):
             file.write_text(json.dumps(verdict, indent=2) + "\n", encoding="utf-8")
@@ -181,9 +181,9 @@ def refuse_unexamined(folder: str | Path, shape: ModelShape) -> None:
         return
     file = Path(folder) / VERDICT
     found = read_json(file) if file.is_file() else {}
-    subject = _subject(shape)
+    subject = _subject(Path(folder))
     if {key: found.get(key) for key in subject} != subject:
-        state = "is of another model or version of transformers" if found else "is not there"
+        state = "is of another config.json or version of transformers" if found else "is not there"
         raise ConfigError(
             f"Model {str(folder)!r} is of the family {shape.family!r}, which is no tested one, and the doctor's "
             f"verdict ({VERDICT}) {state}. Run prefect-rlhf doctor --model {folder}, which compares it with plain "
@@ -191,6 +191,6 @@ def refuse_unexamined(folder: str | Path, shape: ModelShape) -> None:
         )
 
 
-def _subject(shape: ModelShape) -> dict[str, Any]:
-    """What a verdict is about, as JSON."""
-    return {"shape": json.loads(json.dumps(asdict(shape))), "transformers": version("transformers")}
+def _subject(folder: Path) -> dict[str, str]:
+    """What a verdict is about."""
+    return {"config": config_digest(folder), "transformers": version("transformers")}

@@ -1,5 +1,6 @@
 """Finds the weight files of a Hugging Face folder and checks them against the model. Loads no torch."""
 
+import hashlib
 import json
 import math
 import re
@@ -8,7 +9,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading, shown
+from rlhf_tasks.system.reading import (
+    MOST_JSON_BYTES,
+    ConfigError,
+    one_line,
+    read_bytes,
+    read_json,
+    reading,
+    shown,
+)
 
 if TYPE_CHECKING:
     from rlhf_tasks.parallel.layout.shape import ParameterSpec
@@ -86,6 +95,12 @@ def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: 
             f"Model folder {str(folder)!r} has {shown(extra[0])} (and {len(extra) - 1} more tensors), which the "
             f"model that its config.json describes has not. Correct config.json, or remove them from the weights."
         )
+
+
+def config_digest(folder: Path) -> str:
+    """SHA-256 of a folder's config.json: what a verdict (`VERDICT`) is about."""
+    with reading(folder / "config.json", "not readable"):
+        return hashlib.sha256(read_bytes(folder / "config.json", MOST_JSON_BYTES)).hexdigest()
 
 
 def has_weights(folder: Path) -> bool:

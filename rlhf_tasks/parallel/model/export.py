@@ -16,9 +16,10 @@ from transformers.models.auto.modeling_auto import (
 
 from rlhf_tasks.parallel.layout.shape import Lora
 from rlhf_tasks.parallel.layout.slices import Head, Layout
-from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT
+from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, config_digest
 from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
+from rlhf_tasks.system.reading import read_json
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 _WRAPPED = "base_model.model."  # before a parameter's name in peft's files
@@ -31,7 +32,6 @@ _BESIDE_WEIGHTS = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
-    VERDICT,
 )
 """Files of a source folder that belong to the model but do not change in training."""
 
@@ -144,6 +144,11 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
     else:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)
+    if (source / VERDICT).is_file():
+        verdict = read_json(source / VERDICT)
+        if verdict.get("config") == config_digest(source):
+            verdict["config"] = config_digest(folder)  # of the same model, written anew
+            (folder / VERDICT).write_text(json.dumps(verdict, indent=2), encoding="utf-8")
 
 
 def _write_adapter_config(folder: Path, source: Path, head: Head, lora: Lora) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_tasks.doctor.examination import Finding, examine, worst
 from rlhf_tasks.doctor.plain import TOLERANCES, Case, difference, write_answers
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy
-from tests.tiny_models import tiny_config, tiny_model, tokens
+from tests.tiny_models import SIZES, tiny_config, tiny_model, tokens
 
 STRATEGIES = (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(dp=2))
 CHECKS = ("logits", "gradients", "greedy tokens", "reallocation")
@@ -42,6 +43,17 @@ def test_a_sound_model_passes_every_check_and_a_changed_one_fails_those_that_sho
     save_file(weights, file)
     for found in worst(ranks.run(2, _examine, case)):
         assert found.passed == (found.check == "reallocation"), found
+
+
+@pytest.mark.dist
+def test_what_a_model_does_outside_of_its_layers_is_found_where_we_do_not_know_it(ranks, tmp_path):
+    config = AutoConfig.for_model("granite", **SIZES, embedding_multiplier=3.0)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    case = Case(str(tmp_path), str(tmp_path), "float32", ((5, 6, 7), (8, 9)), 2)
+    write_answers(case, torch.device("cpu"))
+    failed = {found.check for found in worst(ranks.run(2, _examine, case)) if not found.passed}
+    assert {"logits", "gradients"} <= failed
 
 
 def test_16_bits_tolerate_what_rounding_does_to_transformers(case):
