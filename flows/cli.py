@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "training",
     "plan": "plans",
     "rehearse": "rehearsals",
+    "doctor": "doctor",
     "profile": "profiles",
     "pause": "orders",
     "resume": "orders",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_tasks.parallel.layout.shape import FAMILIES
+from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.rewards.forms import Answers, TrainerState, load_reward
 from tests.committed import assert_same_run, generations_of
 from tests.flows.marked_command import MarkedCommand

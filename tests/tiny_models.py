@@ -8,9 +8,12 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -19,7 +22,8 @@ from transformers import (
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.layout.shape import ModelShape
-from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
+from rlhf_tasks.parallel.model.weights import stored_rows
 
 CONFIGS = {
     "llama": LlamaConfig,
@@ -27,6 +31,9 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "gemma": GemmaConfig,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
+    "phi3": Phi3Config,
 }
 SIZES = {
     "vocab_size": 61,
@@ -42,10 +49,17 @@ SIZES = {
     "eos_token_id": 2,
 }
 
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    # layers 0 and 2 slide; scores and logits are large enough to be capped
+    "gemma2": {"sliding_window": 4, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    # layers 0 and 2 slide, with rotary angles of their own
+    "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2},
+}
+
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """A config of a few thousand parameters: 4 layers, 4 query and 2 KV heads."""
-    return CONFIGS[family](**{**SIZES, **changes})
+    return CONFIGS[family](**{**SIZES, **OF_FAMILY.get(family, {}), **changes})
 
 
 def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -57,13 +71,21 @@ def tiny_model(config: PreTrainedConfig, head: str = "lm", dtype: torch.dtype = 
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
     for name, parameter in model.named_parameters():
-        offset = 1.0 if "norm" in name and config.model_type != "gemma" else 0.0
+        offset = 1.0 if "norm" in name and not config.model_type.startswith("gemma") else 0.0
         parameter.data.normal_(offset, 0.3)
     return model.eval()
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:
     return ModelShape.from_config(config.to_dict())
+
+
+def by_our_names(layout: Layout, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a whole model as its parameters are in files, by the names of our parameters."""
+    return {
+        spec.name: stored_rows(stored[spec.stored_name], spec, Interval(0, spec.length))
+        for spec in layout.parameters
+    }
 
 
 def held_slices(layout: Layout, device: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from flows.cluster.shutdown import beside
 from flows.cluster.this_machine import gpus_here
 from flows.rewards.find import check_rewards
 from flows.run.disk_room import NO_DISK, DiskNeed, disk_need, refuse_full_disk
+from flows.run.examination import refuse_unexamined
 from flows.run.planning import ITEMSIZES, hardware_of, problem_of, shapes_of
 from flows.trackers.stores import refuse_missing
 from planner.plan.build import PlanError, build_plan
@@ -36,7 +37,7 @@ from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
 from rlhf_tasks.data.tokenizer import Tokenizer
 from rlhf_tasks.parallel.layout.shape import parameters
-from rlhf_tasks.parallel.layout.weight_files import weight_files
+from rlhf_tasks.parallel.layout.weight_files import check_weights
 from rlhf_tasks.protocol.scheduled_plans import ScheduledPlan
 from rlhf_tasks.spec import EvaluateNode, ExecutionPlan
 
@@ -97,9 +98,10 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
     _refuse_what_cannot_run(config)
     shapes = shapes_of(config)
     for name, role in config.roles().items():
+        refuse_unexamined(role.folder, shapes[name])
         if not role.random_init:  # a head that trains may begin at random
             specs, needs_head = parameters(shapes[name], role.head), role.optimizer is None
-            weight_files(Path(role.folder), specs, needs_head)
+            check_weights(Path(role.folder), specs, needs_head)
     tokenizer = Tokenizer.from_folder(config.models.tokenizer)
     vocabulary = min(shape.vocab for shape in shapes.values())
     if tokenizer.size > vocabulary:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from rlhf_tasks.algorithms.configurations import RunConfig
 from rlhf_tasks.checkpoint.manifest import CheckpointError, Manifest, RoleRecord, verify
-from rlhf_tasks.parallel.layout.slices import Layout
+from rlhf_tasks.parallel.layout.slices import Interval, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.parallel.model.export import FolderWriter
+from rlhf_tasks.parallel.model.weights import stored_rows
 from rlhf_tasks.parallel.state.files import read_shards
 from rlhf_tasks.parallel.train.optimizer import StateShard
 from rlhf_tasks.rank.role_engines import DTYPES
@@ -75,7 +76,8 @@ def _merged(
             yield next(adapters)
             continue
         with safe_open(files[spec.name], framework="pt") as tensors:
-            weight = tensors.get_tensor(spec.name).to(stored)
+            whole = Interval(0, spec.length)
+            weight = stored_rows(tensors.get_slice(spec.stored_name), spec, whole).to(stored)
         if spec.is_linear and spec.module in lora.targets:
             (_, a), (_, b) = next(adapters), next(adapters)
             weight += lora.scaling * (b @ a)

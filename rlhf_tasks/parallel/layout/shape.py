@@ -1,16 +1,19 @@
 """A model's sizes, and the names and shapes of its parameters, read from `config.json`.
 
 Pure Python: `transformers.AutoConfig` would import torch (1.5 s), which neither the planner nor the flow
-needs. Parameter names are Hugging Face's. Unknown model families are refused.
+needs. Parameter names are Hugging Face's.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
+from rlhf_tasks.parallel.layout.families import FAMILIES, LAYER_NORMS, family_of
+from rlhf_tasks.parallel.layout.weight_files import has_weights, tensor_shapes
 from rlhf_tasks.system.reading import ConfigError, read_json, shown
 
 Head = Literal["lm", "scalar"]
@@ -21,52 +24,6 @@ Unit = Literal["query_head", "kv_head", "column", "vocab"]
 
 Place = Literal["layer", "first", "last", "ends"]
 """Which stages hold a parameter: its layer's, the first, the last, or first and last (tied embeddings)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Properties of the models of one `model_type`, and defaults of keys that their configs may omit.
-
-    qkv_bias, out_bias, mlp_bias  True, False, or the config key that says which
-    qk_norm                       RMS norms on the heads of query and key, shared by all heads
-    head_dim                      default size of a head; None: hidden_size // heads
-    kv_heads                      default number of KV heads; None: as many as query heads
-    tied                          default of tie_word_embeddings
-    """
-
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    kv_heads: int | None = None
-    tied: bool = False
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Family(kv_heads=8),
-    "qwen2": Family(qkv_bias=True, kv_heads=32),
-    "qwen3": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, head_dim=128, kv_heads=32
-    ),
-    "gemma": Family(
-        qkv_bias="attention_bias", out_bias="attention_bias", head_dim=256, kv_heads=16, tied=True
-    ),
-}
-
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-_PACKED = {
-    "phi3": "qkv_proj and gate_up_proj",
-    "gpt2": "c_attn",
-    "gpt_neox": "query_key_value",
-    "falcon": "query_key_value",
-}
-_KNOWN = (
-    "Use a dense decoder of one of the families Llama, Mistral, Qwen2, Qwen3 and Gemma (first generation)."
-)
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles depend only on the token's position."""
 
 
 MOST: Mapping[str, int] = {
@@ -101,25 +58,38 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms: tuple[str, ...] = LAYER_NORMS
+    gated: bool = True
+    packed: bool = False
 
     @staticmethod
     def from_folder(folder: str | Path) -> "ModelShape":
-        """Read `config.json` of a Hugging Face model folder.
+        """Read `config.json` of a Hugging Face model folder; of a family that is not tested also its weights' names.
 
-        Raises ConfigError naming the folder when the config is not readable or not that of a known decoder.
+        Raises ConfigError naming the folder when the config is not readable or not that of a decoder that can be
+        split.
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ConfigError(f"Model folder {str(folder)!r} has no config.json. {_remedy(Path(folder))}")
-        return ModelShape.from_config(read_json(path), source=str(folder))
+        config = read_json(path)
+        tested = config.get("model_type") in list(FAMILIES)
+        weights = tensor_shapes(Path(folder)) if not tested and has_weights(Path(folder)) else None
+        return ModelShape.from_config(config, str(folder), weights)
 
     @staticmethod
-    def from_config(config: Mapping[str, Any], source: str = "inline config") -> "ModelShape":
-        """Read a Hugging Face config that is already a mapping; `source` names it in errors (ConfigError)."""
+    def from_config(
+        config: Mapping[str, Any],
+        source: str = "inline config",
+        weights: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> "ModelShape":
+        """Read a Hugging Face config that is already a mapping; `source` names it in errors (ConfigError).
+
+        weights  as in `family_of`
+        """
         if not isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]: users write it
             raise ConfigError(f"Model {source!r}: the config is not a JSON object.")
-        family = _family(config, source)
-        _check_arithmetic(config, source)
+        family = family_of(config, source, weights)
         read = _Reader(config, source)
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
         shape = ModelShape(
@@ -137,6 +107,9 @@ class ModelShape:
             out_bias=read.option(family.out_bias),
             mlp_bias=read.option(family.mlp_bias),
             qk_norm=family.qk_norm,
+            norms=family.norms,
+            gated=family.gated,
+            packed=family.packed,
         )
         if shape.query_heads % shape.kv_heads:
             raise ConfigError(
@@ -158,53 +131,6 @@ def _remedy(folder: Path) -> str:
             "lora.export: merged in the run that makes it."
         )
     return "Name a folder in Hugging Face's format."
-
-
-def _family(config: Mapping[str, Any], source: str) -> Family:
-    """The model's family. Raises ConfigError, with the reason, when the engine cannot split such a model."""
-    kind = config.get("model_type")
-    if "auto_map" in config:
-        raise ConfigError(
-            f"Model {source!r} brings its own code (auto_map), which is never run. Use a built-in model."
-        )
-    experts = [key for key in _EXPERT_KEYS if config.get(key)]
-    if experts:
-        raise ConfigError(
-            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}). {_KNOWN}"
-        )
-    if isinstance(kind, str) and kind in _PACKED:
-        raise ConfigError(
-            f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split. {_KNOWN}"
-        )
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(
-            f"Model {source!r} has model_type {shown(kind)}, which is not a decoder with a tensor-parallel plan "
-            f"that we know. {_KNOWN}"
-        )
-    return FAMILIES[kind]
-
-
-def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
-    """Raises ConfigError for settings under which the engine would compute something else than the model."""
-    scaling: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ConfigError(
-            f"Model {source!r}: rope_scaling={shown(scaling)} in its config is not a JSON object."
-        )
-    rope = cast(Mapping[str, Any], scaling)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _STATIC_ROPE:
-        raise ConfigError(
-            f"Model {source!r} has rope_type {shown(kind)}: the angles that it gives a token depend on the other "
-            f"sequences of a batch. Use a model with one of {', '.join(_STATIC_ROPE)}."
-        )
-    if config.get("quantization_config"):
-        raise ConfigError(
-            f"Model {source!r} has quantised weights (quantization_config), which cannot be trained. "
-            "Save it unquantised."
-        )
-    if config.get("use_bidirectional_attention"):
-        raise ConfigError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +168,18 @@ class _Reader:
         return self.flag(known, False) if isinstance(known, str) else known
 
 
+class Packed(NamedTuple):
+    """A tensor in files that holds several parameters, one behind the other on dim 0.
+
+    shape  of the whole tensor
+    start  the first row of this parameter
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """One parameter of the whole model.
@@ -252,6 +190,7 @@ class ParameterSpec:
     unit, unit_size   the units that this dim consists of, and rows per unit
     partial_gradient  True: the gradients of its copies inside one dp rank must be summed (KV heads on several tp
                       ranks, tied embeddings, norms inside heads). False: every copy has the whole gradient
+    packed            the tensor that it is a part of in files; None: one of its own, of the same name and shape
     """
 
     name: str
@@ -262,6 +201,17 @@ class ParameterSpec:
     unit: Unit | None = None
     unit_size: int = 1
     partial_gradient: bool = False
+    packed: Packed | None = None
+
+    @property
+    def stored_name(self) -> str:
+        """The name of the tensor in files that it is, or is a part of."""
+        return self.name if self.packed is None else self.packed.name
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of that tensor."""
+        return self.shape if self.packed is None else self.packed.shape
 
     @property
     def dim(self) -> int:
@@ -285,8 +235,8 @@ class ParameterSpec:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the weight of a linear module in a layer."""
-        return self.place == "layer" and len(self.shape) == 2
+        """Whether it is the weight of a linear module in a layer, as files have it."""
+        return self.place == "layer" and len(self.shape) == 2 and self.packed is None
 
     @property
     def module(self) -> str:
@@ -360,7 +310,7 @@ def trained_parameters(shape: ModelShape, head: Head, lora: Lora) -> tuple[Param
 
 @lru_cache(maxsize=64)
 def parameters(shape: ModelShape, head: Head) -> tuple[ParameterSpec, ...]:
-    """Every parameter of a model, in the order of the forward pass. Tied embeddings are listed once."""
+    """Every parameter of a model, layer by layer. Tied embeddings are listed once."""
     tied = shape.tied and head == "lm"
     embedding = ParameterSpec(
         "model.embed_tokens.weight",
@@ -417,15 +367,36 @@ def _layer(shape: ModelShape, layer: int) -> list[ParameterSpec]:
         norm("self_attn.q_norm", shape.head_dim, True),
         norm("self_attn.k_norm", shape.head_dim, True),
     ]
-    return [
-        norm("input_layernorm", shape.hidden),
+    into_mlp = [name for name in ("gate_proj", "up_proj") if shape.gated or name != "gate_proj"]
+    into_heads = [
         *linear("self_attn.q_proj", query, shape.hidden, "query_head", 0, shape.qkv_bias),
         *linear("self_attn.k_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
         *linear("self_attn.v_proj", kv, shape.hidden, "kv_head", 0, shape.qkv_bias),
+    ]
+    into_columns = [
+        spec
+        for name in into_mlp
+        for spec in linear(f"mlp.{name}", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias)
+    ]
+    if shape.packed:
+        into_heads = _packed(into_heads, "qkv_proj")
+        into_columns = _packed(into_columns, "gate_up_proj")
+    return [
+        *into_heads,
         *(head_norms if shape.qk_norm else []),
         *linear("self_attn.o_proj", shape.hidden, query, "query_head", 1, shape.out_bias),
-        norm("post_attention_layernorm", shape.hidden),
-        *linear("mlp.gate_proj", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias),
-        *linear("mlp.up_proj", shape.intermediate, shape.hidden, "column", 0, shape.mlp_bias),
+        *into_columns,
         *linear("mlp.down_proj", shape.hidden, shape.intermediate, "column", 1, shape.mlp_bias),
+        *(norm(name, shape.hidden) for name in shape.norms),
     ]
+
+
+def _packed(weights: list[ParameterSpec], module: str) -> list[ParameterSpec]:
+    """The weights of linear modules as parts of one module, whose weight files hold them in this order."""
+    starts = [0, *accumulate(spec.length for spec in weights)]
+    specs: list[ParameterSpec] = []
+    for spec, start in zip(weights, starts, strict=False):
+        block, name, _ = spec.name.rsplit(".", 2)
+        whole = Packed(f"{block}.{module}.weight", (starts[-1], *spec.shape[1:]), start)
+        specs.append(replace(spec, name=f"{block}.{module}.{name}.weight", packed=whole))
+    return specs

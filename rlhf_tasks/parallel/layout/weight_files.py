@@ -1,17 +1,32 @@
 """Finds the weight files of a Hugging Face folder and checks them against the model. Loads no torch."""
 
+import hashlib
 import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf_tasks.parallel.layout.shape import ParameterSpec
-from rlhf_tasks.system.reading import ConfigError, one_line, read_json, reading, shown
+from rlhf_tasks.system.reading import (
+    MOST_JSON_BYTES,
+    ConfigError,
+    one_line,
+    read_bytes,
+    read_json,
+    reading,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from rlhf_tasks.parallel.layout.shape import ParameterSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+VERDICT = "prefect-rlhf-doctor.json"
+"""Beside the weights of a model of an untested family: what the doctor has found, which exports take along."""
 
 NEW_HEAD = "score.weight"
 """The parameter that a folder of a language model lacks when it becomes a critic or a reward model."""
@@ -27,20 +42,24 @@ BITS: Mapping[str, int] = {
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes in which a parameter may be stored. Others are quantised and would be read as if they were not."""
 
+_IDLE = re.compile(r"lm_head\.weight|score\.weight|.*rotary_emb\.inv_freq")
+"""Tensors that a folder may have beyond the model's: the other head, tied embeddings once more, old angles."""
+
 SAVE_ANEW, FETCH_AGAIN = "Save the model again with save_pretrained.", "Fetch or save it again."
 MOST_HEADER_BYTES = 100_000_000  # as the safetensors format defines
 MOST_DIMS = 8  # dims of a tensor
 LENGTH_BYTES = 8  # a safetensors file begins with this many bytes, its header's length, little-endian
 
 
-def weight_files(folder: Path, specs: Iterable[ParameterSpec], needs_head: bool) -> dict[str, Path]:
+def weight_files(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> dict[str, Path]:
     """Parameter name -> the file that holds it, for the parameters in `specs`. Reads only the headers of the files.
 
     needs_head  False: a scalar head may be missing, and is then left out
     Raises ConfigError, naming file and parameter, when a file is missing, damaged, cut off or quantised, and when the
     folder lacks a parameter or has one of another shape.
     """
-    wanted = {spec.name: spec.shape for spec in specs}
+    stored = {spec.name: spec.stored_name for spec in specs}
+    wanted = {spec.stored_name: spec.stored_shape for spec in specs}
     files = _files_of(folder)
     missing = [name for name in wanted if name not in files]
     if needs_head and NEW_HEAD in missing:
@@ -59,7 +78,43 @@ def weight_files(folder: Path, specs: Iterable[ParameterSpec], needs_head: bool)
         by_file[file].append(name)
     for file, names in by_file.items():
         _check_shapes(file, {name: wanted[name] for name in names})
-    return held
+    return {name: held[of_file] for name, of_file in stored.items() if of_file in held}
+
+
+def check_weights(folder: Path, specs: "Collection[ParameterSpec]", needs_head: bool) -> None:
+    """Check all weights of a folder against all parameters of a model.
+
+    Raises ConfigError for what `weight_files` refuses, and for a tensor that the model has not: without it, the model
+    would be another one.
+    """
+    weight_files(folder, specs, needs_head)
+    names = {spec.stored_name for spec in specs}
+    extra = [name for name in _files_of(folder) if name not in names and not _IDLE.fullmatch(name)]
+    if extra:
+        raise ConfigError(
+            f"Model folder {str(folder)!r} has {shown(extra[0])} (and {len(extra) - 1} more tensors), which the "
+            f"model that its config.json describes has not. Correct config.json, or remove them from the weights."
+        )
+
+
+def config_digest(folder: Path) -> str:
+    """SHA-256 of a folder's config.json: what a verdict (`VERDICT`) is about."""
+    with reading(folder / "config.json", "not readable"):
+        return hashlib.sha256(read_bytes(folder / "config.json", MOST_JSON_BYTES)).hexdigest()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weight files, sound or not."""
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in a folder's weight files. Raises ConfigError for damaged files."""
+    files = _files_of(folder)
+    headers = {file: _header(file) for file in set(files.values())}
+    return {
+        name: tuple(headers[file][name]["shape"]) for name, file in files.items() if name in headers[file]
+    }
 
 
 def _files_of(folder: Path) -> dict[str, Path]:

@@ -59,6 +59,7 @@ def packed_attention(
     micro: MicroBatch,
     cache: Cache | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a micro-batch.
@@ -69,6 +70,7 @@ def packed_attention(
     scaling         factor on the scores
     cache           keys and values are written to it and, while decoding, read from it; None: no cache
     sliding_window  tokens that one may attend to, itself included; None: all before it
+    softcap         scores s become softcap * tanh(s / softcap) (Gemma 2); None: they stay as they are
     Returns ([1, T, heads, head_dim], None), as transformers expects of an attention function.
     """
     assert attention_mask is None, "the micro-batch says what attends to what"
@@ -78,12 +80,12 @@ def packed_attention(
         cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         if cache.decoding:
             key, value, mask = cache.read(layer, sliding_window)
-            return _decode(query, key, value, mask, kv_index, scaling), None
+            return _decode(query, key, value, mask, kv_index, scaling, softcap), None
     if kv_index is not None:
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, micro, scaling, sliding_window), None
-    return _per_sequence(query, key, value, micro.lengths, scaling, sliding_window), None
+    return _per_sequence(query, key, value, micro.lengths, scaling, sliding_window, softcap), None
 
 
 AttentionInterface.register(PACKED, packed_attention)
@@ -104,7 +106,13 @@ def kv_index(kv_head_map: tuple[int, ...], device: torch.device) -> Tensor | Non
 
 
 def _per_sequence(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """scaled_dot_product_attention on any device and dtype. Shapes as in `packed_attention`.
 
@@ -115,16 +123,44 @@ def _per_sequence(
     parts = [x[0].split([length * n for length, n in runs], dim=1) for x in (query, key, value)]
     outputs = []
     for (length, n), *of_run in zip(runs, *parts, strict=True):
-        mask = None if window is None or length <= window else _window_mask(length, window, query.device)
-        output = F.scaled_dot_product_attention(
-            *(x.unflatten(1, (n, length)).transpose(0, 1) for x in of_run),  # [n, heads, length, head_dim]
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=True,
-        )
+        q, k, v = (
+            x.unflatten(1, (n, length)).transpose(0, 1) for x in of_run
+        )  # [n, heads, length, head_dim]
+        seen = length if window is None else min(window, length)
+        if softcap is not None:
+            mask = _window_mask(length, seen, query.device)
+            output = _capped(q, k, v, mask, scaling, softcap)
+        else:
+            output = F.scaled_dot_product_attention(
+                *(q, k, v),
+                attn_mask=None if seen == length else _window_mask(length, seen, query.device),
+                is_causal=seen == length,
+                scale=scaling,
+                enable_gqa=True,
+            )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float
+) -> Tensor:
+    """Attention with capped scores, which no kernel of torch's computes; the scores stand in memory.
+
+    query [n, heads, L, head_dim]; key, value [n, KV heads, S, head_dim]; mask bool, as [n, 1, L, S]; None: all
+    Returns [n, heads, L, head_dim].
+    """
+    n, heads, length, head_dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.reshape(n, kv_heads, heads // kv_heads * length, head_dim)
+    scores = (grouped @ key.transpose(2, 3)).reshape(n, heads, length, key.shape[2]) * scaling
+    scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = scores.softmax(-1, dtype=wide).to(query.dtype)
+    output = weights.reshape(n, kv_heads, heads // kv_heads * length, key.shape[2]) @ value
+    return output.reshape(n, heads, length, head_dim)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
@@ -156,7 +192,13 @@ def _varlen(
 
 
 def _decode(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, kv_index: Tensor | None, scaling: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    kv_index: Tensor | None,
+    scaling: float,
+    softcap: float | None,
 ) -> Tensor:
     """One new token of each of n sequences against its cached ones.
 
@@ -168,5 +210,8 @@ def _decode(
     _, heads, n, head_dim = query.shape
     # The query heads of a KV head become the rows of one query, so that no KV head is copied.
     grouped = query[0].transpose(0, 1).reshape(n, keys.shape[1], heads // keys.shape[1], head_dim)
-    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    if softcap is None:
+        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        output = _capped(grouped, keys, values, mask, scaling, softcap)
     return output.reshape(1, n, heads, head_dim)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections import defaultdict
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -14,9 +16,10 @@ from transformers.models.auto.modeling_auto import (
 
 from rlhf_tasks.parallel.layout.shape import Lora
 from rlhf_tasks.parallel.layout.slices import Head, Layout
-from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE
+from rlhf_tasks.parallel.layout.weight_files import INDEX, SINGLE, VERDICT, config_digest
 from rlhf_tasks.parallel.model.weights import load_config
 from rlhf_tasks.system.durable import sync
+from rlhf_tasks.system.reading import read_json
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 _WRAPPED = "base_model.model."  # before a parameter's name in peft's files
@@ -66,7 +69,7 @@ class FolderWriter:
         else:
             self._file_of, self._prefix = dict.fromkeys(layout.specs, ADAPTER), _WRAPPED
             _write_adapter_config(self._unfinished, source, layout.head, layout.lora)
-        self._shapes = {spec.name: spec.shape for spec in layout.parameters}
+        self._specs = layout.specs
         self._waiting: dict[str, Tensor] = {}
         self._written: set[str] = set()
         for pattern in _BESIDE_WEIGHTS:
@@ -80,12 +83,15 @@ class FolderWriter:
         whole  the parameter's global shape, of the writer's dtype
         A file is written when all its parameters have come, so memory holds the tensors of one file at most.
         """
-        assert whole.shape == self._shapes[name], (name, whole.shape)
+        assert whole.shape == self._specs[name].shape, (name, whole.shape)
         assert whole.dtype == self.dtype, (name, whole.dtype)
         file = self._file_of[name]
         self._waiting[name] = whole.detach().to("cpu").contiguous()
         if self._waiting.keys() == {other for other, its in self._file_of.items() if its == file}:
-            tensors = {f"{self._prefix}{name}": tensor for name, tensor in self._waiting.items()}
+            parts = defaultdict[str, list[Tensor]](list)
+            for waiting, tensor in self._waiting.items():
+                parts[f"{self._prefix}{self._specs[waiting].stored_name}"].append(tensor)
+            tensors = {stored: of[0] if len(of) == 1 else torch.cat(of) for stored, of in parts.items()}
             save_file(tensors, self._unfinished / file, metadata={"format": "pt"})
             self._written |= self._waiting.keys()
             self._waiting = {}
@@ -96,7 +102,8 @@ class FolderWriter:
         assert not missing, f"{len(missing)} parameters were not added, such as {min(missing)}"
         if not set(self._file_of.values()) <= {SINGLE, ADAPTER}:
             total = sum((self._unfinished / file).stat().st_size for file in set(self._file_of.values()))
-            index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
+            files = {self._specs[name].stored_name: file for name, file in self._file_of.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": files}
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         mode = (
             self._unfinished.stat().st_mode & 0o666
@@ -113,17 +120,18 @@ def _files(layout: Layout, itemsize: int, shard_bytes: int) -> dict[str, str]:
     """Parameter name -> file name, in order. A file exceeds `shard_bytes` only if one parameter alone does."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for spec in layout.parameters:
-        size = spec.size * itemsize
+    for _, together in groupby(layout.parameters, lambda spec: spec.stored_name):
+        names = {spec.name: spec.size * itemsize for spec in together}
+        size = sum(names.values())
         if filled and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(spec.name)
+        shards[-1] += names
         filled += size
     if len(shards) == 1:
         return dict.fromkeys(shards[0], SINGLE)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    return {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    return {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
 
 
 def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) -> None:
@@ -136,6 +144,11 @@ def _write_config(folder: Path, source: Path, head: Head, dtype: torch.dtype) ->
     else:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     config.save_pretrained(folder)
+    if (source / VERDICT).is_file():
+        verdict = read_json(source / VERDICT)
+        if verdict.get("config") == config_digest(source):
+            verdict["config"] = config_digest(folder)  # of the same model, written anew
+            (folder / VERDICT).write_text(json.dumps(verdict, indent=2), encoding="utf-8")
 
 
 def _write_adapter_config(folder: Path, source: Path, head: Head, lora: Lora) -> None:

@@ -7,8 +7,7 @@ how; the `Layout` says which rows a rank holds.
 
 import re
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import dataclass
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -25,33 +24,28 @@ from rlhf_tasks.parallel.layout.topology import Coordinate
 from rlhf_tasks.parallel.model.attention import PACKED, Cache, kv_index
 from rlhf_tasks.parallel.model.tensor_parallel import (
     ColumnParallelLinear,
+    PackedColumns,
     RowParallelLinear,
     VocabParallelEmbedding,
     copy_to_ranks,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """Peculiarities of a family's model outside its decoder layers.
-
-    scaled_embedding  token embeddings are multiplied by the square root of the hidden size
-    norm_offset       added to the weight of every norm
-    """
-
-    scaled_embedding: bool = False
-    norm_offset: float = 0.0
-
-
-# Families whose logits and gradients the tests compare with those of transformers.
-_VERIFIED: Mapping[str, _Traits] = {
-    "llama": _Traits(),
-    "mistral": _Traits(),
-    "qwen2": _Traits(),
-    "qwen3": _Traits(),
-    "gemma": _Traits(scaled_embedding=True, norm_offset=1.0),
-}
 _STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+_OWN_PLANS: Mapping[str, Mapping[str, str]] = {
+    "phi3": {
+        "layers.*.self_attn.qkv_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+}
+"""Plans in place of transformers', which keep the outputs of packed projections whole on every rank."""
+
+
+def _plan(config: PreTrainedConfig) -> Mapping[str, str] | None:
+    """Module, as in `layers.*.mlp.up_proj` -> how tensor parallelism splits it."""
+    return _OWN_PLANS.get(config.model_type, config.base_model_tp_plan)
 
 
 def check_model(config: PreTrainedConfig) -> None:
@@ -60,19 +54,37 @@ def check_model(config: PreTrainedConfig) -> None:
     Models that the config file alone rules out have been refused by `ModelShape` before.
     """
     family = config.model_type
-    if family not in _VERIFIED:
-        raise ValueError(
-            f"model_type {family!r} has not been verified against transformers. "
-            f"Verified: {', '.join(sorted(_VERIFIED))}."
-        )
-    if not config.base_model_tp_plan:
+    plan = _plan(config)
+    if not plan:
         raise ValueError(f"{family} declares no base_model_tp_plan, so it is unknown how to split it.")
-    for pattern, style in config.base_model_tp_plan.items():
+    for pattern, style in plan.items():
         if pattern.startswith("layers.") and style not in _STYLES:
             raise ValueError(
                 f"{family}: the tensor-parallel plan says {style!r} for {pattern!r}. "
                 f"Known: {', '.join(_STYLES)}."
             )
+
+
+def norm_offset(theirs: nn.Module) -> float:
+    """What a norm of transformers adds to its weight: 1.0 for Gemma's, else 0.0.
+
+    Raises ValueError when it is no root mean square norm.
+    """
+    x = torch.tensor([[3e-3, -1e-3, 2e-3, 5e-3]])  # so small that eps counts
+    eps = _eps(theirs)
+    with torch.no_grad():
+        small: Any = type(theirs)(4, eps=eps)
+        for offset in (0.0, 1.0):
+            ours = RMSNorm(4, eps, offset, torch.device("cpu"))
+            for norm in (small, ours):
+                norm.weight.copy_(torch.tensor([0.5, -0.25, 1.0, 2.0]))
+            if torch.allclose(small(x), ours(x), rtol=1e-4):
+                return offset
+    raise ValueError(f"{type(theirs).__name__} is not a root mean square norm.")
+
+
+def _eps(theirs: Any) -> float:
+    return theirs.variance_epsilon if hasattr(theirs, "variance_epsilon") else theirs.eps
 
 
 class RMSNorm(nn.Module):
@@ -154,7 +166,6 @@ class Stage(nn.Module):
         self.is_last = coordinate.pp == layout.placement.strategy.pp - 1
         self.layers = layout.stage_layers(coordinate.pp)
         self.holder = layout.placement.device(coordinate.dp, coordinate.tp, coordinate.pp)
-        self._traits = _VERIFIED[config.model_type]
         with torch.device("meta"):
             # a copy, because from_config writes the name of the attention function into it
             skeleton = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=PACKED)
@@ -177,13 +188,13 @@ class Stage(nn.Module):
         hidden = self.model.embed_tokens(x) if self.is_first else x
         hidden = hidden[None]
         positions = micro.position_ids[None]
-        angles = self.model.rotary_emb(hidden, positions)
-        for layer in self.model.layers.values():
+        angles = self._angles(hidden, positions)
+        for number, layer in self.model.layers.items():
             step = partial(
                 layer,
                 attention_mask=None,
                 position_ids=positions,
-                position_embeddings=angles,
+                position_embeddings=angles[int(number)],
                 micro=micro,
                 cache=cache,
             )
@@ -197,7 +208,7 @@ class Stage(nn.Module):
     @property
     def neutral_norm(self) -> float:
         """The stored weight of a norm that does not scale: 1.0; 0.0 for Gemma."""
-        return 1.0 - self._traits.norm_offset
+        return 1.0 - self._norm_offset
 
     def named_slices(self) -> dict[str, nn.Parameter]:
         """Hugging Face name -> this rank's slice (the rows in `layout.held`, of shape `layout.slice_shape`)."""
@@ -212,13 +223,24 @@ class Stage(nn.Module):
         ours = self.trained_slices()
         return {name: p for name, p in self.named_slices().items() if name not in ours}
 
+    def _angles(self, hidden: Tensor, positions: Tensor) -> Mapping[int, Any]:
+        """Number of each layer -> its rotary angles. Some families have others for each type of layer."""
+        rotary = self.model.rotary_emb
+        if not hasattr(rotary, "layer_types"):
+            return dict.fromkeys(self.layers, rotary(hidden, positions))
+        types = {number: self.config.layer_types[number] for number in self.layers}
+        of_type = {kind: rotary(hidden, positions, kind) for kind in sorted(set(types.values()))}
+        return {number: of_type[kind] for number, kind in types.items()}
+
     def _head(self, hidden: Tensor) -> Tensor:
         hidden = self.model.norm(hidden)
         if self.layout.head == "scalar":
             wide = torch.promote_types(self.dtype, torch.float32)
             return F.linear(hidden.to(wide), self.score.weight.to(wide)).squeeze(-1)
         weight = self.model.embed_tokens.weight if self._tied else self.lm_head.weight
-        return F.linear(copy_to_ranks(hidden, self.tp_group), weight)
+        logits = F.linear(copy_to_ranks(hidden, self.tp_group), weight)
+        cap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # Building: on the meta device, then allocated
 
@@ -230,12 +252,15 @@ class Stage(nn.Module):
         """Take this stage's layers from the model's skeleton and replace the modules that we compute ourselves."""
         whole, config = skeleton.model, skeleton.config
         self.model = _Decoder()
+        self._norm_offset = norm_offset(whole.norm)
         self.model.rotary_emb = type(whole.rotary_emb)(config).to(self.device)
         self.model.layers = nn.ModuleDict({str(i): whole.layers[i] for i in self.layers})
         for i, layer in self.model.layers.items():
-            self._split_layer(layer, f"model.layers.{i}", config.base_model_tp_plan)
+            self._split_layer(layer, f"model.layers.{i}", _plan(config) or {})
         if self.is_first or (self.is_last and self._tied):
-            self.model.embed_tokens = self._embedding(config)
+            # Gemma's classes of embeddings multiply by the root of the hidden size.
+            scale = getattr(whole.embed_tokens, "scalar_embed_scale", 1.0)
+            self.model.embed_tokens = self._embedding(config, scale)
         if self.is_last:
             self.model.norm = self._norm(whole.norm)
             if self.layout.head == "scalar":
@@ -243,14 +268,13 @@ class Stage(nn.Module):
             elif not self._tied:
                 self.lm_head = self._column_parallel(skeleton.lm_head, "lm_head")
 
-    def _embedding(self, config: PreTrainedConfig) -> VocabParallelEmbedding:
-        hidden = self.layout.shape.hidden
+    def _embedding(self, config: PreTrainedConfig, scale: float) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(
             self.layout.units("vocab", self.coordinate.tp),
-            hidden,
+            self.layout.shape.hidden,
             self.tp_group,
             torch.device("meta"),
-            scale=hidden**0.5 if self._traits.scaled_embedding else 1.0,
+            scale=scale,
             padding_idx=config.pad_token_id,
         )
 
@@ -262,9 +286,12 @@ class Stage(nn.Module):
                 path = ".".join(filter(None, (prefix, parent_name, name)))
                 style = plan.get(re.sub(r"^model\.layers\.\d+", "layers.*", path))
                 kind = type(child).__name__
-                if isinstance(child, nn.Linear):
+                if isinstance(child, nn.Linear) and f"{path}.weight" not in self.layout.specs:
+                    setattr(parent, name, self._packed_linear(path))
+                    self._count_own_heads(parent)
+                elif isinstance(child, nn.Linear):
                     setattr(parent, name, self._parallel_linear(child, path, style))
-                elif kind.endswith("RMSNorm"):
+                elif kind.endswith("Norm"):
                     setattr(parent, name, self._norm(child))
                 elif any(True for _ in child.parameters(recurse=False)):
                     raise ValueError(f"{path} is a {kind}: neither a linear module nor an RMS norm.")
@@ -295,13 +322,31 @@ class Stage(nn.Module):
             local.adapt(self.trained.lora)
         return local
 
+    def _packed_linear(self, path: str) -> PackedColumns:
+        """The linear modules whose weights files hold as one tensor, `path`.weight."""
+        parts = [spec.module for spec in self.layout.parameters if spec.stored_name == f"{path}.weight"]
+        if not parts:
+            raise ValueError(f"{path} is a linear module that the weights have not.")
+        return PackedColumns({name: self._column_parallel_part(f"{path}.{name}") for name in parts})
+
+    def _column_parallel_part(self, path: str) -> ColumnParallelLinear:
+        rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
+        return ColumnParallelLinear(columns, rows, bias=False, device=torch.device("meta"))
+
+    def _count_own_heads(self, attention: Any) -> None:
+        """Give an attention that cuts a packed output by its numbers of heads the numbers of this rank."""
+        if hasattr(attention, "layer_idx"):
+            tp_rank = self.coordinate.tp
+            attention.config = copy(attention.config)
+            attention.config.num_attention_heads = self.layout.units("query_head", tp_rank).size
+            attention.num_key_value_heads = self.layout.units("kv_head", tp_rank).size
+
     def _column_parallel(self, whole: nn.Linear, path: str) -> ColumnParallelLinear:
         rows, columns = self.layout.slice_shape(f"{path}.weight", self.holder)
         return ColumnParallelLinear(columns, rows, whole.bias is not None, torch.device("meta"))
 
     def _norm(self, whole: Any) -> RMSNorm:
-        eps = whole.variance_epsilon if hasattr(whole, "variance_epsilon") else whole.eps
-        return RMSNorm(whole.weight.shape[0], eps, self._traits.norm_offset, torch.device("meta"))
+        return RMSNorm(whole.weight.shape[0], _eps(whole), self._norm_offset, torch.device("meta"))
 
     def _allocate(self, shared: Mapping[str, Tensor]) -> None:
         """Allocate the parameters that are not shared, and check all shapes against the layouts."""

@@ -8,6 +8,7 @@ forward and two backward per layer.
 A group is None where tp is 1. Every function here then does the same as its plain counterpart.
 """
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -90,6 +91,22 @@ class ColumnParallelLinear(AdaptableLinear):
     def forward(self, input: Tensor) -> Tensor:
         """input [..., in_features] -> [..., local columns]."""
         return self.product(input, self.bias)
+
+
+class PackedColumns(nn.Module):
+    """Column-parallel linear modules side by side, in place of one that a family packs them in.
+
+    parts  name -> module
+    """
+
+    def __init__(self, parts: Mapping[str, ColumnParallelLinear]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., local columns of the first part, of the second, ...]."""
+        return torch.cat([part(input) for part in self.children()], -1)
 
 
 class RowParallelLinear(AdaptableLinear):

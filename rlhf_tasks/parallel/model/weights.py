@@ -4,13 +4,14 @@ with the same whole model in every layout."""
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from rlhf_tasks.parallel.layout.slices import ParameterSpec
+from rlhf_tasks.parallel.layout.slices import Interval, ParameterSpec
 from rlhf_tasks.parallel.layout.weight_files import weight_files
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.system.byte_count import ByteCount
@@ -55,12 +56,22 @@ def load(
     for file, stored in by_file.items():
         with safe_open(file, framework="pt", device="cpu") as tensors:
             for spec in stored:
-                tensor, rows = tensors.get_slice(spec.name), slice(*held[spec.name])
-                _fill(parameters[spec.name], tensor[rows] if spec.dim == 0 else tensor[:, rows], moved)
+                tensor = tensors.get_slice(spec.stored_name)
+                _fill(parameters[spec.name], stored_rows(tensor, spec, held[spec.name]), moved)
     missing = [name for name in parameters if name not in files]
     _randomise(stage, missing, seed, moved)
     initialise_adapters(stage, seed)
     return tuple(missing)
+
+
+def stored_rows(tensor: Any, spec: ParameterSpec, rows: Interval) -> Tensor:
+    """Some rows of a parameter, from the tensor that files hold it in (`stored_name`).
+
+    tensor  a Tensor, or a slice of safetensors, of which only these rows are read
+    """
+    first = 0 if spec.packed is None else spec.packed.start
+    part = slice(first + rows.start, first + rows.stop)
+    return tensor[part] if spec.dim == 0 else tensor[:, part]
 
 
 def initialise(stage: Stage, seed: int, moved: ByteCount | None = None) -> None:

@@ -20,7 +20,7 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.logprobs import VocabShard, packed_logprobs
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.train.engine import Engine
-from tests.tiny_models import CONFIGS, shape_of, tiny_config, tiny_model
+from tests.tiny_models import CONFIGS, by_our_names, shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 ALONE = ParallelStrategy()
@@ -55,7 +55,7 @@ def build(family: str, dtype: torch.dtype, strategy=ALONE, groups: Any = None, *
     stage = Stage(
         config, layout, placement.coordinate(groups.rank), tp_group, device=groups.device, dtype=dtype
     )
-    whole = dict(tiny_model(config).named_parameters())
+    whole = by_our_names(layout, dict(tiny_model(config).named_parameters()))
     for name, mine in stage.named_slices().items():
         rows = layout.held(groups.rank)[name]
         mine.data.copy_(whole[name].detach().narrow(layout.specs[name].dim, rows.start, rows.size))
@@ -109,7 +109,7 @@ def test_greedy_tokens_equal_transformers(family: str):
         assert ours[sample_id] == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_logprobs_equal_those_of_a_full_forward(family: str, temperature: float):
     engine = build(family, torch.float32)

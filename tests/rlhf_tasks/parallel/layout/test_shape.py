@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_tasks.parallel.layout.families import FAMILIES
 from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
 
 SIZES = {
@@ -26,6 +27,9 @@ CASES = [
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True}),
     ("gemma", {}),
+    ("gemma2", {}),
+    ("phi3", {}),
+    ("gemma3_text", {"attention_bias": True}),
 ]
 
 
@@ -45,10 +49,10 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path, family, changes, h
 
     shape = ModelShape.from_folder(tmp_path)
 
-    assert {spec.name: spec.shape for spec in parameters(shape, head)} == expected
+    assert {spec.stored_name: spec.stored_shape for spec in parameters(shape, head)} == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
     given = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
     given |= {"hidden_size": 96, "num_attention_heads": 32}
@@ -64,10 +68,17 @@ def test_keys_that_are_absent_have_the_defaults_of_transformers(family):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert'.*Llama, Mistral, Qwen2, Qwen3 and Gemma"),
+        ({"model_type": "bert"}, "model_type 'bert'.*Llama, Mistral, Qwen2"),
         ({"model_type": None}, "model_type None"),
-        ({"model_type": "gpt2"}, r"packed projections \(c_attn\).*Llama, Mistral, Qwen2, Qwen3 and Gemma"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
+        ({"model_type": "gpt2"}, r"packed projections \(c_attn\).*Llama, Mistral, Qwen2"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "mixture of experts.*nor the gradient of its router",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4},
+            r"'qwen3_moe'\) is a mixture of experts \(num_experts\)",
+        ),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*default, linear"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),

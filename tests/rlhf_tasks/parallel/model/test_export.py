@@ -14,7 +14,7 @@ from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.export import FolderWriter
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import load, load_config
-from tests.tiny_models import shape_of, tiny_config, tiny_model, tokens
+from tests.tiny_models import by_our_names, shape_of, tiny_config, tiny_model, tokens
 
 ALONE = Placement((0,), ParallelStrategy())
 
@@ -28,8 +28,9 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
     layout = layout_of(source, head)
     dtype = weights["model.norm.weight"].dtype
     writer = FolderWriter(folder, source, layout, dtype, shard_bytes)
+    whole = by_our_names(layout, weights)
     for spec in layout.parameters:
-        writer.add(spec.name, weights[spec.name])
+        writer.add(spec.name, whole[spec.name])
     writer.close()
 
 
@@ -40,8 +41,9 @@ def write(folder: Path, source: Path, head: Head, weights: dict[str, Tensor], sh
         ("qwen3", {"tie_word_embeddings": True}),
         ("gemma", {}),
         ("qwen2", {}),
+        ("phi3", {}),
     ],
-    ids=["llama", "qwen3", "gemma", "qwen2"],
+    ids=["llama", "qwen3", "gemma", "qwen2", "phi3"],
 )
 def test_a_round_trip_is_bit_exact(tmp_path: Path, family: str, changes: dict[str, Any]):
     source, folder = tmp_path / "source", tmp_path / "out"

@@ -13,7 +13,7 @@ from rlhf_tasks.parallel.layout.slices import Head, Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
 from rlhf_tasks.parallel.model.stage import Stage
 from rlhf_tasks.parallel.model.weights import initialise, load, load_config
-from tests.tiny_models import shape_of, tiny_config, tiny_model
+from tests.tiny_models import by_our_names, shape_of, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 UNEVEN = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -45,8 +45,9 @@ def test_a_saved_model_is_read_stage_by_stage(tmp_path: Path, shard_size: str, t
         ("llama", {**UNEVEN, "attention_bias": True}, ParallelStrategy(dp=2, tp=2)),
         ("qwen3", {**UNEVEN, "tie_word_embeddings": True}, ParallelStrategy(tp=2, pp=2)),
         ("gemma", {}, ParallelStrategy(tp=4)),
+        ("phi3", UNEVEN, ParallelStrategy(tp=2, pp=2)),
     ],
-    ids=["llama", "qwen3", "gemma"],
+    ids=["llama", "qwen3", "gemma", "phi3"],
 )
 def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, family, changes, strategy):
     model = tiny_model(tiny_config(family, **changes))
@@ -56,7 +57,7 @@ def test_each_rank_reads_or_draws_its_slices_of_one_whole_model(tmp_path: Path, 
     layout = Layout(shape_of(config), "lm", placement)
     [alone] = make_stages(config, 1)
     initialise(alone, seed=4)
-    read, drawn = model.state_dict(), alone.named_slices()
+    read, drawn = by_our_names(layout, model.state_dict()), alone.named_slices()
     group: Any = object() if strategy.tp > 1 else None  # nothing is computed, so nothing is sent
     for device in placement.devices:
         stage = Stage(config, layout, placement.coordinate(device), group, device=CPU, dtype=torch.float32)

@@ -1,0 +1,211 @@
+"""One rank's part of an examination: the engine under a strategy, against the answers of plain transformers."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf_tasks.doctor.plain import GRADIENTS, GREEDY, LOGITS, Case, Tolerances, difference, weigh
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, split
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.comm.groups import ProcessGroups, all_reduce, device_sets
+from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.layout.shape import ModelShape
+from rlhf_tasks.parallel.layout.slices import Layout, ParameterSpec
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
+from rlhf_tasks.parallel.model.stage import Stage
+from rlhf_tasks.parallel.model.weights import load, load_config, stored_rows
+from rlhf_tasks.parallel.state.reallocation import reallocate, union_set
+from rlhf_tasks.parallel.train.engine import Engine
+
+MICRO_BATCHES = 2
+GROUP_TIMEOUT_S = 1800.0
+
+
+class Finding(NamedTuple):
+    """One comparison under one strategy: the largest difference of all ranks, and the largest that is in order."""
+
+    strategy: ParallelStrategy
+    check: str
+    difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def placement_of(strategy: ParallelStrategy) -> Placement:
+    """The first devices, as many as a strategy needs."""
+    return Placement(tuple(range(strategy.size)), strategy)
+
+
+def examine(
+    rank: int,
+    device: torch.device,
+    case: Case,
+    tolerances: Tolerances,
+    strategies: Sequence[ParallelStrategy],
+) -> list[Finding]:
+    """This rank's findings under each strategy that it has a part in. All ranks of the world call it together.
+
+    case  the answers of plain transformers are there
+    """
+    placements = [placement_of(strategy) for strategy in strategies]
+    sets = [devices for placement in placements for devices in device_sets(placement)]
+    sets += [union_set(placement, _one_rank(placement)) for placement in placements]
+    groups = ProcessGroups(sets, GROUP_TIMEOUT_S, device)
+    return [
+        finding
+        for placement in placements
+        if rank in placement.devices
+        for finding in _Examination(groups, case, placement).findings(tolerances)
+    ]
+
+
+def worst(of_ranks: Iterable[Sequence[Finding]]) -> list[Finding]:
+    """The findings of all ranks in one list, each with its largest difference."""
+    found: dict[tuple[ParallelStrategy, str], Finding] = {}
+    for finding in (each for rank in of_ranks for each in rank):
+        key = (finding.strategy, finding.check)
+        if key not in found or finding.difference > found[key].difference:
+            found[key] = finding
+    return list(found.values())
+
+
+def _one_rank(placement: Placement) -> Placement:
+    return Placement((placement.devices[-1],), ParallelStrategy())
+
+
+class _Examination:
+    """One rank under one placement. Each replica has every dp-th sequence."""
+
+    def __init__(self, groups: ProcessGroups, case: Case, placement: Placement) -> None:
+        self.groups, self.case, self.placement = groups, case, placement
+        self.layout = Layout(ModelShape.from_folder(case.model), "lm", placement)
+        self.at = placement.coordinate(groups.rank)
+        self.stage = Stage(
+            load_config(case.model),
+            self.layout,
+            self.at,
+            groups[placement.tp_group(groups.rank)],
+            device=groups.device,
+            dtype=case.torch_dtype,
+        )
+        load(self.stage, case.model, seed=0)
+        self.engine = Engine(self.stage, self.layout, groups)
+        self.ids = tuple(range(self.at.dp, len(case.sequences), placement.strategy.dp))
+        self.vocab = self.layout.units("vocab", self.at.tp)
+
+    def findings(self, tolerances: Tolerances) -> Iterator[Finding]:
+        """The checks, in an order that is the same on every rank."""
+        for check, gap, tolerance in (
+            ("logits", self._logits(), tolerances.logits),
+            ("gradients", self._gradients(), tolerances.gradients),
+            ("greedy tokens", self._greedy(), tolerances.logits),
+            ("reallocation", self._reallocation(), 0.0),
+        ):
+            yield Finding(self.placement.strategy, check, gap, tolerance)
+
+    def _batch(self, key: str) -> SampleBatch:
+        sequences = [torch.tensor(self.case.sequences[i], device=self.groups.device) for i in self.ids]
+        return SampleBatch(self.ids, {key: Packed.of(sequences)})
+
+    def _logits(self) -> float:
+        """The gap of this rank's slices of the logits."""
+        rows = self.engine.inference(self._batch("input_ids"), lambda logits, _: logits, MICRO_BATCHES)
+        if rows is None:
+            return 0.0
+        theirs, columns = load_file(self.case.answer(LOGITS)), slice(*self.vocab)
+        return max(
+            difference(ours.cpu(), theirs[str(i)][:, columns])
+            for i, ours in zip(self.ids, rows.split(), strict=True)
+        )
+
+    def _gradients(self) -> float:
+        """The gap of this rank's slices of the gradients, summed over replicas and copies as training sums them."""
+        self.stage.requires_grad_(True)
+
+        def run(x: Tensor, micro: MicroBatch) -> Tensor:
+            output = self.stage(x, micro)
+            if not self.stage.is_last:
+                return output
+            parts = [weigh(of, self.vocab.start, self.layout.shape.vocab) for of in micro.per_sample(output)]
+            return torch.stack(parts).sum()
+
+        self.engine.pipeline.forward_backward(split(self._batch("input_ids"), MICRO_BATCHES), run)
+        gap = 0.0
+        with safe_open(self.case.answer(GRADIENTS), framework="pt") as theirs:
+            for name, whole_sum in self._summed():
+                spec, rows = self.layout.specs[name], self.layout.held(self.groups.rank)[name]
+                wanted = stored_rows(theirs.get_slice(spec.stored_name), spec, rows)
+                gap = max(gap, difference(whole_sum.cpu(), wanted))
+        self.stage.requires_grad_(False)
+        self.stage.zero_grad()
+        return gap
+
+    def _summed(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient of this rank's slice), one parameter at a time. Collective over the placement."""
+        slices = self.stage.named_slices()
+        wide = torch.promote_types(self.case.torch_dtype, torch.float32)
+        for spec in self.layout.parameters:
+            gradient = None
+            if spec.name in slices:
+                mine = slices[spec.name]
+                gradient = (torch.zeros_like(mine) if mine.grad is None else mine.grad).to(wide)
+            if spec.partial_gradient:
+                gradient = self._sum_of_copies(spec, gradient)
+            if gradient is not None:
+                dp_group = self.groups[self.placement.dp_group(self.groups.rank)]
+                yield spec.name, all_reduce(gradient.contiguous(), dp_group)
+
+    def _sum_of_copies(self, spec: ParameterSpec, mine: Tensor | None) -> Tensor | None:
+        """This rank's slice of a gradient of which each copy in the replica has a part. Collective over the replica.
+
+        mine  its own part; None where it holds none of the parameter
+        """
+        rows = self.layout.held(self.groups.rank).get(spec.name)
+        total = torch.zeros(spec.shape, dtype=torch.float64, device=self.groups.device)
+        if mine is not None and rows is not None:
+            total.narrow(spec.dim, rows.start, rows.size).add_(mine)
+        all_reduce(total, self.groups[self.placement.replica(self.at.dp)])
+        if mine is None or rows is None:
+            return None
+        return total.narrow(spec.dim, rows.start, rows.size).to(mine.dtype)
+
+    def _greedy(self) -> float:
+        """How much less likely than the likeliest token ours is, where the two first differ; 0 where none differs.
+
+        In logits, relative to the largest one: within rounding error of each other, either may be taken.
+        """
+        params = SamplingParams(max_new_tokens=self.case.new_tokens, temperature=0.0)
+        answered = generate(self.engine, self._batch("prompt_ids"), params, seed=0, iteration=0)
+        if answered is None:
+            return 0.0
+        theirs, gap = load_file(self.case.answer(GREEDY)), 0.0
+        for i, ours in zip(self.ids, answered["input_ids"].split(), strict=True):
+            ours, likeliest, logits = (
+                ours[-self.case.new_tokens :].cpu(),
+                theirs[f"{2 * i}"],
+                theirs[f"{2 * i + 1}"],
+            )
+            apart = (ours != likeliest).nonzero()
+            if len(apart):
+                at = int(apart[0])
+                short = logits[at, likeliest[at]] - logits[at, ours[at]]
+                gap = max(gap, float(short) / float(logits[at].abs().max()))
+        return gap
+
+    def _reallocation(self) -> float:
+        """The gap of the weights after they were moved to one rank and back."""
+        there = Layout(self.layout.shape, "lm", _one_rank(self.placement))
+        mine = {name: slice_.detach() for name, slice_ in self.stage.named_slices().items()}
+        rest = (self.case.torch_dtype, self.groups, self.placement.strategy.size)
+        moved = reallocate(self.layout, there, mine, *rest).slices
+        back = reallocate(there, self.layout, moved, *rest).slices
+        assert back is not None
+        return max(difference(back[name], slice_) for name, slice_ in mine.items())

@@ -1,0 +1,198 @@
+"""What the families of decoders have in their layers: tested ones from a table, others read from their weights.
+
+A family is the models of one `model_type`. Pure Python.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rlhf_tasks.system.reading import ConfigError, shown
+
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+"""The norms of a layer of Llama."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Properties of the models of one `model_type`, and defaults of keys that their configs may omit.
+
+    qkv_bias, out_bias, mlp_bias  True, False, or the config key that says which
+    qk_norm                       RMS norms on the heads of query and key, shared by all heads
+    head_dim                      default size of a head; None: hidden_size // heads
+    kv_heads                      default number of KV heads; None: as many as query heads
+    tied                          default of tie_word_embeddings
+    norms                         the norms of a layer over hidden states, in the order of the forward pass
+    gated                         the MLP is down(act(gate(x)) * up(x)); False: down(act(up(x)))
+    packed                        files hold q, k and v as one tensor, qkv_proj, and gate and up as gate_up_proj
+    """
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    tied: bool = False
+    norms: tuple[str, ...] = LAYER_NORMS
+    gated: bool = True
+    packed: bool = False
+
+
+_SANDWICH = (*LAYER_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Family(kv_heads=8),
+    "qwen2": Family(qkv_bias=True, kv_heads=32),
+    "qwen3": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, head_dim=128, kv_heads=32
+    ),
+    "gemma": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", head_dim=256, kv_heads=16, tied=True
+    ),
+    "gemma2": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        head_dim=256,
+        kv_heads=4,
+        tied=True,
+        norms=_SANDWICH,
+    ),
+    "gemma3_text": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        head_dim=256,
+        kv_heads=4,
+        tied=True,
+        norms=_SANDWICH,
+    ),
+    "phi3": Family(packed=True),
+}
+"""The tested families: tests compare their logits, values and gradients with those of transformers."""
+
+TESTED = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, Gemma 3 (text) and Phi-3"
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_PACKED = {
+    "gpt2": "c_attn",
+    "gpt_neox": "query_key_value",
+    "falcon": "query_key_value",
+}
+_KNOWN = f"Use a dense decoder of one of the families {TESTED}, or another one with layers like theirs."
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embedding whose angles depend only on the token's position."""
+
+
+def family_of(
+    config: Mapping[str, Any], source: str, weights: Mapping[str, tuple[int, ...]] | None
+) -> Family:
+    """The family of a config.
+
+    source   names the model in errors
+    weights  the shapes of its tensors by name, from which an untested family is read; None: they are not at hand
+    Raises ConfigError, with the reason, when the engine cannot split such a model or would compute something else.
+    """
+    kind = config.get("model_type")
+    _refuse_unsplittable(config, kind, source)
+    _check_arithmetic(config, source)
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    if not isinstance(kind, str) or weights is None:
+        raise ConfigError(
+            f"Model {source!r} has model_type {shown(kind)}, which is not a decoder of a tested family ({TESTED}). "
+            "How another one can be split is read from the weights in its folder."
+        )
+    return read_family(weights, source)
+
+
+def _refuse_unsplittable(config: Mapping[str, Any], kind: Any, source: str) -> None:
+    if "auto_map" in config:
+        raise ConfigError(
+            f"Model {source!r} brings its own code (auto_map), which is never run. If transformers has such "
+            "models built in, remove auto_map from config.json; else use another model."
+        )
+    experts = [key for key in _EXPERT_KEYS if config.get(key)]
+    if experts:
+        raise ConfigError(
+            f"Model {source!r} ({shown(kind)}) is a mixture of experts ({experts[0]}): neither its experts nor the "
+            f"gradient of its router can be split over ranks yet. {_KNOWN}"
+        )
+    if isinstance(kind, str) and kind in _PACKED:
+        raise ConfigError(
+            f"Model {source!r} ({kind}) has packed projections ({_PACKED[kind]}), which cannot be split. {_KNOWN}"
+        )
+
+
+def _check_arithmetic(config: Mapping[str, Any], source: str) -> None:
+    """Raises ConfigError for settings under which the engine would compute something else than the model."""
+    scaling: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(
+            f"Model {source!r}: rope_scaling={shown(scaling)} in its config is not a JSON object."
+        )
+    whole = cast(Mapping[str, Any], scaling)
+    by_layer_type = [cast(Mapping[str, Any], part) for part in whole.values() if isinstance(part, Mapping)]
+    for rope in by_layer_type or [whole]:
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in _STATIC_ROPE:
+            raise ConfigError(
+                f"Model {source!r} has rope_type {shown(kind)}: the angles that it gives a token depend on the other "
+                f"sequences of a batch. Use a model with one of {', '.join(_STATIC_ROPE)}."
+            )
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"Model {source!r} has quantised weights (quantization_config), which cannot be trained. "
+            "Save it unquantised."
+        )
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError(f"Model {source!r} has use_bidirectional_attention. Use a causal decoder.")
+
+
+_FIRST = "model.layers.0."
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_KNOWN_IN_LAYER = re.compile(
+    rf"self_attn\.({'|'.join(_ATTENTION)})\.(weight|bias)|mlp\.({'|'.join(_MLP)})\.(weight|bias)"
+    r"|self_attn\.[qk]_norm\.weight|\w+norm\.weight"
+)
+
+
+def read_family(weights: Mapping[str, tuple[int, ...]], source: str) -> Family:
+    """The family of a model whose layers are of Llama's kind, read from the names and shapes of its first layer.
+
+    weights  tensor name -> shape; source: names the model in errors
+    Raises ConfigError, naming what is there or missing, for layers of another kind.
+    """
+    found = {name.removeprefix(_FIRST): shape for name, shape in weights.items() if name.startswith(_FIRST)}
+    found = {name: shape for name, shape in found.items() if "rotary_emb" not in name}
+    odd = sorted(name for name in found if not _KNOWN_IN_LAYER.fullmatch(name))
+    required = [f"self_attn.{name}.weight" for name in _ATTENTION] + [
+        f"mlp.{name}.weight" for name in _MLP[1:]
+    ]
+    lacking = [name for name in required if name not in found]
+    if odd or lacking:
+        what = f"has {odd[0]}, which Llama's have not" if odd else f"lacks {lacking[0]}"
+        raise ConfigError(
+            f"Model {source!r}: its first layer {what}, so it is unknown how to split it. {_KNOWN}"
+        )
+    hidden, query = found["self_attn.q_proj.weight"][1:], found["self_attn.q_proj.weight"][0]
+    norms = {name.removesuffix(".weight"): shape for name, shape in found.items() if "norm" in name}
+    heads = [name for name in norms if name.startswith("self_attn.")]
+    unlike = [name for name in norms if name not in heads and norms[name] != hidden]
+    unlike += [name for name in heads if norms[name] == (query,) or len(heads) == 1]
+    if unlike:
+        raise ConfigError(
+            f"Model {source!r}: {unlike[0]} in its first layer is a norm of {norms[unlike[0]][0]} numbers, neither "
+            f"over hidden states nor over each head of query and key, so it cannot be split. {_KNOWN}"
+        )
+    return Family(
+        qkv_bias="self_attn.q_proj.bias" in found,
+        out_bias="self_attn.o_proj.bias" in found,
+        mlp_bias="mlp.up_proj.bias" in found,
+        qk_norm=bool(heads),
+        tied="lm_head.weight" not in weights,
+        norms=tuple(name for name in norms if name not in heads),
+        gated="mlp.gate_proj.weight" in found,
+    )

@@ -1,0 +1,71 @@
+"""An examination finds what is right and what is wrong, under splits of every axis."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_tasks.doctor.examination import Finding, examine, worst
+from rlhf_tasks.doctor.plain import TOLERANCES, Case, difference, write_answers
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from tests.tiny_models import SIZES, tiny_config, tiny_model, tokens
+
+STRATEGIES = (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(dp=2))
+CHECKS = ("logits", "gradients", "greedy tokens", "reallocation")
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    """A model of a family with scaled embeddings, tied, and its answers."""
+    tiny_model(tiny_config("gemma")).save_pretrained(tmp_path / "model")
+    (tmp_path / "answers").mkdir()
+    sequences = tuple(tuple(s.tolist()) for s in tokens(5, 9, 1, 7))
+    return Case(str(tmp_path / "model"), str(tmp_path / "answers"), "float32", sequences, 6)
+
+
+def _examine(rank: int, world: int, case: Case) -> list[Finding]:
+    return examine(rank, torch.device("cpu"), case, TOLERANCES["float32"], STRATEGIES)
+
+
+@pytest.mark.dist
+def test_a_sound_model_passes_every_check_and_a_changed_one_fails_those_that_show_it(ranks, case):
+    write_answers(case, torch.device("cpu"))
+    findings = worst(ranks.run(2, _examine, case))
+    assert {(f.strategy, f.check) for f in findings} == {(s, c) for s in STRATEGIES for c in CHECKS}
+    assert all(f.passed for f in findings), findings
+    assert all(f.difference > 0 for f in findings if f.check in ("logits", "gradients"))
+
+    file = Path(case.model) / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.3.mlp.down_proj.weight"] *= 1.3
+    save_file(weights, file)
+    for found in worst(ranks.run(2, _examine, case)):
+        assert found.passed == (found.check == "reallocation"), found
+
+
+@pytest.mark.dist
+def test_what_a_model_does_outside_of_its_layers_is_found_where_we_do_not_know_it(ranks, tmp_path):
+    config = AutoConfig.for_model("granite", **SIZES, embedding_multiplier=3.0)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    case = Case(str(tmp_path), str(tmp_path), "float32", ((5, 6, 7), (8, 9)), 2)
+    write_answers(case, torch.device("cpu"))
+    failed = {found.check for found in worst(ranks.run(2, _examine, case)) if not found.passed}
+    assert {"logits", "gradients"} <= failed
+
+
+def test_16_bits_tolerate_what_rounding_does_to_transformers(case):
+    rounded = write_answers(
+        Case(case.model, case.answers, "bfloat16", case.sequences, 2), torch.device("cpu")
+    )
+    assert 100 * TOLERANCES["float32"].logits < rounded.logits < 0.5
+    assert rounded.gradients > rounded.logits
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_infinitely_far(wrong):
+    one = torch.ones(3)
+    assert difference(one, one) == 0
+    assert difference(one * wrong, one) == float("inf")

@@ -1,0 +1,77 @@
+"""Families that are read from their weights, and what a folder's weights may not have."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_tasks.parallel.layout.families import FAMILIES
+from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from rlhf_tasks.parallel.layout.weight_files import check_weights
+from rlhf_tasks.system.reading import ConfigError
+from tests.tiny_models import SIZES, tiny_config, tiny_model
+
+
+def save(folder: Path, family: str, **changes: Any) -> dict[str, tuple[int, ...]]:
+    """Write a tiny model of a family; gives the shapes of its parameters."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **changes}))
+    model.save_pretrained(folder)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("smollm3", {"tie_word_embeddings": False}),
+        ("smollm3", {"tie_word_embeddings": True}),
+        ("vaultgemma", {}),
+        ("seed_oss", {"attention_bias": True, "mlp_bias": True}),
+        ("arcee", {}),  # without gates
+        ("exaone4", {}),  # norms behind the blocks, and on the heads
+    ],
+)
+def test_an_untested_family_of_llamas_kind_is_read_from_its_weights(tmp_path, family, changes):
+    assert family not in FAMILIES
+    expected = save(tmp_path, family, **changes)
+    shape = ModelShape.from_folder(tmp_path)
+    assert shape.family == family
+    specs = parameters(shape, "lm")
+    assert {spec.name: spec.shape for spec in specs} == expected
+    check_weights(tmp_path, specs, needs_head=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        (
+            "olmo2",
+            r"k_norm in its first layer is a norm of 12 numbers|q_norm in its first layer is a norm of 24",
+        ),
+        ("starcoder2", r"has input_layernorm\.bias, which Llama's have not"),
+        ("nanochat", r"has mlp\.fc1\.weight, which Llama's have not"),
+        ("apertus", r"has mlp\.act_fn\.alpha_n, which Llama's have not"),
+        ("bert", r"lacks self_attn\.q_proj\.weight"),
+    ],
+)
+def test_layers_of_another_kind_are_refused_by_what_they_have(tmp_path, family, said):
+    save(tmp_path, family)
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(tmp_path))}.*({said})"):
+        ModelShape.from_folder(tmp_path)
+
+
+def test_a_tensor_that_the_model_has_not_is_refused_but_for_idle_ones(tmp_path):
+    tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
+    specs, file = parameters(ModelShape.from_folder(tmp_path), "lm"), tmp_path / "model.safetensors"
+    weights, extra = load_file(file), torch.zeros(24)
+    save_file(
+        {**weights, "score.weight": extra, "model.layers.0.self_attn.rotary_emb.inv_freq": extra[:3].clone()},
+        file,
+    )
+    check_weights(tmp_path, specs, needs_head=False)
+    save_file({**weights, "model.layers.0.self_attn.q_proj.bias": extra}, file)
+    with pytest.raises(ConfigError, match=r"has 'model\.layers\.0\.self_attn\.q_proj\.bias' \(and 0 more"):
+        check_weights(tmp_path, specs, needs_head=False)
