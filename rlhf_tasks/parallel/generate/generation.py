@@ -21,6 +21,7 @@ from rlhf_tasks.parallel.generate.kv_cache import KVCache, vacate
 from rlhf_tasks.parallel.generate.packed_weights import PackedWeights, can_pack
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
 from rlhf_tasks.parallel.generate.stage_messages import Relay
+from rlhf_tasks.parallel.generate.stop_strings import follow
 from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.train.engine import Engine
 from rlhf_tasks.system.failpoints import Point, reach
@@ -64,10 +65,10 @@ def generate(
     record_kept       also record which tokens top-k and top-p kept, for each token of a response
 
     Returns None, except on the head: there the samples with these keys, L being the tokens of a sample:
-        input_ids      [L] int64: prompt and response; the response includes the stop id that ended it
+        input_ids      [L] int64: prompt and response; the response includes the token that ended it
         response_mask  [L] bool: True on the response
         old_logprobs   [L] float32 (float64 in float64 runs): under the distribution drawn from; 0 on the prompt
-        truncated      [1] bool: the response reached max_new_tokens without a stop id
+        truncated      [1] bool: the response reached max_new_tokens without a stop id or a stop string
     with record_kept also
         kept_counts    [L] int32: how many tokens could be drawn; 0 on the prompt
         kept_tokens    [sum(kept_counts)] int32: their ids, position after position
@@ -141,10 +142,15 @@ class _Group:
         self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None
         self._step = -1  # number of the last response token computed
         self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
+        self._strings = params.stop_strings and params.stop_strings.to(device)
         # One entry per row:
         self._order = torch.arange(len(lengths), device=device)
         self._positions = torch.tensor(lengths, device=device)  # of the response's first token
         self._finished = torch.zeros(len(lengths), dtype=torch.bool, device=device)
+        self._matched = torch.zeros(len(lengths), dtype=torch.int64, device=device)  # states of stop strings
+        # One entry per sequence:
+        self._lengths = torch.full((len(lengths),), params.max_new_tokens, device=device)  # of its response
+        self._truncated = torch.ones(len(lengths), dtype=torch.bool, device=device)
         # One entry per sequence and step:
         ids, steps = (
             torch.tensor(prompts.ids, device=device),
@@ -197,7 +203,15 @@ class _Group:
         """Store the tokens drawn in the last step, and remove finished sequences from the batch."""
         tokens = self._relay.receive_tokens(self._cache.rows)
         self._tokens[self._order, self._step] = tokens
-        self._finished |= torch.isin(tokens, self._stops)
+        ends = torch.isin(tokens, self._stops)
+        if self._strings is not None:
+            self._matched, completed = follow(self._strings, self._matched, tokens)
+            if self._step >= self._params.min_new_tokens:
+                ends |= completed
+        ends &= ~self._finished
+        self._finished |= ends
+        self._truncated[self._order] &= ~ends
+        self._lengths[self._order] = self._lengths[self._order].where(~ends, self._step + 1)
         if (self._step + 1) % self._check_every == 0:
             self._refuse_unsound_logits()
             self._drop_finished(self._finished.tolist())
@@ -226,17 +240,15 @@ class _Group:
         self._cache.keep(rows)
         kept = torch.tensor(rows, device=self._order.device)
         self._order, self._positions = self._order[kept], self._positions[kept]
-        self._finished = self._finished[kept]
+        self._finished, self._matched = self._finished[kept], self._matched[kept]
 
     def samples(self) -> dict[int, dict[str, Tensor]]:
         """Sample id -> key -> data, as `generate` returns them, on the CPU. Only for the last stage."""
         self._refuse_unsound_logits()
-        stopped = torch.isin(self._tokens, self._stops)
-        ended = stopped.any(1)
-        lengths = torch.where(ended, stopped.int().argmax(1) + 1, self._params.max_new_tokens).tolist()
+        lengths, truncated = self._lengths.tolist(), self._truncated.cpu()
         dtype = torch.promote_types(self._stage.dtype, torch.float32)
         responses, logprobs = self._tokens.cpu(), self._logprobs.to("cpu", dtype)
-        truncated, prompts = ~ended.cpu(), self._prompts["input_ids"].split()
+        prompts = self._prompts["input_ids"].split()
         found = {}
         for i, (sample_id, length) in enumerate(zip(self._prompts.ids, lengths, strict=True)):
             prompt = prompts[i].cpu()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_tasks.parallel.generate.stop_strings import StopStrings
 from rlhf_tasks.system.counter_random import counter_bits
 
 
@@ -16,9 +17,11 @@ class SamplingParams:
     temperature     divides the logits; 0 takes the likeliest token (greedy)
     top_k           draw only from the k likeliest tokens, and those tied with the k-th; 0: from all
     top_p           draw only from the smallest set of likeliest tokens whose probability reaches top_p; 1: from all
-    min_new_tokens  the first tokens of a response, this many, are never stop ids
+    min_new_tokens  the first tokens of a response, this many, are never stop ids, and end no response
     max_new_tokens  a response of this many tokens is truncated
     stop_ids        tokens that end a response; the stop id belongs to the response
+    stop_strings    strings that end a response with the token that completes one; the token belongs to the response
+                    whole, with what it may hold behind the string
 
     Raises ValueError naming the field that is out of range.
     """
@@ -29,6 +32,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    stop_strings: StopStrings | None = None
 
     def __post_init__(self) -> None:
         checks = {

@@ -14,6 +14,7 @@ from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
 from rlhf_tasks.parallel.generate import generation
 from rlhf_tasks.parallel.generate.generation import generate
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.generate.stop_strings import StopStrings
 from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -31,6 +32,8 @@ STRATEGIES = [
 ]
 LENGTHS = (3, 9, 1, 6, 4, 5, 2)
 STOPS = tuple(range(8))  # of 61 tokens
+TEXTS = [chr(ord("a") + token % 5).encode() for token in range(61)]
+STRINGS = ("ab", "cec")
 
 
 class Alone:
@@ -200,6 +203,25 @@ def test_stop_ids_end_a_response_and_belong_to_it():
         assert torch.equal(tokens[: len(prompt)], prompt)
 
 
+@pytest.mark.parametrize("min_new_tokens", [0, 4])
+def test_stop_strings_end_a_response_with_the_token_that_completes_one(min_new_tokens: int):
+    options = {"max_new_tokens": 24, "min_new_tokens": min_new_tokens}
+    engine, batch = build("llama", torch.float64), prompts((2,) * 40)
+    whole = responses(draw(engine, batch, **options))
+    samples = draw(engine, batch, stop_strings=StopStrings(STRINGS, TEXTS), **options)
+    truncated = dict(zip(samples.ids, samples["truncated"].values.tolist(), strict=True))
+    for sample_id, response in responses(samples).items():
+        text = b"".join(TEXTS[token] for token in whole[sample_id]).decode()
+        ends = [
+            end
+            for end in range(min_new_tokens + 1, 25)
+            if any(text[:end].endswith(string) for string in STRINGS)
+        ]
+        assert response == whole[sample_id][: min(ends, default=24)]
+        assert truncated[sample_id] == (not ends)
+    assert {True, False} == set(truncated.values())
+
+
 def test_min_equal_to_max_gives_exactly_that_many_tokens():
     samples = draw(
         build("llama", torch.float32), prompts(), max_new_tokens=6, min_new_tokens=6, stop_ids=STOPS
@@ -311,10 +333,12 @@ def kept_of(samples: SampleBatch) -> dict[int, list[int]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus", "strings"])
 def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
-    params = {"max_new_tokens": 12, "stop_ids": STOPS}
+    params: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": STOPS}
     dtype = torch.float64
+    if mode == "strings":
+        params |= {"min_new_tokens": 2, "stop_ids": STOPS[:2], "stop_strings": StopStrings(STRINGS, TEXTS)}
     if mode == "greedy":
         params["temperature"], dtype = 0.0, torch.float32
     if mode == "nucleus":
