@@ -75,17 +75,19 @@ class Draw(NamedTuple):
     scores: Tensor
 
 
-def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: int) -> Draw:
+def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_tokens: Tensor) -> Draw:
     """Draw one token per row by inverting the cumulative distribution in float64.
 
-    logits     [n, vocab] float, of the whole vocabulary
-    uniforms   [n] float64 in [0, 1); greedy sampling does not use them
-    new_token  number of the token in the response, from 0; below `params.min_new_tokens`, stop ids are excluded
+    logits      [n, vocab] float, of the whole vocabulary
+    uniforms    [n] float64 in [0, 1); greedy sampling does not use them
+    new_tokens  [n] int64, number of each token in its response, from 0; below `params.min_new_tokens`, stop ids are
+                excluded
     """
-    scores = logits.double()
-    if new_token < params.min_new_tokens and params.stop_ids:
+    scores = logits.to(torch.float64, copy=True)
+    if params.min_new_tokens and params.stop_ids:
         stops = torch.tensor(params.stop_ids, device=logits.device)
-        scores = scores.index_fill(-1, stops, -torch.inf)
+        early = new_tokens[:, None] < params.min_new_tokens
+        scores[:, stops] = scores[:, stops].masked_fill(early, -torch.inf)
     if params.temperature == 0:
         tokens = scores.argmax(-1, keepdim=True)
         logprobs = scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
