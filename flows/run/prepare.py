@@ -31,7 +31,7 @@ from rlhf_tasks.algorithms.held_out import (
 )
 from rlhf_tasks.algorithms.registry import algorithm
 from rlhf_tasks.checkpoint.plan_log import PLAN, logged_changes, read_plan
-from rlhf_tasks.config.base import RunConfig, Scores
+from rlhf_tasks.config.base import RunConfig, Samples, Scores
 from rlhf_tasks.config.sections import InlineModel
 from rlhf_tasks.data.dataset import data_set
 from rlhf_tasks.data.token_file import SKIPPED, TokenFile
@@ -108,6 +108,11 @@ def _prepare(config: RunConfig, folder: Path | None) -> Prepared:
         raise ConfigError(
             f"the tokenizer of models.actor has {tokenizer.size} tokens, a model has embeddings for {vocabulary}. "
             "All models of a run must share the actor's tokenizer."
+        )
+    if isinstance(config, Samples) and any(i >= tokenizer.size for i in config.sampling.stop_token_ids):
+        raise ConfigError(
+            f"sampling.stop_token_ids has {config.sampling.stop_token_ids[-1]}, but models.actor's tokenizer has "
+            f"{tokenizer.size} tokens, from 0. Name ids of its tokens."
         )
     for role in config.roles().values():
         tokenizer.refuse_other(role.folder)

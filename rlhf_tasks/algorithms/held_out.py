@@ -46,10 +46,16 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
     rewards = config.rewards_of_evaluation if isinstance(config, TrainingConfig) else ()
     if asked is None or not rewards:
         return None
-    tokens = asked.max_completion_length
-    if tokens is None:
-        assert isinstance(config, Samples), "the configuration has checked this"
-        tokens = config.sampling.max_completion_length
+    tokens, stops = asked.max_completion_length, {}
+    if isinstance(config, Samples):
+        sampling = config.sampling
+        tokens = tokens or sampling.max_completion_length
+        stops = {
+            "min_new_tokens": min(sampling.min_new_tokens, tokens),
+            "stop_token_ids": sampling.stop_token_ids,
+            "stop_strings": sampling.stop_strings,
+        }
+    assert tokens is not None, "the configuration has checked this"
     limits = ("on_reward_error", "reward_timeout_s", "reward_processes", "reward_memory_bytes")
     return EvaluateConfig(
         models=RolloutModels(actor=config.models.actor),
@@ -58,7 +64,7 @@ def evaluation_of(config: RunConfig) -> EvaluateConfig | None:
         seed=config.seed,
         dtype=config.dtype,
         rewards=rewards,
-        sampling=AnsweringConfig(max_completion_length=tokens, temperature=asked.temperature),
+        sampling=AnsweringConfig(max_completion_length=tokens, temperature=asked.temperature, **stops),
         num_generations=asked.num_generations,
         batch_size=asked.batch_size * asked.num_generations,
         cluster=config.cluster,

@@ -28,6 +28,8 @@ Head = Literal["lm", "scalar"]
 MOST_SEQS = 2**20  # of a batch
 MOST_TOKENS = 2**24  # of a sequence
 MOST_ITERATIONS = 10**9
+MOST_STOPS = 32  # strings, and ids, that end a response
+MOST_STOP_BYTES = 256  # of all stop strings: the table that finds them has a row for each
 MOST_RANK = 2**20  # of an adapter; no dimension of a model is larger
 MOST_SECONDS = 1e9  # about thirty years; functions that wait accept no larger timeout
 
@@ -319,6 +321,43 @@ class SamplingConfig(Settings):
     top_k: int = Field(
         default=0, ge=0, le=2**31 - 1, description="Number of tokens that are kept; 0 keeps all."
     )
+    min_new_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_TOKENS,
+        description="Tokens of a response that come before any that may end it: of these many, none is an end token, "
+        "and a stop string does not end it.",
+    )
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
+        default=(),
+        max_length=MOST_STOPS,
+        description="Ids of tokens that end a response besides the model's own end tokens.",
+    )
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        max_length=MOST_STOPS,
+        description="Strings that end a response. The token that completes one is its last token and stays whole.",
+    )
+
+    @field_validator("stop_token_ids", "stop_strings")
+    @classmethod
+    def _each_once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Sorted, each once: the order in which they are named does not make another run."""
+        return tuple(sorted(set(value)))
+
+    @model_validator(mode="after")
+    def _responses_can_end(self) -> Self:
+        if self.min_new_tokens > self.max_completion_length:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} exceeds max_completion_length={self.max_completion_length}. "
+                "Lower the one or raise the other."
+            )
+        size = sum(len(string.encode(errors="replace")) for string in self.stop_strings)
+        if size > MOST_STOP_BYTES:
+            raise ValueError(
+                f"stop_strings have {size} bytes together, more than {MOST_STOP_BYTES}. Name fewer or shorter ones."
+            )
+        return self
 
 
 class EvaluationConfig(Settings):

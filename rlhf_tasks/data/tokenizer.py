@@ -16,6 +16,19 @@ from rlhf_tasks.system.reading import read_bytes, read_json, reading, shown
 MOST_TOKENIZER_BYTES = 1 << 30  # the largest have 40 MB
 MOST_TEMPLATE_BYTES = 1 << 20
 
+NO_CHARACTER = "\ufffd"  # what bytes that are no character are decoded to
+
+
+def _letters() -> dict[str, int]:
+    """Letter -> byte, as GPT-2's byte-level tokens are written: printable ones stand for themselves, the others are
+    numbered from 256."""
+    themselves = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in themselves]
+    return {chr(byte): byte for byte in themselves} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _letters()
+
 
 class Tokenizer:
     """Text to token ids and back.
@@ -106,6 +119,26 @@ class Tokenizer:
         """Text of token ids; special tokens are left out unless asked for."""
         return self._backend.decode(list(ids), skip_special_tokens=not special_tokens)
 
+    def texts(self) -> list[bytes]:
+        """The text of each token id behind other text, in UTF-8; special tokens have none.
+
+        A token may be a part of a character only: then these are its bytes.
+        """
+        ids = range(self.size)
+        once, twice = (
+            self._backend.decode_batch([[i] * times for i in ids], skip_special_tokens=True)
+            for times in (1, 2)
+        )
+        # At the start of a text some tokenizers leave out a space: what a second one adds is the token's text.
+        added = [
+            two.removeprefix(one) if two.startswith(one) else one
+            for one, two in zip(once, twice, strict=True)
+        ]
+        return [
+            _bytes_of(self._backend.id_to_token(i) or "") if NO_CHARACTER in text else text.encode()
+            for i, text in zip(ids, added, strict=True)
+        ]
+
     def render(self, conversations: Sequence[Conversation]) -> Iterator[str]:
         """Texts of conversations in the model's own chat format.
 
@@ -119,6 +152,15 @@ class Tokenizer:
                 "the rows are conversations, but the model has no chat template. Add chat_template.jinja "
                 "to its folder, or give prompts as text."
             )
+
+
+def _bytes_of(token: str) -> bytes:
+    """The bytes of a token that is a part of a character: written as <0xE2>, or a letter for each byte (GPT-2)."""
+    if token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:-1], 16)])
+    if all(letter in BYTE_OF_LETTER for letter in token):
+        return bytes(BYTE_OF_LETTER[letter] for letter in token)
+    return token.encode()
 
 
 def _backend(path: Path) -> tokenizers.Tokenizer:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from rlhf_tasks.config.sections import SamplingConfig
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.generate.generation import generate as draw
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.generate.stop_strings import StopStrings
 from rlhf_tasks.parallel.train.engine import Engine
 
 if TYPE_CHECKING:
@@ -84,5 +86,12 @@ def sampling_params(settings: SamplingConfig, tokenizer: "Tokenizer") -> Samplin
         temperature=settings.temperature,
         top_k=settings.top_k,
         top_p=settings.top_p,
-        stop_ids=tokenizer.stop_ids,
+        min_new_tokens=settings.min_new_tokens,
+        stop_ids=tuple(dict.fromkeys((*tokenizer.stop_ids, *settings.stop_token_ids))),
+        stop_strings=_stop_strings(tokenizer, settings.stop_strings) if settings.stop_strings else None,
     )
+
+
+@lru_cache(maxsize=2)  # a run's and its evaluation's: a table takes a second for a vocabulary of 150,000
+def _stop_strings(tokenizer: "Tokenizer", strings: tuple[str, ...]) -> StopStrings:
+    return StopStrings(strings, tokenizer.texts())

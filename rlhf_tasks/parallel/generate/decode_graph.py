@@ -21,7 +21,7 @@ class DecodeGraphs:
 
     def __init__(self, forward: Forward, cache: KVCache) -> None:
         self._forward, self._cache = forward, cache
-        self._shape: tuple[int, tuple[int, int]] | None = None
+        self._shape: tuple[int, int] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Tensor | None = None
 
@@ -34,8 +34,8 @@ class DecodeGraphs:
         """The stage's output for one token per row, valid until the next call. Shapes as in `Stage.forward`."""
         shape = (self._cache.rows, self._cache.span)
         if shape != self._shape:
-            # An earlier (rows, span) never occurs again. A graph's memory is freed once graph and output are both
-            # freed. Capturing into the memory pool of a freed graph is an error in torch's allocator.
+            # Earlier shapes seldom come again. A graph's memory is freed once graph and output are both freed.
+            # Capturing into the memory pool of a freed graph is an error in torch's allocator.
             self._graph = self._output = None
             self._graph, self._output = self._capture(x, micro)
             self._shape = shape

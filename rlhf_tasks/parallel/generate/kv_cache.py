@@ -1,108 +1,147 @@
 """The KV cache: keys and values of the tokens so far, in static memory.
 
-Sequences are right-aligned: all prompts end in the same column, so that the new tokens of all sequences go to the
-same column in each step.
+A sequence that is decoded has a row. Its token at position p is in column p:
 
-            column   0 1 2 3 4 | 5 6 7
-    sequence 0         a b c d | e f        start 1: a mask hides the columns before a sequence's start
-    sequence 1             a b | c d        the next token of both goes to column 7
+            column   0 1 2 3 4 5 6
+    row 0            a b c d e
+    row 1            a b            its next token goes to column 2; columns 2 .. 4 are hidden by a mask
 
 The memory of a layer is allocated when its first keys are written, which show how many KV heads a tensor parallel
 rank holds and how large they are.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Piece(NamedTuple):
+    """Positions first .. stop - 1 of the sequence in a row."""
+
+    row: int
+    first: int
+    stop: int
+
+
 class KVCache:
     """The cache of some sequences on one pipeline stage.
 
-    prompt_lengths  tokens of each prompt, none 0
-    new_tokens      columns to reserve for tokens after the prompts
-    span_multiple   reads start and end at multiples of this many columns. With 1 no unneeded column is read; with
-                    more there are fewer different shapes (each needs a CUDA graph)
+    slots          most sequences at a time
+    columns        most tokens of a sequence
+    span_multiple  reads end at a multiple of this many columns. With 1 no unneeded column is read; with more there
+                   are fewer different shapes (each needs a CUDA graph)
 
-    rows  number of sequences in the cache
-    span  (start, stop): a read returns the columns start .. stop - 1
+    rows       number of sequences in the cache; they are in rows 0 .. rows - 1
+    continues  whether the new tokens attend to tokens of the cache; else only to each other
 
-    It begins in the prefill phase, in which attention writes whole prompts, packed in micro-batches (`prefill` names
-    the sequences of the next micro-batch). The first `advance` begins decoding: one token per sequence and step. The
-    column of the next token is stored in a device tensor too, so that a captured CUDA graph reads its current value.
+    Before each micro-batch, either `fill` names the pieces of sequences that it holds, or `advance` opens a column
+    for one new token of every row. The columns of the new tokens are in a device tensor, so that a captured CUDA
+    graph reads their current values.
     """
 
-    def __init__(
-        self, prompt_lengths: Sequence[int], new_tokens: int, device: torch.device, span_multiple: int = 1
-    ) -> None:
-        self.decoding = False
-        self.rows = len(prompt_lengths)
-        self._prompt_columns = max(prompt_lengths)
-        self._span_multiple = span_multiple
-        self._columns = -(-(self._prompt_columns + new_tokens) // span_multiple) * span_multiple
-        self._device = device
-        self._starts = torch.tensor([self._prompt_columns - length for length in prompt_lengths])
-        self._device_starts = self._starts.to(device)
-        self._column = self._prompt_columns - 1
-        self._device_column = torch.tensor([self._column], device=device)
-        self.span = self._find_span()
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [rows, kv heads, columns, head_dim] twice
-        self._places: tuple[Tensor, Tensor] | None = None
+    def __init__(self, slots: int, columns: int, device: torch.device, span_multiple: int = 1) -> None:
+        self.continues = False
+        self._slots, self._device, self._span_multiple = slots, device, span_multiple
+        self._columns = -(-columns // span_multiple) * span_multiple
+        self._lengths: list[int] = []  # tokens of each row
+        self._newest = torch.zeros(
+            slots, dtype=torch.int64, device=device
+        )  # column of each row's newest token
+        self._row_numbers = torch.arange(slots, device=device)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [slots, kv heads, columns, head_dim] twice
+        # Of the next micro-batch:
+        self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
+        self._read = (slice(0), 0)  # rows and columns that a read returns
+        self._attending = torch.zeros(
+            0, 1, dtype=torch.int64, device=device
+        )  # columns of these rows' new tokens
         self._masks: dict[int | None, Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def span(self) -> int:
+        """Columns that a read returns, from 0 on."""
+        return self._read[1]
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each row's newest token: [rows] int64."""
+        return self._newest[: self.rows]
 
     # For attention
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the keys and values of the micro-batch's tokens, both [T, KV heads, head_dim]."""
+        assert self._places is not None, "fill() or advance() comes before the first tokens"
         if layer not in self._layers:
-            shape = (self.rows, keys.shape[1], self._columns, keys.shape[2])
+            shape = (self._slots, keys.shape[1], self._columns, keys.shape[2])
             # Zeros, not empty memory: masked columns still enter the sums with weight 0, and 0 * NaN is NaN.
             self._layers[layer] = (keys.new_zeros(shape), values.new_zeros(shape))
+        rows, columns = self._places
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
-            if self.decoding:
-                stored[: self.rows].index_copy_(2, self._device_column, new[:, :, None])
-            else:
-                assert self._places is not None, "prefill() comes before the first prompts"
-                rows, columns = self._places
-                stored[rows, :, columns] = new
+            stored[rows, :, columns] = new
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys and values of a layer, including the newest token's. Only while decoding.
+        """All keys and values of a layer for the n sequences of the micro-batch, those of its new tokens included.
 
         window  tokens that one may attend to, itself included (sliding-window attention); None: all
-        Returns views of keys and values [n, KV heads, S, head_dim], and a bool mask [n, 1, 1, S] of the columns to
-        attend to.
+        Returns views of keys and values [n, KV heads, S, head_dim], and a bool mask [n, 1, t, S] of the columns to
+        which each of the t new tokens of a sequence attends.
         """
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         keys, values = self._layers[layer]
-        start, stop = self.span
-        return keys[: self.rows, :, start:stop], values[: self.rows, :, start:stop], self._masks[window]
+        rows, span = self._read
+        return keys[rows, :, :span], values[rows, :, :span], self._masks[window]
 
     def _mask(self, window: int | None) -> Tensor:
-        columns = torch.arange(*self.span, device=self._device)
-        starts = self._device_starts[:, None]
+        columns, own = torch.arange(self.span, device=self._device), self._attending[:, :, None]
+        mask = columns <= own
         if window is not None:
-            starts = starts.clamp(min=self._device_column + 1 - window)
-        return ((columns >= starts) & (columns <= self._device_column))[:, None, None]
+            mask &= columns > own - window
+        return mask[:, None]
 
     # For the decode loop
 
-    def prefill(self, rows: Sequence[int]) -> None:
-        """The next micro-batch holds the whole prompts of these rows, in this order."""
-        assert not self.decoding
-        columns = [torch.arange(int(self._starts[row]), self._prompt_columns) for row in rows]
-        row_of_token = [torch.full_like(of_row, row) for row, of_row in zip(rows, columns, strict=True)]
-        self._places = (torch.cat(row_of_token).to(self._device), torch.cat(columns).to(self._device))
+    def enter(self, lengths: Sequence[int]) -> None:
+        """Give sequences the next rows. `fill` writes their first tokens, this many, before the next `advance`."""
+        first = self.rows
+        self._lengths += lengths
+        assert self.rows <= self._slots, f"the cache has {self._slots} slots only"
+        self._newest[first : self.rows] = torch.tensor(lengths, device=self._device) - 1
+
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """The next micro-batch holds these pieces, one after the other: beginnings of sequences; or one piece behind
+        the beginning, which is written already."""
+        self.continues = any(piece.first for piece in pieces)
+        assert not self.continues or len(pieces) == 1, "pieces behind beginnings come one by one"
+        columns = [torch.arange(piece.first, piece.stop) for piece in pieces]
+        rows = [torch.full_like(own, piece.row) for own, piece in zip(columns, pieces, strict=True)]
+        self._places = (torch.cat(rows).to(self._device), torch.cat(columns).to(self._device))
+        row, _, stop = pieces[0]
+        self._attend(slice(row, row + 1), stop, self._places[1][None])
 
     def advance(self) -> None:
-        """Open the next column: the next micro-batch holds one new token for every row."""
-        self.decoding = True
-        self._column += 1
-        assert self._column < self._columns, f"the cache has {self._columns} columns only"
-        self._device_column += 1
-        self.span = self._find_span()
+        """Open a column: the next micro-batch holds one new token for every row.
+
+        A row that is full, as only one can be whose sequence has finished, has its last token replaced.
+        """
+        self.continues = True
+        rows = self.rows
+        self._lengths = [min(length + 1, self._columns) for length in self._lengths]
+        newest = self._newest[:rows]
+        newest.add_(1).clamp_(max=self._columns - 1)
+        self._places = (self._row_numbers[:rows], newest)
+        multiple = self._span_multiple
+        self._attend(slice(rows), -(-max(self._lengths) // multiple) * multiple, newest[:, None])
+
+    def _attend(self, rows: slice, span: int, columns: Tensor) -> None:
+        self._read, self._attending = (rows, span), columns
         self.forget_masks()
 
     def forget_masks(self) -> None:
@@ -114,19 +153,12 @@ class KVCache:
         moves = [(source, target) for target, source in enumerate(rows) if source != target]
         if moves:
             source, target = torch.tensor(moves, device=self._device).T
+            longest = max(self._lengths[source] for source, _ in moves)
             for stored in (tensor for pair in self._layers.values() for tensor in pair):
-                used = stored[:, :, slice(*self.span)]
+                used = stored[:, :, :longest]
                 used[target] = used[source]
-        self._starts = self._starts[list(rows)]
-        self._device_starts = self._starts.to(self._device)
-        self.rows = len(rows)
-        self.span = self._find_span()
-        self.forget_masks()
-
-    def _find_span(self) -> tuple[int, int]:
-        start, stop = int(self._starts.min()), self._column + 1
-        multiple = self._span_multiple
-        return start // multiple * multiple, -(-stop // multiple) * multiple
+            self._newest[target] = self._newest[source]
+        self._lengths = [self._lengths[row] for row in rows]
 
 
 def vacate(finished: Sequence[bool], size: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_tasks.parallel.generate.stop_strings import StopStrings
 from rlhf_tasks.system.counter_random import counter_bits
 
 
@@ -16,9 +17,11 @@ class SamplingParams:
     temperature     divides the logits; 0 takes the likeliest token (greedy)
     top_k           draw only from the k likeliest tokens, and those tied with the k-th; 0: from all
     top_p           draw only from the smallest set of likeliest tokens whose probability reaches top_p; 1: from all
-    min_new_tokens  the first tokens of a response, this many, are never stop ids
+    min_new_tokens  the first tokens of a response, this many, are never stop ids, and end no response
     max_new_tokens  a response of this many tokens is truncated
     stop_ids        tokens that end a response; the stop id belongs to the response
+    stop_strings    strings that end a response with the token that completes one; the token belongs to the response
+                    whole, with what it may hold behind the string
 
     Raises ValueError naming the field that is out of range.
     """
@@ -29,6 +32,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    stop_strings: StopStrings | None = None
 
     def __post_init__(self) -> None:
         checks = {
@@ -71,17 +75,19 @@ class Draw(NamedTuple):
     scores: Tensor
 
 
-def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_token: int) -> Draw:
+def sample(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_tokens: Tensor) -> Draw:
     """Draw one token per row by inverting the cumulative distribution in float64.
 
-    logits     [n, vocab] float, of the whole vocabulary
-    uniforms   [n] float64 in [0, 1); greedy sampling does not use them
-    new_token  number of the token in the response, from 0; below `params.min_new_tokens`, stop ids are excluded
+    logits      [n, vocab] float, of the whole vocabulary
+    uniforms    [n] float64 in [0, 1); greedy sampling does not use them
+    new_tokens  [n] int64, number of each token in its response, from 0; below `params.min_new_tokens`, stop ids are
+                excluded
     """
-    scores = logits.double()
-    if new_token < params.min_new_tokens and params.stop_ids:
+    scores = logits.to(torch.float64, copy=True)
+    if params.min_new_tokens and params.stop_ids:
         stops = torch.tensor(params.stop_ids, device=logits.device)
-        scores = scores.index_fill(-1, stops, -torch.inf)
+        early = new_tokens[:, None] < params.min_new_tokens
+        scores[:, stops] = scores[:, stops].masked_fill(early, -torch.inf)
     if params.temperature == 0:
         tokens = scores.argmax(-1, keepdim=True)
         logprobs = scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)

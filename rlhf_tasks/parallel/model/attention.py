@@ -29,8 +29,9 @@ class Cache(Protocol):
     """The KV cache of one generation, as attention sees it. `layer` is the layer's number in the model."""
 
     @property
-    def decoding(self) -> bool:
-        """True when each of the n sequences of the micro-batch has exactly one new token (T = n)."""
+    def continues(self) -> bool:
+        """Whether the new tokens attend to the cache. Then each of the n sequences of the micro-batch has as many new
+        tokens t, so T = n * t: while decoding, one."""
         ...
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -41,9 +42,9 @@ class Cache(Protocol):
         ...
 
     def read(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values [n, KV heads, S, head_dim], new token included, and the mask bool [n, 1, 1, S].
+        """Keys and values [n, KV heads, S, head_dim], new tokens included, and the mask bool [n, 1, t, S].
 
-        The mask is True where a sequence may attend; None: everywhere. window: the sliding window in tokens.
+        The mask is True where a new token may attend; None: everywhere. window: the sliding window in tokens.
         """
         ...
 
@@ -68,7 +69,7 @@ def packed_attention(
     query           [1, heads, T, head_dim], this rank's heads, after rotary embedding
     key, value      [1, KV heads, T, head_dim], likewise
     scaling         factor on the scores
-    cache           keys and values are written to it and, while decoding, read from it; None: no cache
+    cache           keys and values are written to it and, where sequences continue, read from it; None: no cache
     sliding_window  tokens that one may attend to, itself included; None: all before it
     softcap         scores s become softcap * tanh(s / softcap) (Gemma 2); None: they stay as they are
     Returns ([1, T, heads, head_dim], None), as transformers expects of an attention function.
@@ -78,9 +79,9 @@ def packed_attention(
     if cache is not None:
         layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
         cache.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        if cache.decoding:
+        if cache.continues:
             key, value, mask = cache.read(layer, sliding_window)
-            return _decode(query, key, value, mask, kv_index, scaling, softcap), None
+            return _cached(query, key, value, mask, kv_index, scaling, softcap), None
     if kv_index is not None:
         key, value = key.index_select(1, kv_index), value.index_select(1, kv_index)
     if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
@@ -191,7 +192,7 @@ def _varlen(
     return output[None]
 
 
-def _decode(
+def _cached(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -200,18 +201,23 @@ def _decode(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """One new token of each of n sequences against its cached ones.
+    """t new tokens of each of n sequences against its cached ones, in which they are included.
 
-    query [1, heads, n, head_dim]; keys, values [n, KV heads, S, head_dim]; mask bool [n, 1, 1, S] or None
-    Returns [1, n, heads, head_dim].
+    query [1, heads, n * t, head_dim]; keys, values [n, KV heads, S, head_dim]; mask bool [n, 1, t, S] or None
+    Returns [1, n * t, heads, head_dim].
     """
     if kv_index is not None:
         keys, values = keys.index_select(1, kv_index), values.index_select(1, kv_index)
-    _, heads, n, head_dim = query.shape
+    _, heads, tokens, head_dim = query.shape
+    n, kv_heads = keys.shape[:2]
+    t, group = tokens // n, heads // kv_heads
     # The query heads of a KV head become the rows of one query, so that no KV head is copied.
-    grouped = query[0].transpose(0, 1).reshape(n, keys.shape[1], heads // keys.shape[1], head_dim)
+    of_sequence = query[0].unflatten(1, (n, t)).transpose(0, 1)  # [n, heads, t, head_dim]
+    grouped = of_sequence.reshape(n, kv_heads, group * t, head_dim)
+    if mask is not None and t > 1:
+        mask = mask.repeat(1, 1, group, 1)
     if softcap is None:
         output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
     else:
         output = _capped(grouped, keys, values, mask, scaling, softcap)
-    return output.reshape(1, n, heads, head_dim)
+    return output.reshape(n, heads, t, head_dim).transpose(1, 2).reshape(1, tokens, heads, head_dim)

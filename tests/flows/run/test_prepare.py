@@ -413,6 +413,12 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     assert str(caught.value).endswith("All models of a run must share the actor's tokenizer.")
 
 
+def test_a_stop_id_that_the_tokenizer_lacks_is_refused(call, document):
+    size = Tokenizer.from_file(f"{document['models']['actor']}/tokenizer.json").get_vocab_size()
+    document["sampling"] = {"max_completion_length": 8, "stop_token_ids": [3, size]}
+    refused(call, f"sampling.stop_token_ids has {size}", f"{size} tokens, from 0. Name ids of its tokens.")
+
+
 def test_a_teacher_may_know_more_tokens(tmp_path):
     config = learning_config(tmp_path, "distillation")
     file = str(tmp_path / "frozen" / "tokenizer.json")

@@ -95,7 +95,7 @@ def test_overrides_win_over_the_file(file: Path):
 def test_ppo_stays_small():
     asked_for = ("planning.", "evaluation.")  # sections that most runs leave out
     keys = {key: needed for key, needed in leaves(PPOConfig).items() if not key.startswith(asked_for)}
-    assert len(keys) <= 84, sorted(keys)
+    assert len(keys) <= 87, sorted(keys)
     assert sum(keys.values()) <= 8
 
 
@@ -176,6 +176,16 @@ def test_the_critic_has_its_own_optimizer_where_given():
         ({"rewards": [{"function": "no_colon"}]}, "rewards.0.function: string should match pattern"),
         ({"rewards": [{"function": "a:f"}, {"function": "b:f"}]}, "two rewards share a name: f, f."),
         ({"sampling": {"max_completion_length": 8, "temperature": 0}}, "ppo must explore"),
+        (
+            {"sampling": {"max_completion_length": 8, "min_new_tokens": 9}},
+            "sampling: min_new_tokens=9 exceeds max_completion_length=8. Lower the one",
+        ),
+        (
+            {"sampling": {"max_completion_length": 8, "stop_strings": ["a", "é" * 128]}},
+            "sampling: stop_strings have 257 bytes together, more than 256. Name fewer",
+        ),
+        ({"sampling": {"max_completion_length": 8, "stop_strings": [""]}}, "sampling.stop_strings.0: "),
+        ({"sampling": {"max_completion_length": 8, "stop_token_ids": [-1]}}, "sampling.stop_token_ids.0: "),
         ({"dual_clip": 1.0}, "dual_clip: input should be greater than 1, found 1.0."),
         (
             {"truncated_responses": "drop"},
@@ -445,6 +455,14 @@ def test_a_reference_that_nothing_reads_is_refused(kind: str):
     ):
         make_config({**document, "beta": 0})
     assert make_config({**document, "beta": 0.1}).roles()["ref"].folder == "r"
+
+
+def test_the_order_of_what_ends_a_response_makes_no_other_run():
+    def stops(strings: list[str], ids: list[int]) -> Any:
+        sampling = {"max_completion_length": 8, "stop_strings": strings, "stop_token_ids": ids}
+        return make_config(ppo(sampling=sampling))
+
+    assert stops(["b", "a"], [7, 3, 7]) == stops(["a", "b"], [3, 7])
 
 
 def test_the_order_of_lora_targets_makes_no_other_adapter(tmp_path: Path):

@@ -47,6 +47,15 @@ def test_it_may_have_rewards_and_samples_of_its_own():
     assert (found.num_generations, found.batch_size, found.sampling.temperature) == (3, 30, 1)
 
 
+def test_its_answers_end_as_the_runs_do():
+    stops = {"stop_strings": ("\n\n",), "stop_token_ids": (3,)}
+    sampling = {"max_completion_length": 9, "min_new_tokens": 6, **stops}
+    asked = {"data": "h", "max_completion_length": 4}
+    found = evaluation_of(make_config(document(evaluation=asked, sampling=sampling)))
+    assert found is not None
+    assert found.sampling.model_dump(include={*stops, "min_new_tokens"}) == {**stops, "min_new_tokens": 4}
+
+
 @pytest.mark.parametrize(("every", "due"), [(1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (4, [3, 5]), (6, [5])])
 def test_every_nth_iteration_is_due_and_the_last(every, due):
     section = make_config(document(evaluation={"data": "h", "every": every})).evaluation  # type: ignore[attr-defined]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf_tasks.parallel.generate import generation
+from rlhf_tasks.parallel.generate import slots
 from rlhf_tasks.parallel.generate.decode_graph import DecodeGraphs
-from rlhf_tasks.parallel.generate.generation import Pace
+from rlhf_tasks.parallel.generate.slots import Pace
 from tests.rlhf_tasks.parallel.generate.test_generation import STOPS, Alone, build, draw, prompts, responses
 
 PACE = Pace(check_every=4, span_multiple=8, graphs=True)
@@ -82,7 +82,7 @@ def test_captured_steps_give_the_tokens_of_plain_ones(captures, monkeypatch, fam
     engine = build(family, torch.float64, **({"sliding_window": 4} if family == "mistral" else {}))
     batch, options = prompts(lengths), {"max_new_tokens": NEW_TOKENS, "stop_ids": STOPS}
     plain = draw(engine, batch, **options)
-    monkeypatch.setitem(generation.PACES, "cpu", PACE)
+    monkeypatch.setitem(slots.PACES, "cpu", PACE)
     captured = draw(engine, batch, **options)
     assert captures.count >= 3, "the shapes must change for the test to say something"
     assert responses(captured) == responses(plain)
@@ -101,7 +101,7 @@ def test_several_captures_on_a_device_give_the_tokens_of_the_cpu(monkeypatch, le
     device = torch.device("cuda", 0)
     batch, options = prompts(lengths), {"max_new_tokens": NEW_TOKENS, "stop_ids": STOPS}
     plain = draw(build("llama", torch.float64), batch, **options)
-    monkeypatch.setitem(generation.PACES, "cuda", PACE)
+    monkeypatch.setitem(slots.PACES, "cuda", PACE)
     made, capture = [], DecodeGraphs._capture
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda *given: made.append(1) or capture(*given))
     captured = draw(build("llama", torch.float64, groups=Alone(device)), batch, **options)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.parallel.batch.micro_batch import micro_batch
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, device_sets
-from rlhf_tasks.parallel.generate import generation
+from rlhf_tasks.parallel.generate import slots
 from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.kv_cache import KVCache
 from rlhf_tasks.parallel.generate.sampling import SamplingParams
+from rlhf_tasks.parallel.generate.stop_strings import StopStrings
 from rlhf_tasks.parallel.layout.flops import generation_flops
 from rlhf_tasks.parallel.layout.slices import Layout
 from rlhf_tasks.parallel.layout.topology import ParallelStrategy, Placement
@@ -31,6 +33,8 @@ STRATEGIES = [
 ]
 LENGTHS = (3, 9, 1, 6, 4, 5, 2)
 STOPS = tuple(range(8))  # of 61 tokens
+TEXTS = [chr(ord("a") + token % 5).encode() for token in range(61)]
+STRINGS = ("ab", "cec")
 
 
 class Alone:
@@ -80,6 +84,7 @@ def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
     seed = params.pop("seed", 7)
     iteration = params.pop("iteration", 2)
     record_kept = params.pop("record_kept", False)
+    limits = {name: params.pop(name) for name in ("micro_batches", "prefill_tokens") if name in params}
     samples = generate(
         engine,
         batch,
@@ -88,6 +93,7 @@ def draw(engine: Engine, batch: SampleBatch, **params: Any) -> SampleBatch:
         iteration,
         groups_in_flight=groups_in_flight,
         record_kept=record_kept,
+        **limits,
     )
     assert samples is not None
     return samples
@@ -200,6 +206,25 @@ def test_stop_ids_end_a_response_and_belong_to_it():
         assert torch.equal(tokens[: len(prompt)], prompt)
 
 
+@pytest.mark.parametrize("min_new_tokens", [0, 4])
+def test_stop_strings_end_a_response_with_the_token_that_completes_one(min_new_tokens: int):
+    options = {"max_new_tokens": 24, "min_new_tokens": min_new_tokens}
+    engine, batch = build("llama", torch.float64), prompts((2,) * 40)
+    whole = responses(draw(engine, batch, **options))
+    samples = draw(engine, batch, stop_strings=StopStrings(STRINGS, TEXTS), **options)
+    truncated = dict(zip(samples.ids, samples["truncated"].values.tolist(), strict=True))
+    for sample_id, response in responses(samples).items():
+        text = b"".join(TEXTS[token] for token in whole[sample_id]).decode()
+        ends = [
+            end
+            for end in range(min_new_tokens + 1, 25)
+            if any(text[:end].endswith(string) for string in STRINGS)
+        ]
+        assert response == whole[sample_id][: min(ends, default=24)]
+        assert truncated[sample_id] == (not ends)
+    assert {True, False} == set(truncated.values())
+
+
 def test_min_equal_to_max_gives_exactly_that_many_tokens():
     samples = draw(
         build("llama", torch.float32), prompts(), max_new_tokens=6, min_new_tokens=6, stop_ids=STOPS
@@ -244,12 +269,14 @@ def test_logits_that_are_not_finite_are_refused_by_sample_and_position(
     monkeypatch, temperature: float, check_every: int, bad_call: int
 ):
     engine, calls = build("llama", torch.float32), []
-    monkeypatch.setitem(generation.PACES, "cpu", generation.Pace(check_every, 1, graphs=False))
+    monkeypatch.setitem(slots.PACES, "cpu", slots.Pace(check_every, 1, graphs=False))
     forward = engine.stage.forward
 
-    def poisoned(x: Tensor, *rest: Any) -> Tensor:
+    def poisoned(x: Tensor, micro: MicroBatch, cache: KVCache, *rest: Any) -> Tensor:
+        logits = forward(x, micro, cache, *rest)
+        if not cache.continues:
+            return logits  # of no rows: the prompts
         calls.append(1)
-        logits = forward(x, *rest)
         if len(calls) - 1 >= bad_call:
             logits[2] = torch.nan
         return logits
@@ -268,7 +295,66 @@ def test_finished_sequences_leave_the_batch():
     samples = draw(engine, prompts((2,) * 30), max_new_tokens=30, stop_ids=STOPS)
     lengths = [len(r) for r in responses(samples).values()]
     live = [sum(length > step for length in lengths) for step in range(max(lengths))]
-    assert seen == [60, *live[1:]]
+    assert seen == [30, *live], (
+        "a pass over all prompts but for their last tokens, then a step for each token"
+    )
+
+
+# Slots and passes over prompts
+
+MANY = tuple(1 + (7 * i) % 11 for i in range(40))  # lengths of prompts
+
+
+@pytest.mark.parametrize("micro_batches", [2, 7, 40])
+@pytest.mark.parametrize("check_every", [1, 4])
+def test_refilled_slots_give_the_tokens_of_all_at_once(monkeypatch, micro_batches: int, check_every: int):
+    engine, batch = build("llama", torch.float64), prompts(MANY)
+    options: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 2, "stop_ids": STOPS, "top_p": 0.9}
+    options |= {"stop_strings": StopStrings(STRINGS, TEXTS), "record_kept": True}
+    whole = draw(engine, batch, **options)
+    monkeypatch.setitem(slots.PACES, "cpu", slots.Pace(check_every, 1, graphs=False))
+    refilled = draw(engine, batch, micro_batches=micro_batches, **options)
+    assert responses(refilled) == responses(whole)
+    assert torch.equal(refilled["truncated"].values, whole["truncated"].values)
+    assert torch.equal(refilled["kept_tokens"].values, whole["kept_tokens"].values)
+    torch.testing.assert_close(refilled["old_logprobs"].values, whole["old_logprobs"].values)
+
+
+def test_a_finished_sequence_makes_room_for_a_waiting_one():
+    engine, rows = build("llama", torch.float32), []
+    forward = engine.stage.forward
+
+    def watched(x: Tensor, micro: MicroBatch, cache: KVCache, *rest: Any) -> Tensor:
+        if cache.continues:
+            rows.append(cache.rows)
+        output = forward(x, micro, cache, *rest)
+        assert {tensor.shape[0] for pair in cache._layers.values() for tensor in pair} == {10}
+        return output
+
+    engine.stage.forward = watched  # type: ignore[method-assign]
+    samples = draw(engine, prompts((2,) * 60), max_new_tokens=30, stop_ids=STOPS, micro_batches=6)
+    lengths = [len(r) for r in responses(samples).values()]
+    assert sum(rows) == sum(lengths), "each step of a row is a token of a response"
+    assert max(rows) == 10
+    assert len(rows) < sum(lengths) / 10 + max(lengths), "the bound, and the tail of the last ones"
+
+
+@pytest.mark.parametrize("prefill_tokens", [1, 4, 9, 25])
+@pytest.mark.parametrize("window", [None, 4])
+def test_prompts_in_passes_of_few_tokens_give_the_tokens_of_one_pass(prefill_tokens: int, window: int | None):
+    engine = build("mistral", torch.float64, sliding_window=window)
+    options = {"max_new_tokens": 8, "micro_batches": 2}
+    whole, passed = responses(draw(engine, prompts(MANY), **options)), []
+    forward = engine.stage.forward
+    engine.stage.forward = lambda x, *args: (
+        (  # type: ignore[method-assign]
+            passed.append(len(x)) if len(args) == 3 else None
+        )
+        or forward(x, *args)
+    )
+    assert responses(draw(engine, prompts(MANY), prefill_tokens=prefill_tokens, **options)) == whole
+    assert max(passed) <= prefill_tokens
+    assert sum(passed) == sum(MANY) - len(MANY)
 
 
 # Several ranks
@@ -293,7 +379,9 @@ def _generate_on(
     batch = prompts()
     mine = [i for n, i in enumerate(batch.ids) if n % strategy.dp == placement.coordinate(rank).dp]
     record = "top_p" in params
-    samples = generate(member, batch.select(mine), SamplingParams(**params), 7, 2, record_kept=record)
+    limits = {name: params.pop(name) for name in ("micro_batches", "prefill_tokens") if name in params}
+    drawn = SamplingParams(**params)
+    samples = generate(member, batch.select(mine), drawn, 7, 2, record_kept=record, **limits)
     groups.close()
     assert (samples is not None) == member.is_head
     if samples is None:
@@ -311,15 +399,19 @@ def kept_of(samples: SampleBatch) -> dict[int, list[int]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "nucleus", "strings", "slots"])
 def test_tokens_do_not_depend_on_the_layout(ranks, strategy: ParallelStrategy, mode: str):
-    params = {"max_new_tokens": 12, "stop_ids": STOPS}
+    params: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": STOPS}
     dtype = torch.float64
+    if mode == "strings":
+        params |= {"min_new_tokens": 2, "stop_ids": STOPS[:2], "stop_strings": StopStrings(STRINGS, TEXTS)}
     if mode == "greedy":
         params["temperature"], dtype = 0.0, torch.float32
     if mode == "nucleus":
         params["top_p"] = 0.7
     alone = draw(build("llama", dtype), prompts(), record_kept=mode == "nucleus", **params)
+    if mode == "slots":
+        params |= {"micro_batches": 2, "prefill_tokens": 4}
     heads = [r for r in ranks.run(strategy.size, _generate_on, strategy, dtype, params) if r is not None]
     assert len(heads) == strategy.dp
     tokens = {i: t for found, _, _ in heads for i, t in found.items()}

@@ -1,73 +1,115 @@
 """The KV cache: what a sequence reads is what was written for it, whoever came and left."""
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 import torch
 
-from rlhf_tasks.parallel.generate.kv_cache import KVCache, vacate
+from rlhf_tasks.parallel.generate.kv_cache import KVCache, Piece, vacate
 
 CPU = torch.device("cpu")
+Token = tuple[int, int]  # sequence and position
 
 
-def stamp(sequence: int, position: int) -> torch.Tensor:
+def stamp(token: Token) -> torch.Tensor:
     """Keys [2 heads, 3] that tell whose they are; the values are their negatives."""
-    return torch.tensor([[sequence, position, 0.0], [sequence, position, 1.0]])
+    return torch.tensor([[*token, 0.0], [*token, 1.0]])
 
 
-def write(cache: KVCache, layer: int, tokens: list[tuple[int, int]]) -> None:
-    keys = torch.stack([stamp(*token) for token in tokens])
-    cache.write(layer, keys, -keys)
+def write(cache: KVCache, tokens: Sequence[Token], layers: Sequence[int] = (4, 7)) -> None:
+    keys = torch.stack([stamp(token) for token in tokens])
+    for layer in layers:
+        cache.write(layer, keys, -keys)
 
 
-def assert_holds(cache: KVCache, layer: int, lengths: dict[int, int], window: int | None = None) -> None:
+def fill(cache: KVCache, lengths: Mapping[int, int]) -> None:
+    """Sequences enter, with their first tokens in one pass."""
+    first = cache.rows
+    cache.enter(list(lengths.values()))
+    cache.fill([Piece(row, 0, length) for row, length in enumerate(lengths.values(), first) if length])
+    write(cache, [(sequence, p) for sequence, length in lengths.items() for p in range(length)])
+
+
+def step(cache: KVCache, lengths: Mapping[int, int]) -> dict[int, int]:
+    """Write a token more of each sequence; the lengths after it."""
+    cache.advance()
+    write(cache, list(lengths.items()))
+    return {sequence: length + 1 for sequence, length in lengths.items()}
+
+
+def assert_holds(cache: KVCache, lengths: Mapping[int, int], window: int | None = None) -> None:
     """Row i reads the first `lengths` positions of the i-th sequence named, in order, and nothing else."""
-    keys, values, mask = cache.read(layer, window)
-    assert keys.shape[0] == len(lengths)
-    for row, (sequence, length) in enumerate(lengths.items()):
-        seen = keys[row][:, mask[row, 0, 0]]
-        first = 0 if window is None else max(0, length - window)
-        expected = torch.stack([stamp(sequence, position) for position in range(first, length)], dim=1)
-        assert torch.equal(seen, expected)
-        assert torch.equal(values[row][:, mask[row, 0, 0]], -expected)
+    for layer in (4, 7):
+        keys, values, mask = cache.read(layer, window)
+        assert keys.shape[0] == len(lengths)
+        for row, (sequence, length) in enumerate(lengths.items()):
+            seen = mask[row, 0, 0]
+            first = 0 if window is None else max(0, length - window)
+            expected = torch.stack([stamp((sequence, p)) for p in range(first, length)], dim=1)
+            assert torch.equal(keys[row][:, seen], expected)
+            assert torch.equal(values[row][:, seen], -expected)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_sequences_come_grow_and_leave(multiple: int):
-    prompts = [3, 1, 6, 2]
-    cache = KVCache(prompts, 5, CPU, multiple)
-    for rows in ([2, 0], [1, 3]):  # prompts in two micro-batches
-        cache.prefill(rows)
-        for layer in (4, 7):
-            write(cache, layer, [(row, position) for row in rows for position in range(prompts[row])])
-    lengths = dict(enumerate(prompts))
-    for step in range(5):
-        cache.advance()
-        for layer in (4, 7):
-            write(cache, layer, list(lengths.items()))
-        lengths = {sequence: length + 1 for sequence, length in lengths.items()}
-        for layer in (4, 7):
-            assert_holds(cache, layer, lengths)
-            assert_holds(cache, layer, lengths, window=3)
-        if step == 1:  # the longest, in the middle, leaves: the last row takes its place
+    cache = KVCache(4, 11, CPU, multiple)
+    lengths = {0: 3, 1: 1, 2: 6, 3: 2}
+    fill(cache, lengths)
+    for number in range(8):
+        lengths = step(cache, lengths)
+        assert_holds(cache, lengths)
+        assert_holds(cache, lengths, window=3)
+        if (
+            number == 1
+        ):  # the longest, in the middle, leaves: the last row takes its place; another one enters
             kept = vacate([False, False, True, False], 3)
             cache.keep(kept)
-            lengths = {sequence: lengths[sequence] for sequence in kept}
+            lengths = {list(lengths)[row]: list(lengths.values())[row] for row in kept}
             assert list(lengths) == [0, 1, 3]
-    for _ in range(-(6 + 5) % multiple):  # columns beyond the longest prompt and 5 new tokens
-        cache.advance()
-    with pytest.raises(AssertionError, match="columns"):
-        cache.advance()
+            fill(cache, {8: 2})
+            lengths |= {8: 2}
+
+
+def test_a_piece_of_a_sequence_attends_to_what_was_written_before():
+    cache = KVCache(3, 9, CPU)
+    fill(cache, {5: 2})
+    cache.enter([7])
+    for first, stop in ((0, 3), (3, 5), (5, 7)):
+        cache.fill([Piece(1, first, stop)])
+        assert cache.continues == (first > 0)
+        write(cache, [(6, position) for position in range(first, stop)])
+        keys, _, mask = cache.read(4, window=4)
+        assert (keys.shape[0], mask.shape) == (1, (1, 1, stop - first, stop))
+        for number, position in enumerate(range(first, stop)):
+            expected = [stamp((6, p)) for p in range(max(0, position - 3), position + 1)]
+            assert torch.equal(keys[0][:, mask[0, 0, number]], torch.stack(expected, dim=1))
+    assert_holds(cache, step(cache, {5: 2, 6: 7}))
 
 
 def test_a_read_spans_no_column_that_no_one_needs():
-    cache = KVCache([2, 50], 10, CPU)
-    cache.prefill([0, 1])
-    write(cache, 0, [(0, p) for p in range(2)] + [(1, p) for p in range(50)])
-    cache.advance()
-    write(cache, 0, [(0, 2), (1, 50)])
-    assert cache.read(0)[0].shape == (2, 2, 51, 3)
+    cache = KVCache(2, 60, CPU)
+    fill(cache, {0: 2, 1: 50})
+    step(cache, {0: 2, 1: 50})
+    assert cache.read(4)[0].shape == (2, 2, 51, 3)
     cache.keep([0])
-    assert cache.read(0)[0].shape == (1, 2, 3, 3)
-    assert_holds(cache, 0, {0: 3})
+    step(cache, {0: 3})
+    assert cache.read(4)[0].shape == (1, 2, 4, 3)
+
+
+def test_a_finished_sequence_that_stays_beyond_its_end_disturbs_no_other():
+    cache = KVCache(2, 4, CPU)
+    fill(cache, {0: 1, 1: 3})
+    lengths = {0: 1, 1: 3}
+    for _ in range(3):
+        lengths = step(cache, lengths)
+    keys, _, mask = cache.read(4)
+    assert torch.equal(keys[0][:, mask[0, 0, 0]], torch.stack([stamp((0, p)) for p in range(4)], dim=1))
+
+
+def test_more_sequences_than_slots_are_an_error():
+    cache = KVCache(1, 4, CPU)
+    with pytest.raises(AssertionError, match="slots"):
+        cache.enter([1, 2])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
 
+FIRST = torch.zeros(1, dtype=torch.int64)
+"""The number of a response's first token."""
+
 
 def spread(n: int) -> Tensor:
     """Uniform numbers that cover [0, 1) evenly: a draw from each n-th of the distribution."""
@@ -46,7 +49,7 @@ def test_distribution_equals_transformers(temperature: float, top_k: int, top_p:
     n, vocab = 4000, 40
     for row in random_logits(3, vocab):
         expected = reference(row[None], temperature, top_k, top_p)[0]
-        tokens, logprobs, _ = sample(row.expand(n, vocab), params, spread(n), 0)
+        tokens, logprobs, _ = sample(row.expand(n, vocab), params, spread(n), FIRST.expand(n))
         frequencies = torch.bincount(tokens, minlength=vocab) / n
         # Even numbers through the inverse distribution: each token's share is right to one draw at each end.
         assert float((frequencies - expected).abs().max()) <= 2 / n
@@ -61,7 +64,9 @@ def test_frequencies_of_a_uniform_model():
     counts = torch.zeros(vocab)
     for step in range(steps):
         numbers = uniform(0, "rollout", 0, torch.arange(sequences), torch.tensor(7 + step))
-        tokens, logprobs, _ = sample(torch.zeros(sequences, vocab), params, numbers, step)
+        tokens, logprobs, _ = sample(
+            torch.zeros(sequences, vocab), params, numbers, torch.full((sequences,), step)
+        )
         counts += torch.bincount(tokens, minlength=vocab)
         assert torch.allclose(logprobs, torch.tensor(-math.log(vocab), dtype=torch.float64))
     expected = sequences * steps / vocab
@@ -71,7 +76,9 @@ def test_frequencies_of_a_uniform_model():
 
 def test_greedy_takes_the_likeliest_and_reports_temperature_one():
     logits = random_logits(6, 30)
-    tokens, logprobs, _ = sample(logits, SamplingParams(max_new_tokens=1, temperature=0.0), torch.zeros(6), 0)
+    tokens, logprobs, _ = sample(
+        logits, SamplingParams(max_new_tokens=1, temperature=0.0), torch.zeros(6), FIRST.expand(6)
+    )
     assert torch.equal(tokens, logits.argmax(-1))
     torch.testing.assert_close(logprobs, logits.double().log_softmax(-1).amax(-1))
 
@@ -82,17 +89,28 @@ def test_stop_ids_are_excluded_from_the_first_tokens_only(temperature: float):
     logits[:, 2] = 5.0
     params = SamplingParams(max_new_tokens=9, temperature=temperature, min_new_tokens=3, stop_ids=(2,))
     for new_token in range(5):
-        tokens, logprobs, _ = sample(logits, params, spread(100), new_token)
+        tokens, logprobs, _ = sample(logits, params, spread(100), FIRST.expand(100) + new_token)
         assert bool((tokens == 2).any()) == (new_token >= 3)
         if new_token < 3:  # renormalised over the other three
             assert torch.allclose(logprobs, torch.tensor(-math.log(3), dtype=torch.float64))
+
+
+def test_each_row_is_at_a_token_of_its_own():
+    logits = torch.zeros(4, 4)
+    logits[:, 2] = 50.0
+    params = SamplingParams(max_new_tokens=9, min_new_tokens=3, stop_ids=(2,))
+    tokens, _, _ = sample(logits, params, spread(4), torch.tensor([3, 2, 0, 5]))
+    assert (tokens == 2).tolist() == [True, False, False, True]
 
 
 def test_the_largest_uniform_stays_inside_and_zero_skips_excluded_tokens():
     logits = torch.zeros(2, 5)
     logits[:, [0, 4]] = -torch.inf
     tokens, _, _ = sample(
-        logits, SamplingParams(max_new_tokens=1), torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), 0
+        logits,
+        SamplingParams(max_new_tokens=1),
+        torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64),
+        FIRST.expand(2),
     )
     assert tokens.tolist() == [1, 3]
 
@@ -100,8 +118,8 @@ def test_the_largest_uniform_stays_inside_and_zero_skips_excluded_tokens():
 def test_half_precision_logits_are_sampled_in_float64():
     logits = random_logits(8, 100)
     params = SamplingParams(max_new_tokens=1)
-    tokens, logprobs, _ = sample(logits.bfloat16(), params, spread(8), 0)
-    again, exact, _ = sample(logits.bfloat16().double(), params, spread(8), 0)
+    tokens, logprobs, _ = sample(logits.bfloat16(), params, spread(8), FIRST.expand(8))
+    again, exact, _ = sample(logits.bfloat16().double(), params, spread(8), FIRST.expand(8))
     assert torch.equal(tokens, again)
     assert torch.equal(logprobs, exact)
     assert logprobs.dtype == torch.float64
@@ -130,9 +148,11 @@ def test_fields_out_of_range_are_named(field: dict):
 def test_logits_that_are_no_distribution_give_a_nan_and_leave_other_rows_alone(cut: dict, bad: float):
     logits, numbers = random_logits(3, 7), spread(3)
     params = SamplingParams(max_new_tokens=1, **cut)
-    sound = sample(logits, params, numbers, 0)
+    sound = sample(logits, params, numbers, FIRST.expand(3))
     for unsound in (logits[1].index_fill(0, torch.tensor(4), bad), torch.full((7,), -math.inf)):
-        tokens, logprobs, _ = sample(torch.stack([logits[0], unsound, logits[2]]), params, numbers, 0)
+        tokens, logprobs, _ = sample(
+            torch.stack([logits[0], unsound, logits[2]]), params, numbers, FIRST.expand(3)
+        )
         assert logprobs.isnan().tolist() == [False, True, False]
         assert 0 <= int(tokens[1]) < 7
         assert torch.equal(tokens[[0, 2]], sound.tokens[[0, 2]])

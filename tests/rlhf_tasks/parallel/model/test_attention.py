@@ -69,7 +69,7 @@ class ListCache:
     """Keys and values of every sequence as Python lists of rows; nothing of the product's cache."""
 
     def __init__(self, n: int) -> None:
-        self.decoding = False
+        self.continues = False
         self.layers: set[int] = set()
         self.rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n)]
         self.lengths: tuple[int, ...] = (1,) * n
@@ -111,7 +111,7 @@ def test_prefill_and_decoding_equal_packed_attention(kv_map: tuple[int, ...], wi
     starts = (0, 7)
     first = [start + i for start, length in zip(starts, prompts, strict=True) for i in range(length)]
     torch.testing.assert_close(step(first, prompts), expected[:, first])
-    cache.decoding = True
+    cache.continues = True
     for i in range(decoded):
         at = [start + length + i for start, length in zip(starts, prompts, strict=True)]
         torch.testing.assert_close(step(at, (1, 1)), expected[:, at])

@@ -1,0 +1,151 @@
+"""Generation with long tails beside its work bound, and prompts that a group shares, on the CPU.
+
+    python -m bench.generation [--sequences 256] [--median 24] [--rounds 3]
+
+A Llama of 5M parameters, float32, one thread, one rank. The lengths of the responses are lognormal: their 99th
+percentile is ten times the median, the longest are cut at 16 medians. They are forced: a sequence draws the stop id
+at its last token, and never before.
+
+    steps    decode steps that were computed; the bound is the tokens of all responses divided by the slots, or the
+             longest response where that is more
+    rows     tokens that were computed in all steps, divided by the tokens of the responses
+    seconds  of process CPU time, medians over the rounds; the bound is what the same slots take for as many tokens of
+             responses that all have the mean length, prompts included
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.engine import CPU, build_engine
+from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
+from rlhf_tasks.parallel.generate import slots
+from rlhf_tasks.parallel.generate.generation import generate
+from rlhf_tasks.parallel.generate.kv_cache import KVCache
+from rlhf_tasks.parallel.generate.sampling import Draw, SamplingParams, sample, uniform
+from rlhf_tasks.parallel.layout.topology import ParallelStrategy
+from rlhf_tasks.parallel.train.engine import Engine
+
+CONFIG = LlamaConfig(
+    vocab_size=4096,
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=1024,
+    tie_word_embeddings=True,
+    max_position_embeddings=4096,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+PROMPT = 32
+TAIL = 0.99  # of the lengths' logarithm: exp(2.326 x .99) is ten
+CUT = 16  # medians
+STOP = 7
+
+
+class Alone:
+    """The process groups of a world of one rank, which needs none."""
+
+    rank, device = 0, CPU
+
+    def __getitem__(self, devices: Iterable[int]) -> None:
+        return None
+
+
+def lengths_of(sequences: int, median: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(sequences, generator=generator) * TAIL).exp() * median
+    return drawn.round().clamp(1, CUT * median).int().tolist()
+
+
+def prompts_of(sequences: int, group: int = 1) -> SampleBatch:
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(128, CONFIG.vocab_size, (sequences // group, PROMPT), generator=generator)
+    rows = prompts.repeat_interleave(group, dim=0)
+    return SampleBatch(tuple(range(sequences)), {"prompt_ids": Packed.of(list(rows))})
+
+
+@contextmanager
+def forced(lengths: Sequence[int]) -> Iterator[None]:
+    """Sample i draws the stop id at token lengths[i]. The random number of that token is known, and no other's."""
+    last = torch.tensor([PROMPT + length - 1 for length in lengths])
+    ends = uniform(0, "rollout", 0, torch.arange(len(lengths)), last)
+
+    def drawn(logits: Tensor, params: SamplingParams, uniforms: Tensor, new_tokens: Tensor) -> Draw:
+        free = sample(logits, params, uniforms, new_tokens)
+        others = torch.where(free.tokens == STOP, STOP + 1, free.tokens)
+        return free._replace(tokens=torch.where(torch.isin(uniforms, ends), STOP, others))
+
+    with patch.object(slots, "sample", drawn):
+        yield
+
+
+class Work:
+    """What a generation of responses of given lengths took: seconds, decode steps, tokens computed in them."""
+
+    def __init__(
+        self, engine: Engine, prompts: SampleBatch, lengths: Sequence[int], micro_batches: int
+    ) -> None:
+        self.steps = self.rows = 0
+        advance = KVCache.advance
+
+        def counted(cache: KVCache) -> None:
+            self.steps, self.rows = self.steps + 1, self.rows + cache.rows
+            advance(cache)
+
+        params = SamplingParams(max_new_tokens=max(lengths), stop_ids=(STOP,))
+        started = time.process_time()
+        with forced(lengths), patch.object(KVCache, "advance", counted):
+            samples = generate(engine, prompts, params, seed=0, iteration=0, micro_batches=micro_batches)
+        self.seconds = time.process_time() - started
+        assert samples is not None
+        assert [n - PROMPT for n in samples["input_ids"].lengths] == list(lengths)
+
+
+def tails(engine: Engine, sequences: int, median: int, rounds: int) -> None:
+    lengths = lengths_of(sequences, median)
+    mean = round(sum(lengths) / sequences)
+    print(
+        f"{sequences} responses, {sum(lengths)} tokens: median {median}, mean {mean}, longest {max(lengths)}"
+    )
+    print(
+        f"{'slots':>6} {'steps':>6} {'bound':>6} {'ratio':>6} {'rows':>6} {'seconds':>8} {'bound':>6} {'ratio':>6}"
+    )
+    for micro_batches in (1, 2, 4, 8, 16):
+        at_once = -(-sequences // micro_batches)
+        took = [Work(engine, prompts_of(sequences), lengths, micro_batches) for _ in range(rounds)]
+        even = [Work(engine, prompts_of(at_once), [mean] * at_once, 1) for _ in range(rounds)]
+        seconds = statistics.median(work.seconds for work in took)
+        bound_s = statistics.median(work.seconds for work in even) * sum(lengths) / (mean * at_once)
+        bound = max(sum(lengths) / at_once, max(lengths))
+        print(
+            f"{at_once:6} {took[0].steps:6} {bound:6.0f} {took[0].steps / bound:6.2f} "
+            f"{took[0].rows / sum(lengths):6.2f} {seconds:8.2f} {bound_s:6.2f} {seconds / bound_s:6.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--median", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    groups: Any = Alone()
+    engine = build_engine(LlamaForCausalLM(CONFIG), ParallelStrategy(), groups, torch.float32)
+    tails(engine, options.sequences, options.median, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The sequences that are decoded together: finished ones leave, waiting ones enter."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.parallel.batch.micro_batch import MicroBatch
+from rlhf_tasks.parallel.batch.samples import SampleBatch
+from rlhf_tasks.parallel.generate.decode_graph import DecodeGraphs
+from rlhf_tasks.parallel.generate.kv_cache import KVCache, Piece, vacate
+from rlhf_tasks.parallel.generate.sampling import SamplingParams, sample, uniform
+from rlhf_tasks.parallel.generate.stage_messages import Relay
+from rlhf_tasks.parallel.generate.stop_strings import follow
+from rlhf_tasks.parallel.train.engine import Engine
+
+REFILL_SHARE = 8
+"""Waiting sequences enter once an eighth of the slots is free: a pass over a prompt takes about as long as a step."""
+
+
+class Pace(NamedTuple):
+    """Decoding settings of a kind of device.
+
+    check_every    steps between checks for finished sequences; each check synchronises with the device
+    span_multiple  reads of the cache are rounded to a multiple of this many columns
+    graphs         whether steps are captured as CUDA graphs
+    """
+
+    check_every: int
+    span_multiple: int
+    graphs: bool
+
+
+PACES = {"cpu": Pace(1, 1, graphs=False), "cuda": Pace(16, 256, graphs=True)}
+
+
+class Drawing(NamedTuple):
+    """What is the same for all groups of a generation.
+
+    seed, purpose, iteration  of the random numbers
+    record_kept     whether to record which tokens top-k and top-p kept
+    micro_batches   a group of n sequences has n / micro_batches slots, rounded up
+    prefill_tokens  most tokens of a pass over prompts
+    """
+
+    params: SamplingParams
+    seed: int
+    purpose: str
+    iteration: int
+    record_kept: bool
+    micro_batches: int
+    prefill_tokens: int
+
+
+class Group:
+    """One rank's state of a group: its sequences in the order in which they enter, and those that are in the slots.
+
+    A *place* is the number of a sequence in the group, a *row* the index of a slot that is in use: `_places[row]` is
+    the place of the sequence in it. A prompt is filled into the cache but for its last token, with which the first
+    decode step of its sequence begins. What happens follows from the tokens alone, so it is the same on all ranks.
+
+    begun  whether a step was computed
+    done   whether all sequences have finished
+    """
+
+    def __init__(self, engine: Engine, prompts: SampleBatch, drawing: Drawing) -> None:
+        params, device, packed = drawing.params, engine.device, prompts["input_ids"]
+        n, lengths, pace = len(prompts), packed.lengths, PACES[engine.device.type]
+        self.done = False
+        self._params, self._stage, self._relay, self._device = params, engine.stage, Relay(engine), device
+        self._ids, self._prompts, self._prefill_tokens = prompts.ids, packed.split(), drawing.prefill_tokens
+        self._pace, self._slots = pace, -(-n // drawing.micro_batches)
+        columns = max(lengths) + params.max_new_tokens - 1
+        self._cache = KVCache(self._slots, columns, device, pace.span_multiple)
+        self._graphs = DecodeGraphs(self._stage, self._cache) if pace.graphs else None
+        self._stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
+        self._strings = params.stop_strings and params.stop_strings.to(device)
+        self._step = -1  # number of the last step
+        self._waiting = deque(range(n))
+        self._entering = [self._waiting.popleft() for _ in range(self._slots)]
+        self._unsound = torch.zeros(
+            (), dtype=torch.bool, device=device
+        )  # tokens were drawn from no distribution
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        # One entry per row:
+        self._places: list[int] = []
+        self._started: list[int] = []  # the sequence's first step
+        self._order = none  # the places
+        self._newest, self._drawn = none, none  # the newest token; tokens of the response so far
+        self._finished, self._matched = none.bool(), none  # _matched: states of stop strings
+        # One entry per sequence:
+        self._last = packed.values[torch.tensor(lengths, device=device).cumsum(0) - 1]  # token of its prompt
+        self._lengths = torch.full((n,), params.max_new_tokens, device=device)  # of its response
+        self._truncated = torch.ones(n, dtype=torch.bool, device=device)
+        # One entry per sequence and token of its response, and one for what is drawn behind it:
+        ids, numbers = (
+            torch.tensor(prompts.ids, device=device),
+            torch.arange(params.max_new_tokens + 1, device=device),
+        )
+        positions = torch.tensor(lengths, device=device)[:, None] + numbers
+        self._uniforms = uniform(drawing.seed, drawing.purpose, drawing.iteration, ids[:, None], positions)
+        self._tokens = torch.zeros(self._uniforms.shape, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros_like(self._uniforms)
+        self._kept: list[list[Tensor]] | None = [[] for _ in lengths] if drawing.record_kept else None
+
+    @property
+    def begun(self) -> bool:
+        return self._step >= 0
+
+    def compute(self) -> None:
+        """Run this rank's stage for the next step, on each row's newest token; before, on the prompts that enter."""
+        if self._entering:
+            self._enter()
+        self._step += 1
+        output = self._decode()
+        if not self._relay.is_last_stage:
+            self._relay.send_hidden(output)
+            return
+        logits = self._relay.gather_vocabulary(output)
+        uniforms = self._uniforms[self._order, self._drawn]
+        drawn = sample(logits, self._params, uniforms, self._drawn)
+        self._logprobs[self._order, self._drawn] = drawn.logprobs
+        self._unsound |= (drawn.logprobs.isnan() & ~self._finished).any()
+        if self._kept is not None:
+            kept = drawn.scores.isfinite()
+            tokens = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(1).tolist())
+            for place, of_row in zip(self._places, tokens, strict=True):
+                self._kept[place].append(of_row)
+        self._relay.share_tokens(drawn.tokens)
+
+    def _enter(self) -> None:
+        """Fill the prompts of the sequences that enter into the next rows."""
+        entering, first = self._entering, self._cache.rows
+        lengths = [len(self._prompts[place]) - 1 for place in entering]
+        self._cache.enter(lengths)
+        for pieces in passes(lengths, first, self._prefill_tokens):
+            self._fill(pieces, [entering[piece.row - first] for piece in pieces])
+        self._places += entering
+        self._started += [self._step + 1] * len(entering)
+        new = torch.tensor(entering, device=self._device)
+        self._order = torch.cat([self._order, new])
+        self._newest = torch.cat([self._newest, self._last[new]])
+        zeros = torch.zeros_like(new)
+        self._drawn, self._matched = torch.cat([self._drawn, zeros]), torch.cat([self._matched, zeros])
+        self._finished = torch.cat([self._finished, zeros.bool()])
+        self._entering = []
+
+    def _fill(self, pieces: Sequence[Piece], places: Sequence[int]) -> None:
+        """Run this rank's stage on pieces of the prompts of the sequences at `places`."""
+        lengths = tuple(piece.stop - piece.first for piece in pieces)
+        tokens = [
+            self._prompts[place][piece.first : piece.stop]
+            for place, piece in zip(places, pieces, strict=True)
+        ]
+        positions = [torch.arange(piece.first, piece.stop) for piece in pieces]
+        micro = MicroBatch(
+            input_ids=torch.cat(tokens),
+            cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self._device),
+            position_ids=torch.cat(positions).to(self._device),
+            ids=tuple(self._ids[place] for place in places),
+            lengths=lengths,
+            data={},
+        )
+        self._cache.fill(pieces)
+        x = micro.input_ids if self._relay.is_first_stage else self._relay.receive_hidden(micro.tokens)
+        output = self._stage(x, micro, self._cache, torch.zeros(0, dtype=torch.int64, device=self._device))
+        if not self._relay.is_last_stage:
+            self._relay.send_hidden(output)
+
+    def _decode(self) -> Tensor:
+        self._cache.advance()
+        rows = self._cache.rows
+        micro = MicroBatch(
+            input_ids=self._newest,
+            cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=self._device),
+            position_ids=self._cache.positions,
+            ids=tuple(self._ids[place] for place in self._places),
+            lengths=(1,) * rows,
+            data={},
+        )
+        x = self._newest if self._relay.is_first_stage else self._relay.receive_hidden(rows)
+        return self._stage(x, micro, self._cache) if self._graphs is None else self._graphs.run(x, micro)
+
+    def settle(self) -> None:
+        """Store the tokens drawn in the last step; at a check, find which sequences leave and enter."""
+        tokens = self._relay.receive_tokens(self._cache.rows)
+        order, most = self._order, self._params.max_new_tokens
+        self._tokens[order, self._drawn] = tokens
+        ends = torch.isin(tokens, self._stops)
+        if self._strings is not None:
+            self._matched, completed = follow(self._strings, self._matched, tokens)
+            ends |= completed & (self._drawn >= self._params.min_new_tokens)
+        ends &= ~self._finished
+        self._truncated[order] &= ~ends
+        self._lengths[order] = self._lengths[order].where(~ends, self._drawn + 1)
+        # Finished sequences go on until the next check: their tokens beyond the longest response share one column.
+        self._drawn = (self._drawn + 1).clamp(max=most)
+        self._finished |= ends | (self._drawn == most)
+        self._newest = tokens
+        some_full = any(self._step + 1 - started == most for started in self._started)
+        if some_full or (self._step + 1) % self._pace.check_every == 0:
+            *finished, unsound = torch.cat([self._finished, self._unsound[None]]).tolist()
+            if unsound:
+                self._refuse_unsound_logits()
+            self._turn_over(finished)
+
+    def _refuse_unsound_logits(self) -> None:
+        """Raises ValueError, naming sample and position, for the first token that was drawn from logits that are not
+        finite: that token and all later ones are meaningless."""
+        found = self._logprobs[:, :-1].isnan().nonzero().tolist()
+        place, number = min(found, key=lambda each: each[1])
+        position = len(self._prompts[place]) + number
+        raise ValueError(
+            f"generate: logits are not finite at position {position} of sample {self._ids[place]} "
+            f"(token {number} of its response). The model's weights, or what it computes in "
+            f"{self._stage.dtype}, hold NaN or infinity: check its weights, or lower the learning rate."
+        )
+
+    def _turn_over(self, finished: list[bool]) -> None:
+        running = finished.count(False)
+        free = self._slots - running
+        enough = running == 0 or free >= max(1, self._slots // REFILL_SHARE)
+        self._entering = (
+            [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))] if enough else []
+        )
+        self.done = running + len(self._entering) == 0
+        stay = running if self._graphs is None or self._entering else DecodeGraphs.rows_for(running)
+        if self.done or stay >= len(finished):
+            return
+        rows = vacate(finished, stay)
+        self._cache.keep(rows)
+        self._places = [self._places[row] for row in rows]
+        self._started = [self._started[row] for row in rows]
+        kept = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        self._order, self._newest = self._order[kept], self._newest[kept]
+        self._drawn, self._finished, self._matched = (
+            self._drawn[kept],
+            self._finished[kept],
+            self._matched[kept],
+        )
+
+    def samples(self) -> dict[int, dict[str, Tensor]]:
+        """Sample id -> key -> data, as `generate` returns them, on the CPU. Only for the last stage."""
+        lengths, truncated = self._lengths.tolist(), self._truncated.cpu()
+        dtype = torch.promote_types(self._stage.dtype, torch.float32)
+        responses, logprobs = self._tokens.cpu(), self._logprobs.to("cpu", dtype)
+        found = {}
+        for i, (sample_id, length) in enumerate(zip(self._ids, lengths, strict=True)):
+            prompt = self._prompts[i].cpu()
+            found[sample_id] = {
+                "input_ids": torch.cat([prompt, responses[i, :length]]),
+                "response_mask": torch.arange(len(prompt) + length) >= len(prompt),
+                "old_logprobs": torch.cat([logprobs.new_zeros(len(prompt)), logprobs[i, :length]]),
+                "truncated": truncated[i : i + 1],
+            }
+            if self._kept is not None:
+                kept = self._kept[i][:length]
+                counts = [0] * len(prompt) + [len(tokens) for tokens in kept]
+                found[sample_id]["kept_counts"] = torch.tensor(counts, dtype=torch.int32)
+                found[sample_id]["kept_tokens"] = torch.cat(kept)
+        return found
+
+
+def passes(lengths: Sequence[int], first_row: int, most: int) -> Iterator[list[Piece]]:
+    """Cut sequences into passes of at most `most` tokens: several whole ones, or a piece of a longer one alone.
+
+    lengths  of the sequences in the rows from `first_row` on; one without tokens is in no pass
+    """
+    whole: list[Piece] = []
+    for row, length in enumerate(lengths, first_row):
+        if length > most:
+            yield from ([Piece(row, first, min(first + most, length))] for first in range(0, length, most))
+            continue
+        if whole and sum(piece.stop for piece in whole) + length > most:
+            yield whole
+            whole = []
+        if length:
+            whole.append(Piece(row, 0, length))
+    if whole:
+        yield whole

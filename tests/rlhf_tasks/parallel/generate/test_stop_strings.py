@@ -1,0 +1,51 @@
+"""Stop strings against a search in the text, token by token."""
+
+import random
+
+import pytest
+import torch
+
+from rlhf_tasks.parallel.generate.stop_strings import StopStrings, follow
+
+CPU = torch.device("cpu")
+TEXTS = [
+    b"a",
+    b"b",
+    b"ab",
+    b"",
+    b"aab",
+    b"ba",
+    b" ",
+    "é".encode(),
+    "é".encode()[:1],
+    "é".encode()[1:],
+    b"bxa",
+]
+
+
+def completing(strings: list[str], tokens: list[int]) -> list[bool]:
+    """Of each token, whether a string ends in the text that it adds."""
+    found, text = [], b""
+    for token in tokens:
+        added = TEXTS[token] if token < len(TEXTS) else b""
+        ends = range(len(text) + 1, len(text) + len(added) + 1)
+        text += added
+        found.append(any(text[:end].endswith(string.encode()) for end in ends for string in strings))
+    return found
+
+
+@pytest.mark.parametrize(
+    "strings", [["aab"], ["é", "ba"], ["abab", "b a", "ab"], ["a"], ["bab", "abaa"]], ids=str
+)
+def test_a_string_is_completed_where_a_search_in_the_text_finds_it(strings: list[str]):
+    draw = random.Random(0)
+    rows, steps = 40, 60
+    tokens = [[draw.randrange(len(TEXTS) + 2) for _ in range(steps)] for _ in range(rows)]  # two have no text
+    table, states = StopStrings(strings, TEXTS).to(CPU), torch.zeros(rows, dtype=torch.int64)
+    found = []
+    for step in range(steps):
+        states, completed = follow(table, states, torch.tensor([row[step] for row in tokens]))
+        found.append(completed.tolist())
+    expected = [completing(strings, row) for row in tokens]
+    assert [list(row) for row in zip(*found, strict=True)] == expected
+    assert 0 < sum(map(sum, expected)) < rows * steps
