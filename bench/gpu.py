@@ -2,7 +2,7 @@
 
     python -m bench.gpu --out FILE.json [--size 1b] [--rounds 3] [--peak-flops 989e12]
 
-It needs only torch and transformers. The checks use a small model in float32 (without TF32) and bfloat16. The timings
+It needs no server and no cluster. The checks use a small model in float32 (without TF32) and bfloat16. The timings
 use a Llama of about one billion parameters with random weights, in bfloat16. Exit status 1 when a check fails.
 
 Timings are wall-clock seconds after a warm-up, with the device synchronised before and after; medians over the
@@ -12,10 +12,12 @@ earlier token, relative to the given peak (989e12: NVIDIA's data sheet, H100 SXM
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench.engine import BETAS, LEARNING_RATE, MAX_GRAD_NORM, build_engine
+from flows.cluster.this_machine import described_gpus
+from planner.pricing.devices import device_of
 from rlhf_tasks.parallel.batch.micro_batch import MicroBatch, micro_batch
 from rlhf_tasks.parallel.batch.samples import Packed, SampleBatch
 from rlhf_tasks.parallel.comm.groups import ProcessGroups, join_world, leave_world
@@ -112,7 +116,7 @@ def checks(groups: ProcessGroups) -> list[Check]:
     sequences = random_tokens([5, 130, 33, 64, 1, 90], 4096)
     exact = build_model("tiny", torch.float32)
     rough = build_model("tiny", torch.bfloat16)
-    found = [_uniforms_equal_the_cpu()]
+    found = [_description_is_torchs(), _uniforms_equal_the_cpu()]
     truth = _plain_logits(exact, sequences)
     found.append(Check("logits, fp32", difference(_engine_logits(exact, groups, sequences), truth), 1e-5))
     ours = difference(_engine_logits(rough, groups, sequences), truth)
@@ -124,6 +128,14 @@ def checks(groups: ProcessGroups) -> list[Check]:
     found.append(Check("greedy tokens unlike transformers', fp32", _greedy_mismatches(exact, groups), 0))
     found += _train_checks(exact, groups, sequences)
     return found
+
+
+def _description_is_torchs() -> Check:
+    gpu, known = described_gpus(os.environ)[0], torch.cuda.get_device_properties(CUDA)
+    ours = gpu.name, gpu.memory_bytes, *gpu.capability, gpu.multiprocessors
+    theirs = known.name, known.total_memory, known.major, known.minor, known.multi_processor_count
+    print(f"{gpu}: {device_of(gpu).name}", flush=True)
+    return Check("figures of the driver's description unlike torch's", sum(map(ne, ours, theirs)), 0)
 
 
 def _uniforms_equal_the_cpu() -> Check:

@@ -16,7 +16,7 @@ from distributed import Client, Scheduler, Worker
 
 from flows.cluster.this_machine import device_here
 from flows.cluster.workers import ClusterError, Member
-from planner.pricing.devices import DeviceProfile
+from planner.pricing.devices import PRESETS, DeviceProfile
 
 MIN_WORKER_TTL_S = 120.0  # with less, a worker whose call holds the GIL for long would count as dead
 SAME_VERSIONS = ("distributed", "prefect", "torch", "transformers")
@@ -112,9 +112,10 @@ def refuse_other_devices(
         there, needed_bytes = found[rank.address], needs.get(number, 0)
         where = f"worker {rank.name} on host {rank.host}"
         if there.name != assumed.name:
+            name = there.name if there.name in PRESETS else "a YAML file with its figures"
             raise ClusterError(
                 f"{where} has a {there.name}, but the plan was made for {assumed.name}, this machine's device. Set "
-                f"planning.device={there.name}."
+                f"planning.device={name}."
             )
         if needed_bytes > there.memory_bytes:
             raise ClusterError(

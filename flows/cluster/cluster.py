@@ -87,14 +87,14 @@ class DaskCluster:
 def local_cluster(
     n_ranks: int,
     *,
-    gpus: bool = False,
+    gpus: Sequence[str] = (),
     folder: Path,
     deadline_s: float,
 ) -> Iterator[DaskCluster]:
     """A cluster of our own on this host: workers rank-0, rank-1, ... and the worker `controller`, on loopback.
 
-    gpus        each rank sees one GPU (its number = the rank) and offers `GPU`; otherwise it sees none and
-                offers `slot`
+    gpus        the GPUs by rank, each as CUDA_VISIBLE_DEVICES names it: a rank sees only its own, and offers `GPU`.
+                Without them ranks see none, and offer `slot`
     folder      for the workers' scratch files and the cluster's keys
     deadline_s  seconds to wait for the workers
     Inside the context, clients of this process need only the cluster's address: its keys are in Dask's configuration.
@@ -151,7 +151,7 @@ def _own_keys(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _worker_spec(
-    n_ranks: int, gpus: bool, folder: Path, encrypted: Mapping[str, Any], nanny: Callable[..., Nanny]
+    n_ranks: int, gpus: Sequence[str], folder: Path, encrypted: Mapping[str, Any], nanny: Callable[..., Nanny]
 ) -> dict[str, dict[str, Any]]:
     """The workers for `SpecCluster`: `n_ranks` ranks with a device each, and the controller without one."""
     common = {
@@ -173,7 +173,7 @@ def _worker_spec(
             1,
             "GPU" if gpus else "slot",
             **rank_environment,
-            CUDA_VISIBLE_DEVICES=str(rank) if gpus else "",
+            CUDA_VISIBLE_DEVICES=gpus[rank] if gpus else "",
         )
         for rank in range(n_ranks)
     }

@@ -1,34 +1,114 @@
-"""This machine: the kind of its devices and the memory of a CPU slot. Loads no torch."""
+"""This machine: its GPUs, the kind of its devices, and the memory of a CPU slot. Loads no torch."""
 
+import json
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-from planner.pricing.devices import DeviceProfile, preset, preset_of_gpu
+from flows.cluster import cuda_driver
+from planner.pricing.data_sheets import Gpu
+from planner.pricing.devices import DeviceProfile, device_of, preset
+from rlhf_tasks.system.reading import ConfigError
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # the driver's descriptions, which need no torch
+DEVICES = Path("/dev")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of a container: version 2, version 1
 CPU_SLOT = "cpu-slot"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER_S = 60.0  # that CUDA's driver may take to describe the GPUs; mostly it takes one
 
 
 def device_here(slots: int) -> DeviceProfile:
-    """The preset of this machine's devices: that of its GPU, if there is a known one, else that of a CPU slot.
+    """The device of this machine's ranks: the GPU of each, or a CPU slot where no GPU is visible.
 
-    slots  number of CPU slots that share this machine's memory
+    slots  number of ranks of this machine
+    Raises ConfigError where the driver does not answer, and where the ranks would have GPUs of several kinds.
     """
-    described = (path.read_text() for path in sorted(GPUS.glob("*/information")))
-    models = [line for text in described for line in text.splitlines() if line.startswith("Model:")]
-    known = next((name for name in map(preset_of_gpu, models) if name is not None), None)
-    if known is not None:
-        return preset(known)
+    if gpus_here():
+        return _alike(described_gpus(os.environ)[:slots])
     slot = preset(CPU_SLOT)
     return slot.model_copy(update={"memory_bytes": max(1, memory_bytes() // slots - slot.process_bytes)})
 
 
-def gpus_here() -> int:
-    """Number of NVIDIA GPUs of this machine, found without loading torch."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def gpus_here() -> tuple[str, ...]:
+    """What names each visible NVIDIA GPU of this machine in CUDA_VISIBLE_DEVICES, found without loading torch."""
+    return visible_gpus(os.environ.get(VISIBLE), len(list(DEVICES.glob("nvidia[0-9]*"))))
+
+
+def visible_gpus(stated: str | None, n_gpus: int) -> tuple[str, ...]:
+    """The names of the GPUs that CUDA shows, in its order, each as a rank's own CUDA_VISIBLE_DEVICES must name it.
+
+    stated  value of CUDA_VISIBLE_DEVICES: indices or UUIDs (GPU-..., MIG-...), separated by commas. CUDA shows those
+            before the first that is none, as in -1 or an empty value; None: it is not set, all are visible
+    n_gpus  GPUs of this machine
+    Raises ConfigError for an index that no GPU has, and for a repeated one, for which CUDA would show none.
+    """
+    if stated is None:
+        return tuple(map(str, range(n_gpus)))
+    if not n_gpus:
+        return ()
+    names: list[str] = []
+    for name in map(str.strip, stated.split(",")):
+        if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", name):
+            break
+        names.append(str(int(name)) if name.isdigit() else name)
+    outside = next((name for name in names if name.isdigit() and int(name) >= n_gpus), None)
+    if outside is not None:
+        raise ConfigError(
+            f"{VISIBLE}={stated}: this machine has {n_gpus} GPUs, and none of index {outside}. Name some of 0 to "
+            f"{n_gpus - 1}, or leave the variable out."
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{VISIBLE}={stated} names a GPU twice, for which CUDA shows none. Name each once.")
+    return tuple(names)
+
+
+def described_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The visible GPUs as CUDA's driver describes them, at least one. Raises ConfigError where it does not."""
+    named = tuple((name, environment[name]) for name in (VISIBLE, "CUDA_DEVICE_ORDER") if name in environment)
+    return _described(named)
+
+
+@cache
+def _described(named: tuple[tuple[str, str], ...]) -> tuple[Gpu, ...]:
+    """named  the variables that choose and order GPUs"""
+    command = [sys.executable, "-I", str(Path(cuda_driver.__file__))]
+    try:
+        asked = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=DRIVER_S,
+            env={**os.environ, **dict(named)},
+            check=False,
+        )
+        fault = asked.stderr.strip().rpartition("\n")[2] if asked.returncode else ""
+        found = [] if fault else [json.loads(line) for line in asked.stdout.splitlines()]
+    except subprocess.TimeoutExpired:
+        fault, found = f"it took longer than {DRIVER_S:g} s", []
+    if not found:
+        raise ConfigError(
+            f"CUDA's driver does not describe this machine's GPUs: {fault or 'it shows none'}. Mend it, correct "
+            f"{VISIBLE}, or leave that empty to run on CPUs."
+        )
+    return tuple(Gpu(**{**one, "capability": tuple(one["capability"])}) for one in found)
+
+
+def _alike(gpus: Sequence[Gpu]) -> DeviceProfile:
+    """The device of GPUs of one kind: the one with the least memory. Raises ConfigError where they differ in kind."""
+    devices = [device_of(gpu) for gpu in gpus]
+    kinds = list(dict.fromkeys(device.name for device in devices))
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the ranks of this machine would have GPUs of several kinds ({', '.join(kinds)}). Name those of one "
+            f"kind by {VISIBLE}."
+        )
+    return min(devices, key=lambda device: device.memory_bytes)
 
 
 def memory_bytes() -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from flows.cluster.this_machine import CPU_SLOT, gpus_here
 from flows.run.planning import figures_of
 from flows.view.clocks import generation_of
 from planner.plan.steady_state import steady_state
@@ -36,7 +35,7 @@ class Planned:
     price          of every node, of an iteration, and the peaks of tensors' memory
     active_bytes   call -> memory beyond parameters on its fullest device
     process_bytes  memory of a rank's process besides; of several classes the largest
-    peak_flops_per_s  of all devices of the cluster together; None where this machine's GPUs are of no preset
+    peak_flops_per_s  of all devices of the cluster together
     source         where the figures come from: a profile or a preset, and measured figures of runs
     figures        the file for what this run finds
     """
@@ -44,7 +43,7 @@ class Planned:
     price: PlanPrice
     active_bytes: dict[str, float]
     process_bytes: int
-    peak_flops_per_s: float | None
+    peak_flops_per_s: float
     source: str
     figures: Path
 
@@ -72,14 +71,12 @@ def planned(config: RunConfig, plan: ExecutionPlan, problem: Problem) -> Planned
         raise ConfigError(str(error)) from error
     classes = model.classes
     process_bytes = max(profile.process_bytes for profile in classes.profiles)
-    peak_flops_per_s = _peak_flops_per_s(config, model.classes)
+    peak_flops_per_s = _peak_flops_per_s(model.classes)
     figures = figures_of(config, problem)
     return Planned(price, active_bytes, process_bytes, peak_flops_per_s, figures_source(model), figures)
 
 
-def _peak_flops_per_s(config: RunConfig, classes: DeviceClasses) -> float | None:
-    if config.planning.device is None and gpus_here() and classes.profiles[0].name == CPU_SLOT:
-        return None
+def _peak_flops_per_s(classes: DeviceClasses) -> float:
     per_host = (classes.profiles[number].flops_per_s for number in classes.of_host)
     return classes.cluster.devices_per_host * sum(per_host)
 

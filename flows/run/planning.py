@@ -17,7 +17,7 @@ from planner.pricing.calibrate import recalibrated
 from planner.pricing.calls import CostModel
 from planner.pricing.cluster_file import Hardware, cluster_of, named_hardware, read_cluster
 from planner.pricing.device_classes import DeviceClasses
-from planner.pricing.devices import DeviceProfile
+from planner.pricing.devices import DeviceProfile, estimated
 from planner.pricing.kept_figures import read_kept
 from planner.pricing.measured import MeasuredProfile, ProfileError
 from planner.pricing.problem import Problem, ProblemError
@@ -72,6 +72,7 @@ def problem_of(
 def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, workload: Workload) -> Problem:
     shapes = shapes_of(config)
     _check_followers(config, shapes)
+    _check_dtype(config, hardware.classes)
     models = {
         role: RoleModel(
             shape=shapes[role],
@@ -95,6 +96,8 @@ def _problem(config: RunConfig, hardware: Hardware, profile: Path | None, worklo
             profiles = list(classes.profiles)
             profiles[number] = recalibrated(device, found[0])
             classes = replace(classes, profiles=tuple(profiles))
+        elif warning := estimated(device):
+            warnings.append(warning)
         measured += found
     graph, cluster = graph_of(config, shapes), hardware.cluster
     uncorrected = Problem(graph, CostModel(cluster, classes, models, workload, measured))
@@ -309,6 +312,15 @@ def _check_followers(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Non
             raise ConfigError(
                 f"sync_ref_model: the models of {role!r} and {leader!r} cannot be blended, they differ: {told}. Name "
                 "models of one architecture."
+            )
+
+
+def _check_dtype(config: RunConfig, classes: DeviceClasses) -> None:
+    for device in classes.profiles:
+        if config.dtype == "bfloat16" and not device.has_bfloat16:
+            raise ConfigError(
+                f"dtype=bfloat16: a {device.name} does not multiply it; GPUs do from compute capability 8.0 on. Set "
+                "dtype=float32, or run on other devices."
             )
 
 

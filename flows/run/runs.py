@@ -315,15 +315,16 @@ def cluster_of(
         ) as cluster:
             yield cluster
     else:
-        n_gpus = gpus_here()
-        if 0 < n_gpus < place.n_devices:
+        gpus = gpus_here()
+        if 0 < len(gpus) < place.n_devices:
             raise ClusterError(
                 f"cluster.n_hosts={place.n_hosts} x devices_per_host={place.devices_per_host} are {place.n_devices} "
-                f"ranks; this machine has {n_gpus} GPUs. Ask for fewer, or name a larger cluster by cluster.address."
+                f"ranks; this machine has {len(gpus)} visible GPUs ({', '.join(gpus)}). Ask for fewer, or name a "
+                "larger cluster by cluster.address."
             )
         with local_cluster(
             place.n_devices,
-            gpus=n_gpus > 0,
+            gpus=gpus,
             folder=folder / "scratch",
             deadline_s=config.runtime.startup_timeout_s,
         ) as cluster:

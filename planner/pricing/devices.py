@@ -1,13 +1,14 @@
 """The figures of a device and its links: peaks, efficiencies, overheads and memory.
 
-Peaks come from data sheets. Efficiencies and host overheads, which no data sheet has, are given here with their
-source, so that the cost model has no constants of its own.
+Peaks come from data sheets (planner/pricing/data_sheets.py). Efficiencies and host overheads, which no data sheet
+has, are given here with their source, so that the cost model has no constants of its own.
 """
 
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
+from planner.pricing.data_sheets import ESTIMATE, SHEETS, DataSheet, Gpu, estimated_sheet, sheet_of
 from rlhf_tasks.profiling.measurements import MOST_BYTES, MOST_S
 from rlhf_tasks.spec import Frozen
 from rlhf_tasks.system.reading import shown
@@ -44,6 +45,7 @@ class DeviceProfile(Frozen):
     transfer_overhead_s  time per sample and key of a transfer besides its messages: ranks tell what they hold
     dispatch_s          seconds of a plan node besides its work
     process_bytes       memory of a rank's process besides tensors; not part of memory_bytes
+    has_bfloat16        whether it multiplies bfloat16
     sources             where the figures come from
     """
 
@@ -66,6 +68,7 @@ class DeviceProfile(Frozen):
     transfer_overhead_s: Seconds = 0.0
     dispatch_s: Seconds
     process_bytes: int = Field(default=0, ge=0, le=MOST_BYTES)
+    has_bfloat16: bool = True
     sources: tuple[str, ...] = ()
 
     def compute_s(self, flops: float, traffic_bytes: float) -> float:
@@ -97,27 +100,30 @@ class DeviceProfile(Frozen):
         return 2 * self.gather_s(size_bytes, ranks, crosses_hosts)
 
 
-_GPU_SOURCES = (
-    "peaks: NVIDIA data sheets (dense bf16, HBM); NVLink per direction; one NIC per GPU as in DGX systems",
+_EFFICIENCIES = (
     "matmul_efficiency: model FLOP utilisation that Megatron-LM reports (arXiv:2104.04473)",
-    "host_copy_bytes_per_s: pinned memory, about 80% of PCIe x16, whose generation 4 (A100) has 31.5 GB/s in each "
-    "direction and generation 5 (H100, H200) 63",
     "memory_efficiency, link_efficiency: estimates, about what STREAM and NCCL tests reach",
     "layer_overhead_s, optimizer_overhead_s: estimates for eager kernels; decode_overhead_s: for CUDA graphs",
 )
+_STATED = (
+    "peaks: NVIDIA data sheets (dense bf16, memory); NVLink per direction; one NIC per GPU as in DGX systems",
+    *_EFFICIENCIES,
+)
+_ESTIMATED = (
+    f"peaks: from the GPU's own multiprocessors, clocks and width of bus, within {ESTIMATE:.0%}; links: PCIe 4",
+    *_EFFICIENCIES,
+)
 
 
-def _gpu(
-    name: str, flops: float, memory: float, size: float, nvlink: float, nic: float, host: float
-) -> DeviceProfile:
+def _gpu(sheet: DataSheet, sources: tuple[str, ...]) -> DeviceProfile:
     return DeviceProfile(
-        name=name,
-        flops_per_s=flops,
-        memory_bytes_per_s=memory,
-        memory_bytes=int(size),
-        inside_host=Link(bytes_per_s=nvlink, latency_s=5e-6),
-        between_hosts=Link(bytes_per_s=nic, latency_s=15e-6),
-        host_copy_bytes_per_s=host,
+        name=sheet.name,
+        flops_per_s=sheet.flops,
+        memory_bytes_per_s=sheet.memory,
+        memory_bytes=int(sheet.size),
+        inside_host=Link(bytes_per_s=sheet.inside, latency_s=5e-6),
+        between_hosts=Link(bytes_per_s=sheet.between, latency_s=15e-6),
+        host_copy_bytes_per_s=sheet.host,
         matmul_efficiency=0.5,
         memory_efficiency=0.8,
         link_efficiency=0.8,
@@ -125,16 +131,14 @@ def _gpu(
         decode_overhead_s=2e-5,
         optimizer_overhead_s=2e-3,
         dispatch_s=5e-3,
-        sources=_GPU_SOURCES,
+        sources=sources,
     )
 
 
 PRESETS: dict[str, DeviceProfile] = {
     profile.name: profile
     for profile in (
-        _gpu("a100-80g-sxm", 312e12, 2.039e12, 80e9, 300e9, 25e9, 25e9),
-        _gpu("h100-sxm", 989e12, 3.35e12, 80e9, 450e9, 50e9, 50e9),
-        _gpu("h200-sxm", 989e12, 4.8e12, 141e9, 450e9, 50e9, 50e9),
+        *(_gpu(sheet, _STATED) for sheet in SHEETS),
         DeviceProfile(
             name="cpu-slot",
             flops_per_s=171e9,
@@ -166,9 +170,25 @@ PRESETS: dict[str, DeviceProfile] = {
 }
 
 
-def preset_of_gpu(model: str) -> str | None:
-    """The preset for a GPU's model name such as "NVIDIA H100 80GB HBM3"; None if there is none."""
-    return next((name for name in PRESETS if name.split("-")[0].upper() in model.upper()), None)
+def device_of(gpu: Gpu) -> DeviceProfile:
+    """The device that a GPU is: by its data sheet where there is one, else estimated from its properties.
+
+    Its memory is its own.
+    """
+    sheet = sheet_of(gpu)
+    found = _gpu(estimated_sheet(gpu), _ESTIMATED) if sheet is None else PRESETS[sheet.name]
+    return found.model_copy(update={"memory_bytes": gpu.memory_bytes, "has_bfloat16": gpu.has_bfloat16})
+
+
+def estimated(device: DeviceProfile) -> str | None:
+    """A warning where a device's peaks are estimates from its own properties; else None."""
+    if device.sources[:1] != _ESTIMATED[:1]:
+        return None
+    return (
+        f"{device.name}, this machine's GPU, has no data sheet here: its peaks are estimated from its clocks and "
+        f"multiprocessors, within about {ESTIMATE:.0%}, and its links taken for PCIe 4. Measure it with prefect-rlhf "
+        "profile, or state its figures by planning.device."
+    )
 
 
 def preset(name: str) -> DeviceProfile:
@@ -185,6 +205,6 @@ def described(device: DeviceProfile) -> str:
     """
     known = PRESETS.get(device.name)
     if known is None:
-        return f"stated figures of {device.name}"
+        return f"{'estimated' if estimated(device) else 'stated'} figures of {device.name}"
     same = device.model_copy(update={"memory_bytes": known.memory_bytes}) == known
     return f"{'preset' if same else 'changed preset'} of {device.name}"

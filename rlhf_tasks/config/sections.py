@@ -652,7 +652,7 @@ class PlanningConfig(Settings):
     )
     device: DeviceSource | None = Field(
         default=None,
-        description="Device: a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot, or a YAML file with its figures; "
+        description="Device: a preset (a100-80g-sxm, h100-sxm, cpu-slot, ...), or a YAML file with its figures; "
         "where hosts differ, [{n_hosts, device}] in the order of the hosts; default: this machine's.",
     )
     reward_seconds_per_sequence: float = Field(

@@ -176,6 +176,20 @@ def test_no_worker_of_our_cluster_looks_at_its_own_stacks(cluster):
 
 
 @pytest.mark.cluster
+def test_each_rank_sees_exactly_the_gpu_that_the_user_left_for_it(tmp_path):
+    def visible():
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    with (
+        local_cluster(2, gpus=("3", "GPU-8932f937"), folder=tmp_path, deadline_s=STARTUP_S) as cluster,
+        Client(cluster.scheduler_address, set_as_default=False) as client,
+    ):
+        told = client.run(visible)
+        assert [told[member.address] for member in cluster.ranks] == ["3", "GPU-8932f937"]
+        assert told[cluster.controller.address] == ""
+
+
+@pytest.mark.cluster
 def test_ranks_on_cpu_see_no_gpu(cluster):
     def visible():
         return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,25 +1,139 @@
 """The devices that are assumed where a configuration names none."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from flows.cluster import this_machine
-from flows.cluster.this_machine import device_here, memory_bytes
-from planner.pricing.devices import preset
+from flows.cluster.this_machine import described_gpus, device_here, gpus_here, memory_bytes, visible_gpus
+from rlhf_tasks.system.reading import ConfigError
+
+# A library with the driver's interface. It shows as many GPUs as SHOWN says, the first under the name in FIRST.
+DRIVER = """
+#include <stdlib.h>
+#include <string.h>
+static int count(void) { return atoi(getenv("SHOWN")); }
+int cuInit(unsigned flags) { return count() ? 0 : 100; }
+int cuDeviceGetCount(int *found) { *found = count(); return 0; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetName(char *name, int size, int device) {
+  strncpy(name, device ? "NVIDIA H100 80GB HBM3" : getenv("FIRST"), size); return 0; }
+int cuDeviceTotalMem_v2(size_t *size, int device) { *size = device ? 85017755648 : 85520809984; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  switch (attribute) {
+    case 13: *value = 1980000; return 0;
+    case 16: *value = 132; return 0;
+    case 36: *value = 2619000; return 0;
+    case 37: *value = 5120; return 0;
+    case 75: *value = 9; return 0;
+    case 76: *value = 0; return 0;
+  }
+  return 1;
+}
+"""
 
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this machine's GPUs are described; there are none yet."""
-    monkeypatch.setattr(this_machine, "GPUS", tmp_path)
+    """Where this machine has its devices; there are no GPUs yet, and nothing is said of which are visible."""
+    monkeypatch.setattr(this_machine, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    this_machine._described.cache_clear()
     return tmp_path
 
 
-def test_a_gpu_is_known_by_its_model(gpus):
-    (gpus / "0000:1b:00.0").mkdir()
-    (gpus / "0000:1b:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 45\n")
-    assert device_here(8) == preset("h100-sxm")
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler, which a stand-in for CUDA's driver needs")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    made = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")]
+    subprocess.run(made, check=True, timeout=60)
+    return folder
+
+
+@pytest.fixture
+def two_gpus(gpus: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (gpus / name).touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.setenv("FIRST", "NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv("SHOWN", "2")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("stated", "visible"),
+    [
+        (None, ("0", "1", "2", "3")),
+        ("2,0", ("2", "0")),
+        (" 3 , 1", ("3", "1")),
+        ("", ()),
+        ("-1", ()),
+        ("1,-1,2", ("1",)),
+        ("NoDevFiles", ()),
+        ("GPU-8932f937-d72c,GPU-3f1", ("GPU-8932f937-d72c", "GPU-3f1")),
+        ("MIG-GPU-8932f937/1/0", ("MIG-GPU-8932f937/1/0",)),
+    ],
+)
+def test_the_users_choice_of_gpus_counts_as_cuda_reads_it(stated, visible):
+    assert visible_gpus(stated, 4) == visible
+
+
+def test_where_there_are_no_gpus_none_is_visible():
+    assert visible_gpus("0", 0) == visible_gpus(None, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [("0,4", "has 4 GPUs, and none of index 4"), ("1,1", "CUDA_VISIBLE_DEVICES=1,1 names a GPU twice")],
+)
+def test_gpus_that_cuda_would_hide_by_mistake_are_refused(stated, words):
+    with pytest.raises(ConfigError, match=words):
+        visible_gpus(stated, 4)
+
+
+def test_the_driver_describes_the_visible_gpus(two_gpus):
+    assert gpus_here() == ("0", "1")
+    first, second = described_gpus({})
+    assert first.memory_bytes == 85520809984
+    assert second == first._replace(memory_bytes=85017755648)
+    assert (first.capability, first.multiprocessors, first.clock_hz) == ((9, 0), 132, 1.98e9)
+    assert first.memory_bytes_per_s == pytest.approx(3.352e12, rel=1e-3)
+
+
+def test_a_host_of_gpus_has_the_device_with_the_least_memory(two_gpus):
+    device = device_here(2)
+    assert (device.name, device.memory_bytes) == ("h100-sxm", 85017755648)
+    assert device_here(1).memory_bytes == 85520809984
+
+
+def test_an_empty_choice_leaves_cpu_slots(two_gpus):
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_here(2).name == "cpu-slot"
+
+
+def test_gpus_of_several_kinds_are_refused(two_gpus):
+    two_gpus.setenv("FIRST", "NVIDIA L40S")
+    with pytest.raises(ConfigError, match=r"several kinds \(l40s-86g, h100-sxm\)"):
+        device_here(2)
+
+
+def test_gpus_without_a_driver_are_never_taken_for_cpu_slots(gpus, monkeypatch):
+    (gpus / "nvidia0").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(gpus))
+    with pytest.raises(ConfigError, match=r"driver does not describe.*libcuda\.so\.1.*leave that empty"):
+        device_here(1)
+
+
+def test_gpus_that_the_driver_does_not_show_are_missed(two_gpus):
+    two_gpus.setenv("CUDA_VISIBLE_DEVICES", "GPU-unknown")
+    two_gpus.setenv("SHOWN", "0")
+    with pytest.raises(ConfigError, match="it shows none"):
+        device_here(1)
 
 
 def test_without_a_gpu_cpu_slots_share_the_memory(gpus, monkeypatch):

@@ -40,7 +40,7 @@ INF = float("inf")
     [
         ({"n_hosts": 0}, ("n_hosts", "greater than 0", "0")),
         ({"devices_per_host": -2}, ("devices_per_host", "-2")),
-        ({"device": "h9000"}, ("'h9000'", "a100-80g-sxm, h100-sxm, h200-sxm, cpu-slot")),
+        ({"device": "h9000"}, ("'h9000'", "a100-80g-sxm", "h100-sxm", "cpu-slot")),
         ({"device": {"like": "h100-sxm", "memory_bytes": 0}}, ("memory_bytes", "greater than 0")),
         (
             {"device": {"like": "h100-sxm", "flops": 1e15}},
@@ -248,6 +248,17 @@ def test_a_cluster_file_takes_the_place_of_the_configurations_cluster(run_plan, 
 )
 def test_what_cannot_be_planned_is_refused(run_plan, change, parts):
     refused(run_plan(ppo(**change), "--mode", "heuristic"), *parts)
+
+
+def test_a_dtype_that_the_device_lacks_is_refused(run_plan, write):
+    old = write("like: a100-40g-sxm\nname: v100\nhas_bfloat16: false\n", "mine.yaml")
+
+    def run(dtype):
+        document = ppo(planning={"prompt_tokens": 16, "device": old}, dtype=dtype)
+        return run_plan(document, "--mode", "heuristic", "--no-compare")
+
+    refused(run("bfloat16"), "dtype=bfloat16", "a v100 does not multiply it", "dtype=float32")
+    assert run("float32")[0] == 0
 
 
 @pytest.mark.parametrize(

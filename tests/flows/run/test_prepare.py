@@ -14,7 +14,8 @@ from flows.run import prepare
 from flows.run.planning import hardware_of, problem_of, profile_folder
 from flows.run.prepare import make_plan
 from planner.plan.build import PlanError
-from planner.pricing.devices import preset
+from planner.pricing.data_sheets import Gpu
+from planner.pricing.devices import device_of, preset
 from planner.pricing.profile_cache import store
 from planner.search.search import find_plan
 from rlhf_tasks.algorithms.configurations import ConfigError, RunConfig, make_config
@@ -165,6 +166,16 @@ def test_where_no_device_is_named_the_refusal_says_which_one_was_assumed(plan, m
         PlanError, match=r"lacks .* for this machine's, cpu-slot: planning\.device names others"
     ):
         plan_of(make_config(ppo(plan=plan)))
+
+
+def test_an_unknown_gpu_is_planned_by_its_own_figures_with_a_warning(monkeypatch):
+    gpu = Gpu("NVIDIA X1", 10**11, (9, 0), 100, 2e9, 3e12)
+    monkeypatch.setattr("flows.run.planning.device_here", lambda slots: device_of(gpu))
+    config = make_config(ppo())
+    problem = problem_of(config, hardware_of(config))
+    assert problem.model.classes.profile(0).name == "x1"
+    (warning,) = problem.warnings
+    assert warning.startswith("x1, this machine's GPU, has no data sheet here")
 
 
 def test_a_strategy_that_does_not_suit_its_model_is_refused_with_its_call():
