@@ -177,14 +177,14 @@ def read_family(weights: Mapping[str, tuple[int, ...]], source: str) -> Family:
         raise ConfigError(
             f"Model {source!r}: its first layer {what}, so it is unknown how to split it. {_KNOWN}"
         )
-    hidden, query = found["self_attn.q_proj.weight"][1:], found["self_attn.q_proj.weight"][0]
+    query, hidden = found["self_attn.q_proj.weight"][:1], found["self_attn.q_proj.weight"][1:]
     norms = {name.removesuffix(".weight"): shape for name, shape in found.items() if "norm" in name}
     heads = [name for name in norms if name.startswith("self_attn.")]
     unlike = [name for name in norms if name not in heads and norms[name] != hidden]
-    unlike += [name for name in heads if norms[name] == (query,) or len(heads) == 1]
+    unlike += [name for name in heads if norms[name] == query or len(heads) == 1]
     if unlike:
         raise ConfigError(
-            f"Model {source!r}: {unlike[0]} in its first layer is a norm of {norms[unlike[0]][0]} numbers, neither "
+            f"Model {source!r}: {unlike[0]} in its first layer is a norm of shape {list(norms[unlike[0]])}, neither "
             f"over hidden states nor over each head of query and key, so it cannot be split. {_KNOWN}"
         )
     return Family(

@@ -6,7 +6,9 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from flows.demo.data import write_model_folder
@@ -372,6 +374,14 @@ def test_weights_that_are_not_the_models_are_refused(call, document, tmp_path):
     without(without_norm, "model.norm.weight")
     document["models"]["actor"] = str(without_norm)
     refused(call, "/other' lacks model.norm.weight")
+    with_bias = model_folder(tmp_path / "biased", attention_bias=False)
+    stored = load_file(with_bias / "model.safetensors")
+    save_file(
+        {**stored, "model.layers.1.self_attn.q_proj.bias": np.zeros(16, np.float32)},
+        with_bias / "model.safetensors",
+    )
+    document["models"]["actor"] = str(with_bias)
+    refused(call, "/biased' has 'model.layers.1.self_attn.q_proj.bias' (and 0 more tensors), which the model")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_tasks.parallel.layout.families import FAMILIES
-from rlhf_tasks.parallel.layout.shape import ModelShape, parameters
+from rlhf_tasks.parallel.layout.shape import Lora, ModelShape, linear_modules, parameters
 
 SIZES = {
     "hidden_size": 24,
@@ -112,6 +112,15 @@ def test_a_model_that_cannot_be_split_is_refused_by_its_name(tmp_path, changes, 
 )
 def test_a_model_that_is_computed_faithfully_is_taken(changes):
     assert ModelShape.from_config(config(**changes)) == ModelShape.from_config(config())
+
+
+def test_adapters_lie_beside_what_files_do_not_pack():
+    every = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert sorted(linear_modules(ModelShape.from_config(config()))) == every
+    packed = ModelShape.from_config(config(model_type="phi3"))
+    assert sorted(linear_modules(packed)) == ["down_proj", "o_proj"]
+    with pytest.raises(ValueError, match=r"'q_proj', which is not a linear layer of phi3"):
+        Lora(2, 4.0, ("q_proj",)).check(packed)
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"\xff\xfe", b"[]"])
