@@ -244,12 +244,14 @@ def _kept_plan(path: Path, graph: DataflowGraph, cluster: Cluster) -> ExecutionP
         *(call for call, nodes in plan.calls.items() for _ in nodes),
         *(_evaluation(node.role, node.at_start) for node in plan.nodes if isinstance(node, EvaluateNode)),
         *(f"{role} follows {where.follows}" for role, where in plan.roles.items() if where.follows),
+        *(f"{call} {nodes[0].lead} ahead" for call, nodes in plan.calls.items() if nodes[0].lead),
     ]
     asked = [
         *(call.name for call in graph.calls for _ in call.nodes),
         *(_evaluation(role, False) for role in graph.evaluated),
         *(_evaluation(role, True) for role in graph.evaluated if graph.on_start),
         *(f"{role} follows {leader}" for role, leader in graph.follows.items()),
+        *(f"{call.name} {call.lead} ahead" for call in graph.calls if call.lead),
     ]
     if (sorted(planned), plan.n_seqs) != (sorted(asked), graph.n_seqs):
         raise ConfigError(

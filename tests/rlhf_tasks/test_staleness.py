@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_tasks.algorithms.configurations import make_config
 from rlhf_tasks.algorithms.fetch import fetch
+from rlhf_tasks.config.base import RunConfig
 from rlhf_tasks.parallel.batch.samples import SampleStore
 from tests.ppo_calls import PPO_CALLS
 from tests.rlhf_tasks.algorithms.one_rank import OneRank, world_of_one
 from tests.rlhf_tasks.test_layout_invariance import ALONE, differences, trajectory
-from tests.tiny_runs import ppo_config
+from tests.rlhf_tasks.test_parts import of_calls
+from tests.tiny_runs import ppo_config, write_model, write_prompts
 
 pytestmark = pytest.mark.dist
 
@@ -87,3 +90,48 @@ def test_the_same_seed_gives_the_same_losses_under_any_plan(ranks, tmp_path, sta
     for name in list(PLANS)[1:]:
         found = differences(reference, trajectory(ranks, tmp_path, *PLANS[name], config))
         assert not found, f"{name}:\n" + "\n".join(found)
+
+
+GREEDY = ("greedy_generate", "greedy_reward_inference")
+SAMPLING = ("actor_generate", "reward_inference", "ref_inference", "actor_inference", "actor_train")
+KINDS = {
+    "grpo": {
+        "type": "grpo",
+        "num_generations": 4,
+        "chunks": 2,
+        "sampling": {"max_completion_length": 12, "top_k": 9},
+    },
+    "remax": {"type": "remax"},
+}
+
+
+def group_config(folder: Path, kind: str, **changes) -> RunConfig:
+    """GRPO in parts and with top-k, or ReMax with its two generations, two iterations ahead."""
+    if not (folder / "actor").exists():
+        write_model(folder / "actor")
+        write_prompts(folder / "prompts.jsonl")
+    document = {
+        "models": {"actor": str(folder / "actor")},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "output_dir": str(folder / "runs"),
+        "sampling": {"max_completion_length": 12},
+        "rewards": [{"function": f"{Path(__file__).parents[1]}/tiny_reward.py:length_reward"}],
+        "batch_size": 16,
+        "beta": 0.1,
+        "staleness": 2,
+        "total_iterations": 3,
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return make_config({**document, **KINDS[kind], **changes})
+
+
+@pytest.mark.parametrize("kind", ["remax", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_so_do_parts_kept_tokens_and_two_generations(ranks, tmp_path, kind):
+    calls = (*SAMPLING, *(GREEDY if kind == "remax" else ()))
+    apart = {call: {"devices": [1], "micro_batches": 2} for call in calls}
+    apart |= {call: {"devices": [0, 1], "tp": 2} for call in calls if call.endswith("_generate")}
+    config = partial(group_config, kind=kind)
+    reference = trajectory(ranks, tmp_path, 1, dict.fromkeys(calls, ALONE), config)
+    assert [seen["actor_train/staleness/max"] for seen in reference] == [0, 1, 2]
+    found = trajectory(ranks, tmp_path, 2, apart, config)
+    assert not differences(of_calls(reference), of_calls(found))

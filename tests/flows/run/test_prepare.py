@@ -211,6 +211,7 @@ def test_a_plan_by_hand_is_not_taken_from_the_folder(kept):
             {"sync_ref_model": True, "ref_model_sync_steps": 9},
             ("plan of another graph", "8 sequences", "Remove it"),
         ),
+        ({"staleness": 1, "importance_cap": None}, ("plan of another graph", "Remove it")),
         ({"cluster": {"devices_per_host": 4}}, ("a plan for 2 devices", "the cluster is 1x4", "Remove it")),
     ],
 )

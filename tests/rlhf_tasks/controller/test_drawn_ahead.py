@@ -93,7 +93,7 @@ def test_a_commit_has_the_samples_of_the_iterations_to_come(undisturbed):
         assert drawn_at(undisturbed, step) == list(range(16 * step, 16 * min(step + STALENESS, ITERATIONS)))
 
 
-@pytest.mark.parametrize("point", ["answer", pytest.param("generate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", ["answer", pytest.param("generation", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_costs_nothing(cluster, job, undisturbed, tmp_path, point):
     folder = tmp_path / "run"
     with armed(cluster, f"{point}:kill@rank1@iter{AT}@gen0"):
